@@ -1,0 +1,150 @@
+"""torch's own flash kernels as a backend: they return lse, and their backward takes the *global* out and lse.
+
+Masks are cut into blocks (blocks.py): wholly visible, square causal, and - for sliding windows, on the CPU - strips
+with an explicit mask. The kernels' backward asks for `out` only to form delta = rowsum(dout * out), so it is given
+an `out` made to have the global delta (`_out_with_delta`), and the real one never has to travel.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import AttnSpec
+from ..energy import visible
+from ..merge import NEG_INF, empty_state, merge_into, state_dtype
+from .blocks import DIAGONAL, MASKED, Block, split
+
+_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
+    """Why this backend can't take the call, or None if it can."""
+    if spec.softcap:
+        return "softcap"
+    if q.device.type == "cpu":
+        return None if q.dtype in _CPU_DTYPES else f"dtype {q.dtype}"
+    if q.device.type != "cuda":
+        return f"device type {q.device.type}"
+    if q.dtype not in _CUDA_DTYPES:
+        return f"dtype {q.dtype} (flash on CUDA takes bf16 and fp16)"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head_dim {max(q.shape[-1], v.shape[-1])} above 256"
+    if spec.left is not None or spec.right not in (None, 0):
+        return "window_size"
+    return None
+
+
+def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """Partial attention over segments; see `kernels.attn_fwd`."""
+    blocks = split(q_segments, k_segments, spec)
+    b, s_q, h, _ = q.shape
+    if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
+        return _block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
+    out, lse = empty_state((b, s_q, h, v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
+    for block in blocks:
+        rows, mask = block.q_rows, _mask(block, q, spec)
+        o, l = _block_fwd(q[:, rows], k[:, block.k_rows], v[:, block.k_rows], block, mask, spec)
+        merge_into((out[:, rows], lse[:, rows]), (o, l.transpose(1, 2)))
+    return out, lse.transpose(1, 2).contiguous()
+
+
+def attn_fwd_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """Partial attention under an explicit mask: keep bool [s_q, s_k], [b, s_q, s_k] or None (all visible). CPU only."""
+    if k.shape[1] == 0:
+        out, lse = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
+        return out, lse.transpose(1, 2)
+    mask = None
+    if keep is not None:
+        mask = _additive(keep if keep.dim() == 3 else keep[None], q.dtype)[:, None]
+    return _block_fwd(q, k, v, None, mask, spec)
+
+
+def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's dq, dk, dv from the global lse and delta; see `kernels.attn_bwd`."""
+    dtype = state_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+    out = _out_with_delta(dout, delta)
+    lse = torch.where(lse == NEG_INF, -NEG_INF, lse)  # rows that see nothing: exp(s - inf) = 0
+    for block in split(q_segments, k_segments, spec):
+        rows, cols = block.q_rows, block.k_rows
+        grads = _block_bwd(
+            *(x[:, rows] for x in (dout, out, q)),
+            k[:, cols],
+            v[:, cols],
+            lse[..., rows],
+            block,
+            _mask(block, q, spec),
+            spec,
+        )
+        for total, at, grad in zip((dq, dk, dv), (rows, cols, cols), grads):
+            total[:, at] += grad
+    return dq, dk, dv
+
+
+def _out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
+    """Some out [b, s, h, d_v] with rowsum(dout * out) = delta [b, h, s]: delta / dout at dout's largest entry.
+
+    |delta| <= |dout| |true out|, so the entry is at most sqrt(d_v) |true out|: it can't overflow.
+    """
+    where = dout.abs().argmax(-1, keepdim=True)
+    top = dout.gather(-1, where).to(delta.dtype)
+    entry = torch.where(top == 0, 0.0, delta.transpose(1, 2)[..., None] / torch.where(top == 0, 1.0, top))
+    return torch.zeros_like(dout).scatter_(-1, where, entry.to(dout.dtype))
+
+
+def _mask(block: Block, q: Tensor, spec: AttnSpec) -> Tensor | None:
+    if block.kind != MASKED:
+        return None
+    q_pos = torch.arange(block.q_pos, block.q_pos + block.q_len, device=q.device)
+    k_pos = torch.arange(block.k_pos, block.k_pos + block.k_len, device=q.device)
+    return _additive(visible(q_pos, k_pos, spec), q.dtype)[None, None]
+
+
+def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, NEG_INF)
+
+
+def _widen(d: int, *tensors: Tensor) -> list[Tensor]:
+    """Zero-pad the head dim to d: flash kernels want q, k and v equally wide (MLA's are not)."""
+    return [x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors]
+
+
+def _block_fwd(q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """out [b, q, h, d_v] in the inputs' dtype, lse [b, h, q] with -inf for rows that see nothing."""
+    d_v = v.shape[-1]
+    causal = block is not None and block.kind == DIAGONAL
+    q, k, v = _widen(max(q.shape[-1], d_v), q, k, v)
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=mask, scale=spec.softmax_scale
+        )
+        out = out.transpose(1, 2)
+    else:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=spec.softmax_scale
+        )
+        lse = lse[..., : q.shape[1]]
+    if mask is not None:  # torch's CPU kernel writes lse 0 where a row sees nothing
+        lse = torch.where((mask == NEG_INF).all(-1), NEG_INF, lse)
+    return out[..., :d_v], lse
+
+
+def _block_bwd(dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+    d, d_v, causal = q.shape[-1], v.shape[-1], block.kind == DIAGONAL
+    dout, out, q, k, v = _widen(max(d, d_v), dout, out, q, k, v)
+    if q.device.type == "cpu":
+        bhsd = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *bhsd, lse, 0.0, causal, attn_mask=mask, scale=spec.softmax_scale
+        )
+        dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    else:
+        seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: never read
+        lengths = (None, None, q.shape[1], k.shape[1])
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, seed, scale=spec.softmax_scale
+        )
+    return dq[..., :d], dk[..., :d], dv[..., :d_v]

@@ -1,0 +1,147 @@
+"""Checks of the public functions' arguments: every message names the argument, the values seen and the way out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import AttnSpec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q [b, s, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], of one dtype, on one device."""
+    _check_heads(q, k, v, "k", "v")
+    if not q.shape[1] == k.shape[1] == v.shape[1]:
+        raise ValueError(
+            f"q, k and v must hold equally many tokens of this rank's share: q has {q.shape[1]}, k {k.shape[1]}, "
+            f"v {v.shape[1]} (shapes are [batch, sequence, heads, head_dim])"
+        )
+
+
+def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """q [b, s_q, h, d], caches [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v], of one dtype, on one device."""
+    _check_heads(q, k_cache, v_cache, "k_cache", "v_cache")
+    if k_cache.shape[1] != v_cache.shape[1]:
+        raise ValueError(f"k_cache holds {k_cache.shape[1]} slots and v_cache {v_cache.shape[1]}: they must be equal")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str) -> None:
+    for name, x in (("q", q), (k_name, k), (v_name, v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a 4-D tensor [batch, sequence, heads, head_dim], got {seen}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {x.dtype}: attention takes fp32, bf16, fp16 or fp64")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} but q has {q.dtype}: cast them to one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on device {x.device} but q is on {q.device}: move them to one device")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch size {x.shape[0]} but q has {q.shape[0]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"{k_name} has {k.shape[2]} heads but {v_name} has {v.shape[2]}")
+    if not k.shape[2] or not q.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads and {k_name} {k.shape[2]}: the number of KV heads must divide the query heads"
+        )
+    if k.shape[3] != q.shape[3] or not q.shape[3]:
+        raise ValueError(f"{k_name} has head_dim {k.shape[3]} but q has {q.shape[3]}: they must be equal and positive")
+
+
+def make_spec(q: Tensor, causal: bool, softmax_scale: float | None, window_size, softcap: float) -> AttnSpec:
+    """The call's `AttnSpec` from checked arguments; softmax_scale defaults to 1 / sqrt(head_dim)."""
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    if (
+        isinstance(softmax_scale, bool)
+        or not isinstance(softmax_scale, (int, float))
+        or not math.isfinite(softmax_scale)
+    ):
+        raise ValueError(f"softmax_scale={softmax_scale!r} must be a finite number (or None for 1 / sqrt(head_dim))")
+    if not isinstance(softcap, (int, float)) or not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap={softcap!r} must be a number >= 0; 0 turns it off")
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or any(not isinstance(n, int) or isinstance(n, bool) or n < -1 for n in window_size):
+        raise ValueError(f"window_size={window_size!r} must be (left, right), each an integer >= 0 or -1 for unbounded")
+    return AttnSpec(
+        softmax_scale=float(softmax_scale), causal=bool(causal), window_size=tuple(window_size), softcap=float(softcap)
+    )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """sinks [h] on q's device, floating point, or None."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[2],) or not sinks.is_floating_point():
+        seen = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(
+            f"sinks must be a floating-point tensor of one logit per query head, [{q.shape[2]}], got {seen}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on device {sinks.device} but q is on {q.device}: move them to one device")
+
+
+def check_positions(
+    q: Tensor, k_cache: Tensor, q_positions, cache_positions, cache_seqlens, spec: AttnSpec
+) -> tuple[Tensor | None, Tensor | None]:
+    """Normalise positions to q [b, s_q] and keys [b, s], hidden slots -1; None where nothing restricts.
+
+    Keys may come back shorter than the cache: slots beyond every row's valid ones are cut off.
+    """
+    b, s_q = q.shape[:2]
+    s_local = k_cache.shape[1]
+    if (q_positions is None) != (cache_positions is None):
+        given = "q_positions" if cache_positions is None else "cache_positions"
+        raise ValueError(f"only {given} is given: pass q_positions and cache_positions, or neither")
+    if q_positions is None and (s_q > 1 or spec.left is not None):
+        raise ValueError(
+            f"q holds {s_q} tokens with window_size={spec.window_size}: pass q_positions and cache_positions, to say "
+            "what each query may see (without them one query sees every valid slot)"
+        )
+    k_pos = None
+    if cache_positions is not None:
+        q_positions = _rows("q_positions", q_positions, b, s_q, q.device)
+        k_pos = _rows("cache_positions", cache_positions, b, s_local, q.device)
+    if cache_seqlens is not None:
+        if (
+            not isinstance(cache_seqlens, Tensor)
+            or tuple(cache_seqlens.shape) != (b,)
+            or cache_seqlens.is_floating_point()
+        ):
+            seen = (
+                f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
+                if isinstance(cache_seqlens, Tensor)
+                else cache_seqlens
+            )
+            raise ValueError(f"cache_seqlens must be an integer tensor of one length per batch row, [{b}], got {seen}")
+        if cache_seqlens.device != q.device:
+            raise ValueError(f"cache_seqlens is on device {cache_seqlens.device} but q is on {q.device}")
+        if q.device.type == "cpu" and b:
+            low, high = int(cache_seqlens.min()), int(cache_seqlens.max())
+            if low < 0 or high > s_local:
+                raise ValueError(
+                    f"cache_seqlens={cache_seqlens.tolist()} must be within 0 and the cache's {s_local} slots"
+                )
+            if low == high:  # every row ends at the same slot: a cut, not a mask
+                cut = k_pos if k_pos is not None else torch.zeros((b, s_local), dtype=torch.int64)
+                return q_positions, cut[:, :high]
+        slots = torch.arange(s_local, device=q.device)
+        k_pos = torch.zeros_like(slots).expand(b, -1) if k_pos is None else k_pos
+        k_pos = torch.where(slots < cache_seqlens[:, None], k_pos, -1)
+    return q_positions, k_pos
+
+
+def _rows(name: str, positions, b: int, n: int, device) -> Tensor:
+    ok = isinstance(positions, Tensor) and positions.dtype in (torch.int64, torch.int32)
+    if not ok or tuple(positions.shape) not in ((n,), (b, n), (1, n)):
+        seen = (
+            f"{positions.dtype} {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+        )
+        raise ValueError(f"{name} must be an integer tensor of shape [{n}] or [{b}, {n}], got {seen}")
+    if positions.device != device:
+        raise ValueError(f"{name} is on device {positions.device} but q is on {device}: move them to one device")
+    return positions.to(torch.int64).expand(b, n)

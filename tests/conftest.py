@@ -1,0 +1,23 @@
+import pytest
+import torch
+
+from dist_utils import close_pools, poisoned_empty, seed_everything
+
+
+def pytest_configure(config):
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_sessionfinish(session):
+    close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds():
+    seed_everything()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty():
+    with poisoned_empty():
+        yield

@@ -1,0 +1,198 @@
+"""tree_decode in real processes against the float64 oracle: every schedule, any shards, same bits on all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_utils import run_distributed
+from megatron_tree import energy, tree_decode
+from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.kv_cache import ShardedKVLayer
+
+WORLDS = (1, 2, 3, 4, 6)
+
+
+def make(batch, s_q, total, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((s_q, h, d), (total, h_kv, d), (total, h_kv, d_v))
+    return [torch.randn(batch, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def oracle(q, k, v, keep, *, softcap=0.0, sinks=None):
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap)
+    q, k, v = (x.double() for x in (q, k, v))
+    return energy.attention(q, k, v, spec=spec, keep=keep, sinks=None if sinks is None else sinks.double())
+
+
+def same_everywhere(x):
+    """Whether every rank holds the same bits."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return all(torch.equal(parts[0], p) for p in parts)
+
+
+def _one_token(rank, world, lengths_list):
+    """s_q = 1 over contiguous shards of the given lengths, fp32, all schedules; the worst error."""
+    worst = 0.0
+    for lengths in lengths_list:
+        total, start = sum(lengths), sum(lengths[:rank])
+        q, k, v = make(3, 1, total, dtype=torch.float32)
+        sinks = torch.linspace(-1, 1, 4)
+        mine = slice(start, start + lengths[rank])
+        for options in ({}, dict(softcap=2.0), dict(sinks=sinks)):
+            out, lse = oracle(q, k, v, None, **options)
+            for schedule in DECODE_SCHEDULES:
+                o, l = tree_decode(
+                    q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule, return_lse=True, **options
+                )
+                assert o.dtype == q.dtype and l.dtype == torch.float32
+                assert same_everywhere(o) and same_everywhere(l), schedule
+                gap = torch.where(l == lse, 0.0, l - lse)  # both are -inf where nothing is seen
+                worst = max(worst, (o - out).abs().max().item(), gap.abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_token_any_shards(world):
+    lengths = [[1] * world, [7] * world, [31 + r for r in range(world)], [13] + [0] * (world - 1), [0] * world]
+    lengths += [[0 if r == e else 5 for r in range(world)] for e in range(world) if world > 1]
+    lengths += [[0] * (world - 1) + [1]]
+    assert max(run_distributed(_one_token, world, lengths)) < 2e-6
+
+
+def _many_tokens(rank, world):
+    """s_q = 3 over a round-robin cache with windows, left padding and ragged rows."""
+    total, s_q = 4 * world + 5, 3
+    q, k, v = make(2, s_q, total, dtype=torch.float32)
+    slots = torch.arange(total)
+    positions = torch.stack((slots, torch.where(slots < 4, -1, slots - 4)))  # row 1: four slots of left padding
+    q_positions = positions[:, -s_q:]
+    layer = ShardedKVLayer(rank, world, block_size=2)
+    for a, b in ((0, 5), (5, total - 1), (total - 1, total)):  # three appends
+        layer.append(k[:, a:b], v[:, a:b], slots[a:b], positions[:, a:b])
+    worst = 0.0
+    for window in ((-1, -1), (4, 0), (0, 0)):
+        spec = AttnSpec(softmax_scale=1.0, window_size=window)
+        keep = energy.visible(q_positions, positions, spec) & (positions >= 0)[:, None]
+        out, lse = oracle(q, k, v, keep)
+        for schedule in DECODE_SCHEDULES:
+            o, l = tree_decode(
+                q,
+                layer.k,
+                layer.v,
+                cp_group=dist.group.WORLD,
+                q_positions=q_positions,
+                cache_positions=layer.positions,
+                window_size=window,
+                schedule=schedule,
+                return_lse=True,
+            )
+            assert same_everywhere(o)
+            worst = max(worst, (o - out).abs().max().item(), (l - lse).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_many_tokens_windows_and_padding(world):
+    assert max(run_distributed(_many_tokens, world)) < 2e-6
+
+
+def _ragged(rank, world, dtype):
+    """cache_seqlens: another number of valid slots per row, and NaN in the slots beyond."""
+    q, k, v = make(4, 1, 6 * world, dtype=dtype)
+    mine = slice(6 * rank, 6 * rank + 6)
+    lengths = torch.tensor([(3 * row + rank) % 7 for row in range(4)])
+    valid = torch.stack([torch.arange(6) < n for n in lengths])  # [4, 6]
+    everyone = [torch.empty_like(valid) for _ in range(world)]
+    dist.all_gather(everyone, valid)
+    out, _ = oracle(q, k, v, torch.cat(everyone, 1)[:, None])
+    error = 0.0
+    for schedule in DECODE_SCHEDULES:
+        o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=lengths, schedule=schedule)
+        error = max(error, (o - out).abs().max().item())
+    uniform = torch.full((4,), 4)
+    keep = torch.cat([torch.arange(6) < 4] * world)[None]
+    out, _ = oracle(q, k, v, keep)
+    o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=uniform)
+    return max(error, (o - out).abs().max().item())
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_ragged_caches(world):
+    assert max(run_distributed(_ragged, world, torch.float32)) < 2e-6
+
+
+def _bf16(rank, world):
+    q, k, v = make(2, 1, 64 * world, heads=(8, 2), d=32, d_v=32, dtype=torch.bfloat16)
+    out, _ = oracle(q, k, v, None)
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+    allowed = (dense.transpose(1, 2).double() - out).abs().max()
+    mine = slice(64 * rank, 64 * rank + 64)
+    errors = []
+    for schedule in DECODE_SCHEDULES:
+        o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule)
+        errors.append(float((o.double() - out).abs().max() / allowed))
+    return max(errors)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_bf16_within_the_rule(world):
+    assert max(run_distributed(_bf16, world)) <= 2
+
+
+def _huge_logits(rank, world):
+    """Scores of +-1e4, all on one rank or on all: finite, and equal to the oracle."""
+    q, k, v = make(1, 1, 4 * world, dtype=torch.float32)
+    worst = 0.0
+    for scale in (3e3, -3e3):
+        spec = AttnSpec(softmax_scale=scale)
+        out, _ = energy.attention(*(x.double() for x in (q, k, v)), spec=spec)
+        mine = slice(4 * rank, 4 * rank + 4)
+        for schedule in DECODE_SCHEDULES:
+            o = tree_decode(
+                q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, softmax_scale=scale, schedule=schedule
+            )
+            worst = max(worst, (o - out).abs().max().item())
+    return worst
+
+
+def test_huge_logits():
+    assert max(run_distributed(_huge_logits, 4)) < 1e-2  # fp32 logits of 1e4 carry 1e-3 of rounding
+
+
+def test_cache_layer_grows_evenly_and_crops():
+    world, total = 4, 203
+    k = torch.randn(2, total, 1, 4)
+    layers = [ShardedKVLayer(r, world, block_size=8) for r in range(world)]
+    for start in range(0, total, 7):
+        slots = torch.arange(start, min(start + 7, total))
+        for layer in layers:
+            layer.append(k[:, slots], k[:, slots], slots)
+            assert layer.allocated_bytes <= layer.nbytes * 1.125 + 3 * 8 * 2 * 2 * 4 * 4 + layer.allocated_bytes // 8
+    counts = [layer.num_tokens for layer in layers]
+    assert sum(counts) == total and max(counts) - min(counts) <= 8
+    for layer in layers:
+        assert torch.equal(layer.k, k[:, layer.slots]) and torch.equal(layer.positions, layer.slots[None])
+        layer.crop(100)
+        assert torch.equal(layer.k, k[:, layer.slots]) and (layer.slots < 100).all()
+        layer.reorder(torch.tensor([1, 1, 0]))
+        assert torch.equal(layer.v, k[[1, 1, 0]][:, layer.slots])
+        layer.reset()
+        assert layer.nbytes == layer.allocated_bytes == 0
+    assert sum(int((torch.arange(100) // 8 % 4 == r).sum()) for r in range(4)) == 100
+
+
+def test_cache_layer_refuses_what_does_not_fit():
+    layer = ShardedKVLayer(0, 2)
+    k = torch.randn(1, 3, 2, 4)
+    layer.append_own(k, k, torch.arange(3))
+    for bad in (lambda: layer.append(k[..., :2], k, torch.arange(3)), lambda: layer.append(k, k, torch.arange(2))):
+        with pytest.raises(ValueError):
+            bad()
+    with pytest.raises(ValueError, match="does not fit"):
+        layer.append_own(k[:, :, :1], k[:, :, :1], torch.arange(3))
+    with pytest.raises(ValueError, match="block_size=0"):
+        ShardedKVLayer(0, 2, block_size=0)
+    with pytest.raises(ValueError, match="rank=2"):
+        ShardedKVLayer(2, 2)

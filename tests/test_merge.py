@@ -1,0 +1,122 @@
+"""The merge of partial states: an associative, commutative operation with an identity, in any tree, without NaN."""
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tree import energy, merge
+
+NEG_INF = float("-inf")
+many = settings(max_examples=500, deadline=None)
+
+
+@st.composite
+def states(draw, n=None, max_n=8):
+    """outs [n, rows, d] and lses [n, rows], fp32; some empty, lses from tiny to huge."""
+    n = n or draw(st.integers(1, max_n))
+    rows, d = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]))
+    shift = draw(st.sampled_from([0.0, -1e4, 1e4]))
+    outs = torch.randn(n, rows, d, generator=g)
+    lses = torch.randn(n, rows, generator=g) * spread + shift
+    empty = torch.rand(n, rows, generator=g) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return torch.where(empty[..., None], 0.0, outs), torch.where(empty, NEG_INF, lses)
+
+
+def truth(outs, lses):
+    """The merge derived from the energy, in float64."""
+    return energy.merge_by_energy(outs.double(), lses.double())
+
+
+def close(a, b, tolerance=5e-6):
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    assert not out_a.isnan().any() and not lse_a.isnan().any()
+    assert torch.equal(lse_a == NEG_INF, lse_b == NEG_INF)
+    scale = lse_b.abs().clamp(min=1).nan_to_num(posinf=1.0)
+    gap = torch.where(lse_b == NEG_INF, 0.0, (lse_a.double() - lse_b.double()).abs() / scale)
+    assert gap.max() <= 1e-6, gap.max()
+    # an lse of 1e4 carries 1e-3 of fp32 rounding, and so do the weights
+    assert (out_a.double() - out_b.double()).abs().max() <= tolerance * scale.max()
+
+
+@many
+@given(states())
+def test_merging_many_matches_the_derivation(s):
+    close(merge.merge_states(*s), truth(*s))
+
+
+@many
+@given(states(n=3))
+def test_associative(s):
+    a, b, c = zip(*s)
+    close(merge.merge_state(merge.merge_state(a, b), c), merge.merge_state(a, merge.merge_state(b, c)), 2e-5)
+
+
+@many
+@given(states(n=2))
+def test_commutative_to_the_last_bit(s):
+    a, b = zip(*s)
+    for x, y in zip(merge.merge_state(a, b), merge.merge_state(b, a)):
+        assert torch.equal(x, y)
+
+
+@many
+@given(states(n=1))
+def test_identity(s):
+    state = s[0][0], s[1][0]
+    nothing = merge.empty_state(state[0].shape)
+    for out, lse in (merge.merge_state(state, nothing), merge.merge_state(nothing, state)):
+        assert torch.equal(out, state[0]) and torch.equal(lse, state[1])
+    acc = merge.empty_state(state[0].shape)
+    merge.merge_into(acc, state)
+    assert torch.equal(acc[0], state[0]) and torch.equal(acc[1], state[1])
+
+
+def test_two_empty_states_merge_to_an_empty_one():
+    nothing = merge.empty_state((2, 3, 4))
+    out, lse = merge.merge_state(nothing, nothing)
+    assert not out.any() and (lse == NEG_INF).all()
+    merge.merge_into(nothing, merge.empty_state((2, 3, 4)))
+    assert not nothing[0].any() and (nothing[1] == NEG_INF).all()
+
+
+@many
+@given(st.data())
+def test_any_tree_over_many_partials(data):
+    n = data.draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 100, 255, 512])))
+    outs, lses = data.draw(states(n=n))
+    pick = random.Random(data.draw(st.integers(0, 2**32)))
+    forest = list(zip(outs, lses))
+    while len(forest) > 1:  # a random tree: merge two random subtrees
+        a = forest.pop(pick.randrange(len(forest)))
+        b = forest.pop(pick.randrange(len(forest)))
+        forest.append(merge.merge_state(a, b))
+    close(forest[0], truth(outs, lses), 1e-4)
+
+
+@many
+@given(states(n=2))
+def test_in_place_accumulation_is_the_same_merge(s):
+    acc = s[0][0].clone(), s[1][0].clone()
+    merge.merge_into(acc, (s[0][1], s[1][1]))
+    close(acc, truth(*s), 1e-5)
+
+
+@many
+@given(states(n=2), st.integers(0, 2**16))
+def test_sink_is_a_leaf_with_value_zero(s, seed):
+    out, lse = s[0][0], s[1][0]
+    sinks = torch.randn(lse.shape, generator=torch.Generator().manual_seed(seed)) * 3
+    leaf = torch.stack((out, torch.zeros_like(out))), torch.stack((lse, sinks))
+    close(merge.merge_sinks(out, lse, sinks), truth(*leaf), 1e-5)
+
+
+@many
+@given(states(n=1), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_lse_travels_bit_for_bit(s, wire):
+    out, lse = s[0][0], s[1][0]
+    o, l = merge.unpack_state(merge.pack_state(out, lse, wire), torch.float32)
+    assert torch.equal(l, lse) and torch.equal(o, out.to(wire))
