@@ -13,6 +13,7 @@ from torch import Tensor
 from . import autograd, comm, decode
 from .agree import agree, tell_failure
 from .config import DECODE_SCHEDULES, TreeConfig, check_choice
+from .log import say_once
 from .plan import Shape, plan_decode, plan_training
 from .shard import Layout, check_layout, shard_lengths, shard_positions
 from .validate import check_cache, check_positions, check_qkv, check_sinks, make_spec
@@ -70,6 +71,8 @@ def tree_attn_func(
         f"{spec}; sinks={sinks is not None}; layout={layout!r}; {config}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
+    if world > 1 and rank == 0:
+        say_once(f"attention over {world} ranks, {tuple(shape)}: {plan.reason}")
     wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
     layout = tuple(layout) if isinstance(layout, list) else layout
     job = autograd.Job(spec=spec, group=cp_group, seq_len=seq_len, layout=layout, plan=plan, config=config, wire=wire)

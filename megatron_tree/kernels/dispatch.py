@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..config import AttnSpec
+from ..log import say_once
 from . import aten, reference
 
-logger = logging.getLogger("megatron_tree")
 _BACKENDS = {"aten": aten, "reference": reference}
-_told: set[str] = set()
 
 
 class Choice(NamedTuple):
@@ -43,10 +41,7 @@ def choose(
 
 def _pick(q, k, v, spec, backend, **kwargs):
     choice = choose(q, k, v, spec, backend, **kwargs)
-    line = f"attention backend {choice.name}: {choice.reason}"
-    if line not in _told:
-        _told.add(line)
-        logger.info(line)
+    say_once(f"attention backend {choice.name}: {choice.reason}")
     return _BACKENDS[choice.name]
 
 
