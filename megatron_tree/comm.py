@@ -6,16 +6,25 @@ is read through strides, without a copy. Each function is one collective; `recor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import time
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import CommError
-from .merge import merge_state, merge_states, pack_state, state_dtype, unpack_state
+from .kernels import merge_packed
+from .merge import NEG_INF, merge_states, pack_state, unpack_state
+
+
+# the newer name; the older one warns from torch 2.13 on
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Sent(NamedTuple):
@@ -92,6 +101,13 @@ def _wait(work, group, timeout_s: float) -> None:
             w.wait()  # orders the stream; NCCL's own watchdog keeps the time limit
         else:
             w.wait(timedelta(seconds=timeout_s))
+            _settle_at_exit()
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """gloo's threads drop finished work late; one that asks an ending interpreter for the GIL then aborts the process."""
+    atexit.register(time.sleep, 0.1)
 
 
 def _failure(op: str, group, timeout_s: float, error: Exception) -> CommError:
@@ -114,7 +130,7 @@ def gather_sequence(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:
         group,
         (n - 1) * x.nbytes,
         timeout_s,
-        lambda: dist.all_gather_into_tensor(out, x, group=group, async_op=True),
+        lambda: _all_gather_single(out, x, group=group, async_op=True),
     )
     return out
 
@@ -212,70 +228,62 @@ def reduce_scatter_sum(x: Tensor, group, *, wire: torch.dtype, timeout_s: float 
     return total.transpose(0, 1)
 
 
-def reduce_state(out, lse, group, schedule: str, *, timeout_s: float = 600.0) -> tuple[Tensor, Tensor]:
-    """Decode's reduction: merge one state per rank; every rank gets the same result to the last bit.
+def reduce_state(state: Tensor, group, schedule: str, *, timeout_s: float = 600.0) -> Tensor:
+    """Decode's reduction: merge one packed state per rank; every rank gets the same result to the last bit.
 
-    Args: out [..., d], lse [...], fp32, equal shapes on all ranks; schedule "allreduce", "allgather", "butterfly" or
-    "scatter" (DESIGN section 3). Returns the merged (out, lse).
+    Args: state [..., d + 1], fp32: out, then lse; equal shapes on all ranks; schedule "allreduce", "allgather",
+    "butterfly" or "scatter" (docs/design.md, section 3). Returns the merged state.
     """
-    if group_size(group) == 1:
-        return out, lse
-    dtype = state_dtype(lse.dtype)
-    return _REDUCTIONS[schedule](out.to(dtype), lse.to(dtype), group, timeout_s)
+    return state if group_size(group) == 1 else _REDUCTIONS[schedule](state, group, timeout_s)
 
 
-def _allreduce(out, lse, group, timeout_s):
+def _allreduce(state, group, timeout_s):
+    out, lse = unpack_state(state, state.dtype)
     m = all_reduce(lse.clone(), group, op="max", timeout_s=timeout_s)
-    m = torch.where(m == float("-inf"), 0.0, m)
+    m = torch.where(m == NEG_INF, 0.0, m)
     w = torch.exp(lse - m)[..., None]
     total = all_reduce(torch.cat((out * w, w), -1), group, timeout_s=timeout_s)
     den = total[..., -1]
     safe = torch.where(den == 0, 1.0, den)
-    return total[..., :-1] / safe[..., None], torch.where(den == 0, float("-inf"), m + torch.log(safe))
+    return pack_state(
+        total[..., :-1] / safe[..., None], torch.where(den == 0, NEG_INF, m + torch.log(safe)), state.dtype
+    )
 
 
-def _allgather(out, lse, group, timeout_s):
-    packed = gather_sequence(pack_state(out, lse, out.dtype)[None], group, timeout_s=timeout_s)
-    return merge_states(*unpack_state(packed, lse.dtype))
+def _allgather(state, group, timeout_s):
+    return merge_packed(gather_sequence(state[None], group, timeout_s=timeout_s))
 
 
-def _scatter(out, lse, group, timeout_s):
-    n, rows = group_size(group), lse.numel()
-    packed = pack_state(out, lse, out.dtype).reshape(rows, -1)
-    packed = torch.nn.functional.pad(packed, (0, 0, 0, -rows % n)).unflatten(0, (n, -1))
-    mine = pack_state(*merge_states(*unpack_state(exchange(packed, group, timeout_s=timeout_s), lse.dtype)), out.dtype)
-    merged = gather_sequence(mine, group, timeout_s=timeout_s)[:rows]
-    o, l = unpack_state(merged, lse.dtype)
-    return o.reshape(out.shape), l.reshape(lse.shape)
+def _scatter(state, group, timeout_s):
+    n, rows = group_size(group), state.flatten(0, -2)
+    shares = F.pad(rows, (0, 0, 0, -rows.shape[0] % n)).unflatten(0, (n, -1))
+    mine = merge_packed(exchange(shares, group, timeout_s=timeout_s))
+    return gather_sequence(mine, group, timeout_s=timeout_s)[: rows.shape[0]].view(state.shape)
 
 
-def _butterfly(out, lse, group, timeout_s):
+def _butterfly(state, group, timeout_s):
     """Recursive doubling; ranks beyond the largest power of two fold in first and get the result last."""
     n, r = group_size(group), group_rank(group)
     core = 1 << (n.bit_length() - 1)
-    x = pack_state(out, lse, out.dtype)
+    state = state.contiguous()
 
     def swap(peer, send=True, receive=True):
-        other = torch.empty_like(x) if receive else None
-        return Transfer(x if send else None, peer, other, peer, group, timeout_s).wait()
-
-    def merged(lower, upper):
-        return pack_state(*merge_state(unpack_state(lower, lse.dtype), unpack_state(upper, lse.dtype)), out.dtype)
+        other = torch.empty_like(state) if receive else None
+        return Transfer(state if send else None, peer, other, peer, group, timeout_s).wait()
 
     if r >= core:
         swap(r - core, receive=False)
-        x = swap(r - core, send=False)
-        return unpack_state(x, lse.dtype)
+        return swap(r - core, send=False)
     if r + core < n:
-        x = merged(x, swap(r + core, send=False))
+        state = merge_packed(torch.stack((state, swap(r + core, send=False))))
     step = 1
     while step < core:
         other = swap(r ^ step)
-        x = merged(other, x) if r & step else merged(x, other)
+        state = merge_packed(torch.stack((other, state) if r & step else (state, other)))
         step *= 2
     if r + core < n:
         swap(r + core, receive=False)
-    return unpack_state(x, lse.dtype)
+    return state
 
 
 _REDUCTIONS = {"allreduce": _allreduce, "allgather": _allgather, "butterfly": _butterfly, "scatter": _scatter}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 SCHEDULES = ("auto", "grid", "ring")
-BACKENDS = ("auto", "aten", "reference")
+BACKENDS = ("auto", "triton", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never")
 DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "ring")
@@ -31,7 +31,8 @@ class TreeConfig:
     (1, p) a KV gather. None: the planner chooses."""
 
     backend: str = "auto"
-    """Kernels: "aten" (torch's flash kernels), "reference" (the formulas in plain torch), "auto" says why it chose."""
+    """Kernels: "triton" (ours, for GPUs), "aten" (torch's flash kernels), "reference" (the formulas in plain torch);
+    "auto" logs what it chose and why."""
 
     comm_dtype: str = "auto"
     """What partial outputs and gradients travel in: "auto" (the inputs' dtype; lse always fp32) or "fp32"."""

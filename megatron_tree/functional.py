@@ -16,7 +16,7 @@ from .config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .log import say_once
 from .plan import Shape, plan_decode, plan_training
 from .shard import Layout, check_layout, shard_lengths, shard_positions
-from .validate import check_cache, check_positions, check_qkv, check_sinks, make_spec
+from .validate import check_cache, check_qkv, check_sinks, check_visible, make_spec
 
 
 def tree_attn_func(
@@ -135,7 +135,7 @@ def tree_decode(
         check_cache(q, k_cache, v_cache)
         spec = make_spec(q, True, softmax_scale, window_size, softcap)
         check_sinks(sinks, q)
-        q_pos, k_pos = check_positions(q, k_cache, q_positions, cache_positions, cache_seqlens, spec)
+        visible = check_visible(q, k_cache, q_positions, cache_positions, cache_seqlens, spec)
     except ValueError as error:
         tell_failure(cp_group, error)
         raise
@@ -150,8 +150,7 @@ def tree_decode(
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
     with torch.no_grad():
         options = dict(spec=spec, group=cp_group, schedule=schedule, backend=config.backend, timeout_s=config.timeout_s)
-        n = k_cache.shape[1] if k_pos is None else k_pos.shape[1]
-        out, lse = decode.decode(q, k_cache[:, :n], v_cache[:, :n], q_pos, k_pos, sinks, **options)
+        out, lse = decode.decode(q, k_cache, v_cache, sinks, visible=visible, **options)
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
 
 

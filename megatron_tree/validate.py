@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import AttnSpec
+from .kernels import Visible
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -85,13 +86,8 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks is on device {sinks.device} but q is on {q.device}: move them to one device")
 
 
-def check_positions(
-    q: Tensor, k_cache: Tensor, q_positions, cache_positions, cache_seqlens, spec: AttnSpec
-) -> tuple[Tensor | None, Tensor | None]:
-    """Normalise positions to q [b, s_q] and keys [b, s], hidden slots -1; None where nothing restricts.
-
-    Keys may come back shorter than the cache: slots beyond every row's valid ones are cut off.
-    """
+def check_visible(q: Tensor, k_cache: Tensor, q_positions, cache_positions, cache_seqlens, spec: AttnSpec) -> Visible:
+    """What the queries see of this rank's slots, from checked arguments; positions as [b, s_q] and [b, s_local]."""
     b, s_q = q.shape[:2]
     s_local = k_cache.shape[1]
     if (q_positions is None) != (cache_positions is None):
@@ -102,16 +98,12 @@ def check_positions(
             f"q holds {s_q} tokens with window_size={spec.window_size}: pass q_positions and cache_positions, to say "
             "what each query may see (without them one query sees every valid slot)"
         )
-    k_pos = None
-    if cache_positions is not None:
+    if q_positions is not None:
         q_positions = _rows("q_positions", q_positions, b, s_q, q.device)
-        k_pos = _rows("cache_positions", cache_positions, b, s_local, q.device)
+        cache_positions = _rows("cache_positions", cache_positions, b, s_local, q.device)
     if cache_seqlens is not None:
-        if (
-            not isinstance(cache_seqlens, Tensor)
-            or tuple(cache_seqlens.shape) != (b,)
-            or cache_seqlens.is_floating_point()
-        ):
+        ok = isinstance(cache_seqlens, Tensor) and not cache_seqlens.is_floating_point()
+        if not ok or tuple(cache_seqlens.shape) != (b,):
             seen = (
                 f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
                 if isinstance(cache_seqlens, Tensor)
@@ -120,19 +112,10 @@ def check_positions(
             raise ValueError(f"cache_seqlens must be an integer tensor of one length per batch row, [{b}], got {seen}")
         if cache_seqlens.device != q.device:
             raise ValueError(f"cache_seqlens is on device {cache_seqlens.device} but q is on {q.device}")
-        if q.device.type == "cpu" and b:
-            low, high = int(cache_seqlens.min()), int(cache_seqlens.max())
-            if low < 0 or high > s_local:
-                raise ValueError(
-                    f"cache_seqlens={cache_seqlens.tolist()} must be within 0 and the cache's {s_local} slots"
-                )
-            if low == high:  # every row ends at the same slot: a cut, not a mask
-                cut = k_pos if k_pos is not None else torch.zeros((b, s_local), dtype=torch.int64)
-                return q_positions, cut[:, :high]
-        slots = torch.arange(s_local, device=q.device)
-        k_pos = torch.zeros_like(slots).expand(b, -1) if k_pos is None else k_pos
-        k_pos = torch.where(slots < cache_seqlens[:, None], k_pos, -1)
-    return q_positions, k_pos
+        # on an accelerator the values stay there: reading them would stall every step
+        if q.device.type == "cpu" and b and not 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= s_local:
+            raise ValueError(f"cache_seqlens={cache_seqlens.tolist()} must be within 0 and the cache's {s_local} slots")
+    return Visible(lengths=cache_seqlens, q_positions=q_positions, k_positions=cache_positions)
 
 
 def _rows(name: str, positions, b: int, n: int, device) -> Tensor:

@@ -1,3 +1,5 @@
+import triton_interpreter  # noqa: F401, I001  first: see its docstring
+
 import pytest
 import torch
 
@@ -6,6 +8,13 @@ from dist_utils import close_pools, poisoned_empty, seed_everything
 
 def pytest_configure(config):
     torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_sessionfinish(session):

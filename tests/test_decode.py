@@ -107,12 +107,15 @@ def _ragged(rank, world, dtype):
     everyone = [torch.empty_like(valid) for _ in range(world)]
     dist.all_gather(everyone, valid)
     out, _ = oracle(q, k, v, torch.cat(everyone, 1)[:, None])
+    for x in (k, v):
+        x[:, mine][~valid] = float("nan")
     error = 0.0
     for schedule in DECODE_SCHEDULES:
         o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=lengths, schedule=schedule)
         error = max(error, (o - out).abs().max().item())
     uniform = torch.full((4,), 4)
     keep = torch.cat([torch.arange(6) < 4] * world)[None]
+    q, k, v = make(4, 1, 6 * world, dtype=dtype)
     out, _ = oracle(q, k, v, keep)
     o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=uniform)
     return max(error, (o - out).abs().max().item())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_tree import energy, kernels, merge
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import blocks
+from megatron_tree.kernels import aten, blocks, reference
 from megatron_tree.shard import Segment, join, positions_of, shard_positions, shard_segments
 
 NEG_INF = float("-inf")
@@ -21,7 +21,8 @@ SPECS = {
     "right only": dict(causal=False, window_size=(-1, 2)),
     "softcap": dict(softcap=3.0),
 }
-BACKENDS = ("aten", "reference")
+IMPL = {"aten": aten, "reference": reference}
+BACKENDS = tuple(IMPL)
 
 
 def inputs(s_q, s_k, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
@@ -138,11 +139,11 @@ def test_any_strides_and_masks(backend):
     torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
     keep = torch.rand(3, 11, 11) < 0.3
     keep[:, 2] = False
-    out, lse = kernels.attn_fwd_masked(q, k, v, keep=keep, spec=spec, backend=backend)
+    out, lse = IMPL[backend].attn_fwd_masked(q, k, v, keep=keep, spec=spec)
     o, l = energy.attention(q, k, v, spec=spec, keep=keep)
     torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, l, rtol=1e-12, atol=1e-12)
-    out, lse = kernels.attn_fwd_masked(q, k[:, :0], v[:, :0], keep=None, spec=spec, backend=backend)
+    out, lse = IMPL[backend].attn_fwd_masked(q, k[:, :0], v[:, :0], keep=None, spec=spec)
     assert not out.any() and (lse == NEG_INF).all() and lse.shape == (3, 4, 11)
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..config import AttnSpec
+from ..energy import visible as visible_positions
 from ..log import say_once
+from ..merge import merge_states, pack_state, state_dtype, unpack_state
 from . import aten, reference
 
-_BACKENDS = {"aten": aten, "reference": reference}
+ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices: Triton's kernels are the default there
 
 
 class Choice(NamedTuple):
@@ -20,29 +26,68 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, backend: str = "auto", *, flowing_lse: bool = False
-) -> Choice:
+class Visible(NamedTuple):
+    """Which slots of a KV shard a query sees, for decoding. Nothing given: all of them.
+
+    lengths: int [b], valid leading slots. q_positions int64 [b, s_q] and k_positions int64 [b, s], both or neither:
+    a slot is seen when 0 <= its position <= the query's, within the window.
+    """
+
+    lengths: Tensor | None = None
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+
+    def mask(self, num_slots: int, spec: AttnSpec) -> Tensor | None:
+        """bool [b, 1 or s_q, num_slots], or None where every slot is seen."""
+        keep = None
+        if self.k_positions is not None:
+            keep = visible_positions(self.q_positions, self.k_positions, spec) & (self.k_positions >= 0)[:, None]
+        if self.lengths is not None:
+            valid = (torch.arange(num_slots, device=self.lengths.device) < self.lengths[:, None])[:, None]
+            keep = valid if keep is None else keep & valid
+        return keep
+
+
+@functools.lru_cache
+def _triton():
+    """The module of our Triton kernels; None where triton is not installed."""
+    return importlib.import_module(".triton", __package__) if importlib.util.find_spec("triton") else None
+
+
+def _why_not_triton(q, k, v, spec) -> str | None:
+    return (
+        _triton().unsupported(q, k, v, spec) if _triton() else "anything: triton is not installed (pip install triton)"
+    )
+
+
+def choose(q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse: bool = False) -> Choice:
     """The backend for this call. Raises ``ValueError`` when a named one can't take it; "auto" says why it chose.
 
     flowing_lse: the backward of a loss that uses lse itself; aten's backward has no place for that gradient.
     """
-    why_not = "a gradient that flows through lse" if flowing_lse else aten.unsupported(q, k, v, spec)
     if backend == "reference":
         return Choice(backend, "asked for")
+    not_triton = None
+    if backend == "triton" or (backend == "auto" and q.device.type in ACCELERATORS):
+        not_triton = _why_not_triton(q, k, v, spec)
+        if not not_triton:
+            return Choice("triton", "asked for" if backend == "triton" else f"our kernels take {q.dtype} on {q.device}")
+    not_aten = "a gradient that flows through lse" if flowing_lse else aten.unsupported(q, k, v, spec)
+    if backend in ("triton", "aten") and (backend == "triton" or not_aten):
+        reason = not_triton if backend == "triton" else not_aten
+        raise ValueError(f"backend={backend!r} can't take {reason}: use backend='auto' or 'reference'")
     if backend == "aten":
-        if why_not:
-            raise ValueError(f"backend='aten' can't take {why_not}: use backend='auto' or 'reference'")
         return Choice(backend, "asked for")
-    if why_not:
-        return Choice("reference", f"aten can't take {why_not}")
-    return Choice("aten", f"torch's flash kernel takes {q.dtype} on {q.device.type}")
+    before = f"triton can't take {not_triton}; " if not_triton else ""
+    if not_aten:
+        return Choice("reference", f"{before}aten can't take {not_aten}")
+    return Choice("aten", f"{before}torch's flash kernel takes {q.dtype} on {q.device.type}")
 
 
 def _pick(q, k, v, spec, backend, **kwargs):
     choice = choose(q, k, v, spec, backend, **kwargs)
     say_once(f"attention backend {choice.name}: {choice.reason}")
-    return _BACKENDS[choice.name]
+    return {"aten": aten, "reference": reference, "triton": _triton() if choice.name == "triton" else None}[choice.name]
 
 
 def attn_fwd(q, k, v, *, q_segments, k_segments, spec: AttnSpec, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -55,14 +100,40 @@ def attn_fwd(q, k, v, *, q_segments, k_segments, spec: AttnSpec, backend: str = 
     return _pick(q, k, v, spec, backend).attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
 
 
-def attn_fwd_masked(q, k, v, *, keep: Tensor | None, spec: AttnSpec, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Partial attention under an explicit mask, for decoding: keep bool [s_q, s_k], [b, s_q, s_k] or None.
+def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, backend: str = "auto") -> Tensor:
+    """Partial attention of few queries over a shard of the KV cache: the packed state, ready to be sent.
 
-    Causality and window are in the mask; `spec` gives the scale and the softcap. Returns as `attn_fwd`.
+    Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides; `visible` says what a query sees, and
+    spec's causality and window apply to positions only. Returns fp32 [b, s_q, h, d_v + 1]: out, then lse.
     """
-    if backend == "auto" and q.device.type != "cpu" and keep is not None:
-        backend = "reference"  # aten's CUDA flash kernels take no mask
-    return _pick(q, k, v, spec, backend).attn_fwd_masked(q, k, v, keep=keep, spec=spec)
+    if backend == "auto" and q.device.type in ACCELERATORS and _why_not_triton(q, k, v, spec):
+        backend = "reference"  # aten's flash kernels for accelerators take no mask
+    impl = _pick(q, k, v, spec, backend)
+    if impl is _triton() and impl is not None:
+        return impl.attn_decode(q, k, v, visible=visible, spec=spec)
+    if visible.lengths is not None:
+        k, v, visible = _cut(k, v, visible)
+    out, lse = impl.attn_fwd_masked(q, k, v, keep=visible.mask(k.shape[1], spec), spec=spec)
+    return pack_state(out, lse.transpose(1, 2), state_dtype(q.dtype))
+
+
+def _cut(k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor, Visible]:
+    """The cache up to the longest row, and zeros in other rows' slots beyond their length: NaN may lie there."""
+    lengths, n = visible.lengths, int(visible.lengths.max()) if visible.lengths.numel() else 0
+    k, v = k[:, :n], v[:, :n]
+    if visible.k_positions is not None:
+        visible = visible._replace(k_positions=visible.k_positions[:, :n])
+    if n == 0 or int(lengths.min()) == n:
+        return k, v, visible._replace(lengths=None)
+    beyond = (torch.arange(n, device=k.device) >= lengths[:, None])[..., None, None]
+    return k.masked_fill(beyond, 0), v.masked_fill(beyond, 0), visible
+
+
+def merge_packed(packed: Tensor) -> Tensor:
+    """Merge packed states [n, ..., d_v + 1] (fp32 or fp64), in order, to one [..., d_v + 1]."""
+    if packed.device.type in ACCELERATORS and packed.dtype == torch.float32 and _triton():
+        return _triton().merge_packed(packed.contiguous())
+    return pack_state(*merge_states(*unpack_state(packed, packed.dtype)), packed.dtype)
 
 
 def attn_bwd(

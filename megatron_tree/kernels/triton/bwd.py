@@ -1,0 +1,255 @@
+"""Attention backward, deterministic: dq by tiles of queries; dk and dv by tiles of keys, over all heads of a KV head.
+
+Both recompute p = exp2(s - lse2) from the global lse, in base 2, with +inf where a query sees nothing, so that p is 0.
+Results are added to the given fp32 buffers: partial gradients of several cells add up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LOG2E, cap_logits, dot, key_range, load_tile, lower, query_range, store_tile, visible
+
+
+@triton.jit
+def delta_kernel(
+    DOUT, OUT, DLSE, DELTA, num_rows, sdb, sds, sdh, sob, sos, soh, slb, slh,
+    E: tl.constexpr, COLS: tl.constexpr, M: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """DELTA [b, h, s] = rowsum(dout * out) - dlse."""
+    row = tl.program_id(0) * M
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    rows = num_rows - row
+    dout = load_tile(DOUT + b * sdb + h * sdh, row, sds, rows, M, 0, COLS, E, True).to(tl.float32)
+    out = load_tile(OUT + b * sob + h * soh, row, sos, rows, M, 0, COLS, E, True).to(tl.float32)
+    delta = tl.sum(dout * out, 1)
+    r = tl.arange(0, M)
+    at = b * slb + h * slh + row + r
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + at, mask=r < rows, other=0.0)
+    tl.store(DELTA + at, delta, mask=r < rows)
+
+
+@triton.jit
+def _probabilities(s, lse2, scale, softcap, SOFTCAP: tl.constexpr):
+    """(p, ds/dlogit) from raw products; lse2 broadcasts."""
+    slope = 1.0
+    if SOFTCAP:
+        capped = cap_logits(s * scale, softcap)
+        slope = 1.0 - (capped / softcap) * (capped / softcap)
+        p = tl.math.exp2(capped * LOG2E - lse2)
+    else:
+        p = tl.math.exp2(s * (scale * LOG2E) - lse2)
+    return p, slope
+
+
+@triton.jit
+def _dq_range(
+    dq0, dq1, q0, q1, do0, do1, lse2, delta, K, V, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right, scale,
+    softcap,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, N)
+    for n in tl.range(lo, hi, N, num_stages=STAGES):
+        k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
+        v0 = load_tile(V, k_row + n, sv, k_len - n, N, 0, E0, E, MASK)
+        zero = tl.zeros((q0.shape[0], N), tl.float32)
+        s = dot(q0, tl.trans(k0), zero, PRECISION)
+        dp = dot(do0, tl.trans(v0), zero, PRECISION)
+        k1 = k0
+        if D1 > 0:
+            k1 = load_tile(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK)
+            s = dot(q1, tl.trans(k1), s, PRECISION)
+        if E1 > 0:
+            dp = dot(do1, tl.trans(load_tile(V, k_row + n, sv, k_len - n, N, E0, E1, E, MASK)), dp, PRECISION)
+        p, slope = _probabilities(s, lse2[:, None], scale, softcap, SOFTCAP)
+        if MASK:
+            ok = visible(
+                q_pos[:, None], (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW
+            )
+            p = tl.where(ok, p, 0.0)
+        ds = lower(p * (dp - delta[:, None]) * slope, k0)
+        dq0 = dot(ds, k0, dq0, PRECISION)
+        if D1 > 0:
+            dq1 = dot(ds, k1, dq1, PRECISION)
+    return dq0, dq1
+
+
+@triton.jit
+def attn_bwd_dq_kernel(
+    Q, K, V, DOUT, LSE2, DELTA, DQ, q_tiles, k_segments, num_k_segments,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, slb, slh, left, right, scale, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
+    E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """DQ += this block's dq; tables as in `attn_fwd_kernel`."""
+    tile = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    row = tl.load(q_tiles + 3 * tile)
+    rows = tl.load(q_tiles + 3 * tile + 1)
+    first = tl.load(q_tiles + 3 * tile + 2)
+    r = tl.arange(0, M)
+    q_pos = first + r
+    q_base = Q + b * sqb + h * sqh
+    d_base = DOUT + b * sdb + h * sdh
+    q0 = load_tile(q_base, row, sqs, rows, M, 0, D0, D, True)
+    do0 = load_tile(d_base, row, sds, rows, M, 0, E0, E, True)
+    dq0 = tl.zeros((M, D0), tl.float32)
+    q1 = q0
+    dq1 = dq0
+    if D1 > 0:
+        q1 = load_tile(q_base, row, sqs, rows, M, D0, D1, D, True)
+        dq1 = tl.zeros((M, D1), tl.float32)
+    do1 = do0
+    if E1 > 0:
+        do1 = load_tile(d_base, row, sds, rows, M, E0, E1, E, True)
+    at = b * slb + h * slh + row + r
+    lse2 = tl.load(LSE2 + at, mask=r < rows, other=float("inf"))
+    delta = tl.load(DELTA + at, mask=r < rows, other=0.0)
+    k_base = K + b * skb + (h // GROUP) * skh
+    v_base = V + b * svb + (h // GROUP) * svh
+    for i in range(num_k_segments):
+        k_row = tl.load(k_segments + 3 * i)
+        k_len = tl.load(k_segments + 3 * i + 1)
+        k_pos = tl.load(k_segments + 3 * i + 2)
+        lo, full_lo, full_hi, hi = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
+        if WINDOW:
+            dq0, dq1 = _dq_range(
+                dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, lo, full_lo, k_len, k_pos,
+                q_pos,
+                left, right, scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+            )  # fmt: skip
+        dq0, dq1 = _dq_range(
+            dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, full_lo, full_hi, k_len, k_pos,
+            q_pos,
+            left, right, scale, softcap, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+        )  # fmt: skip
+        dq0, dq1 = _dq_range(
+            dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, full_hi, hi, k_len, k_pos, q_pos,
+            left, right, scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+        )  # fmt: skip
+    g_base = DQ + b * sgb + h * sgh
+    store_tile(g_base, row, sgs, rows, dq0 * scale, True, M, 0, D0, D)
+    if D1 > 0:
+        store_tile(g_base, row, sgs, rows, dq1 * scale, True, M, D0, D1, D)
+
+
+@triton.jit
+def _dkdv_range(
+    dk0, dk1, dv0, dv1, k0, k1, v0, v1, Q, DOUT, LSE2, DELTA, q_row, sq, sd, lo, hi, q_len, q_pos, k_pos, in_k,
+    left, right, scale, softcap,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Transposed products [keys, queries]: the tile of keys stays, queries pass by."""
+    cols = tl.arange(0, M)
+    for n in tl.range(lo, hi, M, num_stages=STAGES):
+        rows = q_len - n
+        q0 = load_tile(Q, q_row + n, sq, rows, M, 0, D0, D, MASK)
+        do0 = load_tile(DOUT, q_row + n, sd, rows, M, 0, E0, E, MASK)
+        zero = tl.zeros((k0.shape[0], M), tl.float32)
+        s = dot(k0, tl.trans(q0), zero, PRECISION)
+        dp = dot(v0, tl.trans(do0), zero, PRECISION)
+        q1 = q0
+        if D1 > 0:
+            q1 = load_tile(Q, q_row + n, sq, rows, M, D0, D1, D, MASK)
+            s = dot(k1, tl.trans(q1), s, PRECISION)
+        do1 = do0
+        if E1 > 0:
+            do1 = load_tile(DOUT, q_row + n, sd, rows, M, E0, E1, E, MASK)
+            dp = dot(v1, tl.trans(do1), dp, PRECISION)
+        lse2 = tl.load(LSE2 + q_row + n + cols, mask=cols < rows, other=float("inf"))
+        delta = tl.load(DELTA + q_row + n + cols, mask=cols < rows, other=0.0)
+        p, slope = _probabilities(s, lse2[None, :], scale, softcap, SOFTCAP)
+        if MASK:
+            ok = visible((q_pos + n + cols)[None, :], k_pos[:, None], in_k[:, None], left, right, CAUSAL, WINDOW)
+            p = tl.where(ok, p, 0.0)
+        ds = lower(p * (dp - delta[None, :]) * slope, q0)
+        p = lower(p, do0)
+        dv0 = dot(p, do0, dv0, PRECISION)
+        dk0 = dot(ds, q0, dk0, PRECISION)
+        if E1 > 0:
+            dv1 = dot(p, do1, dv1, PRECISION)
+        if D1 > 0:
+            dk1 = dot(ds, q1, dk1, PRECISION)
+    return dk0, dk1, dv0, dv1
+
+
+@triton.jit
+def attn_bwd_dkdv_kernel(
+    Q, K, V, DOUT, LSE2, DELTA, DK, DV, k_tiles, q_segments, num_q_segments,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, swb, sws, swh, slb, slh,
+    left, right, scale, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
+    E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """DK, DV += this block's; k_tiles int32 [tiles, 3] and q_segments int32 [n, 3]: row, length, position."""
+    tile = tl.program_id(0)
+    h_kv = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    row = tl.load(k_tiles + 3 * tile)
+    rows = tl.load(k_tiles + 3 * tile + 1)
+    first = tl.load(k_tiles + 3 * tile + 2)
+    r = tl.arange(0, N)
+    k_pos = first + r
+    in_k = r < rows
+    k_base = K + b * skb + h_kv * skh
+    v_base = V + b * svb + h_kv * svh
+    k0 = load_tile(k_base, row, sks, rows, N, 0, D0, D, True)
+    v0 = load_tile(v_base, row, svs, rows, N, 0, E0, E, True)
+    dk0 = tl.zeros((N, D0), tl.float32)
+    dv0 = tl.zeros((N, E0), tl.float32)
+    k1 = k0
+    dk1 = dk0
+    if D1 > 0:
+        k1 = load_tile(k_base, row, sks, rows, N, D0, D1, D, True)
+        dk1 = tl.zeros((N, D1), tl.float32)
+    v1 = v0
+    dv1 = dv0
+    if E1 > 0:
+        v1 = load_tile(v_base, row, svs, rows, N, E0, E1, E, True)
+        dv1 = tl.zeros((N, E1), tl.float32)
+    for i in range(GROUP * num_q_segments):
+        h = h_kv * GROUP + i // num_q_segments
+        segment = q_segments + 3 * (i % num_q_segments)
+        q_row = tl.load(segment)
+        q_len = tl.load(segment + 1)
+        q_pos = tl.load(segment + 2)
+        q_base = Q + b * sqb + h * sqh
+        d_base = DOUT + b * sdb + h * sdh
+        l_at = b * slb + h * slh
+        lo, full_lo, full_hi, hi = query_range(first, first + rows - 1, q_pos, q_len, left, right, M, CAUSAL, WINDOW)
+        if CAUSAL or WINDOW:
+            dk0, dk1, dv0, dv1 = _dkdv_range(
+                dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, lo,
+                full_lo,
+                q_len, q_pos, k_pos, in_k, left, right, scale, softcap, D, D0, D1, E, E0, E1, M, True, CAUSAL, WINDOW,
+                SOFTCAP, PRECISION, STAGES,
+            )  # fmt: skip
+        dk0, dk1, dv0, dv1 = _dkdv_range(
+            dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, full_lo,
+            full_hi,
+            q_len, q_pos, k_pos, in_k, left, right, scale, softcap, D, D0, D1, E, E0, E1, M, False, CAUSAL, WINDOW,
+            SOFTCAP, PRECISION, STAGES,
+        )  # fmt: skip
+        dk0, dk1, dv0, dv1 = _dkdv_range(
+            dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, full_hi, hi,
+            q_len, q_pos, k_pos, in_k, left, right, scale, softcap, D, D0, D1, E, E0, E1, M, True, CAUSAL, WINDOW,
+            SOFTCAP, PRECISION, STAGES,
+        )  # fmt: skip
+    g_base = DK + b * sgb + h_kv * sgh
+    w_base = DV + b * swb + h_kv * swh
+    store_tile(g_base, row, sgs, rows, dk0 * scale, True, N, 0, D0, D)
+    store_tile(w_base, row, sws, rows, dv0, True, N, 0, E0, E)
+    if D1 > 0:
+        store_tile(g_base, row, sgs, rows, dk1 * scale, True, N, D0, D1, D)
+    if E1 > 0:
+        store_tile(w_base, row, sws, rows, dv1, True, N, E0, E1, E)

@@ -1,0 +1,153 @@
+"""Device functions that every kernel shares: products, tile loads, and which keys a tile of queries can see.
+
+A tensor [b, s, h, d] is addressed as base + row * row_stride + columns, with base computed in 64 bits. head_dim is cut
+into two powers of two (192 = 128 + 64), so that kernels need no padding columns for the usual sizes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+UNBOUNDED = 1 << 30  # a window side that never ends
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b. The interpreter computes in fp32 whatever the inputs."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def lower(x, like):
+    """x in the dtype of `like`, for the next product; fp32 under the interpreter."""
+    if INTERPRET:
+        return x
+    else:
+        return x.to(like.dtype)
+
+
+@triton.jit
+def load_tile(
+    base,
+    row,
+    stride,
+    num_rows,
+    ROWS: tl.constexpr,
+    FROM: tl.constexpr,
+    COLS: tl.constexpr,
+    D: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """[ROWS, COLS] of rows row.. and columns FROM..; beyond num_rows (if MASK) and beyond D: zeros."""
+    r = tl.arange(0, ROWS)
+    c = FROM + tl.arange(0, COLS)
+    p = base + (row + r).to(tl.int64)[:, None] * stride + c[None, :]
+    if MASK:
+        if FROM + COLS > D:
+            return tl.load(p, mask=(r < num_rows)[:, None] & (c < D)[None, :], other=0.0)
+        else:
+            return tl.load(p, mask=(r < num_rows)[:, None], other=0.0)
+    else:
+        if FROM + COLS > D:
+            return tl.load(p, mask=(c < D)[None, :], other=0.0)
+        else:
+            return tl.load(p)
+
+
+@triton.jit
+def store_tile(
+    base,
+    row,
+    stride,
+    num_rows,
+    x,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    FROM: tl.constexpr,
+    COLS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Store (or add, if ADD) x [ROWS, COLS] at rows row.. and columns FROM.., within num_rows and D."""
+    r = tl.arange(0, ROWS)
+    c = FROM + tl.arange(0, COLS)
+    p = base + (row + r).to(tl.int64)[:, None] * stride + c[None, :]
+    mask = (r < num_rows)[:, None] & (c < D)[None, :]
+    if ADD:
+        x += tl.load(p, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def visible(q_pos, k_pos, in_range, left, right, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """`energy.visible` on broadcast positions, within `in_range`."""
+    ok = in_range
+    if CAUSAL:
+        ok = ok & (k_pos <= q_pos)
+    if WINDOW:
+        ok = ok & (k_pos + left >= q_pos) & (k_pos <= q_pos + right)
+    return ok
+
+
+@triton.jit
+def key_range(first, last, k_pos, k_len, left, right, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys of a segment that queries at positions first..last see: (lo, full_lo, full_hi, hi).
+
+    Tiles of STEP keys in [lo, full_lo) and [full_hi, hi) need a mask, those in [full_lo, full_hi) are seen by all.
+    """
+    lo = 0
+    hi = k_len
+    full_lo = 0
+    full_hi = k_len
+    if CAUSAL:
+        hi = tl.minimum(hi, last - k_pos + 1)
+        full_hi = tl.minimum(full_hi, first - k_pos + 1)
+    if WINDOW:
+        lo = tl.maximum(lo, first - left - k_pos)
+        full_lo = tl.maximum(full_lo, last - left - k_pos)
+        hi = tl.minimum(hi, last + right - k_pos + 1)
+        full_hi = tl.minimum(full_hi, first + right - k_pos + 1)
+    hi = tl.maximum(hi, 0)
+    lo = tl.minimum(lo, hi) // STEP * STEP
+    full_lo = (full_lo + STEP - 1) // STEP * STEP
+    full_hi = tl.maximum(full_hi, 0) // STEP * STEP
+    full_lo = tl.maximum(tl.minimum(full_lo, hi), lo)  # hi may cut a tile: then nothing is left beyond it
+    full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def query_range(first, last, q_pos, q_len, left, right, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Queries of a segment that see keys at positions first..last, cut as `key_range` does."""
+    lo = 0
+    hi = q_len
+    full_lo = 0
+    full_hi = q_len
+    if CAUSAL:
+        lo = tl.maximum(lo, first - q_pos)
+        full_lo = tl.maximum(full_lo, last - q_pos)
+    if WINDOW:
+        lo = tl.maximum(lo, first - right - q_pos)
+        full_lo = tl.maximum(full_lo, last - right - q_pos)
+        hi = tl.minimum(hi, last + left - q_pos + 1)
+        full_hi = tl.minimum(full_hi, first + left - q_pos + 1)
+    hi = tl.maximum(hi, 0)
+    lo = tl.minimum(lo, hi) // STEP * STEP
+    full_lo = (full_lo + STEP - 1) // STEP * STEP
+    full_hi = tl.maximum(full_hi, 0) // STEP * STEP
+    full_lo = tl.maximum(tl.minimum(full_lo, hi), lo)
+    full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def cap_logits(s, softcap):
+    """softcap * tanh(s / softcap), written with exp2: no device library is needed."""
+    e = tl.math.exp2(s * (2.0 * LOG2E / softcap))
+    return softcap * (1.0 - 2.0 / (1.0 + e))

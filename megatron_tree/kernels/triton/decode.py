@@ -1,0 +1,217 @@
+"""Split-KV decode: few queries over a long shard, all query heads of a KV head in one tile, the keys cut into splits.
+
+Each split writes its packed state; a second launch merges them (merge.py). What a query sees is given by lengths or by
+positions; the cache may be paged, and may hold int8 or fp8 with a scale per slot and head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...config import AttnSpec
+from . import common, configs, host
+from .common import LN2, LOG2E, cap_logits, dot
+from .merge import merge_packed
+
+KEYS = 64  # keys per tile
+OCCUPANCY = 3  # blocks of this kernel that one multiprocessor of sm_90 holds (142 registers x 128 threads)
+SPLIT_COST = 4.0  # what a split costs beside its tiles, in tiles: prologue, partial state, merge
+
+
+@triton.jit
+def _load_keys(base, rows, stride, valid, FROM: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr):
+    c = FROM + tl.arange(0, COLS)
+    return tl.load(base + rows[:, None] * stride + c[None, :], mask=valid[:, None] & (c < D)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_keys", "keys_per_split", "left"])
+def attn_decode_kernel(
+    Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, num_keys, keys_per_split, s_q, num_splits,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, spb, stb, scb, scs, left, scale, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
+    E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tile row r is query r // GROUP of head h_kv * GROUP + r % GROUP. STATE fp32 [b, splits, s_q, h, E + 1]."""
+    split = tl.program_id(0)
+    h_kv = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, M)
+    query = r // GROUP
+    h = h_kv * GROUP + r % GROUP
+    in_q = query < s_q
+    q_at = Q + b * sqb + query * sqs + h * sqh
+    c0 = tl.arange(0, D0)
+    q0 = tl.load(q_at[:, None] + c0[None, :], mask=in_q[:, None] & (c0 < D)[None, :], other=0.0)
+    q1 = q0
+    if D1 > 0:
+        c1 = D0 + tl.arange(0, D1)
+        q1 = tl.load(q_at[:, None] + c1[None, :], mask=in_q[:, None] & (c1 < D)[None, :], other=0.0)
+    q_pos = query
+    if HAS_POSITIONS:
+        q_pos = tl.load(Q_POS + b * s_q + query, mask=in_q, other=-1)
+    k_base = K + h_kv * skh
+    v_base = V + h_kv * svh
+    if PAGE == 0:
+        k_base += b * skb
+        v_base += b * svb
+    acc0 = tl.zeros((M, E0), tl.float32)
+    acc1 = acc0
+    if E1 > 0:
+        acc1 = tl.zeros((M, E1), tl.float32)
+    m = tl.full((M,), float("-inf"), tl.float32)
+    l = tl.zeros((M,), tl.float32)
+    end = num_keys
+    if HAS_LENGTHS:
+        end = tl.minimum(end, tl.load(LENGTHS + b).to(tl.int32))
+    start = split * keys_per_split
+    end = tl.minimum(end, start + keys_per_split)
+    for n in tl.range(start, end, N, num_stages=STAGES):
+        slot = n + tl.arange(0, N)
+        valid = slot < end
+        rows = slot.to(tl.int64)
+        if PAGE > 0:
+            page = tl.load(BLOCK_TABLE + b * stb + slot // PAGE, mask=valid, other=0).to(tl.int64)
+            k_rows = page * skb + (slot % PAGE) * sks
+            v_rows = page * svb + (slot % PAGE) * svs
+        else:
+            k_rows = rows * sks
+            v_rows = rows * svs
+        k0 = _load_keys(k_base, k_rows, 1, valid, 0, D0, D)
+        if SCALED:
+            k0 = k0.to(q0.dtype)
+        s = dot(q0, tl.trans(k0), tl.zeros((M, N), tl.float32), PRECISION)
+        if D1 > 0:
+            k1 = _load_keys(k_base, k_rows, 1, valid, D0, D1, D)
+            if SCALED:
+                k1 = k1.to(q0.dtype)
+            s = dot(q1, tl.trans(k1), s, PRECISION)
+        if SCALED:
+            s = s * tl.load(K_SCALE + b * scb + rows * scs + h_kv, mask=valid, other=0.0)[None, :]
+        if SOFTCAP:
+            s = cap_logits(s * scale, softcap) * LOG2E
+        else:
+            s = s * (scale * LOG2E)
+        ok = valid[None, :]
+        if HAS_POSITIONS:
+            k_pos = tl.load(K_POS + b * spb + rows, mask=valid, other=-1)
+            ok = (k_pos >= 0)[None, :] & (k_pos[None, :] <= q_pos[:, None])
+            if WINDOW:
+                ok = ok & (k_pos[None, :] + left >= q_pos[:, None])
+        s = tl.where(ok, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.math.exp2(s - base[:, None])
+        shrink = tl.math.exp2(m - base)
+        l = l * shrink + tl.sum(p, 1)
+        if SCALED:
+            p = p * tl.load(V_SCALE + b * scb + rows * scs + h_kv, mask=valid, other=0.0)[None, :]
+        v0 = _load_keys(v_base, v_rows, 1, valid, 0, E0, E)
+        if SCALED:
+            v0 = v0.to(q0.dtype)
+        p = common.lower(p, v0)
+        acc0 = dot(p, v0, acc0 * shrink[:, None], PRECISION)
+        if E1 > 0:
+            v1 = _load_keys(v_base, v_rows, 1, valid, E0, E1, E)
+            if SCALED:
+                v1 = v1.to(q0.dtype)
+            acc1 = dot(p, v1, acc1 * shrink[:, None], PRECISION)
+        m = m_new
+    empty = l == 0.0
+    safe = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)
+    num_heads = tl.num_programs(1) * GROUP
+    at = STATE + (((b * num_splits + split) * s_q + query) * num_heads + h) * (E + 1)
+    c = tl.arange(0, E0)
+    tl.store(at[:, None] + c[None, :], acc0 / safe[:, None], mask=in_q[:, None] & (c < E)[None, :])
+    if E1 > 0:
+        c = E0 + tl.arange(0, E1)
+        tl.store(at[:, None] + c[None, :], acc1 / safe[:, None], mask=in_q[:, None] & (c < E)[None, :])
+    tl.store(at + E, lse, mask=in_q)
+
+
+def choose_splits(num_keys: int, programs: int, num_slots: int) -> int:
+    """Splits of the keys for the least time: waves of programs over `num_slots` places times a split's length.
+
+    programs: programs of one split (batch x KV heads); every split costs its tiles and `SPLIT_COST`.
+    """
+    tiles = max(1, -(-num_keys // KEYS))
+    best = None
+    for splits in range(1, min(tiles, max(1, 4 * num_slots // max(programs, 1))) + 1):
+        per_split = -(-tiles // splits)
+        waves = math.ceil(programs * splits / num_slots)
+        cost = waves * (per_split + SPLIT_COST) + 0.02 * splits
+        if best is None or cost < best[0]:
+            best = cost, -(-tiles // per_split)
+    return best[1]
+
+
+@functools.lru_cache
+def _num_slots(index: int) -> int:
+    return OCCUPANCY * torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _unit_rows(positions: Tensor) -> Tensor:
+    """Positions [b, s] that the kernel can address: any row stride (0 for a shared row), unit column stride."""
+    return positions if positions.stride(1) == 1 or positions.shape[1] == 1 else positions.contiguous()
+
+
+def attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visible,
+    spec: AttnSpec,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """The packed state of this shard, fp32 [b, s_q, h, d_v + 1], ready to be sent (out, then lse).
+
+    Args:
+        q: [b, s_q, h, d]. k, v: [b, s, h_kv, d] and [b, s, h_kv, d_v], or with a block_table
+            [pages, page_size, h_kv, d] each, page_size a power of two from 16 to 256.
+        visible: what a query sees, `kernels.Visible`; spec's left window applies to its positions.
+        block_table: int32 [b, pages per row]. k_scale, v_scale: fp32 [b, s, h_kv], for k and v in int8 or fp8.
+        num_splits: default chosen to fill the GPU.
+    """
+    lengths, q_positions, k_positions = visible
+    q, k, v = (host._unit_last_stride(x) for x in (q, k, v))
+    b, s_q, h, d = q.shape
+    paged = block_table is not None
+    page = k.shape[1] if paged else 0
+    num_keys = block_table.shape[1] * page if paged else k.shape[1]
+    h_kv, e = k.shape[2], v.shape[-1]
+    group = h // h_kv
+    if num_splits is None:
+        slots = 4 if host.interpreting() else _num_slots(q.device.index or 0)
+        num_splits = choose_splits(num_keys, b * h_kv, slots)
+    tiles_per_split = max(1, triton.cdiv(triton.cdiv(num_keys, KEYS), num_splits))
+    state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
+    heads = host._head_dims(d, e)
+    scaled = k_scale is not None
+    config = configs.tiles("decode", host._width(d, e), host._arch(q.device))
+    if q_positions is not None:
+        q_positions, k_positions = q_positions.contiguous(), _unit_rows(k_positions)
+    attn_decode_kernel[(num_splits, h_kv, b)](
+        q, k, v, state, lengths, q_positions, k_positions, block_table, k_scale, v_scale,
+        num_keys, tiles_per_split * KEYS, s_q, num_splits,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        k_positions.stride(0) if k_positions is not None else 0, block_table.stride(0) if paged else 0,
+        *(k_scale.stride()[:2] if scaled else (0, 0)),
+        common.UNBOUNDED if spec.left is None else spec.left, spec.softmax_scale, spec.softcap,
+        GROUP=group, **heads, M=max(16, triton.next_power_of_2(group * s_q)), N=KEYS,
+        HAS_LENGTHS=lengths is not None, HAS_POSITIONS=k_positions is not None, WINDOW=spec.left is not None,
+        SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=scaled, PRECISION=host._precision(q), STAGES=config.stages,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return state[:, 0] if num_splits == 1 else merge_packed(state, 1)

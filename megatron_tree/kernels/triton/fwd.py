@@ -1,0 +1,133 @@
+"""Attention forward: one program per (tile of queries, head, batch row), looping over the KV segments it can see."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LN2, LOG2E, cap_logits, dot, key_range, load_tile, lower, store_tile, visible
+
+
+@triton.jit
+def _fwd_range(
+    acc0, acc1, m, l, q0, q1, K, V, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right, scale, softcap,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys lo..hi of one segment; m and logits in base 2."""
+    cols = tl.arange(0, N)
+    for n in tl.range(lo, hi, N, num_stages=STAGES):
+        k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
+        s = dot(q0, tl.trans(k0), tl.zeros((q0.shape[0], N), tl.float32), PRECISION)
+        if D1 > 0:
+            s = dot(q1, tl.trans(load_tile(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK)), s, PRECISION)
+        if SOFTCAP:
+            s = cap_logits(s * scale, softcap) * LOG2E
+        else:
+            s = s * (scale * LOG2E)
+        if MASK:
+            ok = visible(
+                q_pos[:, None], (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW
+            )
+            s = tl.where(ok, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.math.exp2(s - base[:, None])
+        shrink = tl.math.exp2(m - base)
+        l = l * shrink + tl.sum(p, 1)
+        v0 = load_tile(V, k_row + n, sv, k_len - n, N, 0, E0, E, MASK)
+        p = lower(p, v0)
+        acc0 = dot(p, v0, acc0 * shrink[:, None], PRECISION)
+        if E1 > 0:
+            v1 = load_tile(V, k_row + n, sv, k_len - n, N, E0, E1, E, MASK)
+            acc1 = dot(p, v1, acc1 * shrink[:, None], PRECISION)
+        m = m_new
+    return acc0, acc1, m, l
+
+
+@triton.jit
+def attn_fwd_kernel(
+    Q, K, V, OUT, LSE, q_tiles, k_segments, num_k_segments,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sob, sos, soh, slb, slh, left, right, scale, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
+    E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """q_tiles int32 [tiles, 3]: first row, rows, first position; k_segments int32 [n, 3]: row, length, position.
+
+    MERGE: OUT and LSE hold a state already, and this one is merged into it.
+    """
+    tile = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    row = tl.load(q_tiles + 3 * tile)
+    rows = tl.load(q_tiles + 3 * tile + 1)
+    first = tl.load(q_tiles + 3 * tile + 2)
+    r = tl.arange(0, M)
+    q_pos = first + r
+    q_base = Q + b * sqb + h * sqh
+    q0 = load_tile(q_base, row, sqs, rows, M, 0, D0, D, True)
+    q1 = q0
+    if D1 > 0:
+        q1 = load_tile(q_base, row, sqs, rows, M, D0, D1, D, True)
+    acc0 = tl.zeros((M, E0), tl.float32)
+    acc1 = acc0
+    if E1 > 0:
+        acc1 = tl.zeros((M, E1), tl.float32)
+    m = tl.full((M,), float("-inf"), tl.float32)
+    l = tl.zeros((M,), tl.float32)
+    k_base = K + b * skb + (h // GROUP) * skh
+    v_base = V + b * svb + (h // GROUP) * svh
+    for i in range(num_k_segments):
+        k_row = tl.load(k_segments + 3 * i)
+        k_len = tl.load(k_segments + 3 * i + 1)
+        k_pos = tl.load(k_segments + 3 * i + 2)
+        lo, full_lo, full_hi, hi = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
+        if WINDOW:
+            acc0, acc1, m, l = _fwd_range(
+                acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, lo, full_lo, k_len, k_pos, q_pos, left,
+                right,
+                scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+            )  # fmt: skip
+        acc0, acc1, m, l = _fwd_range(
+            acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, full_lo, full_hi, k_len, k_pos, q_pos, left,
+            right,
+            scale, softcap, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+        )  # fmt: skip
+        acc0, acc1, m, l = _fwd_range(
+            acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, full_hi, hi, k_len, k_pos, q_pos, left, right,
+            scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+        )  # fmt: skip
+    empty = l == 0.0
+    safe = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)
+    keep = 1.0 / safe  # weight of this state's num
+    lse_at = LSE + b * slb + h * slh + row + r
+    out_base = OUT + b * sob + h * soh
+    if MERGE:
+        old = tl.load(lse_at, mask=r < rows, other=float("-inf"))
+        top = tl.maximum(old, lse)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        w_old = tl.math.exp2((old - base) * LOG2E)
+        w_new = tl.math.exp2((lse - base) * LOG2E)
+        total = w_old + w_new
+        divisor = tl.where(total == 0.0, 1.0, total)
+        keep = keep * w_new / divisor
+        w_old = w_old / divisor
+        lse = tl.where(total == 0.0, float("-inf"), base + tl.math.log2(divisor) * LN2)
+        acc0 = (
+            acc0 * keep[:, None]
+            + load_tile(out_base, row, sos, rows, M, 0, E0, E, True).to(tl.float32) * w_old[:, None]
+        )
+        if E1 > 0:
+            old1 = load_tile(out_base, row, sos, rows, M, E0, E1, E, True).to(tl.float32)
+            acc1 = acc1 * keep[:, None] + old1 * w_old[:, None]
+    else:
+        acc0 = acc0 * keep[:, None]
+        if E1 > 0:
+            acc1 = acc1 * keep[:, None]
+    store_tile(out_base, row, sos, rows, acc0, False, M, 0, E0, E)
+    if E1 > 0:
+        store_tile(out_base, row, sos, rows, acc1, False, M, E0, E1, E)
+    tl.store(lse_at, lse, mask=r < rows)

@@ -1,0 +1,181 @@
+"""Launching the kernels: tables of tiles and segments, strides, and the backend's functions."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from ...config import AttnSpec
+from ...merge import NEG_INF, empty_state
+from . import bwd, common, configs, fwd
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return bool(common.INTERPRET.value if hasattr(common.INTERPRET, "value") else common.INTERPRET)
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
+    """Why this backend can't take the call, or None if it can."""
+    if q.device.type != "cuda" and not interpreting():
+        return f"device type {q.device.type} (outside of Triton's interpreter)"
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype}"
+    if interpreting() and q.dtype == torch.bfloat16:
+        return "bf16 in Triton's interpreter, which computes it wrongly"
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return f"head_dim {max(q.shape[-1], v.shape[-1])} above {MAX_HEAD_DIM}"
+    return None
+
+
+def attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_segments,
+    k_segments,
+    spec: AttnSpec,
+    state: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Partial attention over segments in one launch; see `kernels.attn_fwd`.
+
+    state: (out [b, s_q, h, d_v], lse [b, h, s_q]), fp32, into which the result is merged in place.
+    """
+    b, s_q, h, d = q.shape
+    e = v.shape[-1]
+    out, lse = state if state is not None else empty_state((b, s_q, h, e), device=q.device)
+    if state is None:
+        lse = lse.transpose(1, 2).contiguous()
+    q, k, v = (_unit_last_stride(x) for x in (q, k, v))
+    config = configs.tiles("fwd", _width(d, e), _arch(q.device), q.element_size())
+    q_tiles, k_table = _tiles(q_segments, config.m, q.device), _table(k_segments, q.device)
+    if q_tiles.shape[0] and k_table.shape[0] and b:
+        fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
+            q, k, v, out, lse, q_tiles, k_table, k_table.shape[0],
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
+            *_mask_arguments(spec), spec.softmax_scale, spec.softcap,
+            GROUP=h // k.shape[2], **_head_dims(d, e), M=config.m, N=config.n, **_mask_flags(spec),
+            MERGE=state is not None,
+            PRECISION=_precision(q), STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+    return out, lse
+
+
+def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's dq, dk, dv from the global lse and delta; see `kernels.attn_bwd`."""
+    grads = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
+    accumulate_bwd(dout, q, k, v, lse, delta, grads, q_segments=q_segments, k_segments=k_segments, spec=spec)
+    return grads
+
+
+def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, spec: AttnSpec) -> None:
+    """Add this block's gradients to grads = (dq, dk, dv), fp32: cells computed one after another add up."""
+    dq, dk, dv = grads
+    b, _, h, d = q.shape
+    h_kv, e = k.shape[2], v.shape[-1]
+    dout, q, k, v = (_unit_last_stride(x) for x in (dout, q, k, v))
+    lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value).contiguous()
+    delta = delta.contiguous()
+    if 0 in (b, len(q_segments), len(k_segments)):
+        return
+    shared = dict(GROUP=h // h_kv, **_head_dims(d, e), **_mask_flags(spec), PRECISION=_precision(q))
+    inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+    numbers = (*lse2.stride()[:2], *_mask_arguments(spec), spec.softmax_scale, spec.softcap)
+    config = configs.tiles("dq", _width(d, e), _arch(q.device), q.element_size())
+    tiles, table = _tiles(q_segments, config.m, q.device), _table(k_segments, q.device)
+    bwd.attn_bwd_dq_kernel[(tiles.shape[0], h, b)](
+        q, k, v, dout, lse2, delta, dq, tiles, table, table.shape[0], *inputs, *dq.stride()[:3], *numbers, **shared,
+        M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    config = configs.tiles("dkdv", _width(d, e), _arch(q.device), q.element_size())
+    tiles, table = _tiles(k_segments, config.n, q.device, heaviest_last=True), _table(q_segments, q.device)
+    bwd.attn_bwd_dkdv_kernel[(tiles.shape[0], h_kv, b)](
+        q, k, v, dout, lse2, delta, dk, dv, tiles, table, table.shape[0], *inputs, *dk.stride()[:3], *dv.stride()[:3],
+        *numbers, **shared, M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps,
+        num_stages=config.stages,
+    )  # fmt: skip
+
+
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """delta [b, h, s] = rowsum(dout * out) - dlse, fp32; dout and out [b, s, h, d_v], dlse [b, h, s]."""
+    b, s, h, e = out.shape
+    dout, out = _unit_last_stride(dout), _unit_last_stride(out)
+    delta = torch.empty((b, h, s), dtype=torch.float32, device=out.device)
+    dlse = dlse if dlse is None else dlse.contiguous()
+    m = 16
+    bwd.delta_kernel[(triton.cdiv(s, m), h, b)](
+        dout, out, dlse, delta, s, *dout.stride()[:3], *out.stride()[:3], *delta.stride()[:2],
+        E=e, COLS=triton.next_power_of_2(e), M=m, HAS_DLSE=dlse is not None,
+    )  # fmt: skip
+    return delta
+
+
+def _unit_last_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _width(d: int, e: int) -> int:
+    return max(d, e, 16)
+
+
+def split_head_dim(d: int) -> tuple[int, int]:
+    """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0)."""
+    whole = max(triton.next_power_of_2(d), 16)
+    half = whole // 2
+    rest = max(triton.next_power_of_2(d - half), 16) if d > half else 0
+    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
+
+
+def _head_dims(d: int, e: int) -> dict:
+    (d0, d1), (e0, e1) = split_head_dim(d), split_head_dim(e)
+    return dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1)
+
+
+def _mask_arguments(spec: AttnSpec) -> tuple[int, int]:
+    left = common.UNBOUNDED if spec.left is None else spec.left
+    return left, common.UNBOUNDED if spec.right is None else spec.right
+
+
+def _mask_flags(spec: AttnSpec) -> dict:
+    window = spec.left is not None or spec.right not in (None, 0)
+    return dict(CAUSAL=spec.right == 0, WINDOW=window, SOFTCAP=spec.softcap > 0)
+
+
+def _precision(q: Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "tf32"  # read for fp32 products only
+
+
+@functools.lru_cache
+def _arch_of(index: int) -> str:
+    if torch.version.hip:
+        return "gfx942"
+    major = torch.cuda.get_device_capability(index)[0]
+    return "sm80" if major < 9 else "sm90" if major < 10 else "sm100"
+
+
+def _arch(device: torch.device) -> str:
+    return "interpreter" if interpreting() else _arch_of(device.index or 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles(segments, rows: int, device: torch.device, heaviest_last: bool = False) -> Tensor:
+    """int32 [tiles, 3]: first row, rows, first position; the longest-running tiles first, so that none ends last.
+
+    Under a causal mask those are late queries, and (heaviest_last) early keys.
+    """
+    tiles = [(s.row + i, min(rows, s.length - i), s.pos + i) for s in segments for i in range(0, s.length, rows)]
+    tiles.sort(key=lambda t: t[2] if heaviest_last else -t[2])
+    return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def _table(segments, device: torch.device) -> Tensor:
+    """int32 [segments, 3]: row, length, position."""
+    return torch.tensor([(s.row, s.length, s.pos) for s in segments], dtype=torch.int32).reshape(-1, 3).to(device)

@@ -1,0 +1,56 @@
+"""Merging packed states: [..., E + 1] fp32, out and then lse (`merge.pack_state` with fp32 on the wire)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import LN2, LOG2E
+
+
+@triton.jit(do_not_specialize=["num_states", "num_rows", "inner"])
+def merge_states_kernel(
+    IN, OUT, num_states, num_rows, inner, outer_stride, state_stride,
+    E: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """OUT row r = merge over i of IN[r // inner * outer_stride + i * state_stride + r % inner * (E + 1)], in order."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, COLS)
+    valid = r < num_rows
+    base = IN + r // inner * outer_stride + r % inner * (E + 1)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for i in range(num_states):
+        top = tl.maximum(top, tl.load(base + i * state_stride + E, mask=valid, other=float("-inf")))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    den = tl.zeros((ROWS,), tl.float32)
+    num = tl.zeros((ROWS, COLS), tl.float32)
+    for i in range(num_states):
+        at = base + i * state_stride
+        w = tl.math.exp2((tl.load(at + E, mask=valid, other=float("-inf")) - top) * LOG2E)
+        den += w
+        num += w[:, None] * tl.load(at[:, None] + c[None, :], mask=valid[:, None] & (c < E)[None, :], other=0.0)
+    safe = tl.where(den == 0.0, 1.0, den)
+    lse = tl.where(den == 0.0, float("-inf"), top + tl.math.log2(safe) * LN2)
+    to = OUT + r * (E + 1)
+    tl.store(to[:, None] + c[None, :], num / safe[:, None], mask=valid[:, None] & (c < E)[None, :])
+    tl.store(to + E, lse, mask=valid)
+
+
+def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
+    """Merge contiguous fp32 states packed [..., n, ..., E + 1] over `dim` in one launch; empty states do no harm.
+
+    Returns the merged states [..., E + 1], packed as well. The order of the sum is that of `dim`: same bits everywhere.
+    """
+    assert packed.is_contiguous() and packed.dtype == torch.float32
+    n, e = packed.shape[dim], packed.shape[-1] - 1
+    out = torch.empty((*packed.shape[:dim], *packed.shape[dim + 1 :]), dtype=torch.float32, device=packed.device)
+    rows, inner = out.numel() // (e + 1), packed[(0,) * (dim + 1)].numel() // (e + 1)
+    if rows:
+        cols = triton.next_power_of_2(e)
+        block = max(1, min(16, 2048 // cols))
+        merge_states_kernel[(triton.cdiv(rows, block),)](
+            packed, out, n, rows, inner, n * inner * (e + 1), inner * (e + 1), E=e, COLS=cols, ROWS=block, num_warps=4
+        )
+    return out

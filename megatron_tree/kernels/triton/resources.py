@@ -1,0 +1,168 @@
+"""Compile the kernels for GPUs that need not be there, and read what they use: registers, spills, shared memory.
+
+    python -m megatron_tree.kernels.triton.resources --arch sm90 --out docs/kernel-resources.md
+
+Every row of the table in configs.py is compiled as a launch would compile it; tests/test_triton_compile.py fails when
+one goes beyond the limits below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import bwd, common, configs, decode, fwd, host, merge
+
+TARGETS = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm80": 166912, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # bytes per block
+SPILL_LIMIT = 512  # bytes a thread may keep in local memory, outside of the innermost loops
+WIDTHS = {64: (64, 64), 128: (128, 128), 192: (192, 128), 256: (256, 256)}  # head_dim of q and k, of v (192/128: MLA)
+_BIN = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Usage(NamedTuple):
+    """What one compiled kernel needs; -1 where the tool does not say."""
+
+    kernel: str
+    head_dim: str
+    arch: str
+    tiles: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    matrix_ops: int
+
+
+def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
+    """The constexpr arguments of a launch: bf16, causal, GQA 4:1."""
+    heads = host._head_dims(*dims)
+    mask = dict(CAUSAL=True, WINDOW=False, SOFTCAP=False)
+    if kernel == "decode":
+        flags = dict(HAS_LENGTHS=True, HAS_POSITIONS=False, WINDOW=False, SOFTCAP=False, PAGE=0, SCALED=False)
+        return dict(GROUP=8, **heads, M=16, N=decode.KEYS, **flags, PRECISION="tf32", STAGES=tiles.stages)
+    if kernel == "merge":
+        return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), ROWS=8)
+    extra = dict(MERGE=False) if kernel == "fwd" else {}
+    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, **extra, PRECISION="tf32", STAGES=tiles.stages)
+
+
+KERNELS = {
+    "fwd": fwd.attn_fwd_kernel,
+    "dq": bwd.attn_bwd_dq_kernel,
+    "dkdv": bwd.attn_bwd_dkdv_kernel,
+    "decode": decode.attn_decode_kernel,
+    "merge": merge.merge_states_kernel,
+}
+_FP32 = {"OUT", "LSE", "LSE2", "DELTA", "DQ", "DK", "DV", "STATE", "IN"}
+_FLOATS = {"scale", "softcap"}
+_INT32 = {"q_tiles", "k_tiles", "k_segments", "q_segments"}
+_UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE"}  # None in this launch
+
+
+def compile_kernel(kernel: str, dims: tuple[int, int], arch: str):
+    """The compiled kernel for head dims (of q and k, of v), as a bf16 launch on `arch` would have it."""
+    tiles = configs.tiles("decode" if kernel == "merge" else kernel, host._width(*dims), arch)
+    values = constants(kernel, dims, tiles)
+    function = KERNELS[kernel]
+    signature, attributes = {}, {}
+    for i, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr or name in _UNUSED:
+            signature[name] = "constexpr"
+            values.setdefault(name, None)
+        elif name == "LENGTHS":
+            signature[name] = "*i64"
+        elif name in _INT32:
+            signature[name] = "*i32"
+        elif name in _FP32:
+            signature[name] = "*fp32"
+        elif name in ("Q", "K", "V", "DOUT"):
+            signature[name] = "*bf16"
+        elif name in _FLOATS:
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+        if signature[name].startswith("*") or re.fullmatch(r"s[a-z][bsh]", name):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return triton.compile(source, target=TARGETS[arch], options=options), tiles
+
+
+def usage(kernel: str, dims: tuple[int, int], arch: str) -> Usage:
+    """Compile and read the resources."""
+    compiled, tiles = compile_kernel(kernel, dims, arch)
+    shape = "-" if kernel == "merge" else f"{tiles.m}x{tiles.n} w{tiles.warps} s{tiles.stages}"
+    dim = f"{dims[0]}" if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
+    if arch.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        found = {k: re.search(rf"\.{k}:\s*(\d+)", text) for k in ("vgpr_count", "vgpr_spill_count")}
+        registers, spills = (int(m.group(1)) if m else -1 for m in found.values())
+        return Usage(kernel, dim, arch, shape, registers, 4 * spills, compiled.metadata.shared, text.count("v_mfma"))
+    registers, spills = _nvidia_usage(compiled, arch)
+    ptx = compiled.asm["ptx"]
+    matrix = ptx.count("wgmma.mma_async") + ptx.count("mma.sync") + ptx.count("tcgen05.mma")
+    return Usage(kernel, dim, arch, shape, registers, spills, compiled.metadata.shared, matrix)
+
+
+def _nvidia_usage(compiled, arch: str) -> tuple[int, int]:
+    """(registers, spilled bytes) as ptxas reports them."""
+    ptx = compiled.asm["ptx"]
+    tool = _BIN / ("ptxas-blackwell" if arch == "sm100" else "ptxas")
+    name = re.search(r"\.target (sm_\w+)", ptx).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [str(tool), "-v", f"--gpu-name={name}", str(path), "-o", str(path.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = (re.findall(p, said) for p in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    return max(map(int, registers), default=-1), max(map(int, spills), default=-1)
+
+
+def table(arches, kernels=tuple(KERNELS), widths=tuple(WIDTHS)) -> list[Usage]:
+    """Usage of every row asked for."""
+    assert not common.INTERPRET.value, "unset TRITON_INTERPRET: the interpreter compiles nothing"
+    return [usage(k, WIDTHS[w], a) for a in arches for k in kernels for w in widths]
+
+
+def as_markdown(rows: list[Usage]) -> str:
+    """A table for docs/."""
+    lines = ["| kernel | head_dim | arch | tiles | registers | spilled bytes | shared bytes |", "| --- " * 7 + "|"]
+    lines += [
+        f"| {r.kernel} | {r.head_dim} | {r.arch} | {r.tiles} | {r.registers} | {r.spill_bytes} | {r.shared_bytes} |"
+        for r in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--head-dim", nargs="+", type=int, choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--out", type=pathlib.Path, help="also write the table to this Markdown file")
+    args = parser.parse_args()
+    text = as_markdown(table(args.arch, args.kernel, args.head_dim))
+    print(text, end="")
+    if args.out:
+        args.out.write_text(
+            f"# Resources of the Triton kernels\n\nbf16, causal, compiled by triton {triton.__version__}.\n\n{text}"
+        )
+
+
+if __name__ == "__main__":
+    main()

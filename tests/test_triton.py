@@ -1,0 +1,275 @@
+"""The Triton kernels against the float64 oracle: compiled on a GPU, elsewhere in the interpreter (small shapes)."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_utils import run_distributed
+from megatron_tree import TreeConfig, energy, kernels, merge, tree_attn_func, tree_decode
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import Visible
+from megatron_tree.kernels.triton import attn_delta, configs, decode, host, merge_packed
+from megatron_tree.shard import Segment, gathered_segments, positions_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEG_INF = float("-inf")
+SPECS = {
+    "causal": {},
+    "full": dict(causal=False),
+    "window": dict(window_size=(9, 0)),
+    "two-sided": dict(causal=False, window_size=(20, 3)),
+    "right only": dict(causal=False, window_size=(-1, 5)),
+    "softcap": dict(softcap=3.0),
+}
+CELLS = {  # query segments, KV segments, rows of each: one launch covers them all
+    "one": ((Segment(0, 0, 40),), (Segment(0, 0, 40),), 40, 40),
+    "cell of a grid": (
+        gathered_segments((1, 2), 48, 3, "zigzag", 18),  # padding between the shares
+        gathered_segments((0, 2), 48, 3, "zigzag", 17),
+        36,
+        34,
+    ),
+    "offsets": ((Segment(3, 30, 21),), (Segment(0, 0, 7), Segment(9, 25, 33)), 24, 45),
+}
+
+
+def inputs(s_q, s_k, heads=(4, 2), d=16, d_v=16, batch=2, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
+    return [torch.randn(batch, *s, generator=g).to(DEVICE, dtype) for s in shapes]
+
+
+def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
+    q_segments, k_segments, s_q, s_k = CELLS[cell]
+    spec = AttnSpec(softmax_scale=d**-0.5, **options)
+    q, k, v, dout = inputs(s_q, s_k, heads, d, d_v, batch=1, dtype=dtype)
+    q_pos, k_pos = (positions_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
+    keep = energy.visible(q_pos, k_pos, spec) & (q_pos >= 0)[:, None] & (k_pos >= 0)
+    exact = [x.double() for x in (q, k, v, dout)]
+    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
+    truth = energy.attention_grads(*exact, spec=spec, keep=keep)
+    for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
+        x[:, pos < 0] = float("nan")  # padding between segments may hold anything
+    segments = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend="triton")
+    o, l = kernels.attn_fwd(q, k, v, **segments)
+    assert torch.equal(l == NEG_INF, lse == NEG_INF)
+    gap = torch.where(lse == NEG_INF, 0.0, l - lse)
+    assert max((o - out).abs().max(), gap.abs().max()) < limit
+    lse, delta = lse.float(), attn_delta(dout, out.float())
+    delta[..., q_pos < 0] = 0.0
+    for ours, t in zip(kernels.attn_bwd(dout, q, k, v, lse, delta, **segments), truth):
+        assert (ours - t).abs().max() < 4 * limit
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("mask", SPECS)
+def test_masks_on_any_cell(mask, cell):
+    check_cell(cell, SPECS[mask], (4, 2), 16, 16)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (6, 2)])
+@pytest.mark.parametrize(
+    ("d", "d_v"), [(16, 16), (64, 64), (24, 40), (48, 32), (96, 64), (8, 5), (192, 128), (128, 192), (256, 256)]
+)
+def test_heads_and_head_dims(heads, d, d_v):
+    if d * d_v > 4096 and heads != (3, 1) and DEVICE == "cpu":
+        pytest.skip("wide heads run with one grouping only in the interpreter: it takes seconds per case")
+    check_cell("offsets", {}, heads, d, d_v, limit=5e-6)
+
+
+def test_fp16_inputs():
+    check_cell("cell of a grid", {}, (4, 2), 32, 32, dtype=torch.float16, limit=3e-3)
+
+
+@pytest.mark.parametrize(("d", "columns"), [(16, 16), (5, 16), (24, 32), (40, 48), (96, 96), (192, 192), (129, 144)])
+def test_head_dims_are_covered_by_few_columns(d, columns):
+    d0, d1 = host.split_head_dim(d)
+    assert d0 + d1 == columns
+    assert all(x == 0 or x & (x - 1) == 0 for x in (d0, d1))
+
+
+def test_merging_into_a_given_state_and_adding_gradients():
+    """KV in three pieces, one launch after another: the state and the gradients accumulate in place."""
+    s, spec = 48, AttnSpec(softmax_scale=0.25)
+    q, k, v, dout = inputs(s, s, d=16)
+    q_segments, pieces = (Segment(0, 0, s),), (slice(0, 20), slice(20, 21), slice(21, 48))
+    keep = torch.ones(s, s, dtype=torch.bool, device=DEVICE).tril()
+    exact = [x.double() for x in (q, k, v, dout)]
+    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
+    state = merge.empty_state((2, s, 4, 16), device=DEVICE)
+    state = state[0], state[1].transpose(1, 2).contiguous()
+    for p in pieces:
+        segments = dict(q_segments=q_segments, k_segments=(Segment(0, p.start, p.stop - p.start),), spec=spec)
+        host.attn_fwd(q, k[:, p], v[:, p], **segments, state=state)
+    torch.testing.assert_close(state[0], out.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state[1], lse.float(), rtol=1e-5, atol=1e-6)
+    delta = attn_delta(dout, state[0])
+    dq = torch.zeros_like(q)
+    for p, truth_k, truth_v in zip(
+        pieces, *(t.tensor_split((20, 21), 1) for t in energy.attention_grads(*exact, spec=spec, keep=keep)[1:])
+    ):
+        segments = dict(q_segments=q_segments, k_segments=(Segment(0, p.start, p.stop - p.start),), spec=spec)
+        grads = dq, torch.zeros_like(k[:, p]), torch.zeros_like(v[:, p])
+        host.accumulate_bwd(dout, q, k[:, p], v[:, p], state[1], delta, grads, **segments)
+        torch.testing.assert_close(grads[1], truth_k.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads[2], truth_v.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        dq, energy.attention_grads(*exact, spec=spec, keep=keep)[0].float(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_any_strides():
+    big = torch.randn(37, 2, 4, 64, device=DEVICE)  # sequence first, q k v side by side
+    q, k, v = (big.transpose(0, 1)[..., i : i + 16] for i in (0, 16, 40))
+    whole = (Segment(0, 0, 37),)
+    spec = AttnSpec(softmax_scale=0.25)
+    out, _ = kernels.attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec, backend="triton")
+    keep = torch.ones(37, 37, dtype=torch.bool, device=DEVICE).tril()
+    truth, _ = energy.attention(q.double(), k.double(), v.double(), spec=spec, keep=keep)
+    torch.testing.assert_close(out, truth.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_delta_with_and_without_dlse():
+    out, dout = torch.randn(2, 2, 19, 3, 24, device=DEVICE)
+    dlse = torch.randn(2, 3, 19, device=DEVICE)
+    expected = (out * dout).sum(-1).transpose(1, 2)
+    torch.testing.assert_close(attn_delta(dout, out), expected)
+    torch.testing.assert_close(attn_delta(dout, out, dlse), expected - dlse)
+
+
+# Decode ---------------------------------------------------------------------------------------------------------------
+
+
+def paged(x, page, seed):
+    """x [b, s, ...] as pages in a random order, with their block table; a page more that nobody uses."""
+    b, s = x.shape[:2]
+    order = torch.randperm(b * (s // page), generator=torch.Generator().manual_seed(seed))
+    pages = torch.full((len(order) + 1, page, *x.shape[2:]), 100, dtype=x.dtype, device=x.device)
+    pages[order.to(x.device)] = x.reshape(-1, page, *x.shape[2:])
+    return pages, order.view(b, -1).int().to(x.device)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("case", "s_q", "heads", "d", "d_v"),
+    [
+        ("plain", 1, (8, 2), 16, 16),
+        ("plain", 1, (4, 4), 24, 40),
+        ("lengths", 1, (8, 1), 16, 16),
+        ("positions", 3, (4, 2), 16, 16),
+        ("window", 2, (4, 2), 32, 16),
+        ("softcap", 1, (20, 1), 16, 16),
+        ("paged", 1, (4, 2), 16, 16),
+        ("int8", 1, (4, 2), 16, 16),
+        ("paged, lengths", 2, (4, 2), 16, 16),
+    ],
+)
+def test_decode(case, s_q, heads, d, d_v, num_splits):
+    s = 192
+    q, k, v, _ = inputs(s_q, s, heads, d, d_v)
+    g = torch.Generator().manual_seed(1)
+    options, visible = {}, {}
+    spec = AttnSpec(
+        softmax_scale=d**-0.5,
+        window_size=(30 if case == "window" else -1, -1),
+        softcap=2.0 if case == "softcap" else 0.0,
+    )
+    keep = torch.ones(2, s_q, s, dtype=torch.bool, device=DEVICE)
+    if "lengths" in case:
+        visible["lengths"] = torch.tensor([0, 130], device=DEVICE)
+        keep &= (torch.arange(s, device=DEVICE) < visible["lengths"][:, None])[:, None]
+    if case in ("positions", "window"):
+        k_positions = torch.stack([torch.randperm(s, generator=g) for _ in range(2)]).to(DEVICE)
+        k_positions[0, :5] = -1
+        visible["q_positions"] = torch.arange(100, 100 + s_q, device=DEVICE).expand(2, -1)
+        visible["k_positions"] = k_positions
+        keep &= energy.visible(visible["q_positions"], k_positions, spec) & (k_positions >= 0)[:, None]
+    exact = [x.double() for x in (q, k, v)]
+    if case == "int8":
+        scales = [x.abs().amax(-1) / 127 for x in (k, v)]
+        k, v = ((x / scale[..., None]).round().to(torch.int8) for x, scale in zip((k, v), scales))
+        options.update(k_scale=scales[0], v_scale=scales[1])
+        exact[1:] = [x.double() * scale.double()[..., None] for x, scale in zip((k, v), scales)]
+    if "paged" in case:
+        (k, options["block_table"]), (v, _) = paged(k, 32, 2), paged(v, 32, 2)
+    state = decode.attn_decode(q, k, v, visible=Visible(**visible), spec=spec, num_splits=num_splits, **options)
+    out, lse = energy.attention(*exact, spec=spec, keep=keep)
+    lse = lse.transpose(1, 2)
+    assert (state[..., :-1] - out).abs().max() < 2e-6
+    assert torch.where(state[..., -1] == lse, 0.0, state[..., -1] - lse).abs().max() < 3e-6
+
+
+def test_splits_fill_the_gpu():
+    """Enough programs for every place, no more waves than needed, and one split where the batch fills the GPU."""
+    places = 396  # 132 multiprocessors x 3
+    for num_keys, programs in ((131072, 8), (1 << 20, 8), (65536, 1), (4096, 64)):
+        splits = decode.choose_splits(num_keys, programs, places)
+        assert programs * splits <= 4 * places
+        assert programs * splits > 0.9 * min(places, programs * num_keys // (8 * decode.KEYS))
+    assert decode.choose_splits(4096, 4000, places) == 1
+    assert decode.choose_splits(1, 1, places) == 1
+
+
+def test_merge_of_packed_states():
+    g = torch.Generator().manual_seed(0)
+    for n, rows, d in ((1, 3, 16), (4, 7, 24), (13, 70, 128), (3, 2, 5)):
+        states = torch.randn(n, 2, rows, d + 1, generator=g).to(DEVICE)
+        states[..., -1] *= 20
+        empty = torch.rand(n, 2, rows, generator=g).to(DEVICE) < 0.4
+        states[..., -1][empty] = NEG_INF
+        states[..., :-1][empty] = 0.0
+        states[:, :, 0, -1] = NEG_INF  # one row that is empty everywhere
+        states[:, :, 0, :-1] = 0.0
+        out, lse = merge.merge_states(states[..., :-1], states[..., -1])
+        for merged in (merge_packed(states), merge_packed(states.transpose(0, 1).contiguous(), 1)):
+            assert not merged.isnan().any()
+            torch.testing.assert_close(merged[..., :-1], out, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(merged[..., -1], lse, rtol=1e-6, atol=1e-6)
+
+
+def _ranks_use_triton(rank, world):
+    """Several ranks (one GPU, or the interpreter) equal one: training forward and backward, and decode."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    g = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 16 * world, h, 16, generator=g).to(device) for h in (4, 2, 2, 4))
+    from megatron_tree import shard_positions
+
+    rows = shard_positions(16 * world, rank, world, device=device)
+    results = []
+    for backend in ("triton", "reference"):
+        mine = [x[:, rows].clone().requires_grad_() for x in (q, k, v)]
+        config = TreeConfig(backend=backend, grid=(2, world // 2))
+        out = tree_attn_func(*mine, cp_group=dist.group.WORLD, config=config)
+        grads = torch.autograd.grad(out, mine, dout[:, rows])
+        decoded = tree_decode(q[:, :1], k[:, rows], v[:, rows], cp_group=dist.group.WORLD, config=config)
+        results.append([out.detach(), *grads, decoded])
+    return max((a - b).abs().max().item() for a, b in zip(*results))
+
+
+def test_several_ranks_equal_one():
+    env = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    assert max(run_distributed(_ranks_use_triton, 2, env=env, fresh=True)) < 1e-5
+
+
+def test_dispatch_refuses_what_the_kernels_cannot_take():
+    spec = AttnSpec(softmax_scale=1.0)
+    q, k, v, _ = inputs(4, 4, d=16)
+    assert kernels.choose(q, k, v, spec, "triton").name == "triton"
+    wide = [torch.zeros(1, 4, 2, 264, device=DEVICE)] * 3
+    with pytest.raises(ValueError, match=r"backend='triton' can't take head_dim 264 above 256"):
+        kernels.choose(*wide, spec, "triton")
+    with pytest.raises(ValueError, match="float64"):
+        kernels.choose(*(x.double() for x in (q, k, v)), spec, "triton")
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match="bf16 in Triton's interpreter"):
+            kernels.choose(*(x.bfloat16() for x in (q, k, v)), spec, "triton")
+
+
+def test_config_table_covers_every_width():
+    for arch in ("sm80", "sm90", "sm100", "gfx942"):
+        for kernel in ("fwd", "dq", "dkdv", "decode"):
+            for width in (16, 32, 64, 128, 256):
+                for itemsize in (2, 4):
+                    tiles = configs.tiles(kernel, width, arch, itemsize)
+                    assert all(x & (x - 1) == 0 for x in tiles[:3]), tiles

@@ -1,0 +1,35 @@
+"""Where there is no GPU, decorate our Triton kernels for Triton's interpreter; the environment stays as it was.
+
+Triton reads TRITON_INTERPRET when a function is decorated, its own library included, so this must run before anything
+else imports triton.language (torch alone does not).
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton.experimental.gluon.language  # noqa: F401  imported by the first launch otherwise, without the switch
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        import megatron_tree.kernels.triton  # noqa: F401
+
+        _patch = interpreter._patch_lang
+
+        def _patch_once(fn):
+            """Every call of a device function patches triton.language anew (0.7 ms): leave it when it is patched."""
+            modules = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
+            if modules and not any(tl.core.is_builtin(m.load) for m in modules):
+                return interpreter._LangPatchScope()
+            return _patch(fn)
+
+        interpreter._patch_lang = _patch_once
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
