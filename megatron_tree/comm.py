@@ -22,7 +22,6 @@ from .errors import CommError
 from .kernels import merge_packed
 from .merge import NEG_INF, merge_states, pack_state, unpack_state
 
-
 # the newer name; the older one warns from torch 2.13 on
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -106,7 +105,7 @@ def _wait(work, group, timeout_s: float) -> None:
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """gloo's threads drop finished work late; one that asks an ending interpreter for the GIL then aborts the process."""
+    """gloo's threads drop finished work late; one that asks an ending interpreter for its lock aborts the process."""
     atexit.register(time.sleep, 0.1)
 
 

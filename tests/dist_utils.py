@@ -178,10 +178,8 @@ class _Pool:
         world = len(self.connections)
         for rank, connection in enumerate(self.connections):
             job = (rank, world, task, timeout, env, list(sys.path), os.getcwd(), _session_store().port, prefix)
-            try:
+            with contextlib.suppress(OSError):  # a worker that is gone is named by _collect
                 connection.send(job)
-            except OSError:
-                pass  # the worker is gone: _collect names it
         results = self._collect(deadline, timeout)
         for connection in self.connections:
             connection.send(None)  # every rank is done: the group may be closed

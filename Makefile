@@ -1,0 +1,22 @@
+.PHONY: help setup quickstart test slow lint format
+
+help:            ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+setup:           ## create .venv (or use the active environment) and install everything
+	bash launch/setup.sh
+
+quickstart:      ## train and generate on this machine
+	bash launch/quickstart.sh
+
+test:            ## lint and the fast tests
+	bash launch/test.sh
+
+slow:            ## the slow tests
+	bash launch/test.sh -m slow
+
+lint:            ## ruff
+	bash launch/test.sh --lint-only
+
+format:          ## let ruff rewrite the sources
+	bash launch/test.sh --format

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Start a script on the nodes of a hostfile with the deepspeed launcher.
+#
+# usage: bash launch/deepspeed_hostfile.sh --hostfile FILE [OPTION ...] SCRIPT [ARGUMENT ...]
+#
+#   --hostfile FILE        lines "HOST slots=RANKS", see configs/hostfile.example
+#   --master-addr ADDRESS  address of the first host as the others see it (default: asked for with ssh)
+#   --port PORT            port of the rendezvous on the first host (default: 29500)
+#   --launcher NAME        pdsh (default), openmpi, mpich, impi, mvapich or slurm; the program must be installed here
+#   --node-rank N          no ssh: this command is started by hand (or by a scheduler) on every node, N counting from 0
+#                          in the hostfile's order; needs --master-addr
+#   --export NAME          pass this variable on to the nodes, too (can be repeated)
+#   --log-level LEVEL      of the launcher: debug, info, warning, error (default)
+#
+# What the nodes need: the repository and its environment at the same path (a shared file system, or a copy), and
+# ssh from here to every host without a password (ssh-keygen, then ssh-copy-id HOST; try "ssh HOST true").
+# Passed on by default, where set: OMP_NUM_THREADS, DS_ACCELERATOR, TORCH_DISTRIBUTED_DEBUG, and what begins with
+# NCCL_, GLOO_, UCX_, CUDA_DEVICE_, MEGATRON_TREE_. Interfaces must be named where a node has several networks:
+# NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes.
+# Example: GLOO_SOCKET_IFNAME=eth0 bash launch/deepspeed_hostfile.sh --hostfile hosts launch/train_gpt.py --help
+
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+hostfile=""
+address=""
+port=29500
+launcher=pdsh
+node_rank=""
+level=error
+exports=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
+        --hostfile) hostfile="${2:?"$1 needs a file"}" && shift 2 ;;
+        --master-addr) address="${2:?"$1 needs an address"}" && shift 2 ;;
+        --port) port="${2:?"$1 needs a number"}" && shift 2 ;;
+        --launcher) launcher="${2:?"$1 needs a name"}" && shift 2 ;;
+        --node-rank) node_rank="${2:?"$1 needs a number"}" && shift 2 ;;
+        --export) exports+=("${2:?"$1 needs a variable's name"}") && shift 2 ;;
+        --log-level) level="${2:?"$1 needs a level"}" && shift 2 ;;
+        -*) die "unknown option $1: see bash launch/deepspeed_hostfile.sh --help" ;;
+        *) break ;;
+    esac
+done
+[ $# -gt 0 ] || die "no script given: see bash launch/deepspeed_hostfile.sh --help"
+[ -f "$1" ] || die "no such script: $1"
+[ -n "$hostfile" ] || die "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"
+[ -f "$hostfile" ] || die "no such hostfile: $hostfile; configs/hostfile.example shows the format"
+hosts="$(grep -cE '^[^#[:space:]]+[[:space:]]+slots=[0-9]+' "$hostfile")" ||
+    die "$hostfile names no host: a line reads 'HOST slots=RANKS', see configs/hostfile.example"
+
+use_environment
+command -v deepspeed >/dev/null || die "no deepspeed in $VIRTUAL_ENV: run 'bash launch/setup.sh' first"
+
+options=(--hostfile "$hostfile" --master_port "$port" --no_local_rank --log_level "$level")
+[ -z "$address" ] || options+=(--master_addr "$address")
+if [ -n "$node_rank" ]; then
+    [ -n "$address" ] || die "--node-rank needs --master-addr, the first host's address"
+    [ "$node_rank" -lt "$hosts" ] || die "--node-rank $node_rank: $hostfile names $hosts hosts, ranks 0 to $((hosts - 1))"
+    options+=(--no_ssh --node_rank "$node_rank")
+else
+    command -v ssh >/dev/null || die "no ssh found: install it, or start every node by hand (--node-rank)"
+    [ "$launcher" != pdsh ] || command -v pdsh >/dev/null ||
+        die "no pdsh found: install it, choose another --launcher, or start every node by hand (--node-rank)"
+    options+=(--launcher "$launcher" --force_multi)
+fi
+if [ -z "${DS_ACCELERATOR:-}" ] && ! has_gpu; then
+    warn "no GPU on this machine: DS_ACCELERATOR=cpu is set for all nodes; set DS_ACCELERATOR=cuda if the nodes have some"
+    export DS_ACCELERATOR=cpu
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+for name in ${exports[@]+"${exports[@]}"}; do
+    [ -n "${!name+set}" ] || die "--export $name: the variable is not set"
+    [[ "${!name}" != *$'\n'* ]] || die "--export $name: a value of several lines can't be passed on"
+done
+pattern='^(OMP_NUM_THREADS|DS_ACCELERATOR|TORCH_DISTRIBUTED_DEBUG|(NCCL|GLOO|UCX|CUDA_DEVICE|MEGATRON_TREE)_[A-Z0-9_]+)$'
+
+# deepspeed takes the variables for the other nodes from the file that DS_ENV_FILE names, and puts double quotes around
+# values that need some: what is special inside those is escaped here.
+DS_ENV_FILE="$(mktemp)"
+export DS_ENV_FILE
+for name in $(compgen -e | grep -E "$pattern" || true) ${exports[@]+"${exports[@]}"}; do
+    printf '%s=%s\n' "$name" "$(printf '%s' "${!name}" | sed 's/[\\"$`]/\\&/g')"
+done >"$DS_ENV_FILE"
+
+status=0
+run_group deepspeed "${options[@]}" "$@" || status=$?
+rm -f "$DS_ENV_FILE"
+exit "$status"

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Start a script on several ranks of this machine with the deepspeed launcher.
+#
+# usage: bash launch/deepspeed_local.sh [-n RANKS] [--port PORT] [--log-level LEVEL] SCRIPT [ARGUMENT ...]
+#
+#   -n, --ranks RANKS   number of ranks (default: the number of GPUs, or 2 without one)
+#   --port PORT         port of the rendezvous (default: a free one)
+#   --log-level LEVEL   of the launcher: debug, info, warning, error (default)
+#
+# Without a GPU the ranks run on the CPU (DS_ACCELERATOR=cpu, gloo over the loopback interface) and share the cores.
+# Variables that are set already are kept: DS_ACCELERATOR, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
+# Ends with the status of the first rank that failed. Ctrl-C or SIGTERM ends all ranks.
+# Example: bash launch/deepspeed_local.sh -n 4 launch/generate.py --help
+
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+ranks=""
+port=""
+level=error
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
+        -n | --ranks) ranks="${2:?"$1 needs a number"}" && shift 2 ;;
+        --port) port="${2:?"$1 needs a number"}" && shift 2 ;;
+        --log-level) level="${2:?"$1 needs a level"}" && shift 2 ;;
+        -*) die "unknown option $1: see bash launch/deepspeed_local.sh --help" ;;
+        *) break ;;
+    esac
+done
+[ $# -gt 0 ] || die "no script given: see bash launch/deepspeed_local.sh --help"
+[ -f "$1" ] || die "no such script: $1"
+[ -z "$ranks" ] || [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "-n $ranks: the number of ranks must be a whole number from 1 up"
+
+use_environment
+command -v deepspeed >/dev/null || die "no deepspeed in $VIRTUAL_ENV: run 'bash launch/setup.sh' first"
+
+if [ -z "${DS_ACCELERATOR:-}" ] && ! has_gpu; then
+    export DS_ACCELERATOR=cpu
+fi
+if [ "${DS_ACCELERATOR:-}" = cpu ]; then
+    ranks="${ranks:-2}"
+    threads=$(($(num_cores) / ranks))
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
+    loopback=lo
+    [ "$(uname -s)" = Darwin ] && loopback=lo0
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$loopback}"
+fi
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+if [ -z "$port" ]; then
+    port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+fi
+
+# An empty hostfile path: a hostfile of the cluster must not turn a local run into one over several nodes.
+run_group deepspeed --hostfile /dev/null/none --master_port "$port" ${ranks:+--num_gpus "$ranks"} \
+    --no_local_rank --log_level "$level" "$@"

@@ -1,0 +1,75 @@
+# Shared by the scripts of this folder; to be sourced, does nothing by itself.
+
+REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '%s\n' "$*"; }
+
+warn() { printf 'warning: %s\n' "$*" >&2; }
+
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# The comment block at the top of the calling script is its help text.
+print_help() { sed -n '2,/^$/{/^#/!q;s/^# \{0,1\}//p}' "$1"; }
+
+has_gpu() {
+    { command -v nvidia-smi && nvidia-smi -L | grep -q GPU; } >/dev/null 2>&1 && return 0
+    has_rocm
+}
+
+has_rocm() { [ -e /dev/kfd ] && { command -v rocm-smi || command -v amd-smi || [ -d /opt/rocm ]; } >/dev/null 2>&1; }
+
+num_cores() { getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1; }
+
+# Put the environment's programs first on PATH: the active virtual environment, or else .venv.
+use_environment() {
+    local venv="${VIRTUAL_ENV:-$REPO/.venv}"
+    [ -x "$venv/bin/python" ] || die "no Python environment at $venv: run 'bash launch/setup.sh' first"
+    export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
+    unset PYTHONHOME
+}
+
+# Process ids that carry a mark in their environment (Linux): finds also what has left its process group.
+marked_processes() {
+    grep -lzsxF "MEGATRON_TREE_RUN_$1=1" /proc/[0-9]*/environ 2>/dev/null | sed -E 's|/proc/([0-9]+)/environ|\1|'
+}
+
+# Run a command in a process group of its own, pass signals on to it, and leave no process behind however it ends.
+# usage: run_group COMMAND [ARGUMENT ...]      returns the command's exit status
+run_group() {
+    local status=0
+    RUN_MARK="$$_$RANDOM$RANDOM"
+    trap 'stop_group; exit 130' INT
+    trap 'stop_group; exit 143' TERM
+    trap 'stop_group; exit 129' HUP
+    trap 'stop_group' EXIT
+    set -m # every background job becomes a process group
+    env "MEGATRON_TREE_RUN_$RUN_MARK=1" "$@" </dev/null &
+    RUN_PID=$!
+    set +m
+    wait "$RUN_PID" || status=$?
+    stop_group
+    trap - INT TERM HUP EXIT
+    return "$status"
+}
+
+# Seconds that a group has to end by itself before it is killed; a script that runs such scripts needs more than they.
+STOP_SECONDS=5
+
+stop_group() {
+    local tries
+    trap '' INT TERM HUP # a second Ctrl-C must not interrupt the clean-up
+    [ -n "${RUN_PID:-}" ] || return 0
+    if kill -TERM -- "-$RUN_PID" 2>/dev/null; then
+        for ((tries = 0; tries < 10 * STOP_SECONDS; tries++)); do
+            kill -0 -- "-$RUN_PID" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill -KILL -- "-$RUN_PID" 2>/dev/null || true
+    fi
+    marked_processes "$RUN_MARK" | xargs kill -KILL 2>/dev/null || true
+    wait "$RUN_PID" 2>/dev/null || true
+    RUN_PID=""
+}

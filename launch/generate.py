@@ -1,0 +1,45 @@
+"""Ask a language model about a long text, with the KV cache spread over all ranks.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank launch/generate.py --check
+
+Every rank runs this file. `--help` lists the options; docs/deepspeed.md explains them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main(argv: list[str]) -> int:
+    from megatron_tree.inference.arguments import build_parser, check_arguments
+    from megatron_tree.training.arguments import read_config
+    from megatron_tree.training.distributed import exit_after_failure
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        parser = build_parser()
+        config = parser.parse_args(argv).config
+        if config is not None:
+            parser.set_defaults(**read_config(config, parser))
+        args = parser.parse_args(argv)
+        check_arguments(args, world)
+    except ValueError as error:  # found on every rank alike, before any communication
+        if rank == 0:
+            print(f"generate.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    try:
+        from megatron_tree.inference.run import CheckError, run
+
+        run(args)
+    except CheckError as error:  # every rank has it
+        if rank == 0:
+            print(f"generate.py: {error}", file=sys.stderr, flush=True)
+        return 1
+    except BaseException as error:
+        exit_after_failure(rank, error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

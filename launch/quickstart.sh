@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# From nothing to both main jobs: set up the environment, train a small GPT with tree context parallelism, then let
+# SmolLM2-135M-Instruct answer a question on a long text with its KV cache spread over the ranks.
+#
+# usage: bash launch/quickstart.sh [--train-only | --generate-only] [--ranks N] [--help]
+#
+#   --train-only      no generation
+#   --generate-only   no training
+#   --ranks N         ranks for both (default: 4, or with GPUs as many as they are, at most a power of two)
+#
+# Everything that is made lies in runs/quickstart: train.jsonl, loss.png, checkpoints/, generate.json and, where the
+# output is not a terminal, the logs. Takes under 10 minutes on two cores after the downloads of the set-up.
+# The two jobs are launch/train_gpt.py with configs/train/quickstart.yaml and launch/generate.py with
+# configs/generate/cpu.yaml, started with launch/deepspeed_local.sh.
+
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+STOP_SECONDS=20
+out=runs/quickstart
+
+train=1
+generate=1
+ranks=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
+        --train-only) generate=0 && shift ;;
+        --generate-only) train=0 && shift ;;
+        --ranks) ranks="${2:?"$1 needs a number"}" && shift 2 ;;
+        *) die "unknown option $1: see bash launch/quickstart.sh --help" ;;
+    esac
+done
+[ "$((train + generate))" -gt 0 ] || die "--train-only and --generate-only exclude each other"
+[ -z "$ranks" ] || [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "--ranks $ranks: must be a whole number from 1 up"
+cd "$REPO"
+
+failed() {
+    printf '\nquickstart failed in the step "%s" (exit status %d)' "$1" "$2"
+    if [ -n "${3:-}" ]; then
+        printf '; the last lines of %s:\n' "$3"
+        tr '\r' '\n' <"$3" | tail -n 25 | sed 's/^/    /'
+    else
+        printf ': the reason stands above\n'
+    fi
+} >&2
+
+# usage: job NAME SCRIPT [ARGUMENT ...]    runs it on all ranks; the output goes to a log as well unless it is a terminal
+job() {
+    local name="$1" log="" status=0 start=$SECONDS
+    shift
+    printf '\n== %s on %s ranks: %s\n' "$name" "$ranks" "$*"
+    if [ -t 1 ]; then
+        run_group bash launch/deepspeed_local.sh -n "$ranks" "$@" || status=$?
+    else
+        log="$out/$name.log"
+        local pipe="$out/.$name.pipe" tee_pid
+        rm -f "$pipe"
+        mkfifo "$pipe"
+        tee "$log" <"$pipe" &
+        tee_pid=$!
+        run_group bash launch/deepspeed_local.sh -n "$ranks" "$@" >"$pipe" 2>&1 || status=$?
+        wait "$tee_pid"
+        rm -f "$pipe"
+    fi
+    [ "$status" = 0 ] || { failed "$name" "$status" "$log" && exit "$status"; }
+    summary+="  $name: $((SECONDS - start)) s"$'\n'
+}
+
+# usage: made NAME FILE ...    a step that ended well must have left these
+made() {
+    local name="$1" file
+    shift
+    for file in "$@"; do
+        [ -s "$file" ] || { printf '%s has not been written\n' "$file" >&2 && failed "$name" 1 && exit 1; }
+        [ "$file" -nt "$out/.started" ] || { printf '%s is from an earlier run\n' "$file" >&2 && failed "$name" 1 && exit 1; }
+    done
+}
+
+summary=""
+run_group bash launch/setup.sh || { status=$? && failed set-up "$status" && exit "$status"; }
+use_environment
+mkdir -p "$out"
+start=$SECONDS
+: >"$out/.started"
+
+if [ -z "$ranks" ]; then
+    ranks=4
+    if has_gpu; then
+        ranks="$(python -c 'import torch; print(1 << max(1, torch.cuda.device_count()).bit_length() - 1)')"
+    fi
+fi
+
+if [ "$train" = 1 ]; then
+    job training launch/train_gpt.py --config configs/train/quickstart.yaml --context-parallel-size "$ranks"
+    made training "$out/train.jsonl" "$out/loss.png"
+fi
+if [ "$generate" = 1 ]; then
+    job generation launch/generate.py --config configs/generate/cpu.yaml --check --json "$out/generate.json"
+    made generation "$out/generate.json"
+fi
+
+printf '\n== done in %d s without the set-up\n%s\nin %s:\n' $((SECONDS - start)) "$summary" "$out"
+rm -f "$out/.started"
+(cd "$out" && du -sh -- * | sed 's/^/  /')

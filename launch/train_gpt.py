@@ -1,0 +1,58 @@
+"""Train a byte-level GPT with Megatron-core and context parallelism by tree attention.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank launch/train_gpt.py \
+        --config configs/train/quickstart.yaml
+
+Every rank runs this file. `--help` lists the options; docs/megatron.md explains them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+
+def main(argv: list[str]) -> int:
+    from megatron_tree.training.arguments import parse_arguments
+    from megatron_tree.training.check import check_arguments
+    from megatron_tree.training.distributed import exit_after_failure, launched_rank, start_process_group
+
+    try:
+        args = parse_arguments(argv)
+        place = launched_rank()
+        check_arguments(args, place.world_size)
+    except ValueError as error:  # found on every rank alike, before any communication
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train_gpt.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    try:
+        import torch.distributed as dist
+
+        device = start_process_group(place, args.distributed_timeout_minutes)
+        from megatron_tree.integrations.megatron_cpu import megatron_on_cpu
+
+        with megatron_on_cpu():
+            from megatron_tree.integrations import megatron as tree
+            from megatron_tree.training.loop import train
+
+            tree.install()
+            final, unigram = train(args, device)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        exit_after_failure(place.rank, error)
+    if place.rank == 0 and args.assert_below_unigram is not None and final > unigram - args.assert_below_unigram:
+        print(
+            f"train_gpt.py: the final loss {final:.4f} is not {args.assert_below_unigram} below the byte unigram "
+            f"model's {unigram:.4f} (--assert-below-unigram): train longer, or look for what is wrong",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    for message in (".*Apex.*", "full scope is deprecated.*", ".*_tensor` is deprecated.*"):
+        warnings.filterwarnings("ignore", message=message)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""What launch/generate.py tells: progress of the prefill, and tables of the cache and of the times."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows the prefill's progress: a bar on a terminal, elsewhere a line at every quarter."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self._bar, self._quarters = None, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            if self._bar is None:
+                self._bar = tqdm(total=total, desc=self.what, file=sys.stderr, dynamic_ncols=True, leave=False)
+            self._bar.update(done - self._bar.n)
+            if done == total:
+                self._bar.close()
+        elif 4 * done // total > self._quarters:
+            self._quarters = 4 * done // total
+            print(f"{self.what}: {done} of {total}", file=sys.stderr, flush=True)
+
+
+def cache_table(ranks: list[dict[str, Any]]) -> str:
+    """Tokens and bytes of the cache that every rank holds; `ranks` has one entry of `cache_figures` for each."""
+    whole = sum(r["cache_bytes"] for r in ranks)
+    lines = [f"{'rank':>6} {'cached tokens':>14} {'cache bytes':>14} {'of the whole':>13} {'prefill':>10}"]
+    for r in ranks:
+        lines.append(
+            f"{r['rank']:>6} {r['cached_tokens']:>14,} {r['cache_bytes']:>14,} {r['cache_bytes'] / whole:>12.1%} "
+            f"{r['prefill_s']:>8.2f} s"
+        )
+    return "\n".join(lines)
+
+
+def time_table(figures: dict[str, Any]) -> str:
+    """The times of one generation; `figures` as from `time_figures`."""
+    steps = figures["new_tokens"] - 1
+    prompt, seconds = figures["prompt_tokens"], figures["prefill_s"]
+    lines = [
+        f"prompt               {prompt:,} tokens, prefill {figures['prefill']}",
+        f"prefill              {seconds:.2f} s ({prompt / seconds:,.0f} tokens/s)",
+        f"time to first token  {figures['first_token_s']:.2f} s",
+    ]
+    if steps:
+        median, longest = 1e3 * figures["token_median_s"], 1e3 * figures["token_max_s"]
+        lines.append(
+            f"per token            {median:.1f} ms median, {longest:.1f} ms at most "
+            f"({steps} steps, schedule {figures['schedule']})"
+        )
+    return "\n".join(lines)
+
+
+def time_figures(result, *, prompt_tokens: int, schedule: str) -> dict[str, Any]:
+    """Sizes and times of a `Generation`, ready for JSON."""
+    steps = result.step_s
+    return {
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": result.tokens.shape[1],
+        "prefill": result.prefill,
+        "schedule": schedule,
+        "prefill_s": result.prefill_s,
+        "first_token_s": result.first_token_s,
+        "token_median_s": statistics.median(steps) if steps else None,
+        "token_max_s": max(steps) if steps else None,
+        "token_s": steps,
+    }
+
+
+def write_json(path: str, figures: dict[str, Any]) -> None:
+    """Write figures to a file, whole or not at all."""
+    temporary = Path(f"{path}.part")
+    temporary.write_text(json.dumps(figures, indent=2) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,103 @@
+"""Run Megatron-core on CPU ranks (gloo): redirect the few CUDA calls that it takes for granted.
+
+For tests, quickstarts and debugging on machines without an accelerator. Nothing happens where CUDA is available, and
+everything is undone when the context ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+
+# Factories that Megatron-core calls with device="cuda" (loss scale, token counts, gradient norms, causal masks, ...).
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "ones_like",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+@contextlib.contextmanager
+def megatron_on_cpu():
+    """Context in which Megatron-core can be imported, built, trained and checkpointed without an accelerator.
+
+    Yields True if the redirection is active, False if CUDA is available (then nothing is changed).
+
+        with megatron_on_cpu():
+            model = GPTModel(config=TransformerConfig(..., use_cpu_initialization=True), ...)
+
+    Calls redirected: `torch.cuda.current_device`, `synchronize` and the CUDA random state (to the CPU's), `Tensor.cuda`
+    and `Module.cuda` (the object itself), factories with a CUDA device (CPU), and `Tensor.type()` (it names a CPU
+    tensor by its CUDA type: Megatron's optimizer sorts parameters by that string). Fused kernels and
+    `torch.cuda.Stream` are not: leave `gradient_accumulation_fusion`, the `*_fusion` options and `overlap_*` off.
+    """
+    if torch.cuda.is_available():
+        yield False
+        return
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in _redirections():
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        import megatron.core.tensor_parallel.random as megatron_random
+
+        stack.enter_context(mock.patch.object(megatron_random, "_get_cuda_rng_state", _get_rng_state))
+        stack.enter_context(mock.patch.object(megatron_random, "_set_cuda_rng_state", _set_rng_state))
+        yield True
+
+
+def _redirections() -> list[tuple[Any, str, Any]]:
+    cpu = torch.device("cpu")
+    return [
+        (torch.cuda, "current_device", lambda: cpu),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "get_rng_state", _get_rng_state),
+        (torch.cuda, "set_rng_state", _set_rng_state),
+        (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed) and None),
+        (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
+        (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
+        (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
+    ]
+
+
+def _get_rng_state(*args, **kwargs) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *args, **kwargs) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def redirected(*args, **kwargs):
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return redirected
+
+
+def _cuda_type_name(original):
+    @functools.wraps(original)
+    def named(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if isinstance(result, str) and self.device.type == "cpu":
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return named

@@ -1,0 +1,134 @@
+"""Byte-level text for language-model training: documents packed to the sequence length, in a deterministic order."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+EOD = 256  # end of document; bytes are 0 .. 255
+VOCAB_SIZE = 257
+SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedText:
+    """Documents, each followed by EOD, one after the other, cut into samples of `seq_length` tokens and their
+    successors.
+
+    Sample i holds the tokens i * seq_length .. (i + 1) * seq_length (one more than `seq_length`, for the labels).
+    """
+
+    tokens: np.ndarray
+    """int16 [n]: bytes and EOD."""
+    seq_length: int
+    seed: int
+
+    def __post_init__(self):
+        if len(self) < 1:
+            raise ValueError(
+                f"{self.tokens.size} tokens of text don't fill one sample of seq_length={self.seq_length} + 1 tokens"
+            )
+
+    def __len__(self) -> int:
+        return (self.tokens.size - 1) // self.seq_length
+
+    def sample(self, index: int) -> np.ndarray:
+        """int64 [seq_length + 1]: sample number `index` of an endless run; every epoch has an order of its own."""
+        epoch, place = divmod(index, len(self))
+        start = int(self._order(epoch)[place]) * self.seq_length
+        return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
+
+    def batch(self, indices) -> np.ndarray:
+        """int64 [len(indices), seq_length + 1]."""
+        return np.stack([self.sample(i) for i in indices])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        cached = self.__dict__.get("_cached_order")
+        if cached is None or cached[0] != epoch:
+            cached = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self)))
+            object.__setattr__(self, "_cached_order", cached)
+        return cached[1]
+
+    def unigram_entropy(self) -> float:
+        """Loss, in nats per token, of the best model that ignores context: the entropy of the byte frequencies."""
+        counts = np.bincount(self.tokens, minlength=VOCAB_SIZE).astype(np.float64)
+        p = counts[counts > 0] / counts.sum()
+        return float(-(p * np.log(p)).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Text of `load_corpus`: packed training and validation documents, and what identifies it."""
+
+    train: PackedText
+    valid: PackedText
+    num_documents: int
+    digest: str
+    """SHA-256 of all tokens and the split, hexadecimal: equal on all ranks, and stored in checkpoints."""
+
+
+def standard_library() -> Path:
+    """Folder of this Python's own standard library: real text that every machine has."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def load_corpus(
+    path: str | Path | None, *, suffix: str = ".py", seq_length: int, seed: int, valid_fraction: float = 0.02
+) -> Corpus:
+    """Read all files below a folder as documents.
+
+    Args:
+        path: folder; None means Python's standard library.
+        suffix: ending of the file names to take. Installed packages and caches below `path` are left out.
+        seq_length: tokens of a sample.
+        seed: of the documents' and the samples' order.
+        valid_fraction: share of the documents held out for validation, at least one of them.
+    Raises: ValueError if the folder doesn't exist or holds too little text.
+    """
+    folder = Path(path) if path is not None else standard_library()
+    if not folder.is_dir():
+        raise ValueError(f"data_path={str(path)!r} is not a folder: name one that holds text files, or leave it out")
+    found = (file.relative_to(folder) for file in folder.rglob(f"*{suffix}"))
+    names = sorted(name.as_posix() for name in found if not set(SKIPPED_FOLDERS) & set(name.parts))
+    documents = [text for name in names if (folder / name).is_file() and (text := (folder / name).read_bytes())]
+    if len(documents) < 2:
+        raise ValueError(
+            f"{len(documents)} files *{suffix} with text in {folder}: at least two are needed, to hold one out"
+        )
+    order = np.random.default_rng(seed).permutation(len(documents))
+    num_valid = max(1, round(valid_fraction * len(documents)))
+    valid, train = (_pack([documents[i] for i in part]) for part in (order[:num_valid], order[num_valid:]))
+    digest = hashlib.sha256(train.tobytes() + b"|" + valid.tobytes()).hexdigest()
+    return Corpus(
+        train=PackedText(tokens=train, seq_length=seq_length, seed=seed),
+        valid=PackedText(tokens=valid, seq_length=seq_length, seed=seed),
+        num_documents=len(documents),
+        digest=digest,
+    )
+
+
+def _pack(documents: list[bytes]) -> np.ndarray:
+    tokens = np.empty(sum(map(len, documents)) + len(documents), dtype=np.int16)
+    end = 0
+    for text in documents:
+        start, end = end, end + len(text) + 1
+        tokens[start : end - 1] = np.frombuffer(text, dtype=np.uint8)
+        tokens[end - 1] = EOD
+    return tokens
+
+
+def microbatch_indices(consumed: int, *, micro_batch_size: int, global_batch_size: int, dp_rank: int, dp_size: int):
+    """Sample numbers of one data-parallel rank's microbatches of the next global batch.
+
+    Args: consumed: samples used so far by all ranks together.
+    Yields: ranges of `micro_batch_size` numbers. Over all ranks they are consumed .. consumed + global_batch_size - 1,
+    whatever the parallel layout.
+    """
+    step = micro_batch_size * dp_size
+    for start in range(consumed, consumed + global_batch_size, step):
+        first = start + dp_rank * micro_batch_size
+        yield range(first, first + micro_batch_size)

@@ -1,0 +1,82 @@
+"""One process per rank: what the launcher says, the process groups, the device, and an orderly end in trouble."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """This process's place, as the launcher put it into the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of this rank, or the CPU on machines without any."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def launched_rank(environ=os.environ) -> LaunchedRank:
+    """Read RANK, LOCAL_RANK and WORLD_SIZE.
+
+    Raises: ValueError if this process was not started by a launcher, or shares a GPU with another rank.
+    """
+    missing = [name for name in _VARIABLES if name not in environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: start this script by the launcher, for instance\n"
+            "  deepspeed --num_gpus 4 --no_local_rank launch/train_gpt.py --config configs/train/quickstart.yaml\n"
+            "(on a machine without an accelerator with DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front)"
+        )
+    place = LaunchedRank(*(int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+    if torch.cuda.is_available() and place.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK={place.local_rank}, but this machine has {torch.cuda.device_count()} GPUs: "
+            "start fewer ranks on it"
+        )
+    return place
+
+
+def start_process_group(place: LaunchedRank, timeout_minutes: float) -> torch.device:
+    """Initialize the default group (nccl on GPUs, gloo on CPUs), every wait bounded. Returns this rank's device."""
+    device = place.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit = datetime.timedelta(minutes=timeout_minutes)
+    kwargs = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit, **kwargs)
+    return device
+
+
+def require_equal(what: str, value: str) -> None:
+    """Raise a ValueError on every rank if `value` is not the same on all of them."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    differing = [rank for rank, other in enumerate(values) if other != values[0]]
+    if differing:
+        raise ValueError(f"{what} differs between rank 0 and ranks {differing}: all ranks must see the same")
+
+
+def exit_after_failure(rank: int, error: BaseException) -> None:
+    """Print what failed on this rank and end the process at once, with exit code 1.
+
+    It does not wait for other ranks: they find their connection closed (or run into the groups' time limit), and the
+    launcher ends what is left.
+    """
+    traceback.print_exception(error)
+    print(f"rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,185 @@
+"""launch/generate.py as users run it: by the deepspeed launcher, in real processes, to the end or to a failure."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+import transformers
+
+from hf_models import CONFIGS
+from megatron_tree.inference.arguments import build_parser, check_arguments
+
+REPO = Path(__file__).parents[1]
+SCRIPT = REPO / "launch" / "generate.py"
+LAUNCHER = Path(sys.executable).parent / "deepspeed"
+TEXT = "the quick brown fox jumps over the lazy dog and runs on through the wood until the night falls\n" * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random model with a tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("model")
+    vocab = {character: i for i, character in enumerate(["<pad>", "<end>", *map(chr, range(32, 127)), "\n"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    model.save_pretrained(folder)
+    (folder / "text").write_text(TEXT)
+    return folder
+
+
+def _about(folder):
+    return "--model", folder, "--prompt-file", folder / "text", "--question", "who runs?"
+
+
+def _launch(ranks, *arguments, script=SCRIPT, seconds=200):
+    """Run the launcher; returns (exit code, output). No process of it may be left afterwards."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mark = f"{os.getpid()}-{port}"
+    env = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "LAUNCH_TEST_MARK": mark,
+    }
+    command = [LAUNCHER, "--num_gpus", ranks, "--master_port", port, "--no_local_rank", script, *arguments]
+    done = subprocess.run(
+        [str(part) for part in command], env=env, cwd=REPO, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert not _processes_with(f"LAUNCH_TEST_MARK={mark}"), "processes are left"
+    return done.returncode, done.stdout + done.stderr
+
+
+def _processes_with(variable):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+def test_generates_checks_and_reports(folder, tmp_path):
+    options = ("--max-new-tokens", 7, "--check", "--json", tmp_path / "f.json", "--schedule", "allreduce")
+    code, output = _launch(2, *_about(folder), *options)
+    assert code == 0, output
+    assert "check: all 7 tokens are equal" in output
+    figures = json.loads((tmp_path / "f.json").read_text())
+    prompt_tokens = len(TEXT.rstrip()) + 2 + len("who runs?")
+    assert (figures["prompt_tokens"], figures["new_tokens"], figures["prefill"]) == (prompt_tokens, 7, "sharded")
+    assert sum(rank["cached_tokens"] for rank in figures["ranks"]) == prompt_tokens + 6
+    assert figures["check"]["tokens_equal"] is True
+    assert figures["check"]["max_logit_difference"] < 1e-4
+    for text in ("prefill: 3 of 3", "of the whole", "per token", f"{prompt_tokens:,} tokens"):
+        assert text in output
+
+
+def test_a_wrong_answer_fails_the_check(folder, tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import generate\n"
+        "import megatron_tree.integrations.transformers_cache as cache\n"
+        "append = cache.ShardedKVLayer.append_own\n"
+        "cache.ShardedKVLayer.append_own = lambda self, k, v, *a: append(self, 3 * k, -3 * v, *a)\n"
+        "sys.exit(generate.main(sys.argv[1:]))\n"
+    )
+    code, output = _launch(2, *_about(folder), "--max-new-tokens", 12, "--check", script=script)
+    assert code == 1, output
+    assert "of the answer differs from the plain model's" in output
+    assert "sharded: [" in output
+    assert "plain: [" in output
+
+
+def test_a_failure_on_one_rank_ends_the_run(folder, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import generate\n"
+        "from megatron_tree.integrations import models\n"
+        "load_model = models.load_model\n"
+        "def failing(*args):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise OSError('the disk of rank 1 is gone')\n"
+        "    return load_model(*args)\n"
+        "models.load_model = failing\n"
+        "sys.exit(generate.main(sys.argv[1:]))\n"
+    )
+    code, output = _launch(2, *_about(folder), script=script)
+    assert code != 0
+    assert "rank 1 failed: OSError: the disk of rank 1 is gone" in output
+
+
+def test_a_prompt_that_is_too_long_fails_before_the_model_is_loaded(folder, tmp_path):
+    (tmp_path / "long").write_text(TEXT * 9)
+    code, output = _launch(2, "--model", folder, "--prompt-file", tmp_path / "long")
+    assert code != 0
+    assert "prompt tokens and max_new_tokens=32 exceed the model's 256 positions" in output
+
+
+def test_a_bad_option_is_told_once(folder):
+    code, output = _launch(2, "--model", folder, "--context-parallel-size", 3)
+    assert code != 0
+    assert (
+        output.count("--context-parallel-size 3 times --tensor-model-parallel-size 1 must be the number of ranks, 2")
+        == 1
+    )
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be 1 or more"),
+        (["--tensor-model-parallel-size", "3"], "must be the number of ranks, 4"),
+        (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
+        (["--prompt-file", "no/such/file"], "--prompt-file 'no/such/file' can't be read"),
+        (["--json", "no/such/folder/f.json"], "does not exist"),
+        (["--question", " "], "--question is empty"),
+        (["--distributed-timeout-minutes", "0"], "must be more than 0"),
+    ],
+)
+def test_options_are_checked_before_anything_is_sent(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_arguments(build_parser().parse_args(arguments), 4)
+
+
+def test_the_configs_name_existing_options():
+    from megatron_tree.training.arguments import read_config
+
+    for path in (REPO / "configs" / "generate").glob("*.yaml"):
+        parser = build_parser()
+        parser.set_defaults(**read_config(str(path), parser))
+        args = parser.parse_args(["--max-new-tokens", "5"])
+        assert args.max_new_tokens == 5  # the command line wins
+
+
+def test_help_needs_no_launcher():
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--help"],
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "examples" in done.stdout

