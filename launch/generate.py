@@ -13,16 +13,11 @@ import sys
 
 def main(argv: list[str]) -> int:
     from megatron_tree.inference.arguments import build_parser, check_arguments
-    from megatron_tree.training.arguments import read_config
-    from megatron_tree.training.distributed import exit_after_failure
+    from megatron_tree.launching import exit_after_failure, parse_with_config
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        parser = build_parser()
-        config = parser.parse_args(argv).config
-        if config is not None:
-            parser.set_defaults(**read_config(config, parser))
-        args = parser.parse_args(argv)
+        args = parse_with_config(build_parser(), argv)
         check_arguments(args, world)
     except ValueError as error:  # found on every rank alike, before any communication
         if rank == 0:

@@ -14,9 +14,10 @@ import warnings
 
 
 def main(argv: list[str]) -> int:
+    from megatron_tree.launching import exit_after_failure
     from megatron_tree.training.arguments import parse_arguments
     from megatron_tree.training.check import check_arguments
-    from megatron_tree.training.distributed import exit_after_failure, launched_rank, start_process_group
+    from megatron_tree.training.distributed import launched_rank, start_process_group
 
     try:
         args = parse_arguments(argv)
@@ -53,6 +54,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for message in (".*Apex.*", "full scope is deprecated.*", ".*_tensor` is deprecated.*"):
+    for message in (".*Apex.*", "full scope is deprecated.*", ".*_tensor` is deprecated.*"):  # from Megatron-core
         warnings.filterwarnings("ignore", message=message)
     sys.exit(main(sys.argv[1:]))

@@ -167,6 +167,16 @@ def all_reduce(x: Tensor, group, *, op: str = "sum", timeout_s: float = 600.0) -
     return x
 
 
+def broadcast(x: Tensor, group, src: int, *, timeout_s: float = 600.0) -> Tensor:
+    """x of group rank `src` on all ranks, in place."""
+    n = group_size(group)
+    if n > 1:
+        sent = x.nbytes if group_rank(group) == src else 0
+        start = functools.partial(dist.broadcast, x, group=group, group_src=src, async_op=True)
+        _run("broadcast", group, sent, timeout_s, start)
+    return x
+
+
 class Transfer:
     """Point-to-point messages under way: what this rank sends and what it will have received after `wait`."""
 

@@ -257,7 +257,7 @@ def _environment(values):
 
 
 def _worker(connection, trace_path):
-    """Serve jobs. A job's group is left open until all ranks are done, or else the others fail with "connection reset"."""
+    """Serve jobs. A job's group stays open until all ranks are done: else the others fail with "connection reset"."""
     os.setpgid(0, 0)
     _die_with_parent()
     torch.set_num_threads(1)

@@ -164,12 +164,10 @@ def test_options_are_checked_before_anything_is_sent(arguments, message):
 
 
 def test_the_configs_name_existing_options():
-    from megatron_tree.training.arguments import read_config
+    from megatron_tree.launching import parse_with_config
 
     for path in (REPO / "configs" / "generate").glob("*.yaml"):
-        parser = build_parser()
-        parser.set_defaults(**read_config(str(path), parser))
-        args = parser.parse_args(["--max-new-tokens", "5"])
+        args = parse_with_config(build_parser(), ["--config", str(path), "--max-new-tokens", "5"])
         assert args.max_new_tokens == 5  # the command line wins
 
 

@@ -18,13 +18,14 @@ LAYERS = (
     {"kernels"},
     {"comm", "agree", "plan"},
     {"autograd", "decode", "kv_cache", "validate"},
-    {"functional"},
+    {"functional", "launching"},
     {"integrations"},
+    {"launching"},
     {"training", "inference"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "inference"}
-MAY_COMMUNICATE = {"comm", "agree", "integrations", "training", "inference"}
+MAY_COMMUNICATE = {"comm", "agree", "integrations", "launching", "training", "inference"}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "keepachangelog.com", "semver.org"}
 
 

@@ -43,6 +43,53 @@ def usages(cases, cache):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+GROWING_CACHE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import Visible
+from megatron_tree.kernels.triton import decode, host
+
+class AbsentGPU(DriverBase):  # a driver that can name its target and nothing else
+    def __init__(self): pass
+    @classmethod
+    def is_active(cls): return True
+    def map_python_to_cpp_type(self, ty): return ty
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_active_torch_device(self): return torch.device("cpu")
+    def get_benchmarker(self): raise RuntimeError("no device")
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+
+triton.runtime.driver.set_active(AbsentGPU())
+run, compiled = triton.JITFunction.run, []
+triton.JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **dict(kwargs, warmup=True))
+triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+decode._num_slots = lambda index: 396
+host._arch_of = lambda index: "sm90"
+spec, cache = AttnSpec(softmax_scale=0.1), torch.zeros(2, 70000, 2, 64, dtype=torch.bfloat16)
+q = torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16)
+counts = []
+for n in (16384, 16385, 17000, 20011, 33333, 64000, 70000):
+    decode.attn_decode(q, cache[:, :n], cache[:, :n], visible=Visible(), spec=spec)
+    k = cache[:, :n].clone()  # another allocation: other strides
+    decode.attn_decode(q, k, k, visible=Visible(lengths=torch.tensor([n, 3])), spec=spec)
+    counts.append(len(compiled))
+print(counts)
+"""
+
+
+def test_a_growing_cache_does_not_recompile(tmp_path):
+    """Two decode variants (with and without lengths) and the merge: three compilations, whatever the length."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env.update(PYTHONPATH=str(REPO), TRITON_CACHE_DIR=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", GROWING_CACHE], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts == [3] * len(counts), counts
+
+
 def check(rows):
     for row in rows:
         assert 0 < row["shared_bytes"] <= SHARED_LIMIT[row["arch"]], row

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..agree import tell_failure
+from ..comm import broadcast
 from ..config import check_choice
 from ..shard import Layout
 from .transformers import TreeCache, agree_on_prompt, check_model, sharded_prefill
@@ -103,8 +103,7 @@ def generate(
         if keep_logits:
             result.logits.append(logits.float())
         token = logits.argmax(-1)
-        if token_group is not None:
-            dist.broadcast(token, group=token_group, group_src=0)
+        broadcast(token, token_group, 0)
         if len(ends):
             token = torch.where(done, ends[0], token)
             done |= torch.isin(token, ends)

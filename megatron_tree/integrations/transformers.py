@@ -25,12 +25,12 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..agree import agree, tell_failure
+from ..comm import broadcast
 from ..config import TreeConfig
 from ..functional import tree_attn_func, tree_decode
 from ..shard import Layout, shard_lengths, shard_positions, shard_segments
@@ -237,9 +237,7 @@ def sharded_prefill(
         current_prefill.reset(token)
         last_update.set(None)
     logits = output.logits[:, -1].contiguous()
-    if cache.world > 1:
-        dist.broadcast(logits, group=cache.cp_group, group_src=owner)
-    return logits
+    return broadcast(logits, cache.cp_group, owner)
 
 
 def _plan_prefill(model, input_ids: Tensor, cache: TreeCache, layout: Layout) -> tuple[Layout, int, int, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+
+from ..launching import parse_with_config
 
 EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; on a machine without an accelerator put
@@ -123,62 +123,10 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Options of the command line over those of `--config` over the defaults.
-
-    Raises: ValueError for an unknown or ill-typed option in the file. SystemExit for `--help` and command-line errors.
-    """
-    parser = build_parser()
-    config = parser.parse_args(argv).config
-    if config is not None:
-        parser.set_defaults(**read_config(config, parser))
-    args = parser.parse_args(argv)
+    """Options of the command line, completed; see `launching.parse_with_config`."""
+    args = parse_with_config(build_parser(), argv)
     _fill_in(args)
     return args
-
-
-def read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Options in a YAML file, with the types of the command line."""
-    import yaml
-
-    if not Path(path).is_file():
-        raise ValueError(f"config={path!r} does not exist")
-    options = yaml.safe_load(Path(path).read_text()) or {}
-    if not isinstance(options, dict):
-        raise ValueError(f"config={path!r} must hold options, one `name: value` a line")
-    actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
-    result = {}
-    for name, value in options.items():
-        dest = str(name).replace("-", "_")
-        if dest not in actions:
-            raise ValueError(f"{path}: unknown option {name!r}; `train_gpt.py --help` lists them")
-        result[dest] = _typed(actions[dest], value, f"{path}: {name}={value!r}")
-    return result
-
-
-def _typed(action: argparse.Action, value: Any, what: str) -> Any:
-    if value is None:
-        return None
-    if isinstance(action, argparse.BooleanOptionalAction):
-        if not isinstance(value, bool):
-            raise ValueError(f"{what} must be true or false")
-        return value
-    values = value if isinstance(value, list) else [value]
-    if action.nargs in (None, "?") and isinstance(value, list):
-        raise ValueError(f"{what} must be a single value")
-    if isinstance(action.nargs, int) and len(values) != action.nargs:
-        raise ValueError(f"{what} must be a list of {action.nargs}")
-    if any(isinstance(item, bool) for item in values):
-        raise ValueError(f"{what} is no switch: give a value")
-    kind = action.type or str
-    try:
-        values = [kind(str(item)) for item in values]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{what}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{what} must be of type {kind.__name__}: {error}") from None
-    if action.choices is not None and any(item not in action.choices for item in values):
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, action.choices))}")
-    return values if isinstance(value, list) or action.nargs == "+" else values[0]
 
 
 def _fill_in(args: argparse.Namespace) -> None:

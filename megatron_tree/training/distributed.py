@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
-import traceback
 from dataclasses import dataclass
 
 import torch
@@ -67,16 +65,3 @@ def require_equal(what: str, value: str) -> None:
     differing = [rank for rank, other in enumerate(values) if other != values[0]]
     if differing:
         raise ValueError(f"{what} differs between rank 0 and ranks {differing}: all ranks must see the same")
-
-
-def exit_after_failure(rank: int, error: BaseException) -> None:
-    """Print what failed on this rank and end the process at once, with exit code 1.
-
-    It does not wait for other ranks: they find their connection closed (or run into the groups' time limit), and the
-    launcher ends what is left.
-    """
-    traceback.print_exception(error)
-    print(f"rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)

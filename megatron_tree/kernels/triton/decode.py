@@ -30,7 +30,11 @@ def _load_keys(base, rows, stride, valid, FROM: tl.constexpr, COLS: tl.constexpr
     return tl.load(base + rows[:, None] * stride + c[None, :], mask=valid[:, None] & (c < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_keys", "keys_per_split", "left"])
+# what changes as a cache grows: a decode loop must not recompile
+GROWING = ["num_keys", "keys_per_split", "num_splits", "spb", "stb", "scb", "left"]
+
+
+@triton.jit(do_not_specialize=GROWING)
 def attn_decode_kernel(
     Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, num_keys, keys_per_split, s_q, num_splits,
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, spb, stb, scb, scs, left, scale, softcap,

@@ -10,7 +10,7 @@ from torch import Tensor
 from .common import LN2, LOG2E
 
 
-@triton.jit(do_not_specialize=["num_states", "num_rows", "inner"])
+@triton.jit(do_not_specialize=["num_states", "num_rows", "inner", "outer_stride", "state_stride"])
 def merge_states_kernel(
     IN, OUT, num_states, num_rows, inner, outer_stride, state_stride,
     E: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,

@@ -1,0 +1,79 @@
+"""What the launch scripts share: options from a YAML file, and an orderly end in trouble."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Options of the command line over those of the YAML file in `--config` over the defaults.
+
+    Raises: ValueError for an unknown or ill-typed option in the file. SystemExit for `--help` and command-line errors.
+    """
+    config = parser.parse_args(argv).config
+    if config is not None:
+        parser.set_defaults(**_read_config(config, parser))
+    return parser.parse_args(argv)
+
+
+def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Options in a YAML file, with the types of the command line."""
+    import yaml
+
+    if not Path(path).is_file():
+        raise ValueError(f"config={path!r} does not exist")
+    options = yaml.safe_load(Path(path).read_text()) or {}
+    if not isinstance(options, dict):
+        raise ValueError(f"config={path!r} must hold options, one `name: value` a line")
+    actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    result = {}
+    for name, value in options.items():
+        dest = str(name).replace("-", "_")
+        if dest not in actions:
+            raise ValueError(f"{path}: unknown option {name!r}; `{parser.prog} --help` lists them")
+        result[dest] = _typed(actions[dest], value, f"{path}: {name}={value!r}")
+    return result
+
+
+def _typed(action: argparse.Action, value: Any, what: str) -> Any:
+    if value is None:
+        return None
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ValueError(f"{what} must be true or false")
+        return value
+    values = value if isinstance(value, list) else [value]
+    if action.nargs in (None, "?") and isinstance(value, list):
+        raise ValueError(f"{what} must be a single value")
+    if isinstance(action.nargs, int) and len(values) != action.nargs:
+        raise ValueError(f"{what} must be a list of {action.nargs}")
+    if any(isinstance(item, bool) for item in values):
+        raise ValueError(f"{what} is no switch: give a value")
+    kind = action.type or str
+    try:
+        values = [kind(str(item)) for item in values]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{what}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{what} must be of type {kind.__name__}: {error}") from None
+    if action.choices is not None and any(item not in action.choices for item in values):
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, action.choices))}")
+    return values if isinstance(value, list) or action.nargs == "+" else values[0]
+
+
+def exit_after_failure(rank: int, error: BaseException) -> None:
+    """Print what failed on this rank and end the process at once, with exit code 1.
+
+    It does not wait for other ranks: they find their connection closed (or run into the groups' time limit), and the
+    launcher ends what is left.
+    """
+    traceback.print_exception(error)
+    print(f"rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
