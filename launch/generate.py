@@ -13,7 +13,7 @@ import sys
 
 def main(argv: list[str]) -> int:
     from megatron_tree.inference.arguments import build_parser, check_arguments
-    from megatron_tree.launching import exit_after_failure, parse_with_config
+    from megatron_tree.launching import exit_after_failure, parse_with_config, tell_choices
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(f"generate.py: {error}", file=sys.stderr, flush=True)
         return 2
+    tell_choices(rank)
     try:
         from megatron_tree.inference.run import CheckError, run
 

@@ -14,7 +14,7 @@ import warnings
 
 
 def main(argv: list[str]) -> int:
-    from megatron_tree.launching import exit_after_failure
+    from megatron_tree.launching import exit_after_failure, tell_choices
     from megatron_tree.training.arguments import parse_arguments
     from megatron_tree.training.check import check_arguments
     from megatron_tree.training.distributed import launched_rank, start_process_group
@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"train_gpt.py: {error}", file=sys.stderr, flush=True)
         return 2
+    tell_choices(place.rank)
     try:
         import torch.distributed as dist
 

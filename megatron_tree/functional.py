@@ -72,7 +72,8 @@ def tree_attn_func(
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
     if world > 1 and rank == 0:
-        say_once(f"attention over {world} ranks, {tuple(shape)}: {plan.reason}")
+        h, h_kv, d, _ = shape
+        say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
     wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
     layout = tuple(layout) if isinstance(layout, list) else layout
     job = autograd.Job(spec=spec, group=cp_group, seq_len=seq_len, layout=layout, plan=plan, config=config, wire=wire)
@@ -142,7 +143,9 @@ def tree_decode(
     b, s_q, h, _ = q.shape
     d_v = v_cache.shape[-1]
     if schedule == "auto":
-        schedule, _ = plan_decode(world, b * s_q * h * (d_v + 1) * 4)
+        schedule, reason = plan_decode(world, b * s_q * h * (d_v + 1) * 4)
+        if world > 1 and s_q == 1:
+            say_once(f"decode schedule {schedule}: {reason}")
     signature = (
         f"tree_decode; q={tuple(q.shape)}; num_heads_kv={k_cache.shape[2]}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
         f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from .log import logger
 
 
 def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -64,6 +67,16 @@ def _typed(action: argparse.Action, value: Any, what: str) -> Any:
     if action.choices is not None and any(item not in action.choices for item in values):
         raise ValueError(f"{what} must be one of {', '.join(map(repr, action.choices))}")
     return values if isinstance(value, list) or action.nargs == "+" else values[0]
+
+
+def tell_choices(rank: int) -> None:
+    """Print on rank 0, once each, which backend and which schedule is chosen, and why."""
+    if rank == 0:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def exit_after_failure(rank: int, error: BaseException) -> None:

@@ -20,12 +20,11 @@ LAYERS = (
     {"autograd", "decode", "kv_cache", "validate"},
     {"functional", "launching"},
     {"integrations"},
-    {"launching"},
     {"training", "inference"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "inference"}
-MAY_COMMUNICATE = {"comm", "agree", "integrations", "launching", "training", "inference"}
+MAY_COMMUNICATE = {"comm", "agree", "integrations", "training", "inference"}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "keepachangelog.com", "semver.org"}
 
 

@@ -67,12 +67,16 @@ def plan_training(
     forward = min(grids(world), key=lambda g: forward_words(g, shape))
     backward = min(grids(world), key=lambda g: backward_words(g, shape))
     ring = (world - 1) * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
-    reason = (
-        f"fewest bytes per token and rank: forward {forward[0]}x{forward[1]} sends "
-        f"{forward_words(forward, shape) * bytes_per_word} (KV passed round {ring * bytes_per_word}), backward "
-        f"{backward[0]}x{backward[1]} sends {backward_words(backward, shape) * bytes_per_word}"
+    parts = [
+        f"{name} on the {g[0]}x{g[1]} grid ({words(g, shape) * bytes_per_word} bytes per token and rank)"
+        for name, g, words in (("forward", forward, forward_words), ("backward", backward, backward_words))
+    ]
+    return Plan(
+        "grid",
+        forward,
+        backward,
+        f"fewest bytes sent: {', '.join(parts)}; a ring's KV forward: {ring * bytes_per_word}",
     )
-    return Plan("grid", forward, backward, reason)
 
 
 def plan_decode(world: int, state_bytes: int) -> tuple[str, str]:
