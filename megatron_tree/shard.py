@@ -18,11 +18,15 @@ Layout = str | tuple[int, ...]
 
 
 class Segment(NamedTuple):
-    """A run of rows whose positions rise by one: rows row .. row+length-1 hold positions pos .. pos+length-1."""
+    """A run of rows whose positions rise by one: rows row .. row+length-1 hold positions pos .. pos+length-1.
+
+    Queries see keys of their own sequence only: `seq` tells packed documents apart.
+    """
 
     row: int
     pos: int
     length: int
+    seq: int = 0
 
 
 def check_layout(layout: Layout, world: int) -> None:
@@ -71,8 +75,8 @@ def join(segments) -> tuple[Segment, ...]:
         if s.length == 0:
             continue
         last = done[-1] if done else None
-        if last and (last.row + last.length, last.pos + last.length) == (s.row, s.pos):
-            done[-1] = Segment(last.row, last.pos, last.length + s.length)
+        if last and (last.row + last.length, last.pos + last.length, last.seq) == (s.row, s.pos, s.seq):
+            done[-1] = last._replace(length=last.length + s.length)
         else:
             done.append(s)
     return tuple(done)
@@ -85,6 +89,14 @@ def gathered_segments(ranks, seq_len: int, world: int, layout: Layout, stride: i
         for i, r in enumerate(ranks)
         for s in shard_segments(seq_len, r, world, layout)
     )
+
+
+def sequences_of(segments, num_rows: int, *, device=None) -> Tensor:
+    """int64 [num_rows]: the sequence each row belongs to, -1 for rows of no segment."""
+    seq = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+    for s in segments:
+        seq[s.row : s.row + s.length] = s.seq
+    return seq
 
 
 def positions_of(segments, num_rows: int, *, device=None, padding: int = -1) -> Tensor:

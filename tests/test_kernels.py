@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_tree import energy, kernels, merge
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import aten, blocks, reference
-from megatron_tree.shard import Segment, join, positions_of, shard_positions, shard_segments
+from megatron_tree.shard import Segment, join, positions_of, sequences_of, shard_positions, shard_segments
 
 NEG_INF = float("-inf")
 SPECS = {
@@ -32,14 +32,16 @@ def inputs(s_q, s_k, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
     return [torch.randn(2, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-segment_lists = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12)), min_size=0, max_size=4)
+segment_lists = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12), st.integers(0, 1)), min_size=0, max_size=4
+)
 
 
 def lay_out(raw):
     """Segments one after another with `gap` padding rows before each."""
     row, found = 0, []
-    for gap, pos, length in raw:
-        found.append(Segment(row + gap, pos, length))
+    for gap, pos, length, seq in raw:
+        found.append(Segment(row + gap, pos, length, seq))
         row += gap + length
     return join(found), row + 1
 
@@ -62,6 +64,7 @@ def test_blocks_cover_every_visible_pair_once(raw_q, raw_k, options):
         count[b.q_rows, b.k_rows] += seen
     q_pos, k_pos = positions_of(q_segments, n_q), positions_of(k_segments, n_k)
     expected = energy.visible(q_pos, k_pos, spec) & (q_pos >= 0)[:, None] & (k_pos >= 0)
+    expected &= sequences_of(q_segments, n_q)[:, None] == sequences_of(k_segments, n_k)
     assert torch.equal(count, expected.long())
 
 
@@ -126,6 +129,24 @@ def test_padding_and_hidden_rows(backend, dtype):
     dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **options)
     assert not dq[:, ~sees].any() and not dk[:, ~keep.any(0)].any() and not dv[:, ~keep.any(0)].any()
     assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences(backend):
+    """Documents side by side, the last one crossing chunks: each query sees its own document only."""
+    spec = AttnSpec(softmax_scale=0.3)
+    q, k, v, dout = inputs(30, 30)
+    segments = (Segment(0, 0, 7, 0), Segment(7, 0, 1, 1), Segment(8, 0, 10, 2), Segment(18, 10, 12, 2))
+    seq, pos = sequences_of(segments, 30), positions_of(segments, 30)
+    keep = (seq[:, None] == seq) & (pos[:, None] >= pos)
+    options = dict(q_segments=segments, k_segments=segments, spec=spec, backend=backend)
+    out, _ = kernels.attn_fwd(q, k, v, **options)
+    o, l = energy.attention(q, k, v, spec=spec, keep=keep)
+    torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
+    truth = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep)
+    delta = (o * dout).sum(-1).transpose(1, 2)
+    for a, b in zip(kernels.attn_bwd(dout, q, k, v, l, delta, **options), truth):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,7 +9,7 @@ from megatron_tree import TreeConfig, energy, kernels, merge, tree_attn_func, tr
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import Visible
 from megatron_tree.kernels.triton import attn_delta, configs, decode, host, merge_packed
-from megatron_tree.shard import Segment, gathered_segments, positions_of
+from megatron_tree.shard import Segment, gathered_segments, positions_of, sequences_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEG_INF = float("-inf")
@@ -29,6 +29,12 @@ CELLS = {  # query segments, KV segments, rows of each: one launch covers them a
         36,
         34,
     ),
+    "packed": (  # three documents, one of them absent among the keys
+        (Segment(0, 0, 19, 0), Segment(20, 0, 3, 1), Segment(23, 0, 17, 2)),
+        (Segment(0, 0, 17, 2), Segment(18, 0, 19, 0)),
+        40,
+        37,
+    ),
     "offsets": ((Segment(3, 30, 21),), (Segment(0, 0, 7), Segment(9, 25, 33)), 24, 45),
 }
 
@@ -45,7 +51,8 @@ def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
     spec = AttnSpec(softmax_scale=d**-0.5, **options)
     q, k, v, dout = inputs(s_q, s_k, heads, d, d_v, batch=1, dtype=dtype)
     q_pos, k_pos = (positions_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
-    keep = energy.visible(q_pos, k_pos, spec) & (q_pos >= 0)[:, None] & (k_pos >= 0)
+    q_seq, k_seq = (sequences_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
+    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
     exact = [x.double() for x in (q, k, v, dout)]
     out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
     truth = energy.attention_grads(*exact, spec=spec, keep=keep)

@@ -42,6 +42,8 @@ def split(q_segments, k_segments, spec: AttnSpec) -> list[Block]:
     for q in q_segments:
         per_q = []
         for k in k_segments:
+            if q.seq != k.seq:
+                continue
             if spec.left is None and spec.right in (None, 0):
                 per_q += _full_or_causal(q, k, causal=spec.right == 0)
             else:

@@ -12,15 +12,14 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..energy import scores, visible
 from ..merge import NEG_INF, empty_state, state_dtype
-from ..shard import positions_of
+from ..shard import positions_of, sequences_of
 
 STRIP = 256  # query rows at a time
 
 
 def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
     """Partial attention over segments; see `kernels.attn_fwd`."""
-    q_pos, k_pos = _positions(q, k, q_segments, k_segments)
-    return attn_fwd_masked(q, k, v, keep=_Keep(q_pos, k_pos, spec), spec=spec)
+    return attn_fwd_masked(q, k, v, keep=_Keep(q, k, q_segments, k_segments, spec), spec=spec)
 
 
 def attn_fwd_masked(q: Tensor, k: Tensor, v: Tensor, *, keep, spec: AttnSpec) -> tuple[Tensor, Tensor]:
@@ -48,7 +47,7 @@ def attn_fwd_masked(q: Tensor, k: Tensor, v: Tensor, *, keep, spec: AttnSpec) ->
 def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
     """This block's dq, dk, dv from the global lse and delta; see `kernels.attn_bwd`."""
     dtype = state_dtype(q.dtype)
-    keep = _Keep(*_positions(q, k, q_segments, k_segments), spec)
+    keep = _Keep(q, k, q_segments, k_segments, spec)
     n, g = k.shape[2], q.shape[2] // k.shape[2]
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=dtype, device=q.device)
@@ -73,19 +72,20 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
 
 
 class _Keep:
-    """`visible` of positions, made strip by strip; rows at position -1 are padding: they see nothing, nor are seen."""
+    """The mask of two lists of segments, made strip by strip; padding sees nothing, and nothing sees it."""
 
-    def __init__(self, q_pos: Tensor, k_pos: Tensor, spec: AttnSpec):
-        self.q_pos, self.k_pos, self.spec = q_pos, k_pos, spec
+    def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec):
+        self.spec = spec
+        self.q_pos, self.k_pos = (
+            positions_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
+        )
+        self.q_seq, self.k_seq = (
+            sequences_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
+        )
 
     def __getitem__(self, rows: slice) -> Tensor:
-        q_pos = self.q_pos[rows]
-        return visible(q_pos, self.k_pos, self.spec) & (q_pos >= 0)[:, None] & (self.k_pos >= 0)
-
-
-def _positions(q: Tensor, k: Tensor, q_segments, k_segments) -> tuple[Tensor, Tensor]:
-    q_pos = positions_of(q_segments, q.shape[1], device=q.device)
-    return q_pos, positions_of(k_segments, k.shape[1], device=k.device)
+        q_seq = self.q_seq[rows, None]
+        return visible(self.q_pos[rows], self.k_pos, self.spec) & (q_seq == self.k_seq) & (q_seq >= 0)
 
 
 def _strip(keep, rows: slice):

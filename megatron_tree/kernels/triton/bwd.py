@@ -81,7 +81,7 @@ def _dq_range(
 
 @triton.jit
 def attn_bwd_dq_kernel(
-    Q, K, V, DOUT, LSE2, DELTA, DQ, q_tiles, k_segments, num_k_segments,
+    Q, K, V, DOUT, LSE2, DELTA, DQ, q_tiles, k_segments,
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, slb, slh, left, right, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -91,9 +91,9 @@ def attn_bwd_dq_kernel(
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    row = tl.load(q_tiles + 3 * tile)
-    rows = tl.load(q_tiles + 3 * tile + 1)
-    first = tl.load(q_tiles + 3 * tile + 2)
+    row = tl.load(q_tiles + 5 * tile)
+    rows = tl.load(q_tiles + 5 * tile + 1)
+    first = tl.load(q_tiles + 5 * tile + 2)
     r = tl.arange(0, M)
     q_pos = first + r
     q_base = Q + b * sqb + h * sqh
@@ -114,7 +114,7 @@ def attn_bwd_dq_kernel(
     delta = tl.load(DELTA + at, mask=r < rows, other=0.0)
     k_base = K + b * skb + (h // GROUP) * skh
     v_base = V + b * svb + (h // GROUP) * svh
-    for i in range(num_k_segments):
+    for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
         k_row = tl.load(k_segments + 3 * i)
         k_len = tl.load(k_segments + 3 * i + 1)
         k_pos = tl.load(k_segments + 3 * i + 2)
@@ -184,20 +184,20 @@ def _dkdv_range(
 
 @triton.jit
 def attn_bwd_dkdv_kernel(
-    Q, K, V, DOUT, LSE2, DELTA, DK, DV, k_tiles, q_segments, num_q_segments,
+    Q, K, V, DOUT, LSE2, DELTA, DK, DV, k_tiles, q_segments,
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, swb, sws, swh, slb, slh,
     left, right, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """DK, DV += this block's; k_tiles int32 [tiles, 3] and q_segments int32 [n, 3]: row, length, position."""
+    """DK, DV += this block's; k_tiles and q_segments as q_tiles and k_segments in `attn_fwd_kernel`."""
     tile = tl.program_id(0)
     h_kv = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    row = tl.load(k_tiles + 3 * tile)
-    rows = tl.load(k_tiles + 3 * tile + 1)
-    first = tl.load(k_tiles + 3 * tile + 2)
+    row = tl.load(k_tiles + 5 * tile)
+    rows = tl.load(k_tiles + 5 * tile + 1)
+    first = tl.load(k_tiles + 5 * tile + 2)
     r = tl.arange(0, N)
     k_pos = first + r
     in_k = r < rows
@@ -217,9 +217,11 @@ def attn_bwd_dkdv_kernel(
     if E1 > 0:
         v1 = load_tile(v_base, row, svs, rows, N, E0, E1, E, True)
         dv1 = tl.zeros((N, E1), tl.float32)
-    for i in range(GROUP * num_q_segments):
-        h = h_kv * GROUP + i // num_q_segments
-        segment = q_segments + 3 * (i % num_q_segments)
+    from_segment = tl.load(k_tiles + 5 * tile + 3)
+    num_segments = tl.load(k_tiles + 5 * tile + 4) - from_segment
+    for i in range(GROUP * num_segments):
+        h = h_kv * GROUP + i // num_segments
+        segment = q_segments + 3 * (from_segment + i % num_segments)
         q_row = tl.load(segment)
         q_len = tl.load(segment + 1)
         q_pos = tl.load(segment + 2)

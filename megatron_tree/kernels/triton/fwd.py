@@ -48,22 +48,23 @@ def _fwd_range(
 
 @triton.jit
 def attn_fwd_kernel(
-    Q, K, V, OUT, LSE, q_tiles, k_segments, num_k_segments,
+    Q, K, V, OUT, LSE, q_tiles, k_segments,
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sob, sos, soh, slb, slh, left, right, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q_tiles int32 [tiles, 3]: first row, rows, first position; k_segments int32 [n, 3]: row, length, position.
+    """q_tiles int32 [tiles, 5]: first row, rows, first position, and from which to which KV segment it looks;
+    k_segments int32 [n, 3]: row, length, position.
 
     MERGE: OUT and LSE hold a state already, and this one is merged into it.
     """
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    row = tl.load(q_tiles + 3 * tile)
-    rows = tl.load(q_tiles + 3 * tile + 1)
-    first = tl.load(q_tiles + 3 * tile + 2)
+    row = tl.load(q_tiles + 5 * tile)
+    rows = tl.load(q_tiles + 5 * tile + 1)
+    first = tl.load(q_tiles + 5 * tile + 2)
     r = tl.arange(0, M)
     q_pos = first + r
     q_base = Q + b * sqb + h * sqh
@@ -79,7 +80,7 @@ def attn_fwd_kernel(
     l = tl.zeros((M,), tl.float32)
     k_base = K + b * skb + (h // GROUP) * skh
     v_base = V + b * svb + (h // GROUP) * svh
-    for i in range(num_k_segments):
+    for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
         k_row = tl.load(k_segments + 3 * i)
         k_len = tl.load(k_segments + 3 * i + 1)
         k_pos = tl.load(k_segments + 3 * i + 2)

@@ -55,10 +55,10 @@ def attn_fwd(
         lse = lse.transpose(1, 2).contiguous()
     q, k, v = (_unit_last_stride(x) for x in (q, k, v))
     config = configs.tiles("fwd", _width(d, e), _arch(q.device), q.element_size())
-    q_tiles, k_table = _tiles(q_segments, config.m, q.device), _table(k_segments, q.device)
+    q_tiles, k_table = _tables(q_segments, k_segments, config.m, q.device)
     if q_tiles.shape[0] and k_table.shape[0] and b:
         fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
-            q, k, v, out, lse, q_tiles, k_table, k_table.shape[0],
+            q, k, v, out, lse, q_tiles, k_table,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
             *_mask_arguments(spec), spec.softmax_scale, spec.softcap,
             GROUP=h // k.shape[2], **_head_dims(d, e), M=config.m, N=config.n, **_mask_flags(spec),
@@ -89,15 +89,15 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     numbers = (*lse2.stride()[:2], *_mask_arguments(spec), spec.softmax_scale, spec.softcap)
     config = configs.tiles("dq", _width(d, e), _arch(q.device), q.element_size())
-    tiles, table = _tiles(q_segments, config.m, q.device), _table(k_segments, q.device)
+    tiles, table = _tables(q_segments, k_segments, config.m, q.device)
     bwd.attn_bwd_dq_kernel[(tiles.shape[0], h, b)](
-        q, k, v, dout, lse2, delta, dq, tiles, table, table.shape[0], *inputs, *dq.stride()[:3], *numbers, **shared,
+        q, k, v, dout, lse2, delta, dq, tiles, table, *inputs, *dq.stride()[:3], *numbers, **shared,
         M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     config = configs.tiles("dkdv", _width(d, e), _arch(q.device), q.element_size())
-    tiles, table = _tiles(k_segments, config.n, q.device, heaviest_last=True), _table(q_segments, q.device)
+    tiles, table = _tables(k_segments, q_segments, config.n, q.device, heaviest_last=True)
     bwd.attn_bwd_dkdv_kernel[(tiles.shape[0], h_kv, b)](
-        q, k, v, dout, lse2, delta, dk, dv, tiles, table, table.shape[0], *inputs, *dk.stride()[:3], *dv.stride()[:3],
+        q, k, v, dout, lse2, delta, dk, dv, tiles, table, *inputs, *dk.stride()[:3], *dv.stride()[:3],
         *numbers, **shared, M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
@@ -165,17 +165,22 @@ def _arch(device: torch.device) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _tiles(segments, rows: int, device: torch.device, heaviest_last: bool = False) -> Tensor:
-    """int32 [tiles, 3]: first row, rows, first position; the longest-running tiles first, so that none ends last.
+def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
+    """Tables for a kernel whose programs take tiles of the segments `grid` and loop over the segments `loop`.
 
-    Under a causal mask those are late queries, and (heaviest_last) early keys.
+    Returns int32 [tiles, 5]: first row, rows, first position, and the range of `loop` of the same sequence; and int32
+    [len(loop), 3]: row, length, position, by sequence. Tiles that run longest come first: under a
+    causal mask those are late queries, and (heaviest_last) early keys.
     """
-    tiles = [(s.row + i, min(rows, s.length - i), s.pos + i) for s in segments for i in range(0, s.length, rows)]
+    loop = sorted(loop, key=lambda s: s.seq)
+    bounds: dict[int, list[int]] = {}
+    for i, s in enumerate(loop):
+        bounds.setdefault(s.seq, [i, i])[1] = i + 1
+    tiles = [
+        (s.row + i, min(rows, s.length - i), s.pos + i, *bounds.get(s.seq, (0, 0)))
+        for s in grid
+        for i in range(0, s.length, rows)
+    ]
     tiles.sort(key=lambda t: t[2] if heaviest_last else -t[2])
-    return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3).to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def _table(segments, device: torch.device) -> Tensor:
-    """int32 [segments, 3]: row, length, position."""
-    return torch.tensor([(s.row, s.length, s.pos) for s in segments], dtype=torch.int32).reshape(-1, 3).to(device)
+    table = [(s.row, s.length, s.pos) for s in loop]
+    return tuple(torch.tensor(x, dtype=torch.int32).reshape(-1, n).to(device) for x, n in ((tiles, 5), (table, 3)))
