@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test slow lint format
+.PHONY: help setup quickstart test slow gpu lint format
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -14,6 +14,10 @@ test:            ## lint and the fast tests
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
+
+gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
+	python -m pytest -m gpu tests/gpu
+	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F)
 
 lint:            ## ruff
 	bash launch/test.sh --lint-only

@@ -15,7 +15,7 @@ from .comm import group_rank, group_size
 from .errors import CommError
 
 _OK = b"ok"
-_rounds: dict[str, int] = {}
+_rounds: dict = {}  # by group, not by its name: a group that is made anew counts anew
 _agreed: set[tuple] = set()
 
 
@@ -44,9 +44,8 @@ def tell_failure(group, error: Exception) -> None:
 
 
 def _next_round(group):
-    name = group.group_name
-    _rounds[name] = _rounds.get(name, 0) + 1
-    return distributed_c10d._get_default_store(), f"megatron_tree/{name}/{_rounds[name]}"
+    _rounds[group] = _rounds.get(group, 0) + 1
+    return distributed_c10d._get_default_store(), f"megatron_tree/{group.group_name}/{_rounds[group]}"
 
 
 def _exchange(group, signature: str, timeout_s: float) -> bytes:

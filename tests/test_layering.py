@@ -20,7 +20,7 @@ LAYERS = (
     {"autograd", "decode", "kv_cache", "validate"},
     {"functional", "launching"},
     {"integrations"},
-    {"training", "inference"},
+    {"training", "inference", "bench"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "inference"}

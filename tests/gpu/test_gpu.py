@@ -1,0 +1,95 @@
+"""What only a GPU can show: bf16, real sizes, offsets beyond 2^31 elements, CUDA graphs. `make gpu` runs these."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_utils import run_distributed
+from megatron_tree import TreeConfig, energy, kernels, shard_positions, tree_attn_func
+from megatron_tree.bench.kernels import CHECKED, check
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import Visible
+from megatron_tree.shard import Segment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, torch sees none"),
+]
+
+
+@pytest.mark.parametrize("backend", ["triton", "aten", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CHECKED, ids=lambda c: c.label)
+def test_within_the_rule(case, dtype, backend):
+    check(case, backend, torch.device("cuda"), dtype)
+
+
+def test_the_default_backend_is_triton():
+    q = torch.zeros(1, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
+    assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0)).name == "triton"
+
+
+@pytest.mark.parametrize("s", [100_000, 1_000_003])
+def test_long_decode(s):
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(1, 1, 16, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    k, v = torch.randn(2, 1, s, 2, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    spec = AttnSpec(softmax_scale=128**-0.5)
+    state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec)
+    out, lse = kernels.attn_decode(
+        *(x.float() for x in (q, k, v)), visible=Visible(), spec=spec, backend="reference"
+    ).split((128, 1), -1)
+    assert (state[..., :-1] - out).abs().max() < 2e-3 * out.abs().max().clamp(min=1)
+    assert (state[..., -1:] - lse).abs().max() < 1e-4
+
+
+def test_offsets_beyond_int32():
+    """The last of 2^31 and more elements is read where it is: a key that alone matters stands at the very end."""
+    s = (1 << 31) // 128 + 1000
+    k = torch.zeros(1, s, 1, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.zeros_like(k)
+    q = torch.zeros(1, 1, 1, 128, device="cuda", dtype=torch.bfloat16)
+    q[..., 0], k[0, -1, 0, 0], v[0, -1, 0, 5] = 30.0, 30.0, 7.0
+    state = kernels.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0))
+    assert abs(state[..., 5].item() - 7.0) < 1e-2
+    whole = dict(q_segments=(Segment(0, s - 1, 1),), k_segments=(Segment(0, 0, s),), spec=AttnSpec(softmax_scale=1.0))
+    out, _ = kernels.attn_fwd(q, k, v, **whole, backend="triton")
+    assert abs(out[..., 5].item() - 7.0) < 1e-2
+
+
+def test_a_decode_step_in_a_cuda_graph():
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16, generator=g)
+    k, v = torch.randn(2, 2, 4096, 2, 64, device="cuda", dtype=torch.bfloat16, generator=g)
+    lengths = torch.tensor([4096, 100], device="cuda")
+    call = lambda: kernels.attn_decode(q, k, v, visible=Visible(lengths=lengths), spec=AttnSpec(softmax_scale=0.125))  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state = call()
+    q.copy_(torch.randn(2, 1, 8, 64, device="cuda", generator=g))
+    lengths.copy_(torch.tensor([17, 4000]))
+    graph.replay()
+    torch.testing.assert_close(state, call())
+
+
+def _two_ranks_one_gpu(rank, world):
+    """gloo with CUDA tensors: both ranks on one GPU equal one rank."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 512, h, 64, device="cuda", generator=g) for h in (4, 2, 2, 4))
+    rows = shard_positions(512, rank, world, device="cuda")
+    spec = AttnSpec(softmax_scale=64**-0.5)
+    keep = torch.ones(512, 512, dtype=torch.bool, device="cuda").tril()
+    exact = [x.double() for x in (q, k, v, dout)]
+    truth = energy.attention(*exact[:3], spec=spec, keep=keep)[0], *energy.attention_grads(*exact, spec=spec, keep=keep)
+    worst = 0.0
+    for grid in ((1, 2), (2, 1)):
+        mine = [x[:, rows].clone().requires_grad_() for x in (q, k, v)]
+        out = tree_attn_func(*mine, cp_group=dist.group.WORLD, config=TreeConfig(grid=grid))
+        results = (out, *torch.autograd.grad(out, mine, dout[:, rows]))
+        worst = max(worst, *((x - t[:, rows]).abs().max().item() for x, t in zip(results, truth)))
+    return worst
+
+
+def test_several_ranks_on_one_gpu():
+    assert max(run_distributed(_two_ranks_one_gpu, 2, fresh=True)) < 1e-4

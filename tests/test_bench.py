@@ -1,0 +1,42 @@
+"""The benchmark refuses speeds of wrong results, and writes its files."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from megatron_tree import kernels
+from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import kernels as bench_kernels
+
+
+def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        bench_kernels, "CPU_CASES", [bench_kernels.Case(k, 1, 128, 2, 1, 16) for k in ("fwd", "bwd", "decode")]
+    )
+    monkeypatch.setattr(bench_kernels, "CHECKED", [bench_kernels.Case("fwd", 1, 96, 2, 1, 16)])
+    monkeypatch.setattr(bench_kernels, "clock", lambda call, device: call() is None or 1e-3)
+    assert bench.main(["kernels", "--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("error / dense error") < printed.index("TFLOP/s")
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert {r["kind"] for r in rows} == {"fwd", "bwd", "decode"}
+    assert {r["name"] for r in rows} >= {"ours, aten", "torch flash", "device copy", "matrix product"}
+    assert json.loads((tmp_path / "results.json").read_text())["dtype"] == "fp32"
+    assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_no_speed_for_a_wrong_result(tmp_path, monkeypatch, capsys):
+    right = kernels.attn_fwd
+    monkeypatch.setattr(kernels, "attn_fwd", lambda *a, **k: (right(*a, **k)[0] * 1.001, right(*a, **k)[1]))
+    assert bench.main(["kernels", "--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "is wrong" in said.err and "FLOP/s" not in said.out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the message is for machines without one")
+@pytest.mark.parametrize("option", [["--device", "cuda"], ["--race"]])
+def test_without_a_gpu_it_says_so(option, capsys):
+    assert bench.main(["kernels", *option]) == 1
+    assert "GPU" in capsys.readouterr().err
