@@ -38,4 +38,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megatron_tree.launching import leave
+
+    leave(main(sys.argv[1:]))

@@ -57,4 +57,6 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     for message in (".*Apex.*", "full scope is deprecated.*", ".*_tensor` is deprecated.*"):  # from Megatron-core
         warnings.filterwarnings("ignore", message=message)
-    sys.exit(main(sys.argv[1:]))
+    from megatron_tree.launching import leave
+
+    leave(main(sys.argv[1:]))

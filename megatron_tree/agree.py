@@ -6,6 +6,7 @@ own on every backend, can name who did not come, and leaves the group usable.
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,8 +16,9 @@ from .comm import group_rank, group_size
 from .errors import CommError
 
 _OK = b"ok"
-_rounds: dict = {}  # by group, not by its name: a group that is made anew counts anew
-_agreed: set[tuple] = set()
+# by group, not by its name: a group that is made anew starts anew
+_rounds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def agree(group, signature: str, *, check: str, timeout_s: float) -> None:
@@ -27,13 +29,13 @@ def agree(group, signature: str, *, check: str, timeout_s: float) -> None:
     """
     if group_size(group) == 1 or check == "never":
         return
-    if check == "first" and (group, signature) in _agreed:
+    if check == "first" and signature in _agreed.get(group, ()):
         return
     verdict = _exchange(group, signature, timeout_s)
     if verdict != _OK:
         kind, _, text = verdict.decode().partition(":")
         raise (ValueError if kind == "differ" else CommError)(text)
-    _agreed.add((group, signature))
+    _agreed.setdefault(group, set()).add(signature)
 
 
 def tell_failure(group, error: Exception) -> None:

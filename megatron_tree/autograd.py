@@ -82,11 +82,10 @@ class _TreeAttention(torch.autograd.Function):
         job = ctx.job
         # every rank takes part in the backward's collectives, with or without a gradient of its own
         dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype)
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
-        if dlse is not None:
-            delta = delta - torch.where(lse == float("-inf"), 0.0, dlse)
+        flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
+        delta = kernels.attn_delta(dout, out, flowing)
         run = _ring_bwd if job.plan.schedule == "ring" else _grid_bwd
-        dq, dk, dv = run(dout, q, k, v, lse, delta.contiguous(), job, flowing_lse=dlse is not None)
+        dq, dk, dv = run(dout, q, k, v, lse, delta, job, flowing_lse=dlse is not None)
         dsinks = None
         if sinks is not None:
             seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))

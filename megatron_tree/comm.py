@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import time
+import weakref
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ def group_rank(group) -> int:
     return rank
 
 
-_grids: dict = {}
+_grids: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {grid: (row group, column group)}
 
 
 def grid_groups(group, grid: tuple[int, int], timeout_s: float):
@@ -73,15 +74,16 @@ def grid_groups(group, grid: tuple[int, int], timeout_s: float):
         return group, None
     if b == 1:
         return None, group
-    if (group, grid) not in _grids:
+    made = _grids.setdefault(group, {})
+    if grid not in made:
         i, j = divmod(group_rank(group), b)
         ranks = dist.get_process_group_ranks(group)
         options = dict(
             backend=dist.get_backend(group), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
         )
         row = dist.new_group(ranks[i * b : (i + 1) * b], **options)
-        _grids[group, grid] = row, dist.new_group(ranks[j::b], **options)
-    return _grids[group, grid]
+        made[grid] = row, dist.new_group(ranks[j::b], **options)
+    return made[grid]
 
 
 def _run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:

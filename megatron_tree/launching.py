@@ -79,6 +79,13 @@ def tell_choices(rank: int) -> None:
         logger.propagate = False
 
 
+def leave(status: int) -> None:
+    """End the process at once: gloo's threads may abort one that takes its interpreter down while they still work."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def exit_after_failure(rank: int, error: BaseException) -> None:
     """Print what failed on this rank and end the process at once, with exit code 1.
 
@@ -87,6 +94,4 @@ def exit_after_failure(rank: int, error: BaseException) -> None:
     """
     traceback.print_exception(error)
     print(f"rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    leave(1)

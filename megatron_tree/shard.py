@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -89,6 +90,14 @@ def gathered_segments(ranks, seq_len: int, world: int, layout: Layout, stride: i
         for i, r in enumerate(ranks)
         for s in shard_segments(seq_len, r, world, layout)
     )
+
+
+def packed_segments(cu_seqlens) -> tuple[Segment, ...]:
+    """Segments of packed documents: cu_seqlens, n + 1 rising row numbers, as in flash-attn's varlen functions."""
+    bounds = [int(n) for n in cu_seqlens]
+    if not bounds or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"cu_seqlens={bounds} must start at 0 and never fall")
+    return join(Segment(a, 0, b - a, i) for i, (a, b) in enumerate(itertools.pairwise(bounds)))
 
 
 def sequences_of(segments, num_rows: int, *, device=None) -> Tensor:

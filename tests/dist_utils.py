@@ -46,7 +46,7 @@ WORKER_ENV = {
 }
 # What the fork server imports beforehand; the optional ones only if the session has imported them already.
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest")
-PRELOAD_IF_IMPORTED = ("hypothesis", "megatron.core", "transformers", "megatron_tree")
+PRELOAD_IF_IMPORTED = ("triton_interpreter", "hypothesis", "megatron.core", "transformers", "megatron_tree")
 POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -155,8 +155,9 @@ class _Pool:
         self.connections, self.processes = [], []
         self.traces = tempfile.TemporaryDirectory(prefix="ranks-")
         context = _context()
+        server_env = {**WORKER_ENV, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
-            with _environment(WORKER_ENV):  # inherited by the fork server, which starts with the first worker
+            with _environment(server_env):  # inherited by the fork server, which starts with the first worker
                 for rank in range(world_size):
                     ours, theirs = context.Pipe()
                     worker = context.Process(target=_worker, args=(theirs, self._trace(rank)), daemon=True)

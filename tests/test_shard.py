@@ -11,6 +11,7 @@ from megatron_tree.shard import (
     Segment,
     gathered_segments,
     join,
+    packed_segments,
     positions_of,
     shard_lengths,
     shard_positions,
@@ -62,6 +63,13 @@ def test_every_position_is_held_once(case):
 def test_contiguous_is_balanced():
     assert shard_lengths(11, 4, "contiguous") == (3, 3, 3, 2)
     assert shard_lengths(2, 4, "contiguous") == (1, 1, 0, 0)
+
+
+def test_packed_documents():
+    assert packed_segments([0, 3, 3, 7]) == (Segment(0, 0, 3, 0), Segment(3, 0, 4, 2))
+    for bad in ([], [1, 2], [0, 4, 3]):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            packed_segments(bad)
 
 
 def test_segments_are_few():

@@ -136,6 +136,15 @@ def merge_packed(packed: Tensor) -> Tensor:
     return pack_state(*merge_states(*unpack_state(packed, packed.dtype)), packed.dtype)
 
 
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """delta [b, h, s] = rowsum(dout * out) - dlse, fp32 (float64); dout and out [b, s, h, d_v], dlse [b, h, s]."""
+    if out.device.type in ACCELERATORS and out.dtype != torch.float64 and _triton():
+        return _triton().attn_delta(dout, out, dlse)
+    dtype = state_dtype(out.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    return (delta if dlse is None else delta - dlse).contiguous()
+
+
 def attn_bwd(
     dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, backend: str = "auto", flowing_lse=False
 ) -> tuple[Tensor, Tensor, Tensor]:
