@@ -125,7 +125,7 @@ def test_absent_file_is_named():
     [
         (
             "--context-parallel-size 4 --seq-length 100",
-            "seq_length=100 must be a multiple of 2 \\* context_parallel_size=8",
+            "seq_length=100 must be a multiple of 2 \\* context_parallel_size = 8",
         ),
         ("--context-parallel-size 3 --seq-length 96", "4 ranks were started"),
         (

@@ -76,7 +76,7 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
     cp = args.context_parallel_size
     _require(
         cp == 1 or args.seq_length % (2 * cp) == 0,
-        f"seq_length={args.seq_length} must be a multiple of 2 * context_parallel_size={2 * cp}: "
+        f"seq_length={args.seq_length} must be a multiple of 2 * context_parallel_size = {2 * cp}: "
         "every rank holds two chunks",
     )
     unknown = [name for name in args.cp_comm_type if name not in CP_COMM_TYPES]

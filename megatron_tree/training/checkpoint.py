@@ -172,9 +172,11 @@ def _make_empty(folder: Path) -> None:
 
 
 def _put_in_force(unfinished: Path, final: Path) -> None:
+    former = final.with_name(final.name + ".replaced")  # of the same iteration: deleted only when the new one is there
     if final.exists():
-        shutil.rmtree(final)
+        os.replace(final, former)
     os.replace(unfinished, final)
+    shutil.rmtree(former, ignore_errors=True)
     tracker = final.parent / TRACKER
     fresh = tracker.with_name(TRACKER + ".unfinished")
     fresh.write_text(f"{int(final.name.removeprefix('iter_'))}\n")
