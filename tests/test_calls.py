@@ -40,7 +40,7 @@ def _training_traffic(rank, world, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4, 6])
 def test_training_sends_what_the_design_says(world, dtype):
-    """DESIGN section 2: (a-1)(|Q| + |O|) + (b-1)(|K| + |V|) words forward, at most three collectives, fp32 lse."""
+    """docs/design.md, section 2: (a-1)(|Q| + |O|) + (b-1)(|K| + |V|) words forward, in at most three collectives."""
     size, tokens, lse = dtype.itemsize, B * ROWS, 4  # bytes of a word and of one statistic
     q, o, kv = tokens * H * D * size, tokens * H * D_V * size, tokens * H_KV * (D + D_V) * size
     stat = tokens * H * lse
@@ -78,7 +78,7 @@ def _decode_traffic(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6])
 def test_decode_sends_what_the_design_says(world):
-    """DESIGN section 3's table: steps, and one packed buffer per step."""
+    """The table of docs/design.md, section 3: steps, and one packed buffer per step."""
     rows = B * H
     state = rows * (D_V + 1) * 4
     share = -(-rows // world) * (D_V + 1) * 4  # rows split over ranks
@@ -101,7 +101,7 @@ def test_planner_chooses_the_smallest_volume():
             assert forward_words(plan.forward, shape) == min(forward_words(g, shape) for g in grids(world))
             assert backward_words(plan.backward, shape) == min(backward_words(g, shape) for g in grids(world))
     mha, gqa = Shape(32, 32, 128, 128), Shape(32, 8, 128, 128)
-    # DESIGN section 2: near sqrt(p * h_kv / h), and better than a KV gather by these factors
+    # docs/design.md, section 2: near sqrt(p * h_kv / h), and better than a KV gather by these factors
     assert plan_training(16, gqa).forward[0] == 2 and plan_training(64, gqa).forward[0] == 4
     assert forward_words((1, 8), mha) / forward_words(plan_training(8, mha).forward, mha) == pytest.approx(
         1.75, rel=0.01

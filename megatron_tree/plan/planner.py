@@ -1,7 +1,7 @@
 """Which schedule a call uses, as pure functions of sizes: no tensors, no communication.
 
-The present rule counts the words a rank sends (DESIGN section 2); latency, bandwidth and levels of the network are
-not in it yet.
+The present rule counts the words a rank sends (docs/design.md, section 2); latency, bandwidth and levels of the
+network are not in it yet.
 """
 
 from __future__ import annotations
