@@ -96,6 +96,18 @@ def visible(q_pos, k_pos, in_range, left, right, CAUSAL: tl.constexpr, WINDOW: t
 
 
 @triton.jit
+def whole_tiles(lo, full_lo, full_hi, hi, STEP: tl.constexpr):
+    """The bounds of a range, and of what in it needs no mask, on multiples of STEP; all in order and none negative."""
+    hi = tl.maximum(hi, 0)
+    lo = tl.minimum(lo, hi) // STEP * STEP
+    full_lo = (full_lo + STEP - 1) // STEP * STEP
+    full_hi = tl.maximum(full_hi, 0) // STEP * STEP
+    full_lo = tl.maximum(tl.minimum(full_lo, hi), lo)  # hi may cut a tile: then nothing is left beyond it
+    full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
 def key_range(first, last, k_pos, k_len, left, right, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Keys of a segment that queries at positions first..last see: (lo, full_lo, full_hi, hi).
 
@@ -113,13 +125,7 @@ def key_range(first, last, k_pos, k_len, left, right, STEP: tl.constexpr, CAUSAL
         full_lo = tl.maximum(full_lo, last - left - k_pos)
         hi = tl.minimum(hi, last + right - k_pos + 1)
         full_hi = tl.minimum(full_hi, first + right - k_pos + 1)
-    hi = tl.maximum(hi, 0)
-    lo = tl.minimum(lo, hi) // STEP * STEP
-    full_lo = (full_lo + STEP - 1) // STEP * STEP
-    full_hi = tl.maximum(full_hi, 0) // STEP * STEP
-    full_lo = tl.maximum(tl.minimum(full_lo, hi), lo)  # hi may cut a tile: then nothing is left beyond it
-    full_hi = tl.maximum(full_hi, full_lo)
-    return lo, full_lo, full_hi, hi
+    return whole_tiles(lo, full_lo, full_hi, hi, STEP)
 
 
 @triton.jit
@@ -137,13 +143,7 @@ def query_range(first, last, q_pos, q_len, left, right, STEP: tl.constexpr, CAUS
         full_lo = tl.maximum(full_lo, last - right - q_pos)
         hi = tl.minimum(hi, last + left - q_pos + 1)
         full_hi = tl.minimum(full_hi, first + left - q_pos + 1)
-    hi = tl.maximum(hi, 0)
-    lo = tl.minimum(lo, hi) // STEP * STEP
-    full_lo = (full_lo + STEP - 1) // STEP * STEP
-    full_hi = tl.maximum(full_hi, 0) // STEP * STEP
-    full_lo = tl.maximum(tl.minimum(full_lo, hi), lo)
-    full_hi = tl.maximum(full_hi, full_lo)
-    return lo, full_lo, full_hi, hi
+    return whole_tiles(lo, full_lo, full_hi, hi, STEP)
 
 
 @triton.jit
