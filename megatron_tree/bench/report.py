@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..launching import whole_file
+
 
 class Row(NamedTuple):
     """One measurement: the median time and the rate it means."""
@@ -47,31 +49,15 @@ def write_results(folder: pathlib.Path, rows: list[Row], about: dict) -> None:
         raise ValueError("nothing was measured: no contender could take any of the cases")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"date": datetime.date.today().isoformat(), **about}
-    with _whole(folder / "results.csv") as path, path.open("w", newline="") as file:
+    with whole_file(folder / "results.csv") as path, path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
-    with _whole(folder / "results.json") as path:
+    with whole_file(folder / "results.json") as path:
         path.write_text(json.dumps({**about, "rows": [r._asdict() for r in rows]}, indent=1))
-    with _whole(folder / "results.png") as path:
+    with whole_file(folder / "results.png") as path:
         _plot(path, [r for r in rows if r.kind != "race"] or rows, about)
     print(f"\nresults.csv, results.json and results.png are in {folder}")
-
-
-class _whole:
-    """A path to write to that takes its final name only when the block ends well."""
-
-    def __init__(self, path: pathlib.Path):
-        self.path, self.part = path, path.with_name(f".{path.name}.part")
-
-    def __enter__(self) -> pathlib.Path:
-        return self.part
-
-    def __exit__(self, kind, *_):
-        if kind is None:
-            self.part.replace(self.path)
-        else:
-            self.part.unlink(missing_ok=True)
 
 
 def _plot(path: pathlib.Path, rows: list[Row], about: dict) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..launching import whole_file
+
 
 class Progress:
     """Shows the prefill's progress: a bar on a terminal, elsewhere a line at every quarter."""
@@ -78,6 +80,5 @@ def time_figures(result, *, prompt_tokens: int, schedule: str) -> dict[str, Any]
 
 def write_json(path: str, figures: dict[str, Any]) -> None:
     """Write figures to a file, whole or not at all."""
-    temporary = Path(f"{path}.part")
-    temporary.write_text(json.dumps(figures, indent=2) + "\n")
-    temporary.replace(path)
+    with whole_file(Path(path)) as part:
+        part.write_text(json.dumps(figures, indent=2) + "\n")

@@ -55,9 +55,9 @@ def _triton():
 
 
 def _why_not_triton(q, k, v, spec) -> str | None:
-    return (
-        _triton().unsupported(q, k, v, spec) if _triton() else "anything: triton is not installed (pip install triton)"
-    )
+    if _triton() is None:
+        return "anything: triton is not installed (pip install triton)"
+    return _triton().unsupported(q, k, v, spec)
 
 
 def choose(q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse: bool = False) -> Choice:
@@ -72,11 +72,12 @@ def choose(q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse: bool 
         not_triton = _why_not_triton(q, k, v, spec)
         if not not_triton:
             return Choice("triton", "asked for" if backend == "triton" else f"our kernels take {q.dtype} on {q.device}")
+        if backend == "triton":
+            raise _refusal(backend, not_triton)
     not_aten = "a gradient that flows through lse" if flowing_lse else aten.unsupported(q, k, v, spec)
-    if backend in ("triton", "aten") and (backend == "triton" or not_aten):
-        reason = not_triton if backend == "triton" else not_aten
-        raise ValueError(f"backend={backend!r} can't take {reason}: use backend='auto' or 'reference'")
     if backend == "aten":
+        if not_aten:
+            raise _refusal(backend, not_aten)
         return Choice(backend, "asked for")
     before = f"triton can't take {not_triton}; " if not_triton else ""
     if not_aten:
@@ -84,10 +85,14 @@ def choose(q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse: bool 
     return Choice("aten", f"{before}torch's flash kernel takes {q.dtype} on {q.device.type}")
 
 
+def _refusal(backend: str, what: str) -> ValueError:
+    return ValueError(f"backend={backend!r} can't take {what}: use backend='auto' or 'reference'")
+
+
 def _pick(q, k, v, spec, backend, **kwargs):
     choice = choose(q, k, v, spec, backend, **kwargs)
     say_once(f"attention backend {choice.name}: {choice.reason}")
-    return {"aten": aten, "reference": reference, "triton": _triton() if choice.name == "triton" else None}[choice.name]
+    return _triton() if choice.name == "triton" else {"aten": aten, "reference": reference}[choice.name]
 
 
 def attn_fwd(q, k, v, *, q_segments, k_segments, spec: AttnSpec, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -106,11 +111,16 @@ def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, backend: str = "au
     Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides; `visible` says what a query sees, and
     spec's causality and window apply to positions only. Returns fp32 [b, s_q, h, d_v + 1]: out, then lse.
     """
-    if backend == "auto" and q.device.type in ACCELERATORS and _why_not_triton(q, k, v, spec):
-        backend = "reference"  # aten's flash kernels for accelerators take no mask
     impl = _pick(q, k, v, spec, backend)
-    if impl is _triton() and impl is not None:
+    if impl not in (aten, reference):
         return impl.attn_decode(q, k, v, visible=visible, spec=spec)
+    if impl is aten and q.device.type != "cpu" and any(x is not None for x in visible):
+        if backend == "aten":
+            raise _refusal(
+                backend, f"lengths or positions of a cache on {q.device.type}: its flash kernels take no mask"
+            )
+        impl = reference
+        say_once("attention backend reference: aten's flash kernels for accelerators take no mask")
     if visible.lengths is not None:
         k, v, visible = _cut(k, v, visible)
     out, lse = impl.attn_fwd_masked(q, k, v, keep=visible.mask(k.shape[1], spec), spec=spec)

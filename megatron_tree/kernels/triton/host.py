@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 256
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter."""
-    return bool(common.INTERPRET.value if hasattr(common.INTERPRET, "value") else common.INTERPRET)
+    return common.INTERPRET.value
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
