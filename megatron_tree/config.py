@@ -9,7 +9,8 @@ SCHEDULES = ("auto", "grid", "ring")
 BACKENDS = ("auto", "triton", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never")
-DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "ring")
+TRANSPORTS = ("auto", "direct", "builtin")
+DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -30,6 +31,20 @@ class TreeConfig:
     """(a, b) with a * b = ranks: queries are gathered over a ranks, KV over b. (p, 1) is pure Tree Attention,
     (1, p) a KV gather. None: the planner chooses."""
 
+    grid_backward: tuple[int, int] | None = None
+    """The backward's grid, where it shall differ. None: `grid`, and if that is None, too, the planner chooses."""
+
+    head_groups: int | None = None
+    """Groups of KV heads that are gathered, computed and reduced one after another, so that communication overlaps
+    compute and buffers stay small; it must divide the KV heads. None: the planner chooses."""
+
+    topology: str | None = None
+    """The network that the planner reckons with: a name in configs/topology, or the path of a YAML file, for instance
+    one that `python -m megatron_tree.calibrate` wrote. None: a usual one of the backend's kind."""
+
+    transport: str = "auto"
+    """How messages travel: "direct" (point-to-point, gloo on CPU), "builtin" (the backend's collectives); "auto"."""
+
     backend: str = "auto"
     """Kernels: "triton" (ours, for GPUs), "aten" (torch's flash kernels), "reference" (the formulas in plain torch);
     "auto" logs what it chose and why."""
@@ -48,15 +63,28 @@ class TreeConfig:
         check_choice("backend", self.backend, BACKENDS)
         check_choice("comm_dtype", self.comm_dtype, COMM_DTYPES)
         check_choice("check", self.check, CHECKS)
+        check_choice("transport", self.transport, TRANSPORTS)
         if not (isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
-        if self.grid is not None:
-            ok = isinstance(self.grid, (tuple, list)) and len(self.grid) == 2
-            if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in self.grid):
-                raise ValueError(f"grid={self.grid!r} must be a pair (a, b) of positive integers, for instance (2, 4)")
-            if self.schedule == "ring":
-                raise ValueError(f"grid={self.grid!r} has no meaning with schedule='ring': leave one of the two out")
-            object.__setattr__(self, "grid", tuple(self.grid))
+        for name in ("grid", "grid_backward"):
+            object.__setattr__(self, name, self._checked_grid(name, getattr(self, name)))
+        groups = self.head_groups
+        if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 1):
+            raise ValueError(f"head_groups={groups!r} must be a positive integer that divides the KV heads, or None")
+        if groups is not None and self.schedule == "ring":
+            raise ValueError(f"head_groups={groups} has no meaning with schedule='ring': leave one of the two out")
+        if self.topology is not None and not isinstance(self.topology, str):
+            raise ValueError(f"topology={self.topology!r} must be a name or the path of a YAML file, or None")
+
+    def _checked_grid(self, name: str, grid) -> tuple[int, int] | None:
+        if grid is None:
+            return None
+        ok = isinstance(grid, (tuple, list)) and len(grid) == 2
+        if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in grid):
+            raise ValueError(f"{name}={grid!r} must be a pair (a, b) of positive integers, for instance (2, 4)")
+        if self.schedule == "ring":
+            raise ValueError(f"{name}={grid!r} has no meaning with schedule='ring': leave one of the two out")
+        return tuple(grid)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,18 @@ flash-attn. Bad input raises ``ValueError`` before anything is sent, and ranks w
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import torch
 from torch import Tensor
 
 from . import autograd, comm, decode
 from .agree import agree, tell_failure
 from .config import DECODE_SCHEDULES, TreeConfig, check_choice
+from .job import Job
 from .log import say_once
-from .plan import Shape, plan_decode, plan_training
+from .plan import Placement, Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
 from .shard import Layout, check_layout, shard_lengths, shard_positions
 from .validate import check_cache, check_qkv, check_sinks, check_visible, make_spec
 
@@ -62,7 +66,7 @@ def tree_attn_func(
         check_sinks(sinks, q)
         seq_len = _sequence_length(q, world, rank, layout)
         shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        plan = plan_training(world, shape, schedule=config.schedule, grid=config.grid, bytes_per_word=q.element_size())
+        topology = _topology(cp_group, q.device, config)
     except ValueError as error:
         tell_failure(cp_group, error)
         raise
@@ -71,14 +75,63 @@ def tree_attn_func(
         f"{spec}; sinks={sinks is not None}; layout={layout!r}; {config}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
+    placement = _placed(topology, comm.hosts(cp_group, timeout_s=config.timeout_s))
+    plan = plan_training(
+        world,
+        shape,
+        batch=q.shape[0],
+        seq_len=seq_len,
+        bytes_per_word=q.element_size(),
+        causal=causal,
+        topology=topology,
+        placement=placement,
+        schedule=config.schedule,
+        grid=config.grid,
+        grid_backward=config.grid_backward,
+        head_groups=config.head_groups,
+    )
     if world > 1 and rank == 0:
         h, h_kv, d, _ = shape
         say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
     wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
     layout = tuple(layout) if isinstance(layout, list) else layout
-    job = autograd.Job(spec=spec, group=cp_group, seq_len=seq_len, layout=layout, plan=plan, config=config, wire=wire)
+    job = Job(
+        spec=spec,
+        group=cp_group,
+        seq_len=seq_len,
+        layout=layout,
+        plan=plan,
+        placement=placement,
+        config=config,
+        transport=topology.transport,
+        wire=wire,
+    )
     out, lse = autograd.tree_attention(q, k, v, sinks, job)
     return (out, lse) if return_lse else out
+
+
+def _topology(group, device: torch.device, config: TreeConfig) -> Topology:
+    """The network that the planner reckons with, and in its `transport` how messages will really travel."""
+    topology = _loaded(config.topology, comm.backend(group))
+    wanted = config.transport
+    if wanted == "auto" and config.topology is not None and topology.transport == "builtin":
+        wanted = "builtin"  # measured, or meant for another backend
+    return _travelling(topology, comm.resolve_transport(group, device, wanted))
+
+
+@functools.lru_cache
+def _travelling(topology: Topology, transport: str) -> Topology:
+    return dataclasses.replace(topology, transport=transport)
+
+
+@functools.lru_cache
+def _loaded(name: str | None, backend: str) -> Topology:
+    return default_topology(backend) if name is None else load_topology(name)
+
+
+@functools.lru_cache
+def _placed(topology: Topology, hosts: tuple[str, ...]) -> Placement:
+    return place(topology, hosts)
 
 
 def _sequence_length(q: Tensor, world: int, rank: int, layout: Layout) -> int:
@@ -122,8 +175,9 @@ def tree_decode(
             0 <= its position <= the query's, within the window; -1 hides it (padding). Needed for s_q > 1 and for
             windows; without them every query sees every valid slot.
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
-        schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "ring" (baseline).
-        config: `TreeConfig`; backend, timeout_s and check are used.
+        schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
+            (inside nodes first), "ring" (baseline).
+        config: `TreeConfig`; backend, topology, transport, timeout_s and check are used.
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
@@ -137,23 +191,46 @@ def tree_decode(
         spec = make_spec(q, True, softmax_scale, window_size, softcap)
         check_sinks(sinks, q)
         visible = check_visible(q, k_cache, q_positions, cache_positions, cache_seqlens, spec)
+        topology = _topology(cp_group, q.device, config)
     except ValueError as error:
         tell_failure(cp_group, error)
         raise
     b, s_q, h, _ = q.shape
-    d_v = v_cache.shape[-1]
-    if schedule == "auto":
-        schedule, reason = plan_decode(world, b * s_q * h * (d_v + 1) * 4)
-        if world > 1 and s_q == 1:
-            say_once(f"decode schedule {schedule}: {reason}")
+    h_kv, d_v = v_cache.shape[2:]
     signature = (
-        f"tree_decode; q={tuple(q.shape)}; num_heads_kv={k_cache.shape[2]}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
-        f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}"
+        f"tree_decode; q={tuple(q.shape)}; num_heads_kv={h_kv}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
+        f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}; "
+        f"transport={topology.transport}; topology={config.topology}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
+    placement = _placed(topology, comm.hosts(cp_group, timeout_s=config.timeout_s))
+    plan = plan_decode(
+        world,
+        rows=b * s_q * h,
+        head_dim_v=d_v,
+        kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
+        topology=topology,
+        placement=placement,
+        schedule=schedule,
+    )
+    if schedule == "auto" and world > 1 and s_q == 1:
+        say_once(f"decode schedule: {plan.reason}")
     with torch.no_grad():
-        options = dict(spec=spec, group=cp_group, schedule=schedule, backend=config.backend, timeout_s=config.timeout_s)
-        out, lse = decode.decode(q, k_cache, v_cache, sinks, visible=visible, **options)
+        out, lse = decode.decode(
+            q,
+            k_cache,
+            v_cache,
+            sinks,
+            visible=visible,
+            spec=spec,
+            group=cp_group,
+            schedule=plan.schedule,
+            across=plan.across,
+            transport=topology.transport,
+            placement=placement,
+            backend=config.backend,
+            timeout_s=config.timeout_s,
+        )
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
 
 

@@ -83,11 +83,14 @@ def join(segments) -> tuple[Segment, ...]:
     return tuple(done)
 
 
-def gathered_segments(ranks, seq_len: int, world: int, layout: Layout, stride: int) -> tuple[Segment, ...]:
-    """Segments of several ranks' shards laid one after another, each padded to `stride` rows."""
+def gathered_segments(
+    ranks, seq_len: int, world: int, layout: Layout, stride: int, *, skip: int | None = None
+) -> tuple[Segment, ...]:
+    """Segments of several ranks' shards laid one after another, each padded to `stride` rows, without number `skip`."""
     return join(
         Segment(i * stride + s.row, s.pos, s.length)
         for i, r in enumerate(ranks)
+        if i != skip
         for s in shard_segments(seq_len, r, world, layout)
     )
 

@@ -17,14 +17,17 @@ LAYERS = (
     {"errors", "config", "energy", "merge", "shard", "log"},
     {"kernels"},
     {"comm", "agree", "plan"},
-    {"autograd", "decode", "kv_cache", "validate"},
+    {"job", "kv_cache", "validate"},
+    {"grid", "ring", "decode"},
+    {"autograd"},
     {"functional", "launching"},
     {"integrations"},
-    {"training", "inference", "bench"},
+    {"emulate"},
+    {"training", "inference", "bench", "calibrate"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "inference"}
-MAY_COMMUNICATE = {"comm", "agree", "integrations", "training", "inference"}
+MAY_COMMUNICATE = {"comm", "agree", "integrations", "training", "inference", "emulate", "bench", "calibrate"}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "keepachangelog.com", "semver.org"}
 
 

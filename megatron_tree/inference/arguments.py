@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 from ..config import BACKENDS, DECODE_SCHEDULES
+from ..plan import load_topology
 
 QUESTION = "Answer in one short sentence: what does the module above implement?"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -59,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--prefill", choices=PREFILLS, default="auto", help="auto: sequence-sharded; replicated: every rank runs it all"
     )
     add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged while decoding")
+    add("--topology", metavar="NAME|YAML", help="network that auto reckons with: a name in configs/topology, or a file "
+        "of python -m megatron_tree.calibrate")  # fmt: skip
     add("--backend", choices=BACKENDS, default="auto", help="kernels of the attention")
     add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per rank in turn while decoding")
     add("--deepspeed-config", metavar="JSON", help="file with options of deepspeed.init_inference")
@@ -93,6 +96,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     for option, path in (("--prompt-file", args.prompt_file), ("--deepspeed-config", args.deepspeed_config)):
         if path is not None and not os.access(path, os.R_OK):
             raise ValueError(f"{option} {path!r} can't be read")
+    if args.topology is not None:
+        load_topology(args.topology)
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
     if args.json is not None:

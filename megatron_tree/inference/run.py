@@ -51,7 +51,9 @@ def run(args: Namespace) -> None:
         dtype=dtype,
         block_size=args.cache_block_size,
         schedule=args.schedule,
-        tree_config=TreeConfig(backend=args.backend, timeout_s=60 * args.distributed_timeout_minutes),
+        tree_config=TreeConfig(
+            backend=args.backend, topology=args.topology, timeout_s=60 * args.distributed_timeout_minutes
+        ),
     )
     input_ids = input_ids.to(device)
     dist.barrier(group=waiting)

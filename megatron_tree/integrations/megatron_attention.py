@@ -36,9 +36,9 @@ def tree_config_for(cp_comm_type: str | None, cp_size: int, tree_config: TreeCon
     if cp_comm_type is None or cp_comm_type == "tree":
         return base
     if cp_comm_type == "p2p":
-        return dataclasses.replace(base, schedule="ring", grid=None)
+        return dataclasses.replace(base, schedule="ring", grid=None, grid_backward=None, head_groups=None)
     if cp_comm_type == "all_gather":
-        return dataclasses.replace(base, schedule="grid", grid=(1, cp_size))
+        return dataclasses.replace(base, schedule="grid", grid=(1, cp_size), grid_backward=None)
     raise ValueError(
         f"cp_comm_type={cp_comm_type!r} is not supported by tree attention: choose one of "
         f"{', '.join(map(repr, compat.CP_COMM_TYPES))}, or leave this layer's core attention as TransformerEngine's"
@@ -100,11 +100,10 @@ class TreeDotProductAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.cp_comm_type = cp_comm_type
         self.tree_config = tree_config_for(cp_comm_type, cp_size, tree_config)
-        if self.tree_config.grid is not None and math.prod(self.tree_config.grid) != cp_size:
-            raise ValueError(
-                f"grid={self.tree_config.grid} has {math.prod(self.tree_config.grid)} places, "
-                f"context_parallel_size is {cp_size}"
-            )
+        for name in ("grid", "grid_backward"):
+            grid = getattr(self.tree_config, name)
+            if grid is not None and math.prod(grid) != cp_size:
+                raise ValueError(f"{name}={grid} has {math.prod(grid)} places, context_parallel_size is {cp_size}")
         _refuse_unsupported(config, attention_type, attention_dropout)
         # apply_query_key_layer_scaling needs nothing here: it divides the scores by the layer number and multiplies
         # them again inside the softmax, against fp16 overflow; our scores are fp32.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..energy import visible as visible_positions
 from ..log import say_once
-from ..merge import merge_states, pack_state, state_dtype, unpack_state
+from ..merge import pack_state, state_dtype
 from . import aten, reference
 
 ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices: Triton's kernels are the default there
@@ -143,7 +143,15 @@ def merge_packed(packed: Tensor) -> Tensor:
     """Merge packed states [n, ..., d_v + 1] (fp32 or fp64), in order, to one [..., d_v + 1]."""
     if packed.device.type in ACCELERATORS and packed.dtype == torch.float32 and _triton():
         return _triton().merge_packed(packed.contiguous())
-    return pack_state(*merge_states(*unpack_state(packed, packed.dtype)), packed.dtype)
+    # `merge_states` in few operations: a decode step on a CPU is short
+    out, lse = packed[..., :-1], packed[..., -1:]
+    m = lse.amax(0).clamp_(min=torch.finfo(packed.dtype).min)  # finite where nothing was seen
+    weights = (lse - m).exp_()
+    den = weights.sum(0)
+    merged = torch.empty(packed.shape[1:], dtype=packed.dtype, device=packed.device)
+    torch.div((out * weights).sum(0), den.clamp(min=torch.finfo(packed.dtype).tiny), out=merged[..., :-1])
+    torch.add(m, den.log_(), out=merged[..., -1:])
+    return merged
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:

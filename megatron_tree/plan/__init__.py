@@ -1,5 +1,32 @@
-"""Planning: pure functions from sizes to a schedule."""
+"""Planning: pure functions from sizes and a topology to a schedule. Read `planner.py`, then `cost.py`."""
 
-from .planner import Plan, Shape, plan_decode, plan_training
+from .planner import plan_decode, plan_training
+from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan
+from .topology import (
+    Level,
+    Placement,
+    Topology,
+    default_topology,
+    known_topologies,
+    load_topology,
+    place,
+    save_topology,
+)
 
-__all__ = ["Plan", "Shape", "plan_decode", "plan_training"]
+__all__ = [
+    "Cost",
+    "DecodePlan",
+    "Level",
+    "PassPlan",
+    "Placement",
+    "Shape",
+    "Topology",
+    "TrainingPlan",
+    "default_topology",
+    "known_topologies",
+    "load_topology",
+    "place",
+    "plan_decode",
+    "plan_training",
+    "save_topology",
+]

@@ -88,8 +88,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--grid",
         type=parse_grid,
         metavar="AxB",
-        help="queries gathered over A ranks, KV over B; A*B = context-parallel-size",
+        help="queries gathered over A ranks, KV over B; A*B = context-parallel-size (default: the planner's choice)",
     )
+    add("--grid-backward", type=parse_grid, metavar="AxB", help="the backward's grid, where it shall differ")
+    add("--head-groups", type=int, metavar="N", help="groups of KV heads worked off one after another, overlapped")
+    add("--topology", metavar="NAME|YAML", help="network that the planner reckons with: a name in configs/topology, or "
+        "a file of python -m megatron_tree.calibrate")  # fmt: skip
     add(
         "--attention-kernels",
         choices=["auto", "aten", "reference"],

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from ..integrations.megatron_compat import CP_COMM_TYPES
+from ..plan import load_topology
 
 POSITIVE = [
     "num_layers",
@@ -85,14 +86,19 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
         len(args.cp_comm_type) in (1, args.num_layers),
         f"cp_comm_type has {len(args.cp_comm_type)} entries: give one, or num_layers={args.num_layers}",
     )
-    if args.grid is not None:
-        grid = "{}x{}".format(*args.grid)
-        _require(cp > 1, f"grid={grid} has no effect with context_parallel_size=1")
-        _require(
-            math.prod(args.grid) == cp,
-            f"grid={grid} has {math.prod(args.grid)} places, but context_parallel_size={cp}",
-        )
-        _require("tree" in args.cp_comm_type, f"grid={grid} has no effect with cp_comm_type={args.cp_comm_type[0]}")
+    for option in ("grid", "grid_backward"):
+        if getattr(args, option) is not None:
+            cells = math.prod(getattr(args, option))
+            grid = "{}={}x{}".format(option, *getattr(args, option))
+            _require(cp > 1, f"{grid} has no effect with context_parallel_size=1")
+            _require(cells == cp, f"{grid} has {cells} places, but context_parallel_size={cp}")
+            _require("tree" in args.cp_comm_type, f"{grid} has no effect with cp_comm_type={args.cp_comm_type[0]}")
+    kv_heads = args.num_query_groups // args.tensor_model_parallel_size
+    if args.head_groups is not None:
+        fits = args.head_groups > 0 and kv_heads % args.head_groups == 0
+        _require(fits, f"head_groups={args.head_groups} must divide the {kv_heads} KV heads of a rank")
+    if args.topology is not None:
+        load_topology(args.topology)
 
 
 def _check_training(args: argparse.Namespace) -> None:

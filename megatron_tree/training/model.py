@@ -102,7 +102,12 @@ def layer_spec(args: argparse.Namespace) -> Any:
     if args.context_parallel_size == 1:
         return get_gpt_layer_local_spec(normalization="RMSNorm")
     tree_config = TreeConfig(
-        grid=args.grid, backend=args.attention_kernels, timeout_s=60.0 * args.distributed_timeout_minutes
+        grid=args.grid,
+        grid_backward=args.grid_backward,
+        head_groups=args.head_groups,
+        topology=args.topology,
+        backend=args.attention_kernels,
+        timeout_s=60.0 * args.distributed_timeout_minutes,
     )
     return tree.get_gpt_layer_tree_spec(normalization="RMSNorm", tree_config=tree_config)
 

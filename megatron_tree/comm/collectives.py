@@ -1,0 +1,150 @@
+"""Gathers and reduce-scatters over teams, in one or two levels; and the plain collectives."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .groups import Team, group_rank, group_size, note, resolve_transport, subgroup
+from .work import Mail, Pending, failure, run, wait_for
+
+# the newer name; the older one warns from torch 2.13 on
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def start_gather(x: Tensor, team: Team) -> Pending:
+    """All-gather x [s, ...], equally long on all ranks, to [n * s, ...] in the team's order.
+
+    In two levels: each rank first gets its own place's shares from the other nodes, then hands them round its node, so
+    that a share crosses to another node once and not once for every rank there.
+    """
+    note("all_gather", team.size, (team.size - 1) * x.nbytes)
+    gather = _gather_direct if team.transport == "direct" else _gather_builtin
+    return Pending(gather(x.contiguous(), team), x.device, (x,))
+
+
+def _gather_direct(x: Tensor, team: Team):
+    whole = torch.empty((team.inner, team.outer, *x.shape), dtype=x.dtype, device=x.device)
+    (i, o), inside, across = team.place, team.inside, team.across
+    mail = Mail("all_gather", team.group, team.order, team.timeout_s)
+    from_across = [mail.receive(whole[i, n], r) for n, r in enumerate(across) if n != o]
+    from_inside = [mail.receive(whole[n], r) for n, r in enumerate(inside) if n != i]
+    for r in _from_next(across, o):
+        mail.send(x, r)
+    whole[i, o] = x
+    if from_across:
+        yield
+        mail.wait(*from_across)
+    for r in _from_next(inside, i):
+        mail.send(whole[i], r)
+    yield
+    mail.wait(*from_inside)
+    mail.sent()
+    return whole.flatten(0, 2)
+
+
+def _gather_builtin(x: Tensor, team: Team):
+    for ranks in (team.across, team.inside):
+        if len(ranks) > 1:
+            whole = torch.empty((len(ranks), *x.shape), dtype=x.dtype, device=x.device)
+            start = functools.partial(_all_gather_single, whole.flatten(0, 1), x, async_op=True)
+            yield from _builtin("all_gather", team, ranks, start)
+            x = _reordered(whole, ranks, rising=False).flatten(0, 1)
+    return x
+
+
+def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:
+    """Reduce x [n * s, ...], shares in the team's order, so that every rank ends with the whole of its own share.
+
+    reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (autograd.py).
+    In two levels: what is meant for one place is merged inside the node first, then across nodes.
+    """
+    note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))
+    x = x.contiguous().unflatten(0, (team.inner, team.outer, x.shape[0] // team.size))
+    exchange = _exchange_direct if team.transport == "direct" else _exchange_builtin
+    return Pending(_reduce_scatter(x, team, reducer, exchange), x.device, (x,))
+
+
+def _reduce_scatter(x: Tensor, team: Team, reducer, exchange):
+    levels = [(team.inside, team.place[0]), (team.across, team.place[1])]
+    if 1 in (team.inner, team.outer):
+        x, levels = x.flatten(0, 1), [level for level in levels if len(level[0]) > 1]
+    merged = None
+    for ranks, own in levels:
+        x = x if merged is None else reducer.narrow(merged)
+        merged = reducer.merge((yield from exchange(x, team, ranks, own)))
+    return merged
+
+
+def _exchange_direct(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
+    """x[n] goes to ranks[n]; returns [n, ...] whose entry n came from ranks[n]."""
+    arrived = torch.empty_like(x)
+    mail = Mail("all_to_all", team.group, team.order, team.timeout_s)
+    arriving = [mail.receive(arrived[n], r) for n, r in enumerate(ranks) if n != own]
+    for r in _from_next(ranks, own):
+        mail.send(x[ranks.index(r)], r)
+    arrived[own] = x[own]
+    yield
+    mail.wait(*arriving)
+    mail.sent()
+    return arrived
+
+
+def _exchange_builtin(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
+    arrived, x = torch.empty_like(x), _reordered(x, ranks, rising=True).contiguous()
+    start = functools.partial(dist.all_to_all_single, arrived, x, async_op=True)
+    yield from _builtin("all_to_all", team, ranks, start)
+    return _reordered(arrived, ranks, rising=False)
+
+
+def _reordered(x: Tensor, ranks: tuple[int, ...], *, rising: bool) -> Tensor:
+    """x [n, ...] from the order of `ranks` to rising ranks, which is a sub-group's order, or back."""
+    if list(ranks) == sorted(ranks):
+        return x
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    return x[order] if rising else x[[order.index(i) for i in range(len(ranks))]]
+
+
+def _builtin(op: str, team: Team, ranks, start):
+    group = subgroup(team, ranks)
+    try:
+        work = start(group=group)
+        yield
+        wait_for(work, group, team.timeout_s)
+    except RuntimeError as error:
+        raise failure(op, group, team.timeout_s, error) from error
+
+
+def _from_next(ranks: tuple[int, ...], own: int) -> tuple[int, ...]:
+    """All others, beginning with the next one: not everybody sends to the same rank first."""
+    return ranks[own + 1 :] + ranks[:own]
+
+
+def gather_sequence(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:
+    """All-gather x [s, ...], equally long on all ranks, to [n * s, ...] in rank order."""
+    if group_size(group) == 1:
+        return x.contiguous()
+    return start_gather(x, Team.flat(group, transport=resolve_transport(group, x.device), timeout_s=timeout_s)).wait()
+
+
+def all_reduce(x: Tensor, group, *, op: str = "sum", timeout_s: float = 600.0) -> Tensor:
+    """Reduce x in place over the group: op "sum" or "max"."""
+    n = group_size(group)
+    if n > 1:
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        start = functools.partial(dist.all_reduce, x, reduce_op, group=group, async_op=True)
+        run("all_reduce", group, 2 * (n - 1) * x.nbytes // n, timeout_s, start)
+    return x
+
+
+def broadcast(x: Tensor, group, src: int, *, timeout_s: float = 600.0) -> Tensor:
+    """x of group rank `src` on all ranks, in place."""
+    n = group_size(group)
+    if n > 1:
+        sent = x.nbytes if group_rank(group) == src else 0
+        start = functools.partial(dist.broadcast, x, group=group, group_src=src, async_op=True)
+        run("broadcast", group, sent, timeout_s, start)
+    return x

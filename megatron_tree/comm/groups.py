@@ -1,0 +1,194 @@
+"""Who is in a group, on which host, and how messages to them travel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..errors import CommError
+
+
+class Sent(NamedTuple):
+    """One operation of this rank: its name, the ranks that take part, and the payload bytes this rank sends."""
+
+    op: str
+    ranks: int
+    bytes: int
+
+
+_recorders: list[list[Sent]] = []
+
+
+@contextlib.contextmanager
+def record():
+    """A list that fills with every operation of this rank while the context is open."""
+    log: list[Sent] = []
+    _recorders.append(log)
+    try:
+        yield log
+    finally:
+        _recorders.remove(log)
+
+
+def note(op: str, ranks: int, num_bytes: int) -> None:
+    """Tell the open records of an operation."""
+    for log in _recorders:
+        log.append(Sent(op, ranks, num_bytes))
+
+
+def group_size(group) -> int:
+    """Ranks in `group`; None stands for one rank alone."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group) -> int:
+    """This rank's number in `group`. Raises ``ValueError`` where it is not a member."""
+    if group is None:
+        return 0
+    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
+    return rank
+
+
+def backend(group) -> str:
+    """The group's backend, "gloo" or "nccl"; "gloo" for one rank alone."""
+    return "gloo" if group is None else dist.get_backend(group)
+
+
+def resolve_transport(group, device, transport: str = "auto") -> str:
+    """How messages travel: "direct" (point-to-point, receives posted early) or "builtin" (the backend's collectives).
+
+    "auto" is direct with gloo on the CPU, whose collectives wait for every message in turn, and builtin elsewhere.
+    Raises ``ValueError`` where "direct" is asked for and can't be had.
+    """
+    if group is None:
+        return "direct"
+    gloo = device.type == "cpu" and backend(group) == "gloo"
+    if transport == "direct" and not gloo:
+        raise ValueError(
+            f"transport='direct' needs gloo and tensors on the CPU; this group has {backend(group)} and "
+            f"tensors on {device.type}: use transport='builtin' or 'auto'"
+        )
+    return transport if transport != "auto" else "direct" if gloo else "builtin"
+
+
+_hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> host of every rank
+
+
+def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
+    """The host of every rank of the group; ranks are on one host when these are equal. Asked once per group.
+
+    A host is a name and a network namespace: containers of one name with networks of their own are different hosts.
+    Raises `CommError` naming the ranks that did not answer within timeout_s.
+    """
+    if group_size(group) == 1:
+        return (_this_host(),)
+    if group not in _hosts:
+        store, n = distributed_c10d._get_default_store(), group_size(group)
+        keys = [f"megatron_tree/hosts/{group.group_name}/{r}" for r in range(n)]
+        store.set(keys[group_rank(group)], _this_host())
+        try:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        except dist.DistError as error:
+            missing = [r for r in range(n) if not store.check([keys[r]])]
+            raise CommError(
+                f"ranks {missing} of the group did not say within {timeout_s:g} s on which host they run: they have "
+                "failed or are stuck"
+            ) from error
+        _hosts[group] = tuple(store.get(key).decode() for key in keys)
+    return _hosts[group]
+
+
+def _this_host() -> str:
+    try:
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks of a group that work together: a row or a column of the grid, as `inner` ranks of each of `outer` nodes.
+
+    `ranks[i][o]` is the group rank with place i on node o of the team; what they gather is laid out in this order,
+    place by place. A collective over a team whose both factors are above 1 has two levels: across nodes, among ranks
+    of the same place, and inside the node.
+    """
+
+    group: object
+    ranks: tuple[tuple[int, ...], ...]
+    transport: str
+    timeout_s: float
+    name: tuple = ()
+    """What all ranks of the group call their teams of this kind, for instance ("row", (2, 4), (1, 2))."""
+
+    @classmethod
+    def flat(cls, group, *, transport: str, timeout_s: float) -> Team:
+        """The whole group, in rank order, in one level."""
+        return cls(group, (tuple(range(group_size(group))),), transport, timeout_s)
+
+    @property
+    def inner(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def outer(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def size(self) -> int:
+        return self.inner * self.outer
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The team's ranks in the order of a gathered tensor."""
+        return tuple(r for place in self.ranks for r in place)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(i, o) of this rank: ranks[i][o] is this rank."""
+        return divmod(self.order.index(group_rank(self.group)), self.outer)
+
+    @property
+    def across(self) -> tuple[int, ...]:
+        """The ranks of this rank's place on all nodes of the team."""
+        return self.ranks[self.place[0]]
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The team's ranks on this rank's node."""
+        o = self.place[1]
+        return tuple(place[o] for place in self.ranks)
+
+
+_subgroups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {(name, ranks): sub-group}
+
+
+def subgroup(team: Team, ranks: tuple[int, ...]):
+    """The process group of some ranks of a team, this one among them, in rising order; made once, by its members.
+
+    torch derives a sub-group's identity from its ranks and from how many groups a rank has made, so every rank of the
+    group must make as many: one for each name and level, also where it has one of the same ranks.
+    """
+    ranks = tuple(sorted(ranks))
+    if len(ranks) == group_size(team.group):
+        return team.group
+    made = _subgroups.setdefault(team.group, {})
+    if (team.name, ranks) not in made:
+        world = dist.get_process_group_ranks(team.group)
+        made[team.name, ranks] = dist.new_group(
+            [world[r] for r in ranks],
+            backend=dist.get_backend(team.group),
+            timeout=timedelta(seconds=team.timeout_s),
+            use_local_synchronization=True,
+        )
+    return made[team.name, ranks]

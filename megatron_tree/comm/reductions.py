@@ -1,0 +1,310 @@
+"""Decode's reductions: one packed state per rank is merged, and every rank gets the same bits.
+
+`start_reduction` posts the receives, the caller computes its state meanwhile, and `finish` sends and merges. Every
+schedule merges in one fixed order, or merges once and copies (docs/design.md, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import merge_packed
+from ..merge import NEG_INF, pack_state, unpack_state
+from .collectives import all_reduce, start_gather, start_reduce_scatter
+from .groups import Team, group_rank, group_size, note
+from .work import Mail, Transfer
+
+Steps = Generator[None, Tensor, Tensor]  # posts receives, yields once for this rank's state, returns the merged one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the ranks reduce: states of one shape [..., d + 1] (out, then lse), and among whom."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    group: object
+    transport: str
+    timeout_s: float
+    order: tuple[int, ...]
+    block: int
+    across: str
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(group_size(self.group)))
+
+    @property
+    def rank(self) -> int:
+        return group_rank(self.group)
+
+    def empty(self, *lead: int, shape=None) -> Tensor:
+        return torch.empty((*lead, *(shape or self.shape)), dtype=self.dtype, device=self.device)
+
+    def mail(self, op: str) -> Mail:
+        return Mail(op, self.group, self.ranks, self.timeout_s)
+
+    def team(self, ranks: tuple[int, ...], *name) -> Team:
+        return Team(self.group, (ranks,), self.transport, self.timeout_s, name)
+
+
+class Reduction:
+    """A reduction whose receives are posted; `finish` merges this rank's state with everybody's."""
+
+    def __init__(self, steps: Steps | None):
+        self._steps = steps
+        if steps is not None:
+            next(steps)
+
+    def finish(self, state: Tensor) -> Tensor:
+        """The merged state, the same bits on every rank. state: of the shape announced."""
+        return state if self._steps is None else _finish(self._steps, state.contiguous())
+
+
+def _finish(steps: Steps, state: Tensor) -> Tensor:
+    try:
+        steps.send(state)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("a reduction takes one state")
+
+
+def start_reduction(
+    shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    group,
+    schedule: str,
+    *,
+    transport: str,
+    timeout_s: float,
+    order: tuple[int, ...] = (),
+    block: int = 1,
+    across: str = "direct",
+) -> Reduction:
+    """Begin to reduce states of `shape` [..., d + 1] over the group: every rank calls it, then `Reduction.finish`.
+
+    Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level"; transport "direct" or "builtin";
+    order, block: the ranks by node and how many a node has (`plan.Placement`), default every rank a node of its own;
+    across: how two_level's leaders exchange, "direct" or "butterfly".
+    """
+    n = group_size(group)
+    if n == 1:
+        return Reduction(None)
+    call = Call(
+        shape=tuple(shape),
+        dtype=dtype,
+        device=device,
+        group=group,
+        transport=transport,
+        timeout_s=timeout_s,
+        order=order or tuple(range(n)),
+        block=block,
+        across=across,
+    )
+    return Reduction(_SCHEDULES[schedule, transport](call))
+
+
+def _allreduce(call: Call) -> Steps:
+    """The paper's Algorithm 3: the maximum of lse, then one sum of numerators and denominators."""
+    state = yield
+    out, lse = unpack_state(state, state.dtype)
+    m = all_reduce(lse.clone(), call.group, op="max", timeout_s=call.timeout_s)
+    m = torch.where(m == NEG_INF, 0.0, m)
+    w = torch.exp(lse - m)[..., None]
+    total = all_reduce(torch.cat((out * w, w), -1), call.group, timeout_s=call.timeout_s)
+    den = total[..., -1]
+    safe = torch.where(den == 0, 1.0, den)
+    return pack_state(
+        total[..., :-1] / safe[..., None], torch.where(den == 0, NEG_INF, m + torch.log(safe)), state.dtype
+    )
+
+
+def _allgather_builtin(call: Call) -> Steps:
+    state = yield
+    return merge_packed(start_gather(state[None], call.team(call.ranks)).wait())
+
+
+def _allgather_direct(call: Call) -> Steps:
+    return (yield from _to_all(call, call.mail("all_gather"), call.ranks))
+
+
+def _to_all(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
+    """Everybody sends to everybody, and merges in the order of `ranks`: one latency."""
+    at = ranks.index(call.rank)
+    parts = call.empty(len(ranks))
+    arriving = [mail.receive(parts[i], r) for i, r in enumerate(ranks) if i != at]
+    state = yield
+    note("all_gather", len(ranks), (len(ranks) - 1) * state.nbytes)
+    for r in ranks[at + 1 :] + ranks[:at]:
+        mail.send(state, r)
+    parts[at] = state
+    mail.wait(*arriving)
+    merged = merge_packed(parts)
+    mail.sent()
+    return merged
+
+
+def _butterfly_plan(n: int, at: int) -> list[tuple[int, bool, bool]]:
+    """(peer, send, receive) of each step of recursive doubling among 0 .. n-1, for any n.
+
+    Those beyond the largest power of two fold in first and get the result last.
+    """
+    core = 1 << (n.bit_length() - 1)
+    if at >= core:
+        return [(at - core, True, False), (at - core, False, True)]
+    steps = [(at ^ (1 << bit), True, True) for bit in range(core.bit_length() - 1)]
+    if at + core < n:
+        return [(at + core, False, True), *steps, (at + core, True, False)]
+    return steps
+
+
+def _butterfly_direct(call: Call) -> Steps:
+    return (yield from _double(call, call.mail("butterfly"), call.ranks))
+
+
+def _double(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
+    """Recursive doubling, all receives posted beforehand; the state of the lower half is merged first."""
+    at = ranks.index(call.rank)
+    plan = _butterfly_plan(len(ranks), at)
+    buffers = {peer: call.empty() for peer, _, receives in plan if receives}
+    arriving = {peer: mail.receive(buffer, ranks[peer]) for peer, buffer in buffers.items()}
+    state = yield
+    folded = any(not sends for _, sends, _ in plan[1:])  # this rank only gets the result
+    for peer, sends, receives in plan:
+        if sends:
+            note("send", len(ranks), state.nbytes)
+            mail.send(state, ranks[peer])
+        if receives:
+            mail.wait(arriving[peer])
+            state = buffers[peer] if folded else _merge_two(at, state, peer, buffers[peer])
+    mail.sent()
+    return state
+
+
+def _butterfly_builtin(call: Call) -> Steps:
+    """Recursive doubling with the backend's own pairs of send and receive."""
+    state, at = (yield), call.rank
+    plan = _butterfly_plan(len(call.ranks), at)
+    folded = any(not sends for _, sends, _ in plan[1:])
+    for peer, sends, receives in plan:
+        other = call.empty() if receives else None
+        Transfer(state if sends else None, peer, other, peer, call.group, call.timeout_s).wait()
+        if receives:
+            state = other if folded else _merge_two(at, state, peer, other)
+    return state
+
+
+def _merge_two(at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
+    return merge_packed(torch.stack((state, other) if at < peer else (other, state)))
+
+
+class _Packed:
+    """How `start_reduce_scatter` merges packed states; they travel as they are."""
+
+    merge = staticmethod(merge_packed)
+
+    @staticmethod
+    def narrow(state: Tensor) -> Tensor:
+        return state
+
+
+def _scatter_builtin(call: Call) -> Steps:
+    shares, team = _row_shares((yield), len(call.ranks)), call.team(call.ranks)
+    mine = start_reduce_scatter(shares.flatten(0, 1), team, _Packed).wait()
+    return _whole_rows(start_gather(mine, team).wait(), call.shape)
+
+
+def _scatter_direct(call: Call) -> Steps:
+    """Each rank merges its share of the rows, and sends it to all."""
+    n, r = len(call.ranks), call.rank
+    rows = -(-math.prod(call.shape[:-1]) // n)
+    shares, whole = (call.empty(n, shape=(rows, call.shape[-1])) for _ in range(2))
+    first, second = call.mail("all_to_all"), call.mail("all_gather")
+    arriving = [first.receive(shares[s], s) for s in call.ranks if s != r]
+    finished = [second.receive(whole[s], s) for s in call.ranks if s != r]
+    mine = _row_shares((yield), n)
+    note("all_to_all", n, (n - 1) * mine[0].nbytes)
+    for s in call.ranks[r + 1 :] + call.ranks[:r]:
+        first.send(mine[s], s)
+    shares[r] = mine[r]
+    first.wait(*arriving)
+    whole[r] = merge_packed(shares)
+    note("all_gather", n, (n - 1) * whole[r].nbytes)
+    for s in call.ranks[r + 1 :] + call.ranks[:r]:
+        second.send(whole[r], s)
+    second.wait(*finished)
+    first.sent()
+    second.sent()
+    return _whole_rows(whole.flatten(0, 1), call.shape)
+
+
+def _row_shares(state: Tensor, n: int) -> Tensor:
+    """state [..., d + 1] as [n, rows, d + 1], padded with zeros."""
+    rows = state.flatten(0, -2)
+    return F.pad(rows, (0, 0, 0, -rows.shape[0] % n)).unflatten(0, (n, -1))
+
+
+def _whole_rows(rows: Tensor, shape) -> Tensor:
+    return rows[: math.prod(shape[:-1])].view(shape)
+
+
+def _two_level_direct(call: Call) -> Steps:
+    """States meet at the first rank of each node, the nodes' leaders exchange, and hand the result to their node."""
+    node, place = divmod(call.order.index(call.rank), call.block)
+    members = call.order[node * call.block :][: call.block]
+    mail = call.mail("two_level")
+    if place:
+        result = call.empty()
+        arriving = mail.receive(result, members[0])
+        state = yield
+        note("send", call.block, state.nbytes)
+        mail.send(state, members[0])
+        mail.wait(arriving)
+        mail.sent()
+        return result
+    parts = call.empty(call.block)
+    arriving = [mail.receive(parts[i], r) for i, r in enumerate(members) if i]
+    exchange = {"direct": _to_all, "butterfly": _double}[call.across](call, mail, call.order[:: call.block])
+    next(exchange)
+    parts[0] = yield
+    mail.wait(*arriving)
+    result = _finish(exchange, merge_packed(parts))
+    note("send", call.block, (call.block - 1) * result.nbytes)
+    for r in members[1:]:
+        mail.send(result, r)
+    mail.sent()
+    return result
+
+
+def _two_level_builtin(call: Call) -> Steps:
+    """All-gather inside the node, then among the ranks of one place on all nodes: every rank merges in one order."""
+    node, place = divmod(call.order.index(call.rank), call.block)
+    inside, across = call.order[node * call.block :][: call.block], call.order[place :: call.block]
+    state = yield
+    for name, ranks in (("inside", inside), ("across", across)):
+        if len(ranks) > 1:
+            team = call.team(ranks, name, call.order, call.block)
+            state = merge_packed(start_gather(state[None], team).wait())
+    return state
+
+
+_SCHEDULES = {
+    ("allreduce", "builtin"): _allreduce,
+    ("allreduce", "direct"): _allreduce,  # the paper's schedule is made of the backend's collectives
+    ("allgather", "builtin"): _allgather_builtin,
+    ("allgather", "direct"): _allgather_direct,
+    ("butterfly", "builtin"): _butterfly_builtin,
+    ("butterfly", "direct"): _butterfly_direct,
+    ("scatter", "builtin"): _scatter_builtin,
+    ("scatter", "direct"): _scatter_direct,
+    ("two_level", "builtin"): _two_level_builtin,
+    ("two_level", "direct"): _two_level_direct,
+}

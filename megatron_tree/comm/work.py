@@ -1,0 +1,181 @@
+"""Messages and collectives under way: starting them, waiting within the time limit, and what a failure says."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import time
+import weakref
+from collections.abc import Generator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CommError
+from .groups import group_rank, group_size, note
+
+TAGS = 1 << 16  # tags go round: no two messages of the same tag are ever under way that far apart
+
+
+def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
+    """Start one asynchronous operation of torch.distributed and wait for it; failures become `CommError`."""
+    note(op, group_size(group), num_bytes)
+    try:
+        wait_for(start(), group, timeout_s)
+    except RuntimeError as error:
+        raise failure(op, group, timeout_s, error) from error
+
+
+def wait_for(works, group, timeout_s: float) -> None:
+    """Wait for one operation or a list of them. With NCCL the current stream waits, not the host."""
+    for w in works if isinstance(works, list) else [works]:
+        if dist.get_backend(group) == "nccl":
+            w.wait()  # NCCL's own watchdog keeps the time limit
+        else:
+            w.wait(timedelta(seconds=timeout_s))
+            _settle_at_exit()
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """gloo's threads drop finished work late; one that asks an ending interpreter for its lock aborts the process."""
+    atexit.register(time.sleep, 0.1)
+
+
+def failure(op: str, group, timeout_s: float, error: Exception, ranks=None) -> CommError:
+    world = dist.get_process_group_ranks(group)
+    ranks = world if ranks is None else sorted(world[r] for r in ranks)
+    return CommError(
+        f"{op} among ranks {ranks} failed on rank {dist.get_rank()} (time limit {timeout_s:g} s): {error}. A peer "
+        "has died, is stuck or called something else; look at the first error of the other ranks"
+    )
+
+
+_tags: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> counter
+
+
+class Mail:
+    """Point-to-point messages of one collective among some ranks of a group (gloo).
+
+    Receives are posted before sends: gloo sends a message only once its receiver has said where to put it. Every
+    collective takes a tag of its own, in the order in which the ranks start them, so that several can be under way.
+    """
+
+    def __init__(self, op: str, group, ranks, timeout_s: float):
+        self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
+        self._tag = 1 + next(_tags.setdefault(group, itertools.count())) % TAGS
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def receive(self, x: Tensor, source: int) -> dist.Work:
+        """Post the receive of x, contiguous, from a group rank."""
+        return self._start(dist.irecv, x, group_src=source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Start to send x, contiguous; it is kept until `sent`."""
+        self._sent.append((self._start(dist.isend, x, group_dst=to), x))
+
+    def wait(self, *receives: dist.Work) -> None:
+        """Wait for receives."""
+        try:
+            wait_for(list(receives), self._group, self._timeout_s)
+        except RuntimeError as error:
+            raise failure(self._op, self._group, self._timeout_s, error, self._ranks) from error
+
+    def sent(self) -> None:
+        """Wait until everything that was sent has left."""
+        self.wait(*(work for work, _ in self._sent))
+        self._sent.clear()
+
+    def _start(self, start, x: Tensor, **peer) -> dist.Work:
+        try:
+            return start(x, group=self._group, tag=self._tag, **peer)
+        except RuntimeError as error:
+            raise failure(self._op, self._group, self._timeout_s, error, self._ranks) from error
+
+
+class Pending:
+    """A collective under way, told by a generator that yields wherever it has to wait and returns the result.
+
+    On a CPU its first messages are started at once, later ones in `advance`. On a GPU all of it is queued on a stream
+    of its own, and `wait` lets the current stream wait for that one.
+    """
+
+    def __init__(self, steps: Generator[None, None, object], device: torch.device, inputs: tuple[Tensor, ...] = ()):
+        self._steps, self._stream, self._finished, self._result = steps, None, False, None
+        if device.type == "cuda":
+            self._stream = _side_stream(device.index)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                while not self._finished:
+                    self._step()
+            for x in inputs:
+                x.record_stream(self._stream)
+        else:
+            self._step()
+
+    def _step(self) -> None:
+        try:
+            next(self._steps)
+        except StopIteration as stop:
+            self._finished, self._result = True, stop.value
+
+    def advance(self) -> None:
+        """Wait for the messages under way and start those that depend on them."""
+        if not self._finished:
+            self._step()
+
+    def wait(self):
+        """The result."""
+        while not self._finished:
+            self._step()
+        if self._stream is not None:
+            here = torch.cuda.current_stream(self._stream.device)
+            here.wait_stream(self._stream)
+            for x in self._result if isinstance(self._result, tuple) else (self._result,):
+                x.record_stream(here)
+        return self._result
+
+
+@functools.cache
+def _side_stream(index: int | None):
+    return torch.cuda.Stream(index)
+
+
+class Transfer:
+    """One tensor sent to a rank, another received (either may be None); `wait` gives what was received."""
+
+    def __init__(self, send: Tensor | None, dst: int, recv: Tensor | None, src: int, group, timeout_s: float):
+        self._recv, self._send, self._group, self._timeout_s = recv, send, group, timeout_s
+        self._name = f"send/receive with group ranks {sorted({dst, src})}"
+        ops = []
+        if recv is not None:
+            ops.append(dist.P2POp(dist.irecv, recv, group=group, group_peer=src))
+        if send is not None:
+            note("send", group_size(group), send.nbytes)
+            ops.append(dist.P2POp(dist.isend, send, group=group, group_peer=dst))
+        try:
+            self._work = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise failure(self._name, group, timeout_s, error) from error
+
+    def wait(self) -> Tensor | None:
+        try:
+            wait_for(self._work, self._group, self._timeout_s)
+        except RuntimeError as error:
+            raise failure(self._name, self._group, self._timeout_s, error) from error
+        self._send = None
+        return self._recv
+
+
+def start_shift(
+    send: Tensor | None, recv: Tensor | None, group, order: tuple[int, ...], *, timeout_s: float = 600.0
+) -> Transfer:
+    """Start passing `send` to the next rank of the ring `order` while `recv` is filled by the previous one.
+
+    Both contiguous; None where there is nothing to pass on, which the other side must know.
+    """
+    at, n = order.index(group_rank(group)), len(order)
+    return Transfer(send, order[(at + 1) % n], recv, order[at - 1], group, timeout_s)

@@ -1,0 +1,240 @@
+"""Print every way to spread attention over the ranks of a cluster, with its predicted cost, and which one is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from .planner import DECODE_SCHEDULES, SCHEDULES, plan_decode, plan_training
+from .plans import Cost, PassPlan, Reduction, Shape, seconds, size
+from .topology import Placement, Topology, known_topologies, load_topology, place
+
+EXAMPLES = """\
+examples:
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 16 --seq-len 1M --heads 32 --kv-heads 8 --head-dim 128
+  python -m megatron_tree.plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --csv plan.csv
+  python -m megatron_tree.plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
+
+k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
+"""
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+PASSES = ("forward", "backward", "decode")
+_COUNTS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZES = {"": 1, "b": 1, **{f"{u}b": 10**e for u, e in zip("kmgt", (3, 6, 9, 12))}}
+_SIZES |= {f"{u}ib": 1 << e for u, e in zip("kmgt", (10, 20, 30, 40))}
+
+
+class Entry(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    candidate: PassPlan | Reduction
+    chosen: bool
+    fits: bool
+
+    @property
+    def cost(self) -> Cost:
+        return self.candidate.cost
+
+
+def main(argv: list[str]) -> int:
+    """Print the tables; 0 if there is a plan."""
+    args = _parser().parse_args(argv)
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_tree.plan",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument_group("the machine").add_argument
+    add("--topology", required=True, help=f"{', '.join(known_topologies())}, or the path of a .yaml file")
+    add("--nodes", type=_count, default=1, help="hosts (default 1)")
+    add("--ranks-per-node", type=_count, help="ranks on each host (default: as many as the topology says)")
+    add = parser.add_argument_group("the call").add_argument
+    add("--seq-len", type=_count, default=1 << 17, help="tokens of the whole sequence (default 128k)")
+    add("--batch", type=_count, default=1, help="sequences (default 1)")
+    add("--heads", type=_count, default=32, help="query heads on a rank (default 32)")
+    add("--kv-heads", type=_count, help="KV heads on a rank (default: as many as query heads)")
+    add("--head-dim", type=_count, default=128, help="of queries and keys (default 128)")
+    add("--head-dim-v", type=_count, help="of values (default: --head-dim)")
+    add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and of what travels (default bf16)")
+    add("--full", action="store_true", help="no causal mask")
+    add("--queries", type=_count, default=1, help="queries of a decode step (default 1)")
+    add = parser.add_argument_group("the plan").add_argument
+    add("--pass", dest="passes", choices=(*PASSES, "all"), default="all", help="what to plan (default all)")
+    names = f"of training: {', '.join(SCHEDULES)}; of decode: {', '.join(DECODE_SCHEDULES)}"
+    add("--schedule", default="auto", help=f"{names} (default auto)")
+    add("--grid", type=_grid, help="pin the grid, for instance 4x16")
+    add("--grid-backward", type=_grid, help="pin the backward's grid")
+    add("--head-groups", type=_count, help="pin the number of head groups")
+    add("--memory-budget", type=_bytes, help="of a rank's communication buffers, for instance 2GB")
+    add("--csv", type=Path, help="also write all candidates into this file")
+    return parser
+
+
+def _number(text: str, units: dict[str, int], what: str) -> int:
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text[len(digits) :].strip().lower()
+    try:
+        value = float(digits) * units[unit]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}") from None
+    if not math.isfinite(value) or value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}")
+    return int(value)
+
+
+def _count(text: str) -> int:
+    return _number(text, _COUNTS, "a positive integer, for instance 16, 128k or 1M")
+
+
+def _bytes(text: str) -> int:
+    return _number(text, _SIZES, "a positive number of bytes, for instance 500MB or 2GiB")
+
+
+def _grid(text: str) -> tuple[int, int]:
+    try:
+        a, b = (int(n) for n in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be two integers, for instance 4x16") from None
+    if a < 1 or b < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be two positive integers, for instance 4x16")
+    return a, b
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan, print, and write the CSV. Raises ValueError for options that don't fit together."""
+    topology = load_topology(args.topology)
+    passes = PASSES if args.passes == "all" else (args.passes,)
+    h_kv = args.kv_heads or args.heads
+    if args.heads % h_kv:
+        raise ValueError(f"--kv-heads {h_kv} must divide --heads {args.heads}")
+    _check_schedule(args.schedule, passes)
+    ranks = args.ranks_per_node or topology.host_size
+    hosts = [n // ranks for n in range(args.nodes * ranks)]
+    placement = place(topology, hosts)
+    shape = Shape(args.heads, h_kv, args.head_dim, args.head_dim_v or args.head_dim)
+    mask = "no mask" if args.full else "causal"
+    print(
+        f"{len(hosts)} ranks, {args.nodes} x {ranks}, on {topology.name}; batch {args.batch}, {args.seq_len} tokens, "
+        f"{shape.num_heads} heads, {shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {args.dtype}, {mask}"
+    )
+    tables, reasons = {}, {}
+    if {"forward", "backward"} & set(passes):
+        training, reasons["training"] = _training(args, topology, placement, shape)
+        tables |= {name: entries for name, entries in training.items() if name in passes}
+    if "decode" in passes:
+        tables["decode"], reasons["decode"] = _decode(args, topology, placement, shape)
+    for name, entries in tables.items():
+        _print(name, entries, topology)
+    for name, reason in reasons.items():
+        print(f"\n{name}: {reason}")
+    if args.csv:
+        _write(args.csv, [e for entries in tables.values() for e in entries], topology)
+        print(f"\nall candidates are in {args.csv}")
+
+
+def _check_schedule(schedule: str, passes: tuple[str, ...]) -> None:
+    for name in passes:
+        choices = DECODE_SCHEDULES if name == "decode" else SCHEDULES
+        if schedule not in choices:
+            raise ValueError(
+                f"--schedule {schedule} is none for the {name}: choose {', '.join(choices)}, and with --pass only the "
+                f"passes that have it"
+            )
+
+
+def _training(args, topology: Topology, placement: Placement, shape: Shape) -> tuple[dict[str, list[Entry]], str]:
+    plan = plan_training(
+        len(placement.order),
+        shape,
+        batch=args.batch,
+        seq_len=args.seq_len,
+        bytes_per_word=BYTES[args.dtype],
+        causal=not args.full,
+        topology=topology,
+        placement=placement,
+        schedule=args.schedule,
+        grid=args.grid,
+        grid_backward=args.grid_backward,
+        head_groups=args.head_groups,
+        memory_budget=args.memory_budget,
+    )
+    tables = {
+        name: [_entry(name, c, c == chosen, args) for c in table]
+        for name, chosen, table in zip(PASSES, (plan.forward, plan.backward), plan.candidates)
+    }
+    return tables, plan.reason
+
+
+def _decode(args, topology: Topology, placement: Placement, shape: Shape) -> tuple[list[Entry], str]:
+    world = len(placement.order)
+    shard = -(-args.seq_len // world) * args.batch * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
+    plan = plan_decode(
+        world,
+        rows=args.batch * args.queries * shape.num_heads,
+        head_dim_v=shape.head_dim_v,
+        kv_bytes=shard * BYTES[args.dtype],
+        topology=topology,
+        placement=placement,
+        schedule=args.schedule,
+        memory_budget=args.memory_budget,
+    )
+    chosen = (plan.schedule, plan.across)
+    return [_entry("decode", c, (c.schedule, c.across) == chosen, args) for c in plan.candidates], plan.reason
+
+
+def _entry(name: str, candidate: PassPlan | Reduction, chosen: bool, args) -> Entry:
+    fits = args.memory_budget is None or candidate.cost.peak_bytes <= args.memory_budget
+    return Entry(name, candidate, chosen, fits)
+
+
+def _print(name: str, entries: list[Entry], topology: Topology) -> None:
+    levels = [f"over {level.name}" for level in topology.levels]
+    rows = [["", name, "time", "of it compute", *levels, "steps", "buffers", ""]]
+    for e in entries:
+        note = "chosen" if e.chosen else "" if e.fits else "beyond --memory-budget"
+        sent = [size(n) for n in e.cost.bytes_per_level]
+        times = [seconds(e.cost.time_s), seconds(e.cost.compute_s)]
+        rows.append(["*" * e.chosen, str(e.candidate), *times, *sent, str(e.cost.steps), size(e.cost.peak_bytes), note])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    print()
+    for mark, what, *numbers, note in rows:
+        cells = [cell.rjust(w) for cell, w in zip(numbers, widths[2:])]
+        print("  ".join([mark.ljust(1), what.ljust(widths[1]), *cells, note]).rstrip())
+
+
+def _write(path: Path, entries: list[Entry], topology: Topology) -> None:
+    levels = [f"bytes_over_{level.name}" for level in topology.levels]
+    header = ["pass", "schedule", "grid", "inner", "head_groups", "across", "time_s", "compute_s", *levels]
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*header, "steps", "peak_bytes", "chosen"])
+        for e in entries:
+            how = ["", "", "", getattr(e.candidate, "across", "")]
+            if isinstance(e.candidate, PassPlan):
+                grid, inner = ("x".join(map(str, g)) for g in (e.candidate.grid, e.candidate.inner))
+                how = [grid, inner, e.candidate.head_groups, ""]
+            cost = e.cost
+            numbers = [cost.time_s, cost.compute_s, *cost.bytes_per_level, cost.steps, cost.peak_bytes]
+            writer.writerow([e.name, e.candidate.schedule, *how, *numbers, int(e.chosen)])
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""The cost model: how long messages take on the links of a topology.
+
+A **phase** is what one rank sends over one level at once. Phases of different levels that run at the same time are a
+**stage**; stages follow one another. For each level a stage takes
+
+    latency * hops + max(bytes of the rank / bandwidth, bytes of all ranks behind the port / port_bandwidth)
+
+and the slowest level counts, plus the overhead of all calls. gloo sends a message only once its receiver has said that
+it is ready; where receives are not posted early, this takes one more latency, during which the calls are made. Bytes
+are those of the ranks' actual positions. Ranks that see the same picture are counted once: a few probes stand for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from .topology import Placement, Topology
+
+PROBES = 64  # ranks that are looked at where not all see the same picture
+
+
+class Phase(NamedTuple):
+    """What the busiest rank sends over one level at once."""
+
+    level: int
+    messages: int
+    """Sent one after another, under way together."""
+    bytes: float
+    """Of all these messages."""
+    sharers: int = 1
+    """Ranks that send as much through the same port."""
+    hops: int = 1
+    """Latencies that follow one another."""
+
+
+class Network:
+    """A topology with a group's ranks in it. Positions are those of `Placement.order`."""
+
+    def __init__(self, topology: Topology, placement: Placement):
+        self.topology, self.placement = topology, placement
+        self.world, self.block, self.top = len(placement.order), placement.block, placement.top
+        self.nodes = self.world // self.block
+        self.direct = topology.transport == "direct"
+        self.units = [placement.units[r] for r in placement.order]
+        self.population = [Counter(unit[i] for unit in self.units) for i in range(len(topology.levels))]
+        self.alike = self.top == 0 or (self.top == 1 and len(set(self.population[0].values())) == 1)
+        """Whether every rank sees the same picture."""
+        self.probes = (0,) if self.alike else spread(self.block if self.block > 1 else self.world)
+
+    def level(self, x: int, y: int) -> int:
+        """Index of the lowest level that has two positions in one unit."""
+        for i, (m, n) in enumerate(zip(self.units[x], self.units[y])):
+            if m == n:
+                return i
+        raise AssertionError("the outermost unit holds all ranks")
+
+    def behind(self, x: int, level: int) -> int:
+        """Ranks that share the port by which position x reaches a level."""
+        return self.population[level - 1][self.units[x][level - 1]] if level else 1
+
+    def count(self, x: int, peers: Iterable[int]) -> Counter:
+        """How many of `peers` position x reaches over each level."""
+        return Counter(self.level(x, y) for y in peers if y != x)
+
+    def everyone(self, x: int) -> Counter:
+        """How many of all others position x reaches over each level."""
+        unit = self.units[x]
+        held = [1] + [self.population[i][unit[i]] for i in range(self.top + 1)]
+        return Counter({i: held[i + 1] - held[i] for i in range(self.top + 1) if held[i + 1] > held[i]})
+
+    def time(self, stage: Iterable[Phase], calls: int | None = None, *, posted: bool = True) -> float:
+        """Seconds of phases that run at the same time.
+
+        calls: if not one for each message. posted: whether receives are posted early.
+        """
+        slowest, told, messages = 0.0, 0.0, 0
+        for phase in stage:
+            level = self.topology.levels[phase.level]
+            flow = max(phase.bytes / level.bandwidth, phase.bytes * phase.sharers / level.port_bandwidth)
+            slowest = max(slowest, phase.hops * level.latency_s + flow)
+            told = max(told, 0.0 if posted or not self.direct else level.latency_s)
+            messages += phase.messages
+        return max(told, (messages if calls is None else calls) * self.topology.overhead_s) + slowest
+
+    def exchange(self, counts: Callable[[int], Counter], message_bytes: float, calls: int | None = None):
+        """Every rank sends messages of one size at once, as many over each level as `counts(position)` says.
+
+        Returns (seconds for the slowest rank, mean bytes per level).
+        """
+        slowest, mean = 0.0, [0.0] * len(self.topology.levels)
+        for x in self.probes:
+            found = counts(x)
+            stage = [Phase(i, n, n * message_bytes, self.behind(x, i)) for i, n in found.items()]
+            slowest = max(slowest, self.time(stage, calls))
+            for i, n in found.items():
+                mean[i] += n * message_bytes / len(self.probes)
+        return slowest, mean
+
+    @cached_property
+    def hops(self) -> Counter:
+        """How many of the p hops of a ring in the order of positions go over each level."""
+        return Counter(self.level(x, (x + 1) % self.world) for x in range(self.world))
+
+    def shift(self, sizes: list[float]) -> tuple[float, list[float]]:
+        """Every rank sends messages of these sizes to the next: (seconds on the slowest hop, mean bytes per level)."""
+        if self.world == 1:
+            return 0.0, [0.0] * len(self.topology.levels)
+        slowest = max(self.time([Phase(i, len(sizes), sum(sizes))], posted=False) for i in self.hops)
+        return slowest, [self.hops[i] / self.world * sum(sizes) for i in range(len(self.topology.levels))]
+
+
+@lru_cache(maxsize=64)
+def network(topology: Topology, placement: Placement) -> Network:
+    """The `Network` of these two, made once."""
+    return Network(topology, placement)
+
+
+def spread(n: int) -> tuple[int, ...]:
+    """Up to PROBES of n positions, evenly spread."""
+    return tuple(sorted({i * n // PROBES for i in range(PROBES)})) if n > PROBES else tuple(range(n))
+
+
+def pipeline(groups: int, gather: list[float], own: float, compute: float, reduce: list[float]) -> float:
+    """Seconds of a pass over head groups.
+
+    The own share of all groups is computed while the first group is gathered. While a group computes, the last one is
+    reduced and the next one gathered, on one network. Of collectives in two stages the host starts the second one
+    when it comes by: a gather's is not overlapped, a reduction's runs under the next group.
+
+    Args:
+        gather, reduce: seconds of one group's stages, at most two.
+        own: seconds of the own share of all groups.
+        compute: seconds of the rest of one group.
+    """
+    (fetch, *pass_on), (first, *second) = gather or [0.0], reduce or [0.0]
+    start, busy = max(own, fetch) + sum(pass_on), 0.0  # when a group can compute; until when the network is taken
+    for group in range(groups):
+        more = group + 1 < groups
+        busy = max(start, busy) + (group > 0) * first + (group > 1) * sum(second) + more * fetch
+        start = max(start + compute, busy) + more * sum(pass_on)
+    return start + first + min(groups, 2) * sum(second)

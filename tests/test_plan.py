@@ -1,0 +1,243 @@
+"""The planner: what it counts, what it chooses, what it refuses. No ranks are started."""
+
+import dataclasses
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tree.plan import Shape, default_topology, known_topologies, load_topology, place, plan_training
+from megatron_tree.plan.cost import pipeline
+from megatron_tree.plan.planner import backward_words, forward_words, grids
+from megatron_tree.plan.plans import inner_grids
+
+DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
+MHA, GQA4, GQA8 = Shape(32, 32, 128, 128), Shape(32, 8, 128, 128), Shape(64, 8, 128, 128)
+NETWORKS = {
+    "flat": (ETHERNET, range(64)),
+    "hosts": (ETHERNET, [n // 8 for n in range(64)]),
+    "dgx": (DGX, [n // 8 for n in range(64)]),
+}
+
+
+def training(world, shape, topology=ETHERNET, hosts=None, **options):
+    placement = place(topology, list(hosts or range(world)))
+    options = {"batch": 1, "seq_len": 1024 * world, "bytes_per_word": 2, **options}
+    return plan_training(world, shape, topology=topology, placement=placement, **options)
+
+
+def ring(plan):
+    return [next(c for c in table if c.schedule == "ring") for table in plan.candidates]
+
+
+def test_fewest_words():
+    """docs/design.md, section 2: best a near sqrt(p * h_kv / h), and better than a KV gather by these factors."""
+
+    def best(world, shape, words=forward_words):
+        return min(grids(world), key=lambda g: words(g, shape))
+
+    assert best(16, GQA4)[0] == 2 and best(64, GQA4)[0] == 4
+    assert forward_words((1, 8), MHA) / forward_words(best(8, MHA), MHA) == pytest.approx(1.75, rel=0.01)
+    assert forward_words((1, 64), GQA4) / forward_words(best(64, GQA4), GQA4) == pytest.approx(2.3, rel=0.03)
+
+
+@pytest.mark.parametrize("world", [2, 6, 8, 16, 64])
+@pytest.mark.parametrize("shape", [MHA, GQA4, Shape(32, 1, 128, 128), Shape(16, 4, 192, 128)])
+def test_planner_chooses_the_smallest_volume(world, shape):
+    """On a flat network that is the bottleneck, the fastest grid is the one that sends the fewest bytes."""
+    slow = dataclasses.replace(ETHERNET, flops=1e18)
+    plan = training(world, shape, slow, bytes_per_word=4)
+    for chosen, words in ((plan.forward, forward_words), (plan.backward, backward_words)):
+        least = min(words(g, shape) for g in grids(world))
+        assert words(chosen.grid, shape) <= 1.06 * least
+        assert chosen.cost.bytes == 1024 * 4 * words(chosen.grid, shape)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("shape", "limit"), [(MHA, 0.25), (GQA4, 0.43), (GQA8, 0.62)])
+@pytest.mark.parametrize("seq_len", [64 * 1024, 1 << 20])
+def test_64_ranks_send_a_fraction_of_the_rings_bytes(network, shape, limit, seq_len):
+    topology, hosts = NETWORKS[network]
+    plan = training(64, shape, topology, hosts, seq_len=seq_len)
+    sent = plan.forward.cost.bytes + plan.backward.cost.bytes
+    rings = ring(plan)
+    kv = 2 * seq_len // 64 * shape.num_heads_kv * 128 * 2
+    assert rings[0].cost.bytes == pytest.approx(63 * kv) and rings[1].cost.bytes == pytest.approx((63 + 64) * kv)
+    assert sent <= limit * sum(r.cost.bytes for r in rings)
+
+
+@pytest.mark.parametrize("name", known_topologies())
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_topology_gives_a_plan(name, world):
+    plan = training(world, GQA4, load_topology(name), [0] * world)
+    assert plan.forward.cost.time_s >= plan.forward.cost.compute_s > 0 and plan.reason
+    assert world > 1 or (plan.forward.grid == (1, 1) and plan.forward.cost.bytes == plan.forward.cost.peak_bytes == 0)
+
+
+def test_inner_grids_divide_the_grid():
+    for block in (1, 2, 4, 6, 8):
+        for nodes in (1, 2, 3, 4):
+            for a, b in grids(block * nodes):
+                found = inner_grids((a, b), block)
+                assert found and all(a % x == b % y == 0 and x * y == block for x, y in found)
+
+
+@pytest.mark.parametrize("hosts", [[n // 4 for n in range(16)], [n // 2 for n in range(16)], [0] * 5 + [1] * 7])
+@pytest.mark.parametrize("backward", [False, True])
+def test_bytes_per_level_by_counting_messages(hosts, backward):
+    """Every cell's peers, one by one, against the planner's bytes: two-level gathers and reductions."""
+    world = len(hosts)
+    shape, tokens, word = GQA4, 1024, 2
+    placement = place(ETHERNET, hosts)
+    h, h_kv, d, _ = shape
+    q, stat, kv = tokens * h * d * word, tokens * h * 4, 2 * tokens * h_kv * d * word
+    down, up, along, back = (2 * (q + stat), q, kv, kv) if backward else (q, q + stat, kv, 0)
+    for grid in grids(world):
+        plan = training(world, shape, ETHERNET, hosts, grid=grid)
+        chosen = plan.backward if backward else plan.forward
+        (a, b), (a0, b0) = grid, chosen.inner
+        sent = [Fraction(0), Fraction(0)]
+        cells = [
+            ((n // (b // b0)) * a0 + l // b0, (n % (b // b0)) * b0 + l % b0)
+            for n in range(world // placement.block)
+            for l in range(placement.block)
+        ]
+        assert sorted(cells) == [(i, j) for i in range(a) for j in range(b)]
+        nodes = [x // placement.block for x in range(world)]
+        for x in range(world):
+            for share, team in ((along + back, 0), (down + up, 1)):
+                peers = [y for y in range(world) if cells[y][team] == cells[x][team] and y != x]
+                outer = len({nodes[y] for y in peers} | {nodes[x]})
+                for y in peers:
+                    same_place = x % placement.block == y % placement.block
+                    if nodes[x] == nodes[y] or outer == 1:
+                        level = placement.level(placement.order[x], placement.order[y])
+                        sent[level] += Fraction(share * outer, world)
+                    elif same_place:
+                        level = placement.level(placement.order[x], placement.order[y])
+                        sent[level] += Fraction(share, world)
+        assert chosen.cost.bytes_per_level == pytest.approx([float(s) for s in sent])
+        assert chosen.cost.bytes == pytest.approx((a - 1) * (down + up) + (b - 1) * (along + back))
+
+
+def test_two_level_gathers_cross_the_network_once_for_a_node():
+    plan = training(64, MHA, DGX, [n // 8 for n in range(64)], grid=(1, 64))
+    kv = 2 * 1024 * 32 * 128 * 2
+    assert plan.forward.cost.bytes_per_level == (56 * kv, 7 * kv)
+    assert ring(plan)[0].cost.bytes_per_level == pytest.approx((63 * kv * 7 / 8, 63 * kv / 8))
+
+
+def test_a_slow_network_is_crossed_less():
+    hosts = [n // 4 for n in range(16)]
+    plan = training(16, MHA, ETHERNET, hosts)
+    across = [c.cost.bytes_per_level[1] for c in plan.candidates[0] if c.schedule == "grid"]
+    assert plan.forward.cost.bytes_per_level[1] == min(across) and plan.forward.inner != (1, 1)
+
+
+def test_head_groups_overlap_communication_and_bound_memory():
+    one, four = (training(16, MHA, grid=(4, 4), head_groups=n) for n in (1, 4))
+    assert four.forward.cost.time_s < one.forward.cost.time_s
+    assert four.forward.cost.bytes == one.forward.cost.bytes
+    assert four.forward.cost.peak_bytes < 0.55 * one.forward.cost.peak_bytes
+    auto = training(16, MHA, grid=(4, 4))
+    assert auto.forward.head_groups in (1, 2, 4, 8, 16) and auto.forward.cost.time_s <= 1.05 * four.forward.cost.time_s
+
+
+@given(
+    groups=st.integers(1, 8),
+    gather=st.lists(st.floats(0, 10), max_size=2),
+    reduce=st.lists(st.floats(0, 10), max_size=2),
+    own=st.floats(0, 10),
+    compute=st.floats(0, 10),
+)
+@settings(max_examples=300, deadline=None)
+def test_pipeline_bounds(groups, gather, reduce, own, compute):
+    """Never faster than compute or the network alone, never slower than one after the other."""
+    time_s = pipeline(groups, gather, own, compute, reduce)
+    busy, network = own + groups * compute, groups * (sum(gather) + sum(reduce))
+    assert max(busy, network) <= time_s * (1 + 1e-9) + 1e-9
+    assert time_s <= busy + network + 1e-9
+    if groups == 1:
+        exact = max(own, gather[0] if gather else 0) + sum(gather[1:]) + compute + sum(reduce)
+        assert time_s == pytest.approx(exact)
+
+
+def test_pinned_options_are_honoured():
+    plan = training(16, GQA4, grid=(4, 4))
+    assert plan.forward.grid == plan.backward.grid == (4, 4) and "as asked for" in plan.reason
+    plan = training(16, GQA4, grid=(4, 4), grid_backward=(2, 8), head_groups=2)
+    assert (plan.forward.grid, plan.backward.grid) == ((4, 4), (2, 8))
+    assert plan.forward.head_groups == plan.backward.head_groups == 2
+    plan = training(16, GQA4, schedule="ring")
+    assert plan.forward.schedule == plan.backward.schedule == "ring"
+    nested = training(16, GQA4, ETHERNET, [n // 4 for n in range(16)], grid=(4, 4))
+    assert nested.forward.inner in inner_grids((4, 4), 4)
+    fastest = min(c.cost.time_s for c in nested.candidates[0] if c.schedule == "grid")
+    assert nested.forward.cost.time_s <= 1.05 * fastest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(schedule="tree"), "schedule='tree' is unknown: choose one of 'auto', 'grid', 'ring'"),
+        (dict(grid=(3, 5)), r"grid=\(3, 5\) has 15 cells but cp_group has 16 ranks: choose 1x16, 2x8"),
+        (dict(grid_backward=(3, 5)), r"grid_backward=\(3, 5\) has 15 cells"),
+        (dict(head_groups=3), r"head_groups=3 must divide num_heads_kv=8: choose one of \[1, 2, 4, 8\]"),
+        (dict(schedule="ring", head_groups=2), "have no meaning with schedule='ring'"),
+        (dict(memory_budget=1000), r"memory_budget=1000 bytes is too small .* needs is \d+ bytes"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        training(16, GQA4, **options)
+
+
+def test_the_placement_must_be_the_groups():
+    with pytest.raises(ValueError, match="world=8 but placement holds 4 ranks"):
+        plan_training(8, GQA4, batch=1, seq_len=8, bytes_per_word=2, topology=DGX, placement=place(DGX, [0] * 4))
+
+
+def test_the_memory_budget_excludes_candidates():
+    starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # few head groups are fast, and take more memory
+    free = training(16, MHA, starting)
+    budget = max(free.forward.cost.peak_bytes, free.backward.cost.peak_bytes) - 1
+    tight = training(16, MHA, starting, memory_budget=budget)
+    assert max(tight.forward.cost.peak_bytes, tight.backward.cost.peak_bytes) <= budget
+    assert (tight.forward, tight.backward) != (free.forward, free.backward)
+
+
+def test_the_ring_is_the_last_resort():
+    one = Shape(1, 1, 128, 128)  # nothing to divide into head groups
+    kv = 2 * 1024 * 128 * 2
+    plan = training(16, one, memory_budget=4 * kv)  # the backward's KV and its gradient, twice each
+    assert plan.backward.schedule == "ring"
+    with pytest.raises(ValueError, match=f"the least that any schedule needs is {4 * kv} bytes"):
+        training(16, one, memory_budget=4 * kv - 1)
+    with pytest.raises(ValueError, match=f"the least that this schedule needs is {2 * kv} bytes"):
+        training(16, one, schedule="ring", memory_budget=2 * kv - 1)
+
+
+def test_head_groups_keep_buffers_small_where_they_cost_no_time():
+    computing = dataclasses.replace(ETHERNET, flops=1e9)  # compute hides everything
+    assert training(16, MHA, computing).forward.head_groups == 16
+    starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # messages cost more than what they carry
+    assert training(16, MHA, starting).forward.head_groups == 1
+
+
+def test_the_reason_names_the_choice_and_its_rivals():
+    plan = training(64, GQA4, DGX, [n // 8 for n in range(64)])
+    for part in ("forward on grid 4x16 (", "inside a node)", "over infiniband", "ring", "KV gather", "backward on"):
+        assert part in plan.reason
+
+
+def test_plans_are_cached_and_fast():
+    hosts = [n // 8 for n in range(64)]
+    options = dict(batch=1, bytes_per_word=2, topology=DGX, placement=place(DGX, hosts))
+    first = plan_training(64, MHA, seq_len=1 << 16, **options)
+    assert plan_training(64, MHA, seq_len=1 << 16, **options) is first
+    large = dict(options, placement=place(DGX, [n // 7 for n in range(4096)]))  # uneven hosts: nothing is symmetric
+    start = time.perf_counter()
+    plan_training(4096, MHA, seq_len=1 << 22, **large)
+    assert time.perf_counter() - start < 20  # usually 0.4; a loaded machine is no reason to fail
