@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import sys
@@ -68,17 +67,6 @@ def _typed(action: argparse.Action, value: Any, what: str) -> Any:
     if action.choices is not None and any(item not in action.choices for item in values):
         raise ValueError(f"{what} must be one of {', '.join(map(repr, action.choices))}")
     return values if isinstance(value, list) or action.nargs == "+" else values[0]
-
-
-@contextlib.contextmanager
-def whole_file(path: Path):
-    """A path to write to that takes the name `path` only when the block ends well: a file is whole or not there."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def tell_choices(rank: int) -> None:

@@ -14,7 +14,7 @@ MAX_LINES = 350
 
 # From the bottom up. A module imports from its own layer and those below.
 LAYERS = (
-    {"errors", "config", "energy", "merge", "shard", "log"},
+    {"errors", "config", "energy", "merge", "shard", "log", "files"},
     {"kernels"},
     {"comm", "agree", "plan"},
     {"job", "kv_cache", "validate"},

@@ -167,7 +167,7 @@ def _butterfly_plan(n: int, at: int) -> list[tuple[int, bool, bool]]:
 
 
 def _butterfly_direct(call: Call) -> Steps:
-    return (yield from _double(call, call.mail("butterfly"), call.ranks))
+    return (yield from _double(call, call.mail("butterfly"), call.order))
 
 
 def _double(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
@@ -191,12 +191,13 @@ def _double(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
 
 def _butterfly_builtin(call: Call) -> Steps:
     """Recursive doubling with the backend's own pairs of send and receive."""
-    state, at = (yield), call.rank
-    plan = _butterfly_plan(len(call.ranks), at)
+    state, at = (yield), call.order.index(call.rank)
+    plan = _butterfly_plan(len(call.order), at)
     folded = any(not sends for _, sends, _ in plan[1:])
     for peer, sends, receives in plan:
         other = call.empty() if receives else None
-        Transfer(state if sends else None, peer, other, peer, call.group, call.timeout_s).wait()
+        to = call.order[peer]
+        Transfer(state if sends else None, to, other, to, call.group, call.timeout_s).wait()
         if receives:
             state = other if folded else _merge_two(at, state, peer, other)
     return state

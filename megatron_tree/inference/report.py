@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..launching import whole_file
+from ..files import whole_file
 
 
 class Progress:

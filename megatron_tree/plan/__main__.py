@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ..files import whole_file
 from .planner import DECODE_SCHEDULES, SCHEDULES, plan_decode, plan_training
 from .plans import Cost, PassPlan, Reduction, Shape, seconds, size
 from .topology import Placement, Topology, known_topologies, load_topology, place
@@ -221,8 +222,7 @@ def _print(name: str, entries: list[Entry], topology: Topology) -> None:
 def _write(path: Path, entries: list[Entry], topology: Topology) -> None:
     levels = [f"bytes_over_{level.name}" for level in topology.levels]
     header = ["pass", "schedule", "grid", "inner", "head_groups", "across", "time_s", "compute_s", *levels]
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", newline="") as file:
+    with whole_file(path) as part, part.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*header, "steps", "peak_bytes", "chosen"])
         for e in entries:
@@ -233,7 +233,6 @@ def _write(path: Path, entries: list[Entry], topology: Topology) -> None:
             cost = e.cost
             numbers = [cost.time_s, cost.compute_s, *cost.bytes_per_level, cost.steps, cost.peak_bytes]
             writer.writerow([e.name, e.candidate.schedule, *how, *numbers, int(e.chosen)])
-    part.replace(path)
 
 
 if __name__ == "__main__":

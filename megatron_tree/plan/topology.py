@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
+from ..files import whole_file
+
 TRANSPORTS = ("direct", "builtin")
 _SHARE = "share/megatron_tree/topology"  # where a wheel puts the files of configs/topology
 
@@ -241,10 +243,8 @@ def save_topology(topology: Topology, path: str | Path) -> None:
     import yaml
 
     content = {**asdict(topology), "levels": [asdict(level) for level in topology.levels]}
-    path = Path(path)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(yaml.safe_dump(content, sort_keys=False))
-    part.replace(path)
+    with whole_file(Path(path)) as part:
+        part.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 _DEFAULTS = {
