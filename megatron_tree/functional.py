@@ -8,7 +8,8 @@ flash-attn. Bad input raises ``ValueError`` before anything is sent, and ranks w
 from __future__ import annotations
 
 import dataclasses
-import functools
+import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from .log import say_once
 from .plan import Placement, Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
 from .shard import Layout, check_layout, shard_lengths, shard_positions
 from .validate import check_cache, check_qkv, check_sinks, check_visible, make_spec
+
+_DEFAULT = TreeConfig()
 
 
 def tree_attn_func(
@@ -58,7 +61,7 @@ def tree_attn_func(
     Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
     Source: Tree Attention (arXiv 2408.04093), spread over a grid of ranks as docs/design.md derives.
     """
-    config = config or TreeConfig()
+    config = config or _DEFAULT
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     try:
         check_qkv(q, k, v)
@@ -66,7 +69,7 @@ def tree_attn_func(
         check_sinks(sinks, q)
         seq_len = _sequence_length(q, world, rank, layout)
         shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        topology = _topology(cp_group, q.device, config)
+        network = _Network.of(cp_group, q.device, config)
     except ValueError as error:
         tell_failure(cp_group, error)
         raise
@@ -75,7 +78,7 @@ def tree_attn_func(
         f"{spec}; sinks={sinks is not None}; layout={layout!r}; {config}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    placement = _placed(topology, comm.hosts(cp_group, timeout_s=config.timeout_s))
+    topology, placement = network.placed(cp_group, q.device, config)
     plan = plan_training(
         world,
         shape,
@@ -110,28 +113,41 @@ def tree_attn_func(
     return (out, lse) if return_lse else out
 
 
-def _topology(group, device: torch.device, config: TreeConfig) -> Topology:
-    """The network that the planner reckons with, and in its `transport` how messages will really travel."""
-    topology = _loaded(config.topology, comm.backend(group))
-    wanted = config.transport
-    if wanted == "auto" and config.topology is not None and topology.transport == "builtin":
-        wanted = "builtin"  # measured, or meant for another backend
-    return _travelling(topology, comm.resolve_transport(group, device, wanted))
+_networks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {(topology, transport, device): Network}
 
 
-@functools.lru_cache
-def _travelling(topology: Topology, transport: str) -> Topology:
-    return dataclasses.replace(topology, transport=transport)
+class _Network(NamedTuple):
+    """What the planner reckons with, and in `topology.transport` how messages will really travel."""
 
+    topology: Topology
+    placement: Placement | None
 
-@functools.lru_cache
-def _loaded(name: str | None, backend: str) -> Topology:
-    return default_topology(backend) if name is None else load_topology(name)
+    @classmethod
+    def of(cls, group, device: torch.device, config: TreeConfig) -> _Network:
+        """The network of a group; its placement is not known before `placed`. Raises ``ValueError``."""
+        made, key = _networks.get(group, {}) if group is not None else {}, cls._key(device, config)
+        if key in made:
+            return made[key]
+        backend = comm.backend(group)
+        topology = default_topology(backend) if config.topology is None else load_topology(config.topology)
+        wanted = config.transport
+        if wanted == "auto" and config.topology is not None and topology.transport == "builtin":
+            wanted = "builtin"  # measured, or meant for another backend
+        transport = comm.resolve_transport(group, device, wanted)
+        return cls(dataclasses.replace(topology, transport=transport), None)
 
+    def placed(self, group, device: torch.device, config: TreeConfig) -> _Network:
+        """The same with its ranks on their hosts; collective at the group's first call."""
+        if self.placement is not None:
+            return self
+        network = self._replace(placement=place(self.topology, comm.hosts(group, timeout_s=config.timeout_s)))
+        if group is not None:
+            _networks.setdefault(group, {})[self._key(device, config)] = network
+        return network
 
-@functools.lru_cache
-def _placed(topology: Topology, hosts: tuple[str, ...]) -> Placement:
-    return place(topology, hosts)
+    @staticmethod
+    def _key(device: torch.device, config: TreeConfig) -> tuple:
+        return config.topology, config.transport, device.type
 
 
 def _sequence_length(q: Tensor, world: int, rank: int, layout: Layout) -> int:
@@ -183,7 +199,7 @@ def tree_decode(
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
     Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
     """
-    config = config or TreeConfig()
+    config = config or _DEFAULT
     world, _ = comm.group_size(cp_group), comm.group_rank(cp_group)
     try:
         check_choice("schedule", schedule, DECODE_SCHEDULES)
@@ -191,7 +207,7 @@ def tree_decode(
         spec = make_spec(q, True, softmax_scale, window_size, softcap)
         check_sinks(sinks, q)
         visible = check_visible(q, k_cache, q_positions, cache_positions, cache_seqlens, spec)
-        topology = _topology(cp_group, q.device, config)
+        network = _Network.of(cp_group, q.device, config)
     except ValueError as error:
         tell_failure(cp_group, error)
         raise
@@ -200,10 +216,10 @@ def tree_decode(
     signature = (
         f"tree_decode; q={tuple(q.shape)}; num_heads_kv={h_kv}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
         f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}; "
-        f"transport={topology.transport}; topology={config.topology}"
+        f"transport={network.topology.transport}; topology={config.topology}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    placement = _placed(topology, comm.hosts(cp_group, timeout_s=config.timeout_s))
+    topology, placement = network.placed(cp_group, q.device, config)
     plan = plan_decode(
         world,
         rows=b * s_q * h,
@@ -264,7 +280,7 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
         raise
     shape = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
     signature = f"unshard_sequence; shape without dim={shape}; dtype={x.dtype}; seq_len={seq_len}; layout={layout!r}"
-    agree(cp_group, signature, check="first", timeout_s=TreeConfig().timeout_s)
+    agree(cp_group, signature, check="first", timeout_s=_DEFAULT.timeout_s)
     rows = x.detach().movedim(dim, 0)
     rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
     whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))

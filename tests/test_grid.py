@@ -40,7 +40,7 @@ def _nested(rank, world, hosts, transport):
     truth = oracle(*inputs)
     plan_training, worst, nested = functional.plan_training, 0.0, 0
     with Hosts(hosts):
-        placement = functional._placed(functional.default_topology("gloo"), comm.hosts(dist.group.WORLD))
+        placement = functional.place(functional.default_topology("gloo"), comm.hosts(dist.group.WORLD))
         cases = [(grid, inner) for grid in grids(world) for inner in inner_grids(grid, placement.block)]
         for i, (grid, inner) in enumerate(cases):
             head_groups = 1 + 3 * (i % 2)

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
-from . import kernels
+from ..emulate import Unavailable
+from .kernels import WrongResult
 
-EXAMPLES = """\
-examples:
-  python -m megatron_tree.bench kernels                         everything, on the GPU; results in bench-results/kernels
-  python -m megatron_tree.bench kernels --race                  try other tile sizes first, and print the best
-  python -m megatron_tree.bench kernels --only decode --dtype fp16
-  python -m megatron_tree.bench kernels --device cpu            small shapes: aten and reference beside torch's SDPA
-"""
+COMMANDS = {
+    "kernels": "attention kernels of one device",
+    "decode": "a decode step over a sharded KV cache on several ranks: all schedules, over a network",
+    "train": "attention forward and backward on several ranks: ring, KV gather, pure tree, the planner's grid",
+    "simulate": "the same from the planner's costs, for thousands of ranks",
+}
 
 
 def main(argv: list[str]) -> int:
     """Run one benchmark; 0 if its results were right and it wrote its files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_tree.bench",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m megatron_tree.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    kernels.add_arguments(commands.add_parser("kernels", help="attention kernels of one device"))
+    chosen = next((name for name in argv if not name.startswith("-")), None)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == chosen:  # the others are not imported
+            benchmark = importlib.import_module(f".{name}", __package__)
+            command.description, command.epilog = benchmark.__doc__, getattr(benchmark, "EXAMPLES", None)
+            benchmark.add_arguments(command)
     args = parser.parse_args(argv)
     try:
-        kernels.run(args)
-    except (ValueError, kernels.WrongResult) as error:
+        benchmark.run(args)
+    except (ValueError, WrongResult, Unavailable) as error:
         print(f"bench {args.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..launching import whole_file
+from ..files import whole_file
 
 
 class Row(NamedTuple):
@@ -43,21 +43,31 @@ def clock(call: Callable[[], object], device: torch.device, *, seconds: float = 
     return statistics.median(times)
 
 
-def write_results(folder: pathlib.Path, rows: list[Row], about: dict) -> None:
-    """Write results.csv, results.json and results.png into `folder`; each appears whole or not at all."""
+def write_results(folder: pathlib.Path, rows: list, about: dict, *, plots: dict | None = None) -> None:
+    """Write results.csv, results.json and the plots into `folder`; each file appears whole or not at all.
+
+    Args:
+        rows: named tuples of one kind.
+        about: what holds for all rows.
+        plots: by file name, functions that write a PNG to a path; default results.png, bars of the rows' rates.
+    """
     if not rows:
         raise ValueError("nothing was measured: no contender could take any of the cases")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"date": datetime.date.today().isoformat(), **about}
     with whole_file(folder / "results.csv") as path, path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(Row._fields)
+        writer.writerow(rows[0]._fields)
         writer.writerows(rows)
     with whole_file(folder / "results.json") as path:
         path.write_text(json.dumps({**about, "rows": [r._asdict() for r in rows]}, indent=1))
-    with whole_file(folder / "results.png") as path:
-        _plot(path, [r for r in rows if r.kind != "race"] or rows, about)
-    print(f"\nresults.csv, results.json and results.png are in {folder}")
+    if plots is None:
+        shown = [r for r in rows if r.kind != "race"] or rows
+        plots = {"results.png": lambda path: _plot(path, shown, about)}
+    for name, draw in plots.items():
+        with whole_file(folder / name) as path:
+            draw(path)
+    print(f"\nresults.csv, results.json and {', '.join(plots)} are in {folder}")
 
 
 def _plot(path: pathlib.Path, rows: list[Row], about: dict) -> None:

@@ -44,24 +44,45 @@ def note(op: str, ranks: int, num_bytes: int) -> None:
         log.append(Sent(op, ranks, num_bytes))
 
 
+class _Facts(NamedTuple):
+    size: int
+    rank: int
+    backend: str
+
+
+_facts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # torch takes its time to tell
+
+
+def _facts_of(group) -> _Facts:
+    if group is None:
+        return _Facts(1, 0, "gloo")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _not_a_member()
+    if (found := _facts.get(group)) is None:
+        if dist.get_rank(group) < 0:
+            raise _not_a_member()
+        found = _Facts(dist.get_world_size(group), dist.get_rank(group), dist.get_backend(group))
+        _facts[group] = found
+    return found
+
+
+def _not_a_member() -> ValueError:
+    return ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
+
+
 def group_size(group) -> int:
     """Ranks in `group`; None stands for one rank alone."""
-    return 1 if group is None else dist.get_world_size(group)
+    return _facts_of(group).size
 
 
 def group_rank(group) -> int:
     """This rank's number in `group`. Raises ``ValueError`` where it is not a member."""
-    if group is None:
-        return 0
-    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
-    return rank
+    return _facts_of(group).rank
 
 
 def backend(group) -> str:
     """The group's backend, "gloo" or "nccl"; "gloo" for one rank alone."""
-    return "gloo" if group is None else dist.get_backend(group)
+    return _facts_of(group).backend
 
 
 def resolve_transport(group, device, transport: str = "auto") -> str:

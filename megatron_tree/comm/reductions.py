@@ -6,6 +6,7 @@ schedule merges in one fixed order, or merges once and copies (docs/design.md, s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -37,11 +38,11 @@ class Call:
     block: int
     across: str
 
-    @property
+    @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(range(group_size(self.group)))
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         return group_rank(self.group)
 

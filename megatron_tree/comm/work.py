@@ -66,32 +66,35 @@ class Mail:
 
     def __init__(self, op: str, group, ranks, timeout_s: float):
         self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
+        self._limit = timedelta(seconds=timeout_s)
         self._tag = 1 + next(_tags.setdefault(group, itertools.count())) % TAGS
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, x: Tensor, source: int) -> dist.Work:
         """Post the receive of x, contiguous, from a group rank."""
-        return self._start(dist.irecv, x, group_src=source)
+        return self._start(self._group.recv, x, source)
 
     def send(self, x: Tensor, to: int) -> None:
         """Start to send x, contiguous; it is kept until `sent`."""
-        self._sent.append((self._start(dist.isend, x, group_dst=to), x))
+        self._sent.append((self._start(self._group.send, x, to), x))
 
     def wait(self, *receives: dist.Work) -> None:
         """Wait for receives."""
         try:
-            wait_for(list(receives), self._group, self._timeout_s)
+            for work in receives:
+                work.wait(self._limit)
         except RuntimeError as error:
             raise failure(self._op, self._group, self._timeout_s, error, self._ranks) from error
+        _settle_at_exit()
 
     def sent(self) -> None:
         """Wait until everything that was sent has left."""
         self.wait(*(work for work, _ in self._sent))
         self._sent.clear()
 
-    def _start(self, start, x: Tensor, **peer) -> dist.Work:
+    def _start(self, start, x: Tensor, peer: int) -> dist.Work:
         try:
-            return start(x, group=self._group, tag=self._tag, **peer)
+            return start([x], peer, self._tag)  # as dist.isend and irecv, without their checks
         except RuntimeError as error:
             raise failure(self._op, self._group, self._timeout_s, error, self._ranks) from error
 

@@ -5,9 +5,10 @@ A **phase** is what one rank sends over one level at once. Phases of different l
 
     latency * hops + max(bytes of the rank / bandwidth, bytes of all ranks behind the port / port_bandwidth)
 
-and the slowest level counts, plus the overhead of all calls. gloo sends a message only once its receiver has said that
-it is ready; where receives are not posted early, this takes one more latency, during which the calls are made. Bytes
-are those of the ranks' actual positions. Ranks that see the same picture are counted once: a few probes stand for all.
+and the slowest level counts, plus the overhead of all calls (of all ranks' messages, where they share cores). gloo
+sends a message only once its receiver has said that it is ready; where receives are not posted early, this takes one
+more latency, during which the calls are made. Bytes are those of the ranks' actual positions. Ranks that see the same
+picture are counted once: a few probes stand for all.
 """
 
 from __future__ import annotations
@@ -71,10 +72,13 @@ class Network:
         held = [1] + [self.population[i][unit[i]] for i in range(self.top + 1)]
         return Counter({i: held[i + 1] - held[i] for i in range(self.top + 1) if held[i + 1] > held[i]})
 
-    def time(self, stage: Iterable[Phase], calls: int | None = None, *, posted: bool = True) -> float:
+    def time(
+        self, stage: Iterable[Phase], calls: int | None = None, *, posted: bool = True, active: int | None = None
+    ) -> float:
         """Seconds of phases that run at the same time.
 
-        calls: if not one for each message. posted: whether receives are posted early.
+        calls: if not one for each message. posted: whether receives are posted early. active: how many ranks send as
+        many messages, if not all.
         """
         slowest, told, messages = 0.0, 0.0, 0
         for phase in stage:
@@ -83,7 +87,9 @@ class Network:
             slowest = max(slowest, phase.hops * level.latency_s + flow)
             told = max(told, 0.0 if posted or not self.direct else level.latency_s)
             messages += phase.messages
-        return max(told, (messages if calls is None else calls) * self.topology.overhead_s) + slowest
+        own = (messages if calls is None else calls) * self.topology.overhead_s
+        everyones = messages * (self.world if active is None else active) * self.topology.shared_overhead_s
+        return max(told, own, everyones) + slowest + (self.topology.wake_s if messages else 0.0)
 
     def exchange(self, counts: Callable[[int], Counter], message_bytes: float, calls: int | None = None):
         """Every rank sends messages of one size at once, as many over each level as `counts(position)` says.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -43,6 +43,11 @@ class Topology:
     """Ranks on one host at most. Less than the innermost level's size where that level spans hosts."""
     overhead_s: float
     """Seconds of a rank's own time that one message (one collective, if builtin) costs on top of latency."""
+    shared_overhead_s: float = 0.0
+    """Seconds by which one message of *any* rank delays all of them: ranks that share too few cores, as on an emulated
+    cluster. 0 where every rank has a core of its own."""
+    wake_s: float = 0.0
+    """Seconds that a rank needs to go on once its messages are there, per exchange."""
     memory_bandwidth: float
     """Bytes/s at which decode reads the KV cache."""
     flops: float
@@ -56,8 +61,8 @@ class Topology:
         if not self.levels:
             raise ValueError(f"{self._where}: levels is empty: name at least one kind of link")
         _check_count(self._where, "host_size", self.host_size, least=1)
-        for name in ("overhead_s", "memory_bandwidth", "flops"):
-            _check_number(self._where, name, getattr(self, name), zero=name == "overhead_s")
+        for name in ("overhead_s", "shared_overhead_s", "wake_s", "memory_bandwidth", "flops"):
+            _check_number(self._where, name, getattr(self, name), zero=name.endswith("_s"))
         for i, level in enumerate(self.levels):
             where = f"{self._where}, level {level.name!r}"
             _check_count(where, "size", level.size, least=0 if i == len(self.levels) - 1 else 1)
@@ -224,7 +229,8 @@ def _take(content: object, kind: type) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"a {kind.__name__.lower()} must be a mapping of {', '.join(f.name for f in fields(kind))}")
     names = {f.name: f.type for f in fields(kind)}
-    missing, unknown = sorted(names.keys() - content.keys()), sorted(map(str, content.keys() - names.keys()))
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
+    missing, unknown = sorted(needed - content.keys()), sorted(map(str, content.keys() - names.keys()))
     if missing or unknown:
         raise ValueError(f"a {kind.__name__.lower()} lacks {missing} and has unknown entries {unknown}")
     found = {}

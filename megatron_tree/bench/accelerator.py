@@ -1,0 +1,126 @@
+"""An emulated accelerator: kernels that take the time of a real one, and give results that were computed before.
+
+Sixteen ranks on two cores would measure their fight for the cores. So the first step of a schedule computes for real
+and is checked against the oracle; its kernels' results are recorded. The timed steps communicate everything as before,
+but where a kernel would run they sleep for the time that an accelerator of the given speed would take, and go on with
+the recorded result. Records are found by the shapes and by samples of the very queries and keys that have arrived: a
+timed step that receives something else fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.blocks import DIAGONAL, split
+from .ranks import sleep_until
+
+SAMPLES = 32  # rows of a tensor that tell it from others
+
+
+class UnseenInput(RuntimeError):
+    """A timed step has received queries or keys that the checked step of this schedule did not have."""
+
+
+class Speed(NamedTuple):
+    """What the emulated accelerator does in a second: bytes of the KV cache in decoding, flops in training."""
+
+    memory_bandwidth: float | None
+    flops: float | None
+
+
+class Accelerator:
+    """Kernels replaced while `recording` or `replaying` is open; `late` lists how much each sleep overran, seconds."""
+
+    def __init__(self, speed: Speed):
+        self.speed, self.late = speed, []
+        self._results: dict[tuple, object] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Compute for real and keep the results; earlier records are dropped."""
+        self._results.clear()
+
+        def record(name, run, args, options):
+            result = run(*args, **options)
+            self._results[_key(name, args, options)] = _copy(result)
+            return result
+
+        with _replaced(record):
+            yield
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Sleep instead of computing and return copies of what was recorded."""
+
+        def replay(name, run, args, options):
+            end = time.monotonic() + self.seconds(name, args, options)
+            key = _key(name, args, options)
+            if key not in self._results:
+                raise UnseenInput(f"{name} got queries or keys that the checked step did not have: {key[1]}")
+            result = _copy(self._results[key])
+            sleep_until(end)
+            self.late.append(time.monotonic() - end)
+            return result
+
+        with _replaced(replay):
+            yield
+
+    def seconds(self, name: str, args, options) -> float:
+        """The time of one call: bytes of the shard for decoding, flops of the visible pairs for training."""
+        if name == "attn_decode":
+            return kv_bytes(*args[1:3]) / self.speed.memory_bandwidth
+        q, _, v = args[1:4] if name == "attn_bwd" else args[:3]
+        pairs = visible_pairs(options["q_segments"], options["k_segments"], options["spec"])
+        return attention_flops(pairs * q.shape[0] * q.shape[2], q.shape[3], v.shape[3], name) / self.speed.flops
+
+
+def kv_bytes(k: Tensor, v: Tensor) -> int:
+    """Bytes of a KV shard, whatever their strides."""
+    return (k.numel() + v.numel()) * k.element_size()
+
+
+def visible_pairs(q_segments, k_segments, spec) -> int:
+    """How many (query, key) pairs of the segments are visible."""
+    blocks = split(q_segments, k_segments, spec)
+    return sum(b.q_len * (b.q_len + 1) // 2 if b.kind == DIAGONAL else b.q_len * b.k_len for b in blocks)
+
+
+def attention_flops(pairs: int, head_dim: int, head_dim_v: int, name: str = "attn_fwd") -> float:
+    """Flops of the matrix products over `pairs` (query, key, head) triples: two forward, and five backward."""
+    return 2.0 * pairs * (3 * head_dim + 2 * head_dim_v if name == "attn_bwd" else head_dim + head_dim_v)
+
+
+@contextlib.contextmanager
+def _replaced(handler) -> Iterator[None]:
+    """Let handler(name, original, args, options) stand for the kernels that decode.py and autograd.py call."""
+    originals = {name: getattr(kernels, name) for name in ("attn_decode", "attn_fwd", "attn_bwd")}
+    for name, run in originals.items():
+        setattr(kernels, name, lambda *args, _name=name, _run=run, **options: handler(_name, _run, args, options))
+    try:
+        yield
+    finally:
+        for name, run in originals.items():
+            setattr(kernels, name, run)
+
+
+def _copy(result):
+    return result.clone() if isinstance(result, Tensor) else tuple(x.clone() for x in result)
+
+
+def _key(name: str, args, options) -> tuple:
+    q, k = args[1:3] if name == "attn_bwd" else args[:2]
+    segments = options.get("q_segments"), options.get("k_segments")
+    return name, (tuple(q.shape), tuple(k.shape)), segments, _sample(q), _sample(k)
+
+
+def _sample(x: Tensor) -> tuple[float, ...]:
+    """A few values of x [b, s, h, d], spread over its rows."""
+    if x.numel() == 0:
+        return ()
+    return tuple(x[0, :: max(1, x.shape[1] // SAMPLES), 0, 0].tolist())

@@ -1,0 +1,141 @@
+"""One decode step over a sharded KV cache: every schedule on the same inputs, the planner's prediction beside it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+import zlib
+
+import torch
+from torch import Tensor
+
+from .. import comm, energy, kernels
+from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig
+from ..functional import tree_decode
+from ..merge import pack_state, unpack_state
+from ..plan import Topology, place, plan_decode
+from . import runs, session
+from .accelerator import kv_bytes
+from .kernels import DTYPES
+from .measure import Laps, relative_error
+from .rows import Predicted
+from .runs import Case, Settings
+
+SCHEDULES = tuple(s for s in ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto"))
+assert set(SCHEDULES) == set(DECODE_SCHEDULES)
+SWEEP_LENGTHS = tuple(1024 * n for n in (16, 32, 64, 128, 256, 512))
+ORACLE_TOKENS = 4096  # at a time, in float64
+LSE_ALLOWED = 1e-4
+EXAMPLES = """\
+examples:
+  python -m megatron_tree.bench decode --ranks 4 --seq-len 16k
+  python -m megatron_tree.bench decode --emulate 4x4 --latency 1ms --rate 1gbit --seq-len 128k
+  python -m megatron_tree.bench decode --emulate 4x4 --sweep seq-len ranks        what docs/benchmarks.md shows
+  python -m megatron_tree.bench decode --emulate 4x4 --dilate 10                  slow motion: many ranks on few cores
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench decode`."""
+    runs.add_arguments(parser, "decode", SCHEDULES, SWEEP_LENGTHS)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
+    session.run(args, "decode", SWEEP_LENGTHS, DecodeBench)
+
+
+class DecodeBench:
+    """What `session` needs to know of decoding. Made on every rank: this rank's shard, the query and the truth."""
+
+    passes = ("decode",)
+    shared = staticmethod(lambda case: None)
+
+    def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, shared):
+        self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
+        self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
+        self.config = TreeConfig(topology=topology, backend=settings.backend)
+        dtype = DTYPES[case.dtype]
+        shape = (case.batch, case.seq_len // case.machines.ranks, case.num_heads_kv, case.head_dim)
+        self.q = torch.randn(
+            case.batch, 1, case.num_heads, case.head_dim, generator=torch.Generator().manual_seed(0)
+        ).to(dtype)
+        self.k, self.v = uneven(shape, dtype, self.rank, case.machines.ranks)
+        self.truth = self._oracle()
+        self.allowed = session.ALLOWED[dtype]
+
+    def _oracle(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) [b, 1, h(, d)] in float64: the shard's parts, merged as the energy's derivative says."""
+        parts = []
+        for at in range(0, max(1, self.k.shape[1]), ORACLE_TOKENS):
+            k, v = (x[:, at : at + ORACLE_TOKENS].double() for x in (self.k, self.v))
+            out, lse = energy.attention(self.q.double(), k, v, spec=self.spec)
+            parts.append((out, lse.transpose(1, 2)))
+        mine = energy.merge_by_energy(*(torch.stack(x) for x in zip(*parts)))
+        whole = comm.gather_sequence(pack_state(*mine, torch.float64)[None], self.group)
+        return energy.merge_by_energy(*unpack_state(whole, torch.float64))
+
+    def step(self, schedule: str, laps: Laps) -> tuple[Tensor, ...]:
+        options = dict(cp_group=self.group, schedule=schedule, config=self.config, return_lse=True)
+        out, lse = tree_decode(self.q, self.k, self.v, **options)
+        laps("decode")
+        return out, lse
+
+    def error(self, results: tuple[Tensor, ...]) -> float:
+        """The worst error on any rank as a share of what is allowed; infinite if ranks don't have the same bits."""
+        out, lse = results
+        errors = relative_error(out, self.truth[0]) / self.allowed, (lse.transpose(1, 2) - self.truth[1]).abs().max()
+        bits = zlib.crc32(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in results))
+        seen = self.meeting.meet(self.rank, float(errors[0]), float(errors[1]) / LSE_ALLOWED, float(bits))
+        worst = max(max(a, b) if a == a and b == b else math.inf for a, b, _ in seen)
+        return worst if len({s[2] for s in seen}) == 1 else math.inf
+
+    def local_seconds(self) -> float:
+        """The local attention alone, all ranks at once: the slowest rank's median."""
+        if self.settings.compute == "modelled":
+            return kv_bytes(self.k, self.v) / self.settings.emulated_speed.memory_bandwidth
+        times = []
+        for _ in range(4):
+            self.meeting.meet(self.rank)
+            start = time.monotonic()
+            kernels.attn_decode(
+                self.q, self.k, self.v, visible=kernels.Visible(), spec=self.spec, backend=self.settings.backend
+            )
+            times.append(time.monotonic() - start)
+        return self.meeting.most(self.rank, statistics.median(times[1:]))[0]
+
+    @staticmethod
+    def held_bytes(case: Case) -> int:
+        """What a rank holds before the step: its KV shard."""
+        return case.kv_bytes
+
+    @staticmethod
+    def predict(case: Case, topology: Topology, hosts, schedule: str) -> dict[str, Predicted]:
+        """The planner's view of a schedule, by pass."""
+        call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
+        call.update(placement=place(topology, hosts), schedule=schedule)
+        chosen = plan_decode(case.machines.ranks, kv_bytes=0, **call)  # as tree_decode asks: shards may differ
+        weighed = plan_decode(case.machines.ranks, kv_bytes=case.kv_bytes, **call).candidates
+        plan = next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))
+        return {"decode": Predicted(str(plan), plan.cost)}
+
+    @staticmethod
+    def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
+        """Seconds of what no schedule can beat, and of a ring whose links are always full."""
+        found = {"local attention alone": local_s}
+        if case.machines.emulated and case.machines.nodes > 1:
+            p, byte_s = case.machines.ranks, 8 / settings.rate_bits
+            state = 4 * case.batch * case.num_heads * (case.head_dim + 1)
+            found["local + log2(p) steps"] = local_s + math.log2(p) * (settings.latency_s + state * byte_s)
+            found["ring at line rate"] = local_s + (p - 1) * max(local_s, settings.latency_s + case.kv_bytes * byte_s)
+        return found
+
+
+def uneven(shape, dtype: torch.dtype, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Random keys and values [b, s, h, d] of one rank, with a level of their own: wrong weights in a merge show."""
+    level = (rank + 0.5) / world
+    generator = torch.Generator().manual_seed(1 + rank)
+    k, v = (torch.empty(shape, dtype=dtype).normal_(generator=generator) for _ in range(2))
+    return k.mul_(0.5 + level), v.add_(level)

@@ -1,0 +1,126 @@
+"""Timing one schedule on all ranks: they start together, the slowest one counts, and every result is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from .accelerator import Accelerator
+from .ranks import Meeting, PeakMemory, sleep_until
+
+MIN_STEPS = 3
+
+
+class Measured(NamedTuple):
+    """One rank's view of one schedule; times are the slowest rank's, a list entry for each step."""
+
+    seconds: dict[str, list[float]]
+    """By pass ("decode", or "forward" and "backward"): from the common start, or the pass before, to its end."""
+    sent: dict[str, int]
+    """Payload bytes that this rank sends, by pass (`comm.record`)."""
+    network: dict[str, int] | None
+    """Bytes that this rank's node sent in one step, on average: `emulate.network_bytes`."""
+    memory: int | None
+    """Most bytes above what was resident before the step."""
+    late_start: float
+    """Median over steps of how late the last rank started, seconds."""
+    late_compute: float
+    """Median by which this rank's emulated kernels overran, seconds."""
+    same: bool
+    """Every step gave the bits of the checked one."""
+
+
+class Laps:
+    """Ends of the passes of one step: call it with the pass's name at its end."""
+
+    def __init__(self, log: list[comm.Sent]):
+        self.ends: dict[str, float] = {}
+        self.sent: dict[str, int] = {}
+        self._log = log
+
+    def __call__(self, name: str) -> None:
+        self.ends[name] = time.monotonic()
+        self.sent[name] = sum(x.bytes for x in self._log) - sum(self.sent.values())
+
+
+Step = Callable[[Laps], tuple[Tensor, ...]]
+
+
+def first_step(step: Step, accelerator: Accelerator | None) -> tuple[Tensor, ...]:
+    """One step with the real kernels: its results are to be checked; its kernels' are kept for timed steps."""
+    with accelerator.recording() if accelerator else contextlib.nullcontext():
+        return step(Laps([]))
+
+
+def measure(
+    step: Step,
+    expected: tuple[Tensor, ...],
+    *,
+    rank: int,
+    meeting: Meeting,
+    accelerator: Accelerator | None,
+    counters: Callable[[], dict[str, int]] | None,
+    steps: int,
+    budget_s: float,
+    latency_s: float,
+    progress: Callable[[int], None],
+) -> Measured:
+    """Time up to `steps` steps, at least 3, fewer than `steps` once budget_s is over. Collective.
+
+    expected: results of the checked step, to be met bit for bit. accelerator: replays its kernels, None for real ones.
+    counters: of this node's interfaces. latency_s: of the network, which is quiet before a step begins.
+    """
+    gap = 0.02 + 2e-3 * meeting.ranks + 4 * latency_s
+    begun = time.monotonic()
+    seconds: dict[str, list[float]] = {}
+    late_starts, memory, same, over = [], None, True, False
+    if accelerator:
+        accelerator.late.clear()
+    before = counters() if counters else {}
+    while len(late_starts) < steps and not (over and len(late_starts) >= MIN_STEPS):
+        first = not late_starts
+        progress(len(late_starts))
+        with contextlib.ExitStack() as context:
+            peak = context.enter_context(PeakMemory()) if first else None
+            log = context.enter_context(comm.record())
+            if accelerator:
+                context.enter_context(accelerator.replaying())
+            start = meeting.most(rank, time.monotonic())[0] + gap
+            sleep_until(start)
+            late = time.monotonic() - start
+            laps = Laps(log)
+            results = step(laps)
+        if first:
+            memory = peak.bytes
+        *ends, late, spent = meeting.most(rank, *laps.ends.values(), late, time.monotonic() - begun)
+        for name, end, previous in zip(laps.ends, ends, [start, *ends]):
+            seconds.setdefault(name, []).append(end - previous)
+        late_starts.append(late)
+        over = spent > budget_s
+        same &= all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+        del results
+    after = counters() if counters else {}
+    return Measured(
+        seconds=seconds,
+        sent=laps.sent,
+        network={name: (after[name] - before[name]) // len(late_starts) for name in before} if counters else None,
+        memory=memory,
+        late_start=statistics.median(late_starts),
+        late_compute=statistics.median(accelerator.late) if accelerator and accelerator.late else 0.0,
+        same=same,
+    )
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """The worst row's error: |found - truth| over |truth| + the rows' root mean square, norms over the last axis."""
+    found, truth = found.double(), truth.double()
+    norms = truth.norm(dim=-1)
+    floor = norms.square().mean().sqrt()
+    return ((found - truth).norm(dim=-1) / (norms + floor).clamp_min(1e-300)).max().item()

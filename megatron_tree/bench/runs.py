@@ -1,0 +1,240 @@
+"""What a benchmark of several ranks runs: machines, cases, and the sweeps that docs/benchmarks.md shows."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+from typing import NamedTuple
+
+from ..config import BACKENDS
+from ..emulate import Cluster, bits_per_second, nodes_by_ranks, seconds
+from .accelerator import Speed
+from .kernels import DTYPES
+from .ranks import CORES, LocalRanks
+
+
+class Machines(NamedTuple):
+    """Where ranks run: an emulated cluster, or plain processes of this machine (one node, no network)."""
+
+    nodes: int
+    ranks_per_node: int
+    emulated: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def label(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}" if self.emulated else f"{self.ranks} local"
+
+
+class Case(NamedTuple):
+    """One set of inputs; every schedule runs on the same."""
+
+    machines: Machines
+    seq_len: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    batch: int
+    dtype: str
+
+    @property
+    def label(self) -> str:
+        heads = f"{self.num_heads}/{self.num_heads_kv} heads x {self.head_dim}"
+        return f"{self.machines.label} ranks, {self.seq_len} tokens, batch {self.batch}, {heads}, {self.dtype}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one rank's share of keys and values."""
+        tokens = self.batch * self.seq_len // self.machines.ranks
+        return 2 * tokens * self.num_heads_kv * self.head_dim * DTYPES[self.dtype].itemsize
+
+
+class Settings(NamedTuple):
+    """How all cases of one command are run. Times and rates are what the user asked for, before `dilate`."""
+
+    schedules: tuple[str, ...]
+    emulated: bool
+    compute: str
+    speed: Speed
+    latency_s: float
+    rate_bits: float
+    dilate: float
+    steps: int
+    budget_s: float
+    backend: str
+
+    def start(self, machines: Machines, lifetime_s: float):
+        """The ranks' context: an emulated cluster whose network is `dilate` times slower, or local ranks."""
+        if not machines.emulated:
+            return LocalRanks(machines.ranks)
+        return Cluster(
+            nodes=machines.nodes,
+            ranks_per_node=machines.ranks_per_node,
+            latency_s=self.latency_s * self.dilate,
+            rate_bits=self.rate_bits / self.dilate,
+            lifetime_s=lifetime_s,
+        )
+
+    @property
+    def network_text(self) -> str:
+        """For people and files."""
+        if not self.emulated:
+            return "loopback of this machine"
+        slow = f"; run {self.dilate:g} times slower, times divided by {self.dilate:g}" if self.dilate != 1 else ""
+        return f"emulated, {self.latency_s * 1e3:g} ms and {self.rate_bits / 1e6:g} Mbit/s between nodes{slow}"
+
+    @property
+    def compute_text(self) -> str:
+        """For people and files: whether kernels ran in the timed steps."""
+        if self.compute == "real":
+            return f"real (backend {self.backend})"
+        return (
+            f"modelled (timed steps sleep for KV bytes / {self.speed.memory_bandwidth / 1e9:g} GB/s or flops / "
+            f"{self.speed.flops / 1e12:g} TFLOP/s and take the checked step's results)"
+        )
+
+    @property
+    def emulated_speed(self) -> Speed:
+        """The accelerator's, as slow as the dilated run wants it."""
+        return Speed(*(x / self.dilate for x in self.speed))
+
+
+def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+    """Options that `bench decode` and `bench train` share; `lengths` are those of --sweep seq-len."""
+    decode = command == "decode"
+    where = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True)
+    where.add_argument("--ranks", type=_positive, metavar="N", help="N plain ranks of this machine over loopback")
+    where.add_argument(
+        "--emulate", type=nodes_by_ranks, metavar="NxM", help="a cluster of N nodes with M ranks (Linux, root)"
+    )
+    parser.add_argument("--latency", type=seconds, default="1ms", help="between emulated nodes (default: %(default)s)")
+    parser.add_argument("--rate", type=bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        choices=SWEEPS,
+        default=(),
+        help=f"seq-len: {' '.join(f'{s // 1024}k' for s in lengths)} tokens on NxM and on a flat network of N*M nodes; "
+        "ranks: N*M of them, half as many, ... 2",
+    )
+    parser.add_argument(
+        "--seq-len", type=tokens, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence"
+    )
+    parser.add_argument("--heads", type=_positive, default=16)
+    parser.add_argument("--kv-heads", type=_numbers, default="8" if decode else "16,4,2", help="one or several")
+    parser.add_argument("--head-dim", type=_positive, default=128)
+    parser.add_argument("--batch", type=_positive, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--schedules", nargs="+", choices=schedules, default=schedules)
+    parser.add_argument(
+        "--compute",
+        choices=("real", "modelled"),
+        help="modelled: timed steps sleep as long as an accelerator would compute and reuse the checked step's results "
+        "(default with more ranks than cores); real: the kernels on this machine",
+    )
+    parser.add_argument("--memory-bandwidth", type=float, default=7e9, help="of the modelled accelerator, bytes/s")
+    parser.add_argument("--flops", type=float, default=1e12, help="of the modelled accelerator's kernels")
+    parser.add_argument(
+        "--dilate", type=float, default=1.0, help="run with all times this much longer, and report them divided by it"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="kernels of the checked and of real steps")
+    parser.add_argument(
+        "--steps", type=_positive, default=20, help="timed steps of each schedule, 3 at least if the budget is over"
+    )
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds that a schedule's timed steps may take")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))
+
+
+def tokens(text: str) -> int:
+    """ "16k" or "1m" tokens, k = 1024. Raises ``argparse.ArgumentTypeError`` for anything else."""
+    match = re.fullmatch(r"([1-9]\d*)([km]?)", text.lower())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, for instance 16k")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2]]
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """Settings of a command line. Raises ``ValueError`` for values that make no sense together."""
+    machines = _machines(args)
+    if machines.ranks < 2:
+        raise ValueError(f"{machines.label} rank: communication is what is measured, start at least two")
+    compute = args.compute or ("modelled" if machines.ranks > CORES else "real")
+    for name in ("memory_bandwidth", "flops", "dilate", "budget"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be positive")
+    if args.dilate != 1 and (compute == "real" or not machines.emulated):
+        raise ValueError(
+            f"--dilate {args.dilate:g} slows an emulated network and a modelled accelerator down: it needs --emulate "
+            "and --compute modelled"
+        )
+    if args.sweep and not machines.emulated:
+        raise ValueError(f"--sweep {' '.join(args.sweep)} compares networks: it needs --emulate, for instance 4x4")
+    return Settings(
+        schedules=tuple(args.schedules),
+        emulated=machines.emulated,
+        compute=compute,
+        speed=Speed(args.memory_bandwidth, args.flops),
+        latency_s=args.latency,
+        rate_bits=args.rate,
+        dilate=args.dilate,
+        steps=args.steps,
+        budget_s=args.budget,
+        backend=args.backend,
+    )
+
+
+def _machines(args) -> Machines:
+    return Machines(*args.emulate) if args.emulate else Machines(1, args.ranks, emulated=False)
+
+
+def cases(args: argparse.Namespace, lengths: tuple[int, ...]) -> list[Case]:
+    """The cases of a command line, each once, those of one cluster together; `lengths` are those of --sweep seq-len."""
+    machines = _machines(args)
+    wanted = [(machines, s) for s in args.seq_len] if not args.sweep else []
+    for sweep in args.sweep:
+        wanted += SWEEPS[sweep](machines, lengths, args.seq_len)
+    for ranks, s in {(m.ranks, s) for m, s in wanted}:
+        if s % (2 * ranks):
+            raise ValueError(f"--seq-len {s}: must be a multiple of 2 x {ranks} ranks, for equal shares")
+    if uneven := [n for n in args.kv_heads if args.heads % n]:
+        raise ValueError(f"--kv-heads {uneven[0]}: must divide --heads {args.heads}")
+    wanted = sorted(dict.fromkeys(wanted), key=lambda run: (run[0].ranks_per_node, run))
+    rest = (args.head_dim, args.batch, args.dtype)
+    return [Case(m, s, args.heads, h_kv, *rest) for m, s in wanted for h_kv in args.kv_heads]
+
+
+def _flat(machines: Machines) -> Machines:
+    """As many ranks, each on a node of its own."""
+    return Machines(machines.ranks, 1)
+
+
+def _smaller(machines: Machines) -> list[Machines]:
+    """These machines and their halves, the larger factor first, down to two ranks: 4x4, 2x4, 2x2, 2x1."""
+    n, m = machines.nodes, machines.ranks_per_node
+    found = [machines]
+    while n >= max(m, 4) or (m > 1 and n * m > 3):
+        n, m = (n // 2, m) if n >= max(m, 4) else (n, m // 2)
+        found.append(Machines(n, m))
+    return found
+
+
+SWEEPS = {
+    "seq-len": lambda machines, lengths, _: [(m, s) for m in (machines, _flat(machines)) for s in lengths],
+    "ranks": lambda machines, _, seq_lens: [
+        (m, s) for top in (machines, _flat(machines)) for m in _smaller(top) for s in seq_lens
+    ],
+}

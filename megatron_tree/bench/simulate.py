@@ -1,0 +1,228 @@
+"""Beyond this machine: what the planner's cost model says of clusters of up to thousands of GPUs, nothing measured.
+
+Redraws the figures and tables of the Tree Attention paper beside its published numbers, and goes on to 4,096 ranks and
+10M tokens. The same plans that `tree_attn_func` and `tree_decode` carry out give times, bytes and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..files import whole_file
+from ..plan import Shape, Topology, known_topologies, load_topology, place, plan_decode, plan_training
+from . import paper
+from .simulate_plots import draw_latency, draw_memory, draw_scale
+
+EXAMPLES = """\
+examples:
+  python -m megatron_tree.bench simulate                                 files in bench-results/simulate
+  python -m megatron_tree.bench simulate --out docs/images               as docs/paper.md shows them
+  python -m megatron_tree.bench simulate --topology gb200_nvl72 --max-ranks 1152
+"""
+LONG = 10 << 20  # tokens of the largest sequence
+FEWEST_TO_TRAIN = 64  # fewer ranks can't hold its queries, keys and values
+SHAPES = {"MHA": Shape(32, 32, 128, 128), "GQA 4:1": Shape(32, 8, 128, 128), "GQA 8:1": Shape(64, 8, 128, 128)}
+DECODE = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
+TRAINING = ("ring", "KV gather", "pure tree", "auto")
+
+
+class Row(NamedTuple):
+    """One simulated point, and what the paper says of it where it does."""
+
+    part: str
+    """"latency", "memory", "volume", "tables", "decode" or "training"."""
+    topology: str
+    ranks: int
+    seq_len: int
+    case: str
+    schedule: str
+    chosen: str
+    """What the plan does: the grids, or the reduction."""
+    time_s: float | str = ""
+    sent_bytes: float | str = ""
+    sent_outer_bytes: float | str = ""
+    memory_bytes: float | str = ""
+    published: float | str = ""
+    """Seconds (tables) or bytes (memory, volume) by the paper's tables and formulas."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench simulate`."""
+    names = ", ".join(known_topologies())
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots"
+    )
+    parser.add_argument(
+        "--topology",
+        default="dgx_h100",
+        help=f"of the part beyond the paper (default dgx_h100): {names}, or a .yaml file",
+    )
+    parser.add_argument("--max-ranks", type=int, default=4096, help="of the part beyond the paper (default 4096)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Simulate, print the tables, and write CSV and plots into args.out."""
+    if args.max_ranks < FEWEST_TO_TRAIN:
+        raise ValueError(f"--max-ranks {args.max_ranks}: at least {FEWEST_TO_TRAIN} ranks hold the longest sequence")
+    topology = load_topology(args.topology)
+    rows = [*latency(), *memory(), *volume(), *tables(), *scale(topology, args.max_ranks)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    with whole_file(args.out / "simulate.csv") as path, path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(Row._fields)
+        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
+    for name, draw in (("latency", draw_latency), ("memory", draw_memory), ("scale", draw_scale)):
+        with whole_file(args.out / f"simulate-{name}.png") as path:
+            draw(path, rows)
+    _print(rows)
+    print(f"\nsimulate.csv and simulate-*.png are in {args.out}")
+
+
+@functools.lru_cache
+def _placed(topology: Topology, ranks: int):
+    return place(topology, [n // topology.host_size for n in range(ranks)])
+
+
+def _decode(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule: str):
+    """(plan, bytes of one rank's shard) of one new token, bf16."""
+    shard = -(-seq_len // ranks) * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v) * paper.BYTES_PER_WORD
+    sizes = dict(rows=shape.num_heads, head_dim_v=shape.head_dim_v, kv_bytes=shard)
+    plan = plan_decode(ranks, **sizes, topology=topology, placement=_placed(topology, ranks), schedule=schedule)
+    return plan, shard
+
+
+def _decode_row(part: str, topology: Topology, ranks: int, shape: Shape, seq_len: int, case: str, schedule: str) -> Row:
+    plan, shard = _decode(topology, ranks, shape, seq_len, schedule)
+    cost, how = plan.cost, f"{plan.schedule} {plan.across}" if plan.schedule == "two_level" else plan.schedule
+    memory = shard + cost.peak_bytes
+    sent = cost.bytes, cost.bytes_per_level[-1]
+    return Row(part, topology.name, ranks, seq_len, case, schedule, how, cost.time_s, *sent, memory)
+
+
+def latency() -> Iterator[Row]:
+    """Figure 3: one decode step of 16 heads on 1 to 16 DGX H100 nodes; the paper's all-reduces and our own choice."""
+    topology, shape = load_topology("dgx_h100"), Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
+    for nodes in paper.NODES:
+        for seq_len in paper.SEQ_LENS:
+            for schedule in ("ring", "allreduce", "auto"):
+                yield _decode_row("latency", topology, 8 * nodes, shape, seq_len, f"{nodes} nodes", schedule)
+
+
+def memory() -> Iterator[Row]:
+    """Figure 4: what one decode step holds on each of two RTX 4090, shard and buffers; published: equations 8 and 9."""
+    topology = load_topology("rtx4090x2")
+    for hidden in paper.MEMORY_GAP_MB:
+        heads = hidden // paper.HEAD_DIM
+        shape = Shape(heads, heads, paper.HEAD_DIM, paper.HEAD_DIM)
+        for seq_len in (32_000, 64_000, paper.MEMORY_SEQ_LEN, 256_000):
+            words = {
+                "ring": paper.ring_memory_words(1, seq_len // 2, hidden),
+                "allreduce": paper.tree_memory_words(1, seq_len // 2, hidden, heads),
+            }
+            for schedule in ("ring", "allreduce", "auto"):
+                row = _decode_row("memory", topology, 2, shape, seq_len, f"hidden {hidden}", schedule)
+                published = words[schedule] * paper.BYTES_PER_WORD if schedule in words else ""
+                yield row._replace(published=published)
+
+
+def volume() -> Iterator[Row]:
+    """Section 6.3: bytes that a rank sends in one decode step; published: equations 10 and 14 (all in bf16)."""
+    topology, shape = load_topology("dgx_h100"), Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
+    hidden, seq_len = paper.HEADS * paper.HEAD_DIM, 640_000
+    for ranks in (8, 64, 128):
+        words = {
+            "ring": paper.ring_words(1, seq_len // ranks, hidden, ranks),
+            "allreduce": paper.tree_words(1, hidden, paper.HEADS, ranks),
+        }
+        for schedule in ("ring", "allreduce", "auto"):
+            row = _decode_row("volume", topology, ranks, shape, seq_len, "16 heads", schedule)
+            yield row._replace(published=words[schedule] * paper.BYTES_PER_WORD if schedule in words else "")
+
+
+def tables() -> Iterator[Row]:
+    """Tables 1 and 2: prompt and 10 new tokens of a whole model; published: their means in seconds.
+
+    "tree" and "ring" as the published code does it: KV heads repeated to query heads, a prompt computed by a ring over
+    contiguous shares (the last rank computes a whole row of the mask), then all-reduces or the ring for every token.
+    "auto" is ours: KV heads as they are, zigzag shares, planned schedules. Linear layers are counted as 2 flops for a
+    parameter and token, and as reading all parameters once for a new token. Nothing else is: no launches, no Python.
+    """
+    for line in paper.TABLES:
+        topology, model = load_topology(line.topology), paper.MODELS[line.model]
+        repeated = Shape(model.num_heads, model.num_heads, model.head_dim, model.head_dim)
+        linear = 2 * model.parameters * line.seq_len / line.ranks / topology.flops
+        weights = model.parameters * paper.BYTES_PER_WORD / topology.memory_bandwidth
+        for name, shape, prompt, step, published in (
+            ("tree", repeated, "ring", "allreduce", line.tree[0]),
+            ("ring", repeated, "ring", "ring", line.ring[0]),
+            ("auto", repeated._replace(num_heads_kv=model.num_heads_kv), "auto", "auto", ""),
+        ):
+            prefill = _training(topology, line.ranks, shape, line.seq_len, prompt, causal=name == "auto").forward
+            plan, _ = _decode(topology, line.ranks, shape, line.seq_len, step)
+            attention = model.layers * (prefill.cost.time_s + paper.NEW_TOKENS * plan.cost.time_s)
+            total = attention + linear + paper.NEW_TOKENS * weights
+            how = f"{prefill}, {plan.schedule}: a step's attention {model.layers * plan.cost.time_s * 1e3:.3g} ms"
+            yield Row(
+                "tables", topology.name, line.ranks, line.seq_len, line.model, name, how, total, published=published
+            )
+
+
+def _training(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule: str, *, causal: bool = True):
+    grid = {"KV gather": (1, ranks), "pure tree": (ranks, 1)}.get(schedule)
+    return plan_training(
+        ranks,
+        shape,
+        batch=1,
+        seq_len=seq_len,
+        bytes_per_word=paper.BYTES_PER_WORD,
+        causal=causal,
+        topology=topology,
+        placement=_placed(topology, ranks),
+        schedule="grid" if grid else schedule,
+        grid=grid,
+    )
+
+
+def scale(topology: Topology, max_ranks: int) -> Iterator[Row]:
+    """10M tokens on ever more ranks: a decode step, and from 64 on forward and backward of one attention."""
+    ranks = 8
+    while ranks <= max_ranks:
+        for schedule in DECODE:
+            yield _decode_row("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", schedule)
+        for case, shape in SHAPES.items() if ranks >= FEWEST_TO_TRAIN else ():
+            for schedule in TRAINING:
+                plan = _training(topology, ranks, shape, LONG, schedule)
+                both = plan.forward.cost, plan.backward.cost
+                time_s, sent, outer = (sum(x) for x in zip(*((c.time_s, c.bytes, c.bytes_per_level[-1]) for c in both)))
+                how = f"{plan.forward}; {plan.backward}"
+                peak = max(c.peak_bytes for c in both)
+                yield Row("training", topology.name, ranks, LONG, case, schedule, how, time_s, sent, outer, peak)
+        ranks *= 2
+
+
+def _print(rows: list[Row]) -> None:
+    found = {(r.part, r.topology, r.ranks, r.seq_len, r.case, r.schedule): r for r in rows}
+    print("simulated, not measured; published numbers from arXiv 2408.04093\n")
+    print(f"{'tables 1 and 2, in seconds':28} {'tokens':>7}  {'published':^20}  {'simulated':^20}  ours")
+    names = " ".join(f"{name:>6}" for name in ("tree", "ring", "ratio", " tree", "ring", "ratio", " auto"))
+    print(f"{'':28} {'':>7}  {names}")
+    for line in paper.TABLES:
+        tree, ring, auto = (
+            found["tables", line.topology, line.ranks, line.seq_len, line.model, s].time_s
+            for s in ("tree", "ring", "auto")
+        )
+        numbers = [line.tree[0], line.ring[0], line.ring[0] / line.tree[0], tree, ring, ring / tree, auto]
+        text = " ".join(f"{n:6.2f}" + " " * (i in (2, 5)) for i, n in enumerate(numbers))
+        print(f"{line.model + ', ' + str(line.ranks) + ' x ' + line.topology:28} {line.seq_len:>7}  {text}")
+    print("\nring / paper's tree / ours, one decode step of 16 heads at 5.12M tokens:")
+    for nodes in paper.NODES:
+        ring, tree, auto = (
+            found["latency", "dgx_h100", 8 * nodes, paper.SEQ_LENS[-1], f"{nodes} nodes", s].time_s * 1e3
+            for s in ("ring", "allreduce", "auto")
+        )
+        print(f"  {8 * nodes:>4} GPUs: {ring:8.2f} ms / {tree:.3f} ms / {auto:.3f} ms")

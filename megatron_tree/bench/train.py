@@ -1,0 +1,183 @@
+"""Attention forward and backward over a sharded sequence: ring, KV gather, pure tree and the planner's grid."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from .. import comm, kernels
+from ..config import AttnSpec, TreeConfig
+from ..functional import tree_attn_func
+from ..kernels import reference
+from ..plan import Shape, Topology, place, plan_training
+from ..shard import Segment, shard_positions, shard_segments
+from . import runs, session
+from .accelerator import attention_flops, visible_pairs
+from .decode import uneven
+from .kernels import DTYPES
+from .measure import Laps, relative_error
+from .ranks import shared_tensor
+from .rows import Predicted
+from .runs import Case, Settings
+
+SCHEDULES = ("ring", "kv_gather", "pure_tree", "auto")
+SWEEP_LENGTHS = tuple(1024 * n for n in (2, 4, 8))
+GRADIENTS = 3.0  # their errors may be this much larger: dout.v - delta cancels where few keys are seen
+EXAMPLES = """\
+examples:
+  python -m megatron_tree.bench train --ranks 4 --seq-len 2k
+  python -m megatron_tree.bench train --emulate 4x4 --kv-heads 16,4,2 --dilate 10
+  python -m megatron_tree.bench train --emulate 4x4 --sweep seq-len ranks --dilate 10     what docs/benchmarks.md shows
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench train`."""
+    runs.add_arguments(parser, "train", SCHEDULES, SWEEP_LENGTHS)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
+    session.run(args, "train", SWEEP_LENGTHS, TrainBench)
+
+
+class Whole:
+    """Inputs [b, s, h, d] and their float64 truth, of the whole sequence, in memory that forked ranks share."""
+
+    def __init__(self, case: Case):
+        dtype, rows = DTYPES[case.dtype], (case.batch, case.seq_len)
+        q, kv = ((*rows, h, case.head_dim) for h in (case.num_heads, case.num_heads_kv))
+        self.q, self.k, self.v, self.dout = (shared_tensor(shape, dtype) for shape in (q, kv, kv, q))
+        self.truth = tuple(shared_tensor(shape, torch.float64) for shape in (q, q, kv, kv))  # out, dq, dk, dv
+
+    def solve(self, head: int, spec: AttnSpec) -> None:
+        """The truth of one KV head and its query heads: the formulas in float64, a strip of queries at a time."""
+        ratio = self.q.shape[2] // self.k.shape[2]
+        own, mine = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
+        q, dout = (x[:, :, mine].double() for x in (self.q, self.dout))
+        k, v = (x[:, :, own].double() for x in (self.k, self.v))
+        out, dq, dk, dv = (x[:, :, h] for x, h in zip(self.truth, (mine, mine, own, own)))
+        for at in range(0, q.shape[1], reference.STRIP):
+            end = min(at + reference.STRIP, q.shape[1])
+            rows, seen = slice(at, end), slice(0, end)
+            block = dict(q_segments=(Segment(0, at, end - at),), k_segments=(Segment(0, 0, end),), spec=spec)
+            out[:, rows], lse = reference.attn_fwd(q[:, rows], k[:, seen], v[:, seen], **block)
+            delta = (dout[:, rows] * out[:, rows]).sum(-1).transpose(1, 2)
+            parts = reference.attn_bwd(dout[:, rows], q[:, rows], k[:, seen], v[:, seen], lse, delta, **block)
+            dq[:, rows] = parts[0]
+            dk[:, seen] += parts[1]
+            dv[:, seen] += parts[2]
+
+
+class TrainBench:
+    """What `session` needs to know of training. Made on every rank: its share of the inputs and of the truth."""
+
+    shared = Whole
+
+    def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, whole: Whole):
+        self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
+        self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
+        self.options = dict(topology=topology, backend=settings.backend)
+        world = case.machines.ranks
+        rows = shard_positions(case.seq_len, self.rank, world)
+        dtype = DTYPES[case.dtype]
+        kv = (case.batch, len(rows), *whole.k.shape[2:])
+        whole.k[:, rows], whole.v[:, rows] = uneven(kv, dtype, self.rank, world)
+        whole.q[:, rows], whole.dout[:, rows] = (
+            torch.empty(case.batch, len(rows), *whole.q.shape[2:], dtype=dtype).normal_(
+                generator=torch.Generator().manual_seed(1000 * (i + 1) + self.rank)
+            )
+            for i in range(2)
+        )
+        meeting.meet(self.rank)
+        for head in range(self.rank, case.num_heads_kv, world):
+            whole.solve(head, self.spec)
+        meeting.meet(self.rank)
+        self.q, self.k, self.v, self.dout = (x[:, rows].clone() for x in (whole.q, whole.k, whole.v, whole.dout))
+        self.truth = [x[:, rows] for x in whole.truth]
+        own = shard_segments(case.seq_len, self.rank, world)
+        self.segments = dict(q_segments=own, k_segments=own)
+        self.allowed = session.ALLOWED[dtype]
+
+    def step(self, schedule: str, laps: Laps) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
+        config = TreeConfig(**self.options, **pins(schedule, comm.group_size(self.group)))
+        out = tree_attn_func(*leaves, cp_group=self.group, config=config)
+        laps("forward")
+        grads = torch.autograd.grad(out, leaves, self.dout)
+        laps("backward")
+        return out.detach(), *grads
+
+    def error(self, results: tuple[Tensor, ...]) -> float:
+        """The worst error on any rank as a share of what is allowed."""
+        out, *grads = (relative_error(x, truth) / self.allowed for x, truth in zip(results, self.truth))
+        mine = max(out, *(error / GRADIENTS for error in grads))
+        worst = self.meeting.most(self.rank, mine)[0]
+        return worst if worst == worst else math.inf
+
+    def local_seconds(self) -> float:
+        """A rank's whole compute alone: p pairs of shares that all cost the same. Real: measured on its own pair."""
+        p = comm.group_size(self.group)
+        if self.settings.compute == "modelled":
+            b, _, h, d = self.q.shape
+            pairs = b * h * visible_pairs(**self.segments, spec=self.spec)
+            both = sum(attention_flops(pairs, d, d, name) for name in ("attn_fwd", "attn_bwd"))
+            return p * both / self.settings.emulated_speed.flops
+        options = dict(**self.segments, spec=self.spec, backend=self.settings.backend)
+        times = []
+        for _ in range(3):
+            self.meeting.meet(self.rank)
+            start = time.monotonic()
+            out, lse = kernels.attn_fwd(self.q, self.k, self.v, **options)
+            delta = kernels.attn_delta(self.dout, out)
+            kernels.attn_bwd(self.dout, self.q, self.k, self.v, lse, delta, **options)
+            times.append(time.monotonic() - start)
+        return p * self.meeting.most(self.rank, statistics.median(times))[0]
+
+    @staticmethod
+    def held_bytes(case: Case) -> int:
+        """What a rank holds before the step: q, k, v and dout of its share."""
+        return case.kv_bytes * (1 + case.num_heads // case.num_heads_kv)
+
+    @staticmethod
+    def predict(case: Case, topology: Topology, hosts, schedule: str) -> dict[str, Predicted]:
+        """The planner's view of a schedule, by pass."""
+        plan = plan_training(
+            case.machines.ranks,
+            Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim),
+            batch=case.batch,
+            seq_len=case.seq_len,
+            bytes_per_word=DTYPES[case.dtype].itemsize,
+            topology=topology,
+            placement=place(topology, hosts),
+            **pins(schedule, case.machines.ranks),
+        )
+        return {name: Predicted(str(p), p.cost) for name, p in (("forward", plan.forward), ("backward", plan.backward))}
+
+    @staticmethod
+    def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
+        """Seconds of what no schedule can beat, and of a ring whose links are always full."""
+        found = {"local attention alone": local_s}
+        if case.machines.nodes > 1:
+            p = case.machines.ranks
+            forward_s, backward_s = (local_s / p * part / 7 for part in (2, 5))  # matrix products of each pass
+            shift_s = settings.latency_s + case.kv_bytes * 8 / settings.rate_bits
+            forward_s += (p - 1) * max(forward_s, shift_s)
+            backward_s += (p - 1) * max(backward_s, 2 * shift_s - settings.latency_s) + shift_s
+            found["ring at line rate"] = forward_s + backward_s
+        return found
+
+
+def pins(schedule: str, world: int) -> dict:
+    """What the name of a schedule stands for, as options of `TreeConfig` and of the planner."""
+    return {
+        "ring": dict(schedule="ring"),
+        "kv_gather": dict(grid=(1, world)),
+        "pure_tree": dict(grid=(world, 1)),
+        "auto": {},
+    }[schedule]

@@ -1,0 +1,108 @@
+"""Measure the links between ranks and the kernels on them, and write a topology for the planner.
+
+Start it on the machines, and with the ranks, that the planner is to know:
+
+  deepspeed --hostfile hostfile --no_local_rank --module megatron_tree.calibrate --out my_cluster.yaml
+
+Then TreeConfig(topology="my_cluster.yaml") and `--topology my_cluster.yaml` use it. Rank 0 writes the file. It takes
+about a minute. Other work on the machines disturbs the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+EXAMPLES = """\
+examples:
+  DS_ACCELERATOR=cpu deepspeed --num_gpus 4 --no_local_rank --module megatron_tree.calibrate --out laptop.yaml
+  deepspeed --hostfile hostfile --no_local_rank --module megatron_tree.calibrate --out my_cluster.yaml
+  python launch/emulate.py --nodes 4 --ranks-per-node 4 -- -m megatron_tree.calibrate --out emulated.yaml --no-compute
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_tree.calibrate",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the file to write")
+    parser.add_argument("--name", help="of the topology (default: the file's name)")
+    parser.add_argument(
+        "--no-compute", action="store_true", help="don't run kernels: take --memory-bandwidth and --flops, or defaults"
+    )
+    parser.add_argument("--memory-bandwidth", type=float, help="of local attention in decode, bytes/s, not measured")
+    parser.add_argument("--flops", type=float, help="of the attention kernels, flop/s, not measured")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a single wait (default: 300)")
+    return parser
+
+
+def _check(args: argparse.Namespace, environ) -> None:
+    """Raise ValueError before anything is started."""
+    if args.out.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--out {args.out}: a topology file ends in .yaml")
+    if not args.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no folder {args.out.absolute().parent}")
+    for option in ("memory_bandwidth", "flops", "timeout"):
+        value = getattr(args, option)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be positive")
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in environ]:
+        raise ValueError(f"{', '.join(missing)} not set: a launcher starts it on every rank\n\n{EXAMPLES}")
+
+
+def main(argv: list[str]) -> int:
+    args = build_parser().parse_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        _check(args, os.environ)
+    except ValueError as error:
+        if rank == 0:
+            print(f"calibrate: {error}", file=sys.stderr)
+        return 2
+
+    from ..launching import exit_after_failure
+    from ..plan import save_topology
+    from ..training.distributed import launched_rank, start_process_group
+    from .cluster import assumed_compute, calibrate
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, flush=True)
+
+    try:
+        device = start_process_group(launched_rank(), args.timeout / 60)
+        memory_bandwidth, flops = args.memory_bandwidth, args.flops
+        if args.no_compute:
+            assumed = assumed_compute("nccl" if device.type == "cuda" else "gloo")
+            memory_bandwidth, flops = memory_bandwidth or assumed[0], flops or assumed[1]
+        found = calibrate(
+            device,
+            name=args.name or args.out.stem,
+            memory_bandwidth=memory_bandwidth,
+            flops=flops,
+            timeout_s=args.timeout,
+            say=say,
+        )
+        width = max(len(what) for what, _ in found.table)
+        say("\n" + "\n".join(f"{what:<{width}}  {value}" for what, value in found.table))
+        if rank == 0:
+            save_topology(found.topology, args.out)
+            say(f"\nwritten to {args.out}")
+        import torch.distributed as dist
+
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        exit_after_failure(rank, error)
+    return 0
+
+
+if __name__ == "__main__":
+    from ..launching import leave
+
+    leave(main(sys.argv[1:]))

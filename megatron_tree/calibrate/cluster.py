@@ -1,0 +1,189 @@
+"""From timed messages to a topology: the levels, their latency and bandwidths, and how messages should travel."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import comm
+from ..plan import Level, Topology, default_topology
+from . import compute
+from .links import REPEATS, Links, Pair
+
+_MAX_PAIRS = 4  # of one kind, one after another: the median counts
+_BURST = 65
+_FIRST_BYTES = 1 << 16
+_MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
+_LONG_ENOUGH_S = 0.03  # for a large message: start and end don't count any more
+_SMALL_STATE, _LARGE_SHARE = 1 << 13, 1 << 20  # bytes per rank: a decode state; a share of keys and values
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured."""
+
+    topology: Topology
+    table: tuple[tuple[str, str], ...]
+    """(what, value with its unit), to be printed."""
+
+
+def calibrate(
+    device: torch.device,
+    *,
+    name: str,
+    memory_bandwidth: float | None = None,
+    flops: float | None = None,
+    timeout_s: float = 300.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Measure the ranks of the default group; every rank calls it and gets the same result.
+
+    Args:
+        name: the topology's.
+        memory_bandwidth, flops: of local attention in bytes/s and flop/s, not measured if given.
+        timeout_s: limit of every single wait.
+        say: gets a line before each measurement.
+
+    Raises: ValueError with fewer than two ranks, or if a message arrives changed. CommError when a rank is stuck.
+    """
+    links = Links(device, timeout_s)
+    if links.world < 2:
+        raise ValueError("calibrate: one rank has no links to measure: start at least two")
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(comm.hosts(dist.group.WORLD, timeout_s=timeout_s)):
+        members.setdefault(host, []).append(rank)
+    hosts = list(members.values())
+    host_size = max(map(len, hosts))
+    say(f"{links.world} ranks on {len(hosts)} hosts, {comm.backend(dist.group.WORLD)} on {device.type}")
+
+    levels, overheads, table = [], [], []
+    inside = [(ranks[0], ranks[1]) for ranks in hosts if len(ranks) > 1][:_MAX_PAIRS]
+    across = list(itertools.pairwise(hosts))[:_MAX_PAIRS]
+    if inside:
+        say("inside a host")
+        latency_s, bandwidth, overhead_s = _measure_pairs(links, inside)
+        size = host_size if across else 0
+        levels.append(Level(name="host", size=size, latency_s=latency_s, bandwidth=bandwidth, port_bandwidth=bandwidth))
+        overheads.append(overhead_s)
+    if across:
+        say("between hosts")
+        latency_s, bandwidth, overhead_s = _measure_pairs(links, [(a[0], b[0]) for a, b in across])
+        say("between hosts, all ranks of a host at once")
+        port = bandwidth if host_size == 1 else max(bandwidth, _measure_ports(links, across, bandwidth))
+        levels.append(Level(name="network", size=0, latency_s=latency_s, bandwidth=bandwidth, port_bandwidth=port))
+        overheads.append(overhead_s)
+    for level, overhead_s in zip(levels, overheads):
+        table += [
+            (f"{level.name}: latency", f"{level.latency_s * 1e6:.0f} us"),
+            (f"{level.name}: bandwidth of one rank", f"{level.bandwidth / 1e9:.3g} GB/s"),
+            (f"{level.name}: bandwidth of a port", f"{level.port_bandwidth / 1e9:.3g} GB/s"),
+            (f"{level.name}: one more message", f"{overhead_s * 1e6:.0f} us"),
+        ]
+
+    transport, wake_s, shared_s = "builtin", 0.0, 0.0
+    if comm.backend(dist.group.WORLD) == "gloo" and device.type == "cpu":
+        ratio = 1.0
+        flat = (tuple(range(links.world)),)
+        nested = tuple(zip(*hosts)) if len(set(map(len, hosts))) == 1 else flat
+        for num_bytes, ranks in ((_SMALL_STATE, flat), (_LARGE_SHARE, nested)):
+            say(f"all-gather of {num_bytes >> 10} KiB from every rank, direct and built in")
+            direct, builtin = (links.gather(ranks, num_bytes, kind) for kind in ("direct", "builtin"))
+            ratio *= direct / builtin
+            row = f"{direct * 1e3:.3g} ms direct, {builtin * 1e3:.3g} ms built in"
+            table.append((f"all-gather, {num_bytes >> 10} KiB of each rank", row))
+        transport = "direct" if ratio < 1 else "builtin"
+        say("decode reductions, all ranks at once")
+        wake_s, shared_s = _measure_sharing(links, levels, hosts, max(overheads))
+        table.append(("all ranks: wake up for a step", f"{wake_s * 1e6:.0f} us"))
+        table.append(("all ranks: one message of any of them", f"{shared_s * 1e6:.0f} us"))
+
+    if memory_bandwidth is None:
+        say("attention of one query (decode)")
+        memory_bandwidth = links.median(compute.memory_bandwidth(device))
+    if flops is None:
+        say("attention of a sequence (forward)")
+        flops = links.median(compute.flops(device))
+    table += [
+        ("memory bandwidth in decode", f"{memory_bandwidth / 1e9:.3g} GB/s"),
+        ("attention, forward", f"{flops / 1e12:.3g} TFLOP/s"),
+        ("transport", transport),
+    ]
+    topology = Topology(
+        name=name,
+        levels=tuple(levels),
+        host_size=host_size,
+        overhead_s=max(overheads),
+        shared_overhead_s=shared_s,
+        wake_s=wake_s,
+        memory_bandwidth=memory_bandwidth,
+        flops=flops,
+        transport=transport,
+    )
+    return Found(topology, tuple(table))
+
+
+def assumed_compute(backend: str) -> tuple[float, float]:
+    """(memory bandwidth, flop/s) of the topology that is assumed for a backend."""
+    topology = default_topology(backend)
+    return topology.memory_bandwidth, topology.flops
+
+
+def _measure_pairs(links: Links, pairs: list[Pair]) -> tuple[float, float, float]:
+    """(latency in s, bandwidth in bytes/s, seconds for one more message) of one pair alone: medians over the pairs."""
+    num_bytes = _FIRST_BYTES
+    while _alone(links, pairs[0], num_bytes) < _LONG_ENOUGH_S and num_bytes < _MOST_BYTES[links.device.type]:
+        num_bytes *= 4
+    found = []
+    for pair in pairs:
+        small = _alone(links, pair)
+        overhead_s = max(0.0, (_alone(links, pair, count=_BURST) - small) / (_BURST - 1))
+        bandwidth = num_bytes / (_alone(links, pair, num_bytes) - small)
+        found.append((max(small / 2 - overhead_s, small / 4), bandwidth, overhead_s))
+    return tuple(map(statistics.median, zip(*found)))
+
+
+def _measure_sharing(links: Links, levels: list[Level], hosts: list[list[int]], overhead_s: float):
+    """(seconds a rank takes to wake up when a step's message comes, seconds that one message of any rank costs all).
+
+    The latter is 0 where ranks have cores of their own; with fewer cores than ranks messages wait for each other. An
+    all-gather is one step of p (p - 1) messages, a butterfly log2(p) steps of p messages: two equations.
+    """
+    p, latency_s = links.world, levels[-1].latency_s
+    host = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
+    core = 1 << (p.bit_length() - 1)
+    steps = [
+        levels[0].latency_s if all(host[r] == host[r ^ d] for r in range(core)) else latency_s for d in _powers(core)
+    ]
+    steps += [latency_s] * (2 * (p > core))
+    gather = links.reduce("allgather", latency_s) - latency_s
+    step = (links.reduce("butterfly", latency_s) - sum(steps)) / len(steps)
+    shared_s = (gather - step) / (p * (p - 2)) if p > 2 else 0.0
+    if p * shared_s < overhead_s:
+        shared_s = 0.0
+    return max(0.0, step - max(overhead_s, p * shared_s)), shared_s
+
+
+def _powers(core: int) -> list[int]:
+    return [1 << bit for bit in range(core.bit_length() - 1)]
+
+
+def _alone(links: Links, pair: Pair, *args, **kwargs) -> float:
+    return links.exchange([pair], *args, **kwargs)[pair].median
+
+
+def _measure_ports(links: Links, across: list[tuple[list[int], list[int]]], bandwidth: float) -> float:
+    """Bytes/s of one host's port: all its ranks send to another host at once; the median over pairs of hosts."""
+    num_bytes = min(max(int(bandwidth * _LONG_ENOUGH_S), _FIRST_BYTES), _MOST_BYTES[links.device.type])
+    found = []
+    for pair_of_hosts in across:
+        pairs = list(zip(*pair_of_hosts))
+        small = links.exchange(pairs).values()
+        large = links.exchange(pairs, num_bytes).values()
+        seconds = max(times.all for times in large) - REPEATS * min(times.median for times in small)
+        found.append(REPEATS * len(pairs) * num_bytes / seconds)
+    return statistics.median(found)

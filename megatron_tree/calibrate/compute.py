@@ -1,0 +1,52 @@
+"""How fast one rank's attention kernels are, all ranks at work as in a real step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from ..config import AttnSpec
+from ..kernels import Visible, attn_decode, attn_fwd
+from ..shard import Segment
+
+_REPEATS = 5
+_HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
+_CACHE_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+_ROWS = {"cpu": 512, "cuda": 8192}
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes/s at which `kernels.attn_decode` reads a bf16 KV cache that no cache memory holds."""
+    slots = _CACHE_BYTES[device.type] // (2 * _KV_HEADS * _HEAD_DIM * 2)
+    q = torch.randn(1, 1, _HEADS, _HEAD_DIM).to(device, torch.bfloat16)
+    k, v = (torch.randn(1, slots, _KV_HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(2))
+    spec = AttnSpec(softmax_scale=_HEAD_DIM**-0.5)
+    return (k.nbytes + v.nbytes) / _median_s(lambda: attn_decode(q, k, v, visible=Visible(), spec=spec), device)
+
+
+def flops(device: torch.device) -> float:
+    """Matrix flop/s of `kernels.attn_fwd`, bf16, no mask."""
+    rows = _ROWS[device.type]
+    q, k, v = (torch.randn(1, rows, _HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(3))
+    whole = (Segment(row=0, pos=0, length=rows),)
+    spec = AttnSpec(causal=False, softmax_scale=_HEAD_DIM**-0.5)
+    seconds = _median_s(lambda: attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec), device)
+    return 4 * _HEADS * rows * rows * _HEAD_DIM / seconds
+
+
+def _median_s(call, device: torch.device) -> float:
+    times = []
+    for _ in range(_REPEATS + 2):
+        _settle(device)
+        start = time.perf_counter()
+        call()
+        _settle(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,148 @@
+"""Messages between ranks, timed and checked."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import comm
+from ..comm import Transfer
+
+Pair = tuple[int, int]  # sender, receiver
+
+
+class Times(NamedTuple):
+    """Seconds of a message and its answer."""
+
+    median: float
+    all: float
+    """Of all `REPEATS` together, one after another."""
+
+
+REPEATS = 8
+_MANY = 40
+_SMALL = 8  # bytes
+_PAUSE_S = 5e-3
+
+
+class Links:
+    """All ranks of the default group call the same methods in the same order, and get the same results."""
+
+    def __init__(self, device: torch.device, timeout_s: float):
+        self.device, self.timeout_s = device, timeout_s
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._early = comm.backend(dist.group.WORLD) == "gloo"  # NCCL runs a pair's messages in order: a receive blocks
+
+    def share(self, value) -> list:
+        """Every rank's value, by rank. All ranks leave it at about the same time."""
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def median(self, seconds: float | None) -> float:
+        """The median over the ranks that have a value."""
+        return statistics.median(s for s in self.share(seconds) if s is not None)
+
+    def exchange(self, pairs: Iterable[Pair], num_bytes: int = _SMALL, *, count: int = 1) -> dict[Pair, Times]:
+        """Every pair at once: `count` messages one way, then a small answer; repeated.
+
+        Where the backend can, receives are posted before the message comes. Raises ValueError if what arrives is not
+        what was sent.
+        """
+        mine = next((pair for pair in pairs if self.rank in pair), None)
+        self.share(None)
+        found = None
+        if mine:
+            run = self._send if self.rank == mine[0] else self._receive
+            found = run(mine[1] if self.rank == mine[0] else mine[0], num_bytes, count)
+        return {pair: times for pair, times in self.share((mine, found)) if times}
+
+    def reduce(self, schedule: str, latency_s: float) -> float:
+        """Seconds that a decode step takes for reducing a tiny state over all ranks, step after step: a median.
+
+        As in decoding, receives are posted before the rank's own work, which is a pause here.
+        """
+        pause = max(_PAUSE_S, 4 * latency_s)  # what says that receives are posted arrives meanwhile
+        state, times = torch.zeros(1, 8, device=self.device), []
+        options = dict(transport="direct", timeout_s=self.timeout_s)
+        self.share(None)
+        for _ in range(_MANY):
+            start = time.perf_counter()
+            reduction = comm.start_reduction(
+                state.shape, state.dtype, self.device, dist.group.WORLD, schedule, **options
+            )
+            time.sleep(pause)
+            reduction.finish(state)
+            times.append(time.perf_counter() - start - pause)
+        return self.median(statistics.median(times[REPEATS:]))
+
+    def gather(self, ranks: tuple[tuple[int, ...], ...], num_bytes: int, transport: str) -> float:
+        """Seconds of an all-gather of num_bytes per rank over a team of all ranks: the slowest rank's median."""
+        team = comm.Team(dist.group.WORLD, ranks, transport, self.timeout_s, ("calibrate", ranks))
+        mine = torch.full((1, num_bytes), self.rank % 251, dtype=torch.uint8, device=self.device)
+        times = []
+        for _ in range(REPEATS):
+            self.share(None)
+            start = self._now()
+            whole = comm.start_gather(mine, team).wait()
+            times.append(self._now() - start)
+        expected = torch.tensor(team.order, device=self.device).remainder(251).to(torch.uint8)[:, None]
+        if not torch.equal(whole, expected.expand_as(whole)):
+            raise ValueError(f"an all-gather among all ranks ({transport}) brought wrong bytes to rank {self.rank}")
+        return max(self.share(statistics.median(times[1:])))
+
+    def _send(self, peer: int, num_bytes: int, count: int) -> Times:
+        message, answer, times = _pattern(num_bytes, self.rank, self.device), self._empty(_SMALL), []
+        for _ in range(_repeats(num_bytes)):
+            answered = self._start_receive(answer, peer) if self._early else None
+            start = self._now()
+            sent = [Transfer(message, peer, None, peer, dist.group.WORLD, self.timeout_s) for _ in range(count)]
+            for transfer in [*sent, answered or self._start_receive(answer, peer)]:
+                transfer.wait()
+            times.append(self._now() - start)
+        return Times(statistics.median(times[1:]), sum(times))
+
+    def _receive(self, peer: int, num_bytes: int, count: int) -> None:
+        buffers, answer = [self._empty(num_bytes) for _ in range(count)], _pattern(_SMALL, self.rank, self.device)
+
+        def post():
+            return [self._start_receive(buffer, peer) for buffer in buffers]
+
+        arriving = post()
+        for left in reversed(range(_repeats(num_bytes))):
+            for transfer in arriving:
+                transfer.wait()
+            self._now()
+            arriving = post() if left and self._early else []
+            Transfer(answer, peer, None, peer, dist.group.WORLD, self.timeout_s).wait()
+            arriving = arriving or (post() if left else [])
+        self._now()
+        expected = _pattern(num_bytes, peer, self.device)
+        if not all(torch.equal(buffer, expected) for buffer in buffers):
+            raise ValueError(f"a message of {num_bytes} bytes from rank {peer} to rank {self.rank} brought wrong bytes")
+
+    def _start_receive(self, buffer, peer: int) -> Transfer:
+        return Transfer(None, peer, buffer, peer, dist.group.WORLD, self.timeout_s)
+
+    def _empty(self, num_bytes: int):
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _repeats(num_bytes: int) -> int:
+    return _MANY if num_bytes == _SMALL else REPEATS
+
+
+def _pattern(num_bytes: int, rank: int, device: torch.device):
+    """Bytes that differ from rank to rank and from each to the next in the message."""
+    period = (torch.arange(251, device=device) * 7 + rank).remainder(251).to(torch.uint8)
+    return period.repeat(num_bytes // 251 + 1)[:num_bytes].contiguous()

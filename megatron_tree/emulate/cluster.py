@@ -1,0 +1,202 @@
+"""An emulated cluster: nodes joined by a network, and functions or scripts run on ranks inside them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import runpy
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .network import Network, enter, require
+from .ranks import Rank, Ranks
+
+_MASTER_ADDR = "10.77.0.1"  # the first node's address (switch.c)
+_FIRST_PORT = 29500
+_NUM_PORTS = 1000  # a port of an earlier run may linger
+_MAX_NODES = 250
+_SWITCH_OUTLIVES_S = 5.0  # the time limit is kept here; the switch's own is for when this process is stuck
+_NUMBER = struct.Struct("=I")
+_SHOWN_RANKS = 4  # late ranks whose stacks an error message shows
+
+
+class Cluster:
+    """Nodes on this machine, joined by a network of a set rate and delay. A context: it exists inside `with`.
+
+    Args:
+        nodes: number of nodes; each is a network namespace with one port to a switch.
+        ranks_per_node: ranks on each; they reach each other over the node's loopback interface.
+        latency_s: seconds from one node's port to another's, one way.
+        rate_bits: bits per second of each node's port, in and out, shared by its ranks.
+        lifetime_s: the cluster and everything in it ends after so many seconds, whatever happens.
+
+    Enter it, and call `run`, on the main thread, before this process uses torch's collectives or thread pools: ranks
+    are forked from it, so that torch is imported once. Nothing outlives the cluster: no process, namespace or file, not
+    even when this process is killed.
+
+    Raises: Unavailable on entering, where root, /dev/net/tun or a C compiler is missing. ValueError for bad arguments.
+    """
+
+    def __init__(
+        self, *, nodes: int, ranks_per_node: int = 1, latency_s: float, rate_bits: float, lifetime_s: float = 600.0
+    ):
+        if not 1 <= nodes <= _MAX_NODES:
+            raise ValueError(f"nodes={nodes}: an emulated cluster has 1 to {_MAX_NODES}")
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={ranks_per_node}: must be at least 1")
+        if latency_s < 0:
+            raise ValueError(f"latency_s={latency_s}: must not be negative")
+        if rate_bits < 1:
+            raise ValueError(f"rate_bits={rate_bits}: must be at least 1 bit per second")
+        if lifetime_s <= 0:
+            raise ValueError(f"lifetime_s={lifetime_s}: must be positive")
+        self.nodes, self.ranks_per_node = nodes, ranks_per_node
+        self.latency_s, self.rate_bits, self.lifetime_s = latency_s, rate_bits, lifetime_s
+        self._network: Network | None = None
+        self._runs = itertools.count()
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @staticmethod
+    def require() -> None:
+        """Raise `Unavailable` where root or /dev/net/tun is missing; makes nothing."""
+        require()
+
+    def __enter__(self) -> Cluster:
+        self._network = Network(
+            nodes=self.nodes,
+            latency_s=self.latency_s,
+            rate_bits=self.rate_bits,
+            lifetime_s=self.lifetime_s + _SWITCH_OUTLIVES_S,
+        )
+        self._end = time.monotonic() + self.lifetime_s
+        return self
+
+    def __exit__(self, *_) -> None:
+        network, self._network = self._network, None
+        network.close()
+
+    def run(self, fn: Callable, *args, timeout_s: float = 120.0) -> list:
+        """fn(*args) on every rank at once; returns what they return, by rank.
+
+        A rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME
+        set, and calls `torch.distributed.init_process_group("gloo")` itself. It stays until all have returned, so none
+        has to wait for another before it returns. fn and args need not be picklable; results must be.
+
+        Raises: RuntimeError with the last output of the ranks that failed, or with the stacks of those that have not
+        returned after timeout_s seconds. No rank is left then.
+        """
+        results = [os.memfd_create(f"result of rank {number}") for number in range(self.world_size)]
+        returned, leave = os.pipe(), os.pipe()
+
+        def body(number: int) -> int:
+            with open(results[number], "wb", closefd=False) as file:
+                pickle.dump(fn(*args), file)
+            os.write(returned[1], _NUMBER.pack(number))
+            os.read(leave[0], 1)
+            return 0
+
+        def one_returned() -> None:
+            ranks.idle.update(_NUMBER.unpack(os.read(returned[0], _NUMBER.size)))
+            if len(ranks.idle) == self.world_size:
+                os.write(leave[1], b"." * self.world_size)
+
+        try:
+            with Ranks() as ranks:
+                ranks.call_when_readable(returned[0], one_returned)
+                self._start_and_wait(ranks, body, timeout_s)
+                if failed := ranks.failed():
+                    raise RuntimeError("\n\n".join(map(self._describe, failed)))
+            return [_load(result) for result in results]
+        finally:
+            for fd in (*results, *returned, *leave):
+                os.close(fd)
+
+    def run_script(self, argv: list[str], *, on_line: Callable[[int, str], None], timeout_s: float) -> int:
+        """Run a Python script as the launchers do, on every rank, and return the first failing exit status, or 0.
+
+        argv: a script and its arguments, or "-m", a module and its arguments. on_line(rank, line) gets the output.
+        Raises: ValueError if there is no such script. RuntimeError if a rank takes longer than timeout_s seconds.
+        """
+        if not argv or argv == ["-m"]:
+            raise ValueError("no script given: name a Python file, or -m and a module, after --")
+        if argv[0] != "-m" and not Path(argv[0]).is_file():
+            raise ValueError(f"no such script: {argv[0]}")
+        with Ranks(on_line) as ranks:
+            self._start_and_wait(ranks, lambda number: _run_as_main(argv), timeout_s)
+            failed = ranks.failed()
+            return 0 if not failed else failed[0].status if failed[0].status > 0 else 128 - failed[0].status
+
+    def _start_and_wait(self, ranks: Ranks, body: Callable[[int], int], timeout_s: float) -> None:
+        """Run body(number) on every rank until all have ended or one has failed. RuntimeError at a time limit."""
+        self._require_network()
+        _require_forkable()
+        if time.monotonic() > self._end:
+            raise RuntimeError(f"the cluster is past its lifetime_s={self.lifetime_s:g}: make it longer")
+        port = _FIRST_PORT + next(self._runs) % _NUM_PORTS
+        for number in range(self.world_size):
+            ranks.start(number, lambda number=number: self._enter_and_run(number, port, body))
+        limit, left = f"timeout_s={timeout_s:g}", self._end - time.monotonic()
+        if left < timeout_s:
+            limit = f"the cluster's lifetime_s={self.lifetime_s:g}: make it longer"
+        ranks.wait(min(timeout_s, left), self._require_network)
+        if late := ranks.late:
+            stacks = "\n\n".join(map(self._describe, late[:_SHOWN_RANKS]))
+            raise RuntimeError(f"ranks {[rank.number for rank in late]} had not finished after {limit}\n\n{stacks}")
+
+    def _require_network(self) -> None:
+        if self._network is None:
+            raise RuntimeError("the cluster does not exist: use it inside `with Cluster(...) as cluster:`")
+        if not self._network.running:
+            raise RuntimeError(f"the emulated network has ended: {self._network.why_ended()}")
+
+    def _enter_and_run(self, number: int, port: int, body: Callable[[int], int]) -> int:
+        """In a forked rank: take its place in the cluster, then do its work."""
+        node, local = divmod(number, self.ranks_per_node)
+        enter(self._network.namespaces[node])
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[(node + local) % len(cores)]})  # so that first ranks of nodes don't share one
+        os.environ.update(
+            RANK=str(number),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK=str(local),
+            LOCAL_WORLD_SIZE=str(self.ranks_per_node),
+            MASTER_ADDR=_MASTER_ADDR,
+            MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME="eth0",
+            OMP_NUM_THREADS="1",
+        )
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(1)
+        return body(number)
+
+    def _describe(self, rank: Rank) -> str:
+        return f"node {rank.number // self.ranks_per_node}, {rank.describe()}"
+
+
+def _require_forkable() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        raise RuntimeError("torch.distributed is initialized in this process, and its threads don't survive a fork")
+
+
+def _load(result: int):
+    with open(result, "rb", closefd=False) as file:
+        file.seek(0)
+        return pickle.load(file)
+
+
+def _run_as_main(argv: list[str]) -> int:
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+    return 0

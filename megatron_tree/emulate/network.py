@@ -1,0 +1,150 @@
+"""The network of an emulated cluster: building and starting switch.c, and what a process sees of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("switch.c")
+_START_S = 30.0
+_STOP_S = 10.0
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+
+
+class Unavailable(RuntimeError):
+    """A cluster can't be emulated on this machine; the message says what is missing."""
+
+
+def network_bytes() -> dict[str, int]:
+    """Bytes that the calling rank's node has sent so far: {"network": to other nodes, "loopback": inside the node}.
+
+    Payload and TCP/IP headers, counted by the kernel; a large send counts its headers about once, as it leaves TCP.
+    Raises: RuntimeError outside of an emulated node.
+    """
+    sent = {}
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
+        name, _, counters = line.partition(":")
+        sent[name.strip()] = int(counters.split()[8])
+    if set(sent) != {"lo", "eth0"}:
+        raise RuntimeError(f"network_bytes: this process is in no emulated node; it sees the interfaces {sorted(sent)}")
+    return {"network": sent["eth0"], "loopback": sent["lo"]}
+
+
+def require() -> None:
+    """Raise `Unavailable` unless this process may make network namespaces and TUN devices."""
+    if sys.platform != "linux":
+        raise Unavailable(f"an emulated cluster needs Linux's network namespaces; this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise Unavailable("an emulated cluster needs root, for network namespaces and TUN devices: run it with sudo")
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        raise Unavailable(
+            "an emulated cluster needs /dev/net/tun: load the kernel module tun (modprobe tun), or give the container "
+            "the device (docker run --cap-add NET_ADMIN --cap-add SYS_ADMIN --device /dev/net/tun)"
+        )
+
+
+def build_switch() -> Path:
+    """The compiled switch of this source, built on first use and kept in the user's cache directory.
+
+    Raises: Unavailable without a C compiler, or if it fails.
+    """
+    source = _SOURCE.read_bytes()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
+    program = cache / f"switch-{hashlib.sha256(source).hexdigest()[:16]}"
+    if os.access(program, os.X_OK):
+        return program
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise Unavailable("an emulated cluster needs a C compiler (cc, gcc or clang) once, to build its switch")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            part = Path(folder) / "switch"
+            command = [compiler, "-O2", "-o", part, _SOURCE]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode:
+                raise Unavailable(f"{compiler} can't build {_SOURCE} (Linux headers missing?):\n{done.stderr}")
+            part.replace(program)
+    except OSError as error:
+        raise Unavailable(f"can't keep the switch in {cache}: {error}; set XDG_CACHE_HOME to another folder") from error
+    return program
+
+
+class Network:
+    """The running switch and the namespaces it holds. `close` ends every process in them."""
+
+    def __init__(self, *, nodes: int, latency_s: float, rate_bits: float, lifetime_s: float):
+        require()
+        arguments = (nodes, f"{rate_bits:.0f}", f"{latency_s * 1e9:.0f}", f"{lifetime_s:.3f}", os.getpid())
+        self._errors = os.fdopen(os.memfd_create("errors of the switch"), "w+b")
+        self._switch = subprocess.Popen(
+            [build_switch(), *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C is for us: it ends by our doing
+        )
+        self.namespaces: list[int] = []
+        try:
+            _, *words = self._switch.stdout.readline().decode().split() or [""]
+            if not words:
+                raise Unavailable(f"the emulated network can't be made: {self.why_ended()}")
+            *numbers, realtime = words
+            self.realtime = realtime == "realtime=1"
+            for number in numbers:
+                self.namespaces.append(os.open(f"/proc/{self._switch.pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def running(self) -> bool:
+        return self._switch.poll() is None
+
+    def why_ended(self) -> str:
+        """What the switch, which has ended, said last."""
+        status = self._switch.wait(_STOP_S)
+        self._errors.seek(0)
+        return self._errors.read().decode().strip() or f"the switch ended with status {status}"
+
+    def close(self) -> None:
+        """Kill all processes in the nodes and take the network down."""
+        self._switch.terminate()
+        try:
+            self._switch.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._switch.kill()
+            self._switch.wait()
+        self._switch.stdout.close()
+        self._errors.close()
+        for namespace in self.namespaces:
+            with contextlib.suppress(OSError):
+                os.close(namespace)
+        self.namespaces.clear()
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which forked it, ends."""
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def enter(namespace: int) -> None:
+    """Move this process into a network namespace, given as a file descriptor."""
+    libc = _libc()
+    if libc.setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "can't enter the node's network namespace")
+
+
+def _libc():
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,18 @@
+"""`@emulated` marks tests that need an emulated cluster; where there can be none they are skipped, with the reason."""
+
+import pytest
+
+from megatron_tree.emulate import Cluster, Unavailable
+from megatron_tree.emulate.network import build_switch
+
+
+def _why_unavailable():
+    try:
+        Cluster.require()
+        build_switch()
+    except Unavailable as error:
+        return str(error)
+
+
+_why = _why_unavailable()
+emulated = pytest.mark.skipif(_why is not None, reason=str(_why))
