@@ -42,6 +42,9 @@ class TreeConfig:
     """The network that the planner reckons with: a name in configs/topology, or the path of a YAML file, for instance
     one that `python -m megatron_tree.calibrate` wrote. None: a usual one of the backend's kind."""
 
+    memory_budget: int | None = None
+    """Bytes of communication buffers that the planner may spend on a rank; what needs more is not considered."""
+
     transport: str = "auto"
     """How messages travel: "direct" (point-to-point, gloo on CPU), "builtin" (the backend's collectives); "auto"."""
 
@@ -73,6 +76,9 @@ class TreeConfig:
             raise ValueError(f"head_groups={groups!r} must be a positive integer that divides the KV heads, or None")
         if groups is not None and self.schedule == "ring":
             raise ValueError(f"head_groups={groups} has no meaning with schedule='ring': leave one of the two out")
+        budget = self.memory_budget
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+            raise ValueError(f"memory_budget={budget!r} must be a positive number of bytes, or None")
         if self.topology is not None and not isinstance(self.topology, str):
             raise ValueError(f"topology={self.topology!r} must be a name or the path of a YAML file, or None")
 

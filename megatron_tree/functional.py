@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+import zlib
 from typing import NamedTuple
 
 import torch
@@ -75,10 +76,10 @@ def tree_attn_func(
         raise
     signature = (
         f"tree_attn_func; batch={q.shape[0]}; seq_len={seq_len}; heads and head_dim={tuple(shape)}; dtype={q.dtype}; "
-        f"{spec}; sinks={sinks is not None}; layout={layout!r}; {config}"
+        f"{spec}; sinks={sinks is not None}; layout={layout!r}; {config}; topology={network.digest}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    topology, placement = network.placed(cp_group, q.device, config)
+    topology, _, placement = network.placed(cp_group, q.device, config)
     plan = plan_training(
         world,
         shape,
@@ -92,6 +93,7 @@ def tree_attn_func(
         grid=config.grid,
         grid_backward=config.grid_backward,
         head_groups=config.head_groups,
+        memory_budget=config.memory_budget,
     )
     if world > 1 and rank == 0:
         h, h_kv, d, _ = shape
@@ -120,6 +122,8 @@ class _Network(NamedTuple):
     """What the planner reckons with, and in `topology.transport` how messages will really travel."""
 
     topology: Topology
+    digest: str
+    """Name and checksum of the topology: files of one name may differ between hosts."""
     placement: Placement | None
 
     @classmethod
@@ -133,8 +137,8 @@ class _Network(NamedTuple):
         wanted = config.transport
         if wanted == "auto" and config.topology is not None and topology.transport == "builtin":
             wanted = "builtin"  # measured, or meant for another backend
-        transport = comm.resolve_transport(group, device, wanted)
-        return cls(dataclasses.replace(topology, transport=transport), None)
+        topology = dataclasses.replace(topology, transport=comm.resolve_transport(group, device, wanted))
+        return cls(topology, f"{topology.name} ({zlib.crc32(repr(topology).encode()):08x})", None)
 
     def placed(self, group, device: torch.device, config: TreeConfig) -> _Network:
         """The same with its ranks on their hosts; collective at the group's first call."""
@@ -193,7 +197,7 @@ def tree_decode(
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
         schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
             (inside nodes first), "ring" (baseline).
-        config: `TreeConfig`; backend, topology, transport, timeout_s and check are used.
+        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s and check are used.
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
@@ -216,10 +220,10 @@ def tree_decode(
     signature = (
         f"tree_decode; q={tuple(q.shape)}; num_heads_kv={h_kv}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
         f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}; "
-        f"transport={network.topology.transport}; topology={config.topology}"
+        f"memory_budget={config.memory_budget}; transport={network.topology.transport}; topology={network.digest}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    topology, placement = network.placed(cp_group, q.device, config)
+    topology, _, placement = network.placed(cp_group, q.device, config)
     plan = plan_decode(
         world,
         rows=b * s_q * h,
@@ -228,6 +232,7 @@ def tree_decode(
         topology=topology,
         placement=placement,
         schedule=schedule,
+        memory_budget=config.memory_budget,
     )
     if schedule == "auto" and world > 1 and s_q == 1:
         say_once(f"decode schedule: {plan.reason}")

@@ -117,29 +117,27 @@ def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
 
     def compute(group: HeadGroup, gathered) -> list:
         keys, values = _views(gathered[0], k[:, :, group.kv], v[:, :, group.kv])
-        mine = [dq[:, :, group.q], dk[:, :, group.kv], dv[:, :, group.kv]]
-        sums = [torch.zeros_like(x, dtype=dq.dtype) for x in (keys, values)] if cell.row.size > 1 else mine[1:]
+        mine = dq[:, :, group.q], dk[:, :, group.kv], dv[:, :, group.kv]
+        sums, started = None, []
         if cell.other_keys:
             own = (dout[:, :, group.q], q[:, :, group.q], keys, values, lse[:, group.q], delta[:, group.q])
-            parts = kernels.attn_bwd(*own, q_segments=cell.own, k_segments=cell.other_keys, **options)
-            for total, part in zip((mine[0], *sums), parts):
-                total += part
-        started = []
+            part, *sums = kernels.attn_bwd(*own, q_segments=cell.own, k_segments=cell.other_keys, **options)
+            mine[0].add_(part)
         if cell.column.size > 1:
             words = gathered[1].shape[-1] - q.shape[-1] - dout.shape[-1]
             queries, douts, statistics = gathered[1].transpose(0, 1).split((q.shape[-1], dout.shape[-1], words), -1)
             lses, deltas = bits_float(statistics, lse.dtype).permute(3, 0, 2, 1)  # [b, h, a * rows] each
             others = (douts, queries, keys, values, lses, deltas)
-            parts = kernels.attn_bwd(*others, q_segments=cell.other_queries, k_segments=cell.all_keys, **options)
-            parts[0][:, cell.own_query_rows] = mine[0]
-            for total, part in zip(sums, parts[1:]):
-                total += part
-            down = parts[0].transpose(0, 1).to(job.wire)
-            started.append(comm.start_reduce_scatter(down, cell.column, reducer))
+            down, *parts = kernels.attn_bwd(*others, q_segments=cell.other_queries, k_segments=cell.all_keys, **options)
+            down[:, cell.own_query_rows] = mine[0]
+            started.append(comm.start_reduce_scatter(down.transpose(0, 1).to(job.wire), cell.column, reducer))
+            if cell.row.size == 1:
+                sums = mine[1:]
+            sums = _add(sums, parts)
         if cell.row.size > 1:
-            for total, own in zip(sums, mine[1:]):
-                total[:, cell.own_key_rows] += own
-            along = torch.cat(sums, -1).transpose(0, 1).to(job.wire)
+            sums = sums or [torch.zeros_like(x, dtype=dq.dtype) for x in (keys, values)]
+            _add([x[:, cell.own_key_rows] for x in sums], mine[1:])
+            along = torch.cat([x.to(job.wire) for x in sums], -1).transpose(0, 1)
             started.append(comm.start_reduce_scatter(along, cell.row, reducer))
         return started
 
@@ -153,6 +151,15 @@ def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
         dkv = torch.cat([parts[-1] for parts in reduced], 2).transpose(0, 1)[:, :s]
         dk, dv = dkv.split((k.shape[-1], v.shape[-1]), -1)
     return dq, dk, dv
+
+
+def _add(totals, parts):
+    """parts added to totals in place; the parts themselves where there are no totals yet."""
+    if totals is None:
+        return parts
+    for total, part in zip(totals, parts):
+        total.add_(part)
+    return totals
 
 
 def _pipeline(groups, arriving, gather, compute) -> list[list]:

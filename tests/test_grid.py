@@ -136,6 +136,7 @@ def test_decode_over_hosts(place):
 BAD = [
     (dict(head_groups=3), r"head_groups=3 must divide num_heads_kv=4"),
     (dict(grid_backward=(3, 2)), r"grid_backward=\(3, 2\) has 6 cells but cp_group has 2 ranks"),
+    (dict(memory_budget=10), "memory_budget=10 bytes is too small for the forward's communication buffers"),
     (dict(topology="moon"), "topology 'moon' is unknown: name one of .*dgx_h100"),
     (dict(topology="laptop.yaml"), "topology file laptop.yaml"),
 ]

@@ -128,7 +128,7 @@ def _bars(ax, rows: list[Row], metric) -> None:
     predicted = [(p, name) for name, (_, _, p) in zip(names, found) if p]
     if predicted:
         ax.plot(*zip(*predicted), marker="o", mfc="none", mec="grey", mew=2, linestyle="none", markersize=8)
-    if found[-1][1] > 5 * found[0][1]:
+    if found[-1][1] > 100 * found[0][1]:
         ax.set_xscale("log")
     ax.grid(alpha=0.3)
     ax.tick_params(labelsize=8)

@@ -23,7 +23,8 @@ def start_gather(x: Tensor, team: Team) -> Pending:
     """
     note("all_gather", team.size, (team.size - 1) * x.nbytes)
     gather = _gather_direct if team.transport == "direct" else _gather_builtin
-    return Pending(gather(x.contiguous(), team), x.device, (x,))
+    x = x.contiguous()
+    return Pending(gather(x, team), x.device, (x,))
 
 
 def _gather_direct(x: Tensor, team: Team):

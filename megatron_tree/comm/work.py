@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Generator
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..errors import CommError
 from .groups import group_rank, group_size, note
 
-TAGS = 1 << 16  # tags go round: no two messages of the same tag are ever under way that far apart
+TAGS = 1 << 30  # then they start again
 
 
 def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
@@ -45,16 +46,25 @@ def _settle_at_exit() -> None:
     atexit.register(time.sleep, 0.1)
 
 
-def failure(op: str, group, timeout_s: float, error: Exception, ranks=None) -> CommError:
+def failure(op: str, group, timeout_s: float, error: Exception, ranks=None, peer: int | None = None) -> CommError:
+    """What to raise for an operation that failed; ranks and peer are those of the group."""
     world = dist.get_process_group_ranks(group)
     ranks = world if ranks is None else sorted(world[r] for r in ranks)
+    at = "" if peer is None else f", in a message with rank {world[peer]}"
     return CommError(
-        f"{op} among ranks {ranks} failed on rank {dist.get_rank()} (time limit {timeout_s:g} s): {error}. A peer "
+        f"{op} among ranks {ranks} failed on rank {dist.get_rank()} (time limit {timeout_s:g} s){at}: {error}. A peer "
         "has died, is stuck or called something else; look at the first error of the other ranks"
     )
 
 
 _tags: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> counter
+
+
+class Message(NamedTuple):
+    """One tensor under way to or from a group rank."""
+
+    work: dist.Work
+    peer: int
 
 
 class Mail:
@@ -68,9 +78,9 @@ class Mail:
         self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._tag = 1 + next(_tags.setdefault(group, itertools.count())) % TAGS
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[Message, Tensor]] = []
 
-    def receive(self, x: Tensor, source: int) -> dist.Work:
+    def receive(self, x: Tensor, source: int) -> Message:
         """Post the receive of x, contiguous, from a group rank."""
         return self._start(self._group.recv, x, source)
 
@@ -78,25 +88,28 @@ class Mail:
         """Start to send x, contiguous; it is kept until `sent`."""
         self._sent.append((self._start(self._group.send, x, to), x))
 
-    def wait(self, *receives: dist.Work) -> None:
+    def wait(self, *receives: Message) -> None:
         """Wait for receives."""
-        try:
-            for work in receives:
-                work.wait(self._limit)
-        except RuntimeError as error:
-            raise failure(self._op, self._group, self._timeout_s, error, self._ranks) from error
+        for message in receives:
+            try:
+                message.work.wait(self._limit)
+            except RuntimeError as error:
+                raise self._failure(error, message.peer) from error
         _settle_at_exit()
 
     def sent(self) -> None:
         """Wait until everything that was sent has left."""
-        self.wait(*(work for work, _ in self._sent))
+        self.wait(*(message for message, _ in self._sent))
         self._sent.clear()
 
-    def _start(self, start, x: Tensor, peer: int) -> dist.Work:
+    def _start(self, start, x: Tensor, peer: int) -> Message:
         try:
-            return start([x], peer, self._tag)  # as dist.isend and irecv, without their checks
+            return Message(start([x], peer, self._tag), peer)  # as dist.isend and irecv, without their checks
         except RuntimeError as error:
-            raise failure(self._op, self._group, self._timeout_s, error, self._ranks) from error
+            raise self._failure(error, peer) from error
+
+    def _failure(self, error: RuntimeError, peer: int) -> CommError:
+        return failure(self._op, self._group, self._timeout_s, error, self._ranks, peer)
 
 
 class Pending:

@@ -87,12 +87,21 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
 def _out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """Some out [b, s, h, d_v] with rowsum(dout * out) = delta [b, h, s]: delta / dout at dout's largest entry.
 
-    |delta| <= |dout| |true out|, so the entry is at most sqrt(d_v) |true out|: it can't overflow.
+    |delta| <= |dout| |true out|, so the entry is at most sqrt(d_v) |true out|: it can't overflow. What rounding it to
+    out's dtype leaves goes to the second largest entry, unless dout is too small there: rows that see few keys have
+    dout.v - delta near 0, and need delta to more digits than a half-precision number has.
     """
-    where = dout.abs().argmax(-1, keepdim=True)
+    where = dout.abs().topk(min(2, dout.shape[-1]), -1).indices
     top = dout.gather(-1, where).to(delta.dtype)
-    entry = torch.where(top == 0, 0.0, delta.transpose(1, 2)[..., None] / torch.where(top == 0, 1.0, top))
-    return torch.zeros_like(dout).scatter_(-1, where, entry.to(dout.dtype))
+    divisor = torch.where(top == 0, 1.0, top)
+    rest, entries = delta.transpose(1, 2)[..., None], []
+    for i in range(top.shape[-1]):
+        entry = torch.where(top[..., i : i + 1] == 0, 0.0, rest / divisor[..., i : i + 1])
+        if entries:
+            entry = torch.where(entry.abs() <= entries[0].abs(), entry, 0.0)
+        entries.append(entry.to(dout.dtype))
+        rest = rest - entries[-1].to(rest.dtype) * top[..., i : i + 1]
+    return torch.zeros_like(dout).scatter_(-1, where, torch.cat(entries, -1))
 
 
 def _mask(block: Block, q: Tensor, spec: AttnSpec) -> Tensor | None:

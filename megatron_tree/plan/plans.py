@@ -28,7 +28,7 @@ class Cost:
     steps: int
     """Exchanges or collectives that wait for one another."""
     peak_bytes: int
-    """Communication buffers of the busiest rank, beyond its inputs and outputs."""
+    """Buffers of the busiest rank: what is gathered, partial or received, beyond its inputs and outputs."""
 
     @property
     def bytes(self) -> float:

@@ -41,6 +41,8 @@ class Call(NamedTuple):
     kv: int
     flops: float
     """Of one rank, forward."""
+    widening: float
+    """How much larger than what travels the kernels' results are, which are fp32."""
 
     @classmethod
     def of(cls, world: int, shape: Shape, *, batch: int, seq_len: int, bytes_per_word: int, causal: bool) -> Call:
@@ -53,6 +55,7 @@ class Call(NamedTuple):
             statistic=tokens * h * STATISTIC,
             kv=tokens * h_kv * (d + d_v) * bytes_per_word,
             flops=2 * pairs * (d + d_v),
+            widening=max(1.0, 4 / bytes_per_word),
         )
 
     def column(self, backward: bool) -> tuple[int, int]:
@@ -137,11 +140,25 @@ def _stage_seconds(net: Network, collectives: list[list[tuple[tuple, float]]], *
     return times if net.direct else [sum(times)]
 
 
+def _grid_buffers(call: Call, grid: tuple[int, int], groups: int, backward: bool) -> float:
+    """Bytes of gathered, partial and received tensors, and of the kernels' results."""
+    a, b = grid
+    if a == b == 1:
+        return 0.0
+    (down, up), (along, back) = call.column(backward), call.row(backward)
+    queries, keys = (call.q, call.kv) if backward else (call.o, 0)  # what a share's queries and keys result in
+    column, row = a > 1, b > 1
+    gathered = a * down * column + b * along * row
+    partial = a * up * column + b * back * row
+    results = a * queries * column + queries * row + b * keys * (row + (row and column))
+    alive = min(groups, 2) / groups
+    return alive * (gathered + partial) + partial / groups + (results / groups + queries + keys) * call.widening
+
+
 def grid_plan(
     net: Network, call: Call, grid: tuple[int, int], inner: tuple[int, int], groups: int, backward: bool
 ) -> PassPlan:
     """One pass on a nested grid, pipelined over head groups."""
-    a, b = grid
     (down, up), (along, back) = call.column(backward), call.row(backward)
     sent = [0.0] * len(net.topology.levels)
     times, steps = [], 0
@@ -158,15 +175,12 @@ def grid_plan(
         for peers, share in (stage for collective in gathers + reduces for stage in collective):
             for level, n, _ in peers:
                 sent[level] += part * groups * n * share
-    alive = min(groups, 2) / groups
-    gathered = (a * down if a > 1 else 0) + (b * along if b > 1 else 0)
-    partial = (a * up if a > 1 else 0) + (b * back if b > 1 else 0)
     cost = Cost(
         time_s=max(times),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=groups * steps,
-        peak_bytes=round(alive * (gathered + partial) + partial / groups),
+        peak_bytes=round(_grid_buffers(call, grid, groups, backward)),
     )
     return PassPlan(schedule="grid", grid=grid, inner=inner, head_groups=groups, cost=cost)
 
@@ -175,6 +189,7 @@ def ring_plan(net: Network, call: Call, backward: bool) -> PassPlan:
     """One pass of the ring at its best: each shift runs while the share at hand is computed."""
     p, compute = net.world, call.seconds(net.topology, backward)
     shifted = [call.kv, call.kv] if backward else [call.kv]
+    results = call.q + call.kv if backward else call.o  # the sum and this step's part
     step, each = net.shift(shifted)
     time = (p - 1) * max(step, compute / p) + compute / p
     sent = [(p - 1) * n for n in each]
@@ -187,6 +202,6 @@ def ring_plan(net: Network, call: Call, backward: bool) -> PassPlan:
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=(p - 1) + (backward and p > 1),
-        peak_bytes=2 * sum(shifted) if p > 1 else 0,
+        peak_bytes=round(2 * (sum(shifted) + results * call.widening)) if p > 1 else 0,
     )
     return PassPlan(schedule="ring", grid=(1, p), inner=(1, net.block), head_groups=1, cost=cost)
