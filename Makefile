@@ -16,7 +16,7 @@ slow:            ## the slow tests
 	bash launch/test.sh -m slow
 
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
-	python -m pytest tests/gpu tests/test_triton.py
+	python -m pytest tests/gpu tests/test_triton.py tests/test_dropout.py
 	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F)
 
 lint:            ## ruff

@@ -2,8 +2,9 @@
 
 from .config import TreeConfig
 from .errors import CommError, TreeError
-from .functional import shard_sequence, tree_attn_func, tree_decode, unshard_sequence
-from .shard import shard_positions
+from .functional import tree_attn_func, tree_attn_varlen_func, tree_decode
+from .sequences import shard_sequence, unshard_sequence
+from .shard import packed_layout, shard_positions
 
 __version__ = "0.1.0"
 
@@ -11,9 +12,11 @@ __all__ = [
     "CommError",
     "TreeConfig",
     "TreeError",
+    "packed_layout",
     "shard_positions",
     "shard_sequence",
     "tree_attn_func",
+    "tree_attn_varlen_func",
     "tree_decode",
     "unshard_sequence",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 SCHEDULES = ("auto", "grid", "ring")
 BACKENDS = ("auto", "triton", "aten", "reference")
@@ -37,6 +38,11 @@ class TreeConfig:
     head_groups: int | None = None
     """Groups of KV heads that are gathered, computed and reduced one after another, so that communication overlaps
     compute and buffers stay small; it must divide the KV heads. None: the planner chooses."""
+
+    ulysses_size: int = 1
+    """Ulysses x tree: heads are split over this many neighbouring ranks by all-to-alls before and after, and the tree
+    (or the ring) joins ranks with the same heads. It must divide the ranks and the query heads, and divide the KV heads
+    or be a multiple of them. `grid` then is that of ranks / ulysses_size."""
 
     topology: str | None = None
     """The network that the planner reckons with: a name in configs/topology, or the path of a YAML file, for instance
@@ -76,6 +82,9 @@ class TreeConfig:
             raise ValueError(f"head_groups={groups!r} must be a positive integer that divides the KV heads, or None")
         if groups is not None and self.schedule == "ring":
             raise ValueError(f"head_groups={groups} has no meaning with schedule='ring': leave one of the two out")
+        size = self.ulysses_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"ulysses_size={size!r} must be a positive integer that divides the ranks and the heads")
         budget = self.memory_budget
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
             raise ValueError(f"memory_budget={budget!r} must be a positive number of bytes, or None")
@@ -93,6 +102,20 @@ class TreeConfig:
         return tuple(grid)
 
 
+class Dropout(NamedTuple):
+    """Attention dropout whose mask is a function of (seed, sequence, head, query position, key position) alone.
+
+    So every rank, block and backend that computes a (query, key) pair drops it or keeps it alike.
+    """
+
+    p: float
+    """Probability that a weight is dropped, 0 < p < 1; those kept are scaled by 1 / (1 - p)."""
+    seed: int
+    """0 <= seed < 2**63, the same on every rank."""
+    first_head: int = 0
+    """Number of the tensors' head 0 among all heads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttnSpec:
     """The mathematics of one attention call, the same on every rank and for every block of it."""
@@ -103,6 +126,13 @@ class AttnSpec:
     """(left, right): query i sees keys i-left .. i+right; -1 = unbounded. Causal acts as right = 0."""
     softcap: float = 0.0
     """Logits become softcap * tanh(logits / softcap); 0 turns it off."""
+    dropout: Dropout | None = None
+
+    def heads_from(self, first: int) -> AttnSpec:
+        """The same call for tensors that hold its query heads from `first` on."""
+        if self.dropout is None or first == 0:
+            return self
+        return replace(self, dropout=self.dropout._replace(first_head=self.dropout.first_head + first))
 
     @property
     def left(self) -> int | None:

@@ -10,8 +10,11 @@ For one query q with keys k_a, values v_a and a source vector zeta
 - backward: for an upstream g the loss is d/de F(e * g) at e = 0; differentiating that again by q, k, v gives
             the attention backward                           (`attention_grads`)
 
-A sink is one more term with score `sinks[h]` and value 0. Everything here is dense and plain: it is the oracle of
-the tests when called in float64, and it is read before any kernel is.
+A sink is one more term with score `sinks[h]` and value 0. Under dropout the value that a query finds at key a is
+keep_a / (1 - p) * v_a (`dropout.keep_weights`): out and its gradients change, lse = F(0) does not.
+
+Everything here is dense and plain: it is the oracle of the tests when called in float64, and it is read before any
+kernel is.
 """
 
 from __future__ import annotations
@@ -58,11 +61,17 @@ def logsumexp(s: Tensor) -> Tensor:
     return torch.where(empty, NEG_INF, m.squeeze(-1) + torch.log(torch.where(empty, 1.0, total)))
 
 
-def energy(q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, spec: AttnSpec, keep=None, sinks=None) -> Tensor:
-    """F(zeta) [b, s_q, h] for a source zeta [b, s_q, h, d_v]; v [b, s_k, h_kv, d_v]; sinks [h] or None."""
+def energy(q, k, v, zeta: Tensor, spec: AttnSpec, keep=None, sinks=None, keep_weights=None) -> Tensor:
+    """F(zeta) [b, s_q, h] for a source zeta [b, s_q, h, d_v]; v [b, s_k, h_kv, d_v]; sinks [h] or None.
+
+    keep_weights [b, h, s_q, s_k]: what dropout multiplies each pair's value by.
+    """
+    assert spec.dropout is None or keep_weights is not None, "the oracle takes dropout as keep_weights"
     b, s_q, h, _ = q.shape
     h_kv = v.shape[2]
     source = torch.einsum("bqngd,bknd->bngqk", zeta.reshape(b, s_q, h_kv, h // h_kv, v.shape[-1]), v)
+    if keep_weights is not None:
+        source = source * keep_weights.unflatten(1, (h_kv, h // h_kv))
     terms = scores(q, k, spec, keep) + source
     if sinks is not None:
         leaf = sinks.to(terms.dtype).reshape(1, h_kv, h // h_kv, 1, 1).expand(b, -1, -1, s_q, 1)
@@ -70,33 +79,38 @@ def energy(q: Tensor, k: Tensor, v: Tensor, zeta: Tensor, spec: AttnSpec, keep=N
     return logsumexp(terms).permute(0, 3, 1, 2).reshape(b, s_q, h)
 
 
-def _derive(q, k, v, spec, keep, sinks, create_graph):
+def _derive(q, k, v, spec, keep, sinks, keep_weights, create_graph):
     with torch.enable_grad():
         zeta = q.new_zeros(*q.shape[:3], v.shape[-1]).requires_grad_()
-        f = energy(q, k, v, zeta, spec, keep, sinks)
+        f = energy(q, k, v, zeta, spec, keep, sinks, keep_weights)
         (out,) = torch.autograd.grad(f.sum(), zeta, create_graph=create_graph)
     return out, f
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, spec: AttnSpec, keep: Tensor | None = None, sinks=None):
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, spec: AttnSpec, keep: Tensor | None = None, sinks=None, keep_weights=None
+) -> tuple[Tensor, Tensor]:
     """Attention as the gradient of the energy.
 
     Args: q [b, s_q, h, d], k [b, s_k, h_kv, d], v [b, s_k, h_kv, d_v], any one dtype; keep bool [s_q, s_k] or
-    [b, s_q, s_k]; sinks [h]. Returns: out [b, s_q, h, d_v], lse [b, h, s_q] in the inputs' dtype; a query that sees
-    nothing gets out 0 and lse -inf.
+    [b, s_q, s_k]; sinks [h]; keep_weights [b, h, s_q, s_k], needed where spec has dropout. Returns: out
+    [b, s_q, h, d_v], lse [b, h, s_q] in the inputs' dtype; a query that sees nothing gets out 0 and lse -inf.
     """
-    out, f = _derive(q, k, v, spec, keep, sinks, create_graph=False)
+    out, f = _derive(q, k, v, spec, keep, sinks, keep_weights, create_graph=False)
     return out.detach(), f.detach().transpose(1, 2)
 
 
-def attention_grads(q, k, v, dout, *, spec: AttnSpec, keep=None, sinks=None, dlse=None) -> tuple[Tensor, ...]:
+def attention_grads(
+    q, k, v, dout, *, spec: AttnSpec, keep=None, sinks=None, dlse=None, keep_weights=None
+) -> tuple[Tensor, ...]:
     """Gradients (dq, dk, dv) and, with sinks, dsinks: the second derivative of the energy along dout [b, s_q, h, d_v].
 
     dlse [b, h, s_q] adds the gradient that flows through the returned lse = F(0).
     """
     leaves = [t.detach().requires_grad_() for t in ((q, k, v) if sinks is None else (q, k, v, sinks))]
     q, k, v = leaves[:3]
-    out, f = _derive(q, k, v, spec, keep, leaves[3] if sinks is not None else None, create_graph=True)
+    sinks = leaves[3] if sinks is not None else None
+    out, f = _derive(q, k, v, spec, keep, sinks, keep_weights, create_graph=True)
     loss = (out * dout).sum()
     if dlse is not None:
         lse = f.transpose(1, 2)

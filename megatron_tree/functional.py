@@ -1,28 +1,27 @@
 """The public functions: check the input, plan, run. Start reading here.
 
-`tree_attn_func` is attention over a sequence sharded across cp_group, for training and prefill; `tree_decode` is
-attention of a few replicated queries over a sharded KV cache. Tensors are [batch, sequence, heads, head_dim] as in
-flash-attn. Bad input raises ``ValueError`` before anything is sent, and ranks whose arguments differ all get one.
+`tree_attn_func` is attention over a sequence sharded across cp_group, for training and prefill, `tree_attn_varlen_func`
+the same for packed documents; `tree_decode` is attention of a few replicated queries over a sharded KV cache. Tensors
+are [batch, sequence, heads, head_dim] as in flash-attn. Bad input raises ``ValueError`` before anything is sent, and
+ranks whose arguments differ all get one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-import zlib
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import autograd, comm, decode
-from .agree import agree, tell_failure
+from . import comm, decode
+from .agree import agree, telling
+from .attend import attend, attend_here
 from .config import DECODE_SCHEDULES, TreeConfig, check_choice
-from .job import Job
 from .log import say_once
-from .plan import Placement, Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
-from .shard import Layout, check_layout, shard_lengths, shard_positions
-from .validate import check_cache, check_qkv, check_sinks, check_visible, make_spec
+from .network import Network
+from .plan import plan_decode
+from .shard import Layout, Sharding, check_layout, packed_layout, shard_lengths
+from .validate import check_cache, check_cross_documents, check_packed, check_qkv, check_sinks, check_visible, make_spec
 
 _DEFAULT = TreeConfig()
 
@@ -38,6 +37,8 @@ def tree_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     layout: Layout = "zigzag",
     config: TreeConfig | None = None,
     return_lse: bool = False,
@@ -46,7 +47,8 @@ def tree_attn_func(
 
     Args:
         q: [b, s/p, h, d], this rank's share of the queries; any strides, fp32, bf16, fp16 or fp64.
-        k, v: [b, s/p, h_kv, d] and [b, s/p, h_kv, d_v]; h_kv divides h (GQA, MQA).
+        k, v: [b, s/p, h_kv, d] and [b, s/p, h_kv, d_v]; h_kv divides h (GQA, MQA). In cross attention (causal=False, no
+            window) the share of another sequence, of any length.
         cp_group: the process group the sequence is sharded over; None for one rank.
         causal: a query sees keys at its own and earlier positions.
         softmax_scale: default 1 / sqrt(d).
@@ -54,6 +56,9 @@ def tree_attn_func(
         softcap: logits become softcap * tanh(logits / softcap); 0 turns it off.
         sinks: [h] logits with value 0 that join every query's softmax. Their gradient is this rank's share: sum it over
             cp_group as for any replicated parameter.
+        dropout_p: probability that a weight is dropped. The mask depends on dropout_seed, batch row, head and positions
+            alone: it is the same for any number of ranks, schedule and backend. lse is that without dropout.
+        dropout_seed: integer, the same on all ranks, another one in every call.
         layout: "zigzag" (Megatron's), "contiguous" (equal shares), or a tuple of every rank's length (contiguous).
         config: `TreeConfig`; the default lets the planner choose.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
@@ -63,107 +68,127 @@ def tree_attn_func(
     Source: Tree Attention (arXiv 2408.04093), spread over a grid of ranks as docs/design.md derives.
     """
     config = config or _DEFAULT
-    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
-    try:
-        check_qkv(q, k, v)
-        spec = make_spec(q, causal, softmax_scale, window_size, softcap)
-        check_sinks(sinks, q)
-        seq_len = _sequence_length(q, world, rank, layout)
-        shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        network = _Network.of(cp_group, q.device, config)
-    except ValueError as error:
-        tell_failure(cp_group, error)
-        raise
-    signature = (
-        f"tree_attn_func; batch={q.shape[0]}; seq_len={seq_len}; heads and head_dim={tuple(shape)}; dtype={q.dtype}; "
-        f"{spec}; sinks={sinks is not None}; layout={layout!r}; {config}; topology={network.digest}"
-    )
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    topology, _, placement = network.placed(cp_group, q.device, config)
-    plan = plan_training(
-        world,
-        shape,
-        batch=q.shape[0],
-        seq_len=seq_len,
-        bytes_per_word=q.element_size(),
-        causal=causal,
-        topology=topology,
-        placement=placement,
-        schedule=config.schedule,
-        grid=config.grid,
-        grid_backward=config.grid_backward,
-        head_groups=config.head_groups,
-        memory_budget=config.memory_budget,
-    )
-    if world > 1 and rank == 0:
-        h, h_kv, d, _ = shape
-        say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
-    wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
-    layout = tuple(layout) if isinstance(layout, list) else layout
-    job = Job(
-        spec=spec,
-        group=cp_group,
-        seq_len=seq_len,
-        layout=layout,
-        plan=plan,
-        placement=placement,
-        config=config,
-        transport=topology.transport,
-        wire=wire,
-    )
-    out, lse = autograd.tree_attention(q, k, v, sinks, job)
+    with telling(cp_group):
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed)
+        cross = spec.left is None and spec.right is None
+        check_qkv(q, k, v, cross=cross)
+        queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
+    call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
+    out, lse = attend("tree_attn_func", q, k, v, sinks, **call)
     return (out, lse) if return_lse else out
 
 
-_networks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {(topology, transport, device): Network}
+def tree_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    cu_seqlens_padded: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cp_group,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    config: TreeConfig | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tree_attn_func` for documents packed one after another: no query sees a key of another document.
+
+    Every document is sharded zigzag on its own, as Megatron and TransformerEngine do it: padded to a multiple of 2p
+    tokens and cut into 2p chunks, of which rank r holds chunks r and 2p-1-r; `shard_sequence` with
+    `packed_layout(...)` makes these shares. Documents may be empty.
+
+    Args:
+        q: [t/p, h, d], this rank's share of all t rows, padding included. k: [t/p, h_kv, d], v: [t/p, h_kv, d_v].
+        cu_seqlens: integers [n + 1], from 0: where the documents would begin and end without padding.
+        cu_seqlens_padded: the same of the documents with their padding; default without padding. Rows after the last
+            document are padding.
+        cu_seqlens_kv, cu_seqlens_kv_padded: of k and v in cross attention (causal=False, no window), where document i
+            of q sees document i of k; default those of q.
+        max_seqlen: length of the longest document of q; not needed, checked if given.
+        Others as in `tree_attn_func`.
+
+    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing: out 0, lse -inf, and gradients 0.
+    Raises: as `tree_attn_func`, and ValueError for a padded length that is no multiple of 2p.
+    """
+    config = config or _DEFAULT
+    with telling(cp_group):
+        check_packed(q, k, v)
+        world = comm.group_size(cp_group)
+        documents = packed_layout(cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world)
+        longest = max(documents.lengths, default=0)
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(f"max_seqlen={max_seqlen} is less than the longest document of cu_seqlens, {longest}")
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed)
+        of_keys = documents
+        if cu_seqlens_kv is not None:
+            of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[0] * world)
+            check_cross_documents(documents, of_keys, spec)
+        q, k, v = (x[None] for x in (q, k, v))
+        check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
+        queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
+    call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
+    out, lse = attend("tree_attn_varlen_func", q, k, v, sinks, **call)
+    return (out[0], lse[0]) if return_lse else out[0]
 
 
-class _Network(NamedTuple):
-    """What the planner reckons with, and in `topology.transport` how messages will really travel."""
+def attend_gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp_group,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    layout: Layout = "zigzag",
+    config: TreeConfig | None = None,
+) -> Tensor:
+    """Attention of this rank's queries over keys of the whole sequence that are here already; nothing is sent.
 
-    topology: Topology
-    digest: str
-    """Name and checksum of the topology: files of one name may differ between hosts."""
-    placement: Placement | None
-
-    @classmethod
-    def of(cls, group, device: torch.device, config: TreeConfig) -> _Network:
-        """The network of a group; its placement is not known before `placed`. Raises ``ValueError``."""
-        made, key = _networks.get(group, {}) if group is not None else {}, cls._key(device, config)
-        if key in made:
-            return made[key]
-        backend = comm.backend(group)
-        topology = default_topology(backend) if config.topology is None else load_topology(config.topology)
-        wanted = config.transport
-        if wanted == "auto" and config.topology is not None and topology.transport == "builtin":
-            wanted = "builtin"  # measured, or meant for another backend
-        topology = dataclasses.replace(topology, transport=comm.resolve_transport(group, device, wanted))
-        return cls(topology, f"{topology.name} ({zlib.crc32(repr(topology).encode()):08x})", None)
-
-    def placed(self, group, device: torch.device, config: TreeConfig) -> _Network:
-        """The same with its ranks on their hosts; collective at the group's first call."""
-        if self.placement is not None:
-            return self
-        network = self._replace(placement=place(self.topology, comm.hosts(group, timeout_s=config.timeout_s)))
-        if group is not None:
-            _networks.setdefault(group, {})[self._key(device, config)] = network
-        return network
-
-    @staticmethod
-    def _key(device: torch.device, config: TreeConfig) -> tuple:
-        return config.topology, config.transport, device.type
+    Args:
+        q: [b, s/p, h, d], this rank's share.
+        k, v: [b, s, h_kv, d] and [b, s, h_kv, d_v], the shares of all ranks of cp_group, rank by rank, as
+            `gather_shares` lays them out.
+        Others as in `tree_attn_func`; of config the backend counts.
+    Returns: out [b, s/p, h, d_v]. The gradients of k and v are those of this rank's queries alone.
+    Raises: ValueError for bad input.
+    """
+    config = config or _DEFAULT
+    spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed)
+    check_qkv(q, k, v, cross=True)
+    check_sinks(sinks, q)
+    queries = _sharding(q, "q", cp_group, layout)
+    if k.shape[1] != queries.seq_len or queries.rows != q.shape[1]:
+        raise ValueError(
+            f"k holds {k.shape[1]} tokens: it must hold all shares, {queries.seq_len}, which must be equally long"
+        )
+    keys = dataclasses.replace(queries, fused=queries.world)
+    return attend_here(q, k, v, sinks, spec, queries, keys, cp_group, config.backend)[0]
 
 
-def _sequence_length(q: Tensor, world: int, rank: int, layout: Layout) -> int:
+def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:
+    """How the sequence of which x [b, s/p, ...] is this rank's share is sharded."""
+    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    layout = tuple(layout) if isinstance(layout, list) else layout
     check_layout(layout, world)
-    if isinstance(layout, (tuple, list)):
-        if q.shape[1] != layout[rank]:
-            raise ValueError(
-                f"q holds {q.shape[1]} tokens on rank {rank} but layout={tuple(layout)} says {layout[rank]}"
-            )
-        return sum(layout)
-    shard_lengths(q.shape[1] * world, world, layout)  # zigzag wants an even share
-    return q.shape[1] * world
+    if not isinstance(layout, tuple):
+        shard_lengths(x.shape[1] * world, world, layout)  # zigzag wants an even share
+        return Sharding(seq_len=x.shape[1] * world, world=world, layout=layout)
+    if x.shape[1] != layout[rank]:
+        raise ValueError(f"{name} holds {x.shape[1]} tokens on rank {rank} but layout={layout} says {layout[rank]}")
+    return Sharding(seq_len=sum(layout), world=world, layout=layout)
 
 
 def tree_decode(
@@ -204,17 +229,14 @@ def tree_decode(
     Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
     """
     config = config or _DEFAULT
-    world, _ = comm.group_size(cp_group), comm.group_rank(cp_group)
-    try:
+    world = comm.group_size(cp_group)
+    with telling(cp_group):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
         check_cache(q, k_cache, v_cache)
         spec = make_spec(q, True, softmax_scale, window_size, softcap)
         check_sinks(sinks, q)
         visible = check_visible(q, k_cache, q_positions, cache_positions, cache_seqlens, spec)
-        network = _Network.of(cp_group, q.device, config)
-    except ValueError as error:
-        tell_failure(cp_group, error)
-        raise
+        network = Network.of(cp_group, q.device, config)
     b, s_q, h, _ = q.shape
     h_kv, d_v = v_cache.shape[2:]
     signature = (
@@ -223,7 +245,8 @@ def tree_decode(
         f"memory_budget={config.memory_budget}; transport={network.topology.transport}; topology={network.digest}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    topology, _, placement = network.placed(cp_group, q.device, config)
+    network = network.placed(cp_group, q.device, config)
+    topology, placement = network.topology, network.placement
     plan = plan_decode(
         world,
         rows=b * s_q * h,
@@ -253,43 +276,3 @@ def tree_decode(
             timeout_s=config.timeout_s,
         )
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
-
-
-def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag") -> Tensor:
-    """This rank's share of x, which holds the whole sequence along `dim`. Differentiable; nothing is sent.
-
-    Raises ``ValueError`` when the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
-    """
-    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
-    return x.index_select(dim, shard_positions(x.shape[dim], rank, world, layout, device=x.device))
-
-
-def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", seq_len: int | None = None) -> Tensor:
-    """The whole sequence, on every rank, from the shares that `shard_sequence` made. One all-gather; no gradients.
-
-    seq_len: the whole length; needed for an uneven "contiguous" layout, default p times this rank's share.
-    """
-    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
-    try:
-        check_layout(layout, world)
-        if seq_len is None:
-            seq_len = sum(layout) if isinstance(layout, (tuple, list)) else x.shape[dim] * world
-        lengths = shard_lengths(seq_len, world, layout)
-        if x.shape[dim] != lengths[rank]:
-            raise ValueError(
-                f"x holds {x.shape[dim]} tokens along dim {dim} on rank {rank}; layout={layout!r}, seq_len={seq_len} "
-                f"has {lengths[rank]} there: pass the seq_len of the whole sequence"
-            )
-    except ValueError as error:
-        tell_failure(cp_group, error)
-        raise
-    shape = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
-    signature = f"unshard_sequence; shape without dim={shape}; dtype={x.dtype}; seq_len={seq_len}; layout={layout!r}"
-    agree(cp_group, signature, check="first", timeout_s=_DEFAULT.timeout_s)
-    rows = x.detach().movedim(dim, 0)
-    rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
-    whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))
-    out = rows.new_zeros(seq_len, *rows.shape[1:])
-    for r in range(world):
-        out[shard_positions(seq_len, r, world, layout, device=x.device)] = whole[r, : lengths[r]]
-    return out.movedim(0, dim)

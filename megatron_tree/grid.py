@@ -13,18 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import comm, kernels
+from .config import AttnSpec
 from .job import Job
 from .merge import bits_float, float_bits, merge_into, merge_states, pack_state, state_dtype, unpack_state
 
 
 class HeadGroup:
-    """A group of KV heads with their query heads, as slices of the head axis."""
+    """A group of KV heads with their query heads, as slices of the head axis, and what the kernels compute of them."""
 
-    def __init__(self, index: int, count: int, h: int, h_kv: int):
+    def __init__(self, index: int, count: int, h: int, h_kv: int, spec: AttnSpec):
         n = h_kv // count
         ratio = h // h_kv
         self.kv = slice(index * n, (index + 1) * n)
         self.q = slice(index * n * ratio, (index + 1) * n * ratio)
+        self.spec = spec.heads_from(self.q.start)
+
+
+def _head_groups(q: Tensor, k: Tensor, job: Job, count: int) -> list[HeadGroup]:
+    return [HeadGroup(i, count, q.shape[2], k.shape[2], job.spec) for i in range(count)]
 
 
 class StateReducer:
@@ -60,35 +66,35 @@ def grid_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]
     """(out [b, s, h, d_v] fp32, lse [b, h, s] fp32) of this rank's queries over the whole sequence."""
     plan, s = job.plan.forward, q.shape[1]
     cell = job.cell(plan)
-    groups = [HeadGroup(i, plan.head_groups, q.shape[2], k.shape[2]) for i in range(plan.head_groups)]
-    options = dict(spec=job.spec, backend=job.config.backend)
+    groups, backend = _head_groups(q, k, job, plan.head_groups), dict(backend=job.config.backend)
     reducer = StateReducer(job.wire, state_dtype(q.dtype))
 
     def gather(group: HeadGroup) -> list:
         return [
-            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, job),
-            _start_gather((q[:, :, group.q],), cell.column, job),
+            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, job.keys.rows),
+            _start_gather((q[:, :, group.q],), cell.column, job.queries.rows),
         ]
 
     def compute(group: HeadGroup, gathered) -> list:
         keys, values = _views(gathered[0], k[:, :, group.kv], v[:, :, group.kv])
         mine = out[:, :, group.q], lse[:, group.q].transpose(1, 2)
         if cell.other_keys:
-            segments = dict(q_segments=cell.own, k_segments=cell.other_keys)
-            o, l = kernels.attn_fwd(q[:, :, group.q], keys, values, **segments, **options)
+            segments = dict(q_segments=cell.own_queries, k_segments=cell.other_keys)
+            o, l = kernels.attn_fwd(q[:, :, group.q], keys, values, **segments, spec=group.spec, **backend)
             merge_into(mine, (o, l.transpose(1, 2)))
         if cell.column.size == 1:
             return []
         (queries,) = _views(gathered[1], q[:, :, group.q])
         segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
-        o, l = kernels.attn_fwd(queries, keys, values, **segments, **options)
+        o, l = kernels.attn_fwd(queries, keys, values, **segments, spec=group.spec, **backend)
         o = o.to(out.dtype)
         o[:, cell.own_query_rows], l[..., cell.own_query_rows] = mine[0], mine[1].transpose(1, 2)
         packed = pack_state(o.transpose(0, 1), l.permute(2, 0, 1), job.wire)
         return [comm.start_reduce_scatter(packed, cell.column, reducer)]
 
     arriving = gather(groups[0])
-    out, lse = kernels.attn_fwd(q, k, v, q_segments=cell.own, k_segments=cell.own, **options)
+    own = dict(q_segments=cell.own_queries, k_segments=cell.own_keys)
+    out, lse = kernels.attn_fwd(q, k, v, **own, spec=job.spec, **backend)
     out, lse = out.to(state_dtype(q.dtype)), lse.contiguous()
     reduced = _pipeline(groups, arriving, gather, compute)
     if cell.column.size > 1:
@@ -99,10 +105,12 @@ def grid_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]
 
 def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shares, fp32, from the global lse and delta [b, h, s]."""
-    plan, s = job.plan.backward, q.shape[1]
+    plan = job.plan.backward
     cell = job.cell(plan)
-    groups = [HeadGroup(i, plan.head_groups, q.shape[2], k.shape[2]) for i in range(plan.head_groups)]
-    options = dict(spec=job.spec, backend=job.config.backend, flowing_lse=flowing_lse)
+    groups, options = (
+        _head_groups(q, k, job, plan.head_groups),
+        dict(backend=job.config.backend, flowing_lse=flowing_lse),
+    )
     reducer = SumReducer(job.wire, state_dtype(q.dtype))
 
     def gather(group: HeadGroup) -> list:
@@ -111,8 +119,8 @@ def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
             statistics = torch.stack((lse[:, group.q], delta[:, group.q]), -1).transpose(1, 2)
             of_column += (float_bits(statistics, q.dtype),)  # [b, s, h, words]
         return [
-            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, job),
-            _start_gather(of_column, cell.column, job),
+            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, job.keys.rows),
+            _start_gather(of_column, cell.column, job.queries.rows),
         ]
 
     def compute(group: HeadGroup, gathered) -> list:
@@ -121,14 +129,16 @@ def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
         sums, started = None, []
         if cell.other_keys:
             own = (dout[:, :, group.q], q[:, :, group.q], keys, values, lse[:, group.q], delta[:, group.q])
-            part, *sums = kernels.attn_bwd(*own, q_segments=cell.own, k_segments=cell.other_keys, **options)
+            segments = dict(q_segments=cell.own_queries, k_segments=cell.other_keys)
+            part, *sums = kernels.attn_bwd(*own, **segments, spec=group.spec, **options)
             mine[0].add_(part)
         if cell.column.size > 1:
             words = gathered[1].shape[-1] - q.shape[-1] - dout.shape[-1]
             queries, douts, statistics = gathered[1].transpose(0, 1).split((q.shape[-1], dout.shape[-1], words), -1)
             lses, deltas = bits_float(statistics, lse.dtype).permute(3, 0, 2, 1)  # [b, h, a * rows] each
             others = (douts, queries, keys, values, lses, deltas)
-            down, *parts = kernels.attn_bwd(*others, q_segments=cell.other_queries, k_segments=cell.all_keys, **options)
+            segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
+            down, *parts = kernels.attn_bwd(*others, **segments, spec=group.spec, **options)
             down[:, cell.own_query_rows] = mine[0]
             started.append(comm.start_reduce_scatter(down.transpose(0, 1).to(job.wire), cell.column, reducer))
             if cell.row.size == 1:
@@ -142,13 +152,13 @@ def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
         return started
 
     arriving = gather(groups[0])
-    own = dict(q_segments=cell.own, k_segments=cell.own, **options)
-    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **own)
+    own = dict(q_segments=cell.own_queries, k_segments=cell.own_keys)
+    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **own, spec=job.spec, **options)
     reduced = _pipeline(groups, arriving, gather, compute)
     if cell.column.size > 1:
-        dq = torch.cat([parts[0] for parts in reduced], 2).transpose(0, 1)[:, :s]
+        dq = torch.cat([parts[0] for parts in reduced], 2).transpose(0, 1)[:, : q.shape[1]]
     if cell.row.size > 1:
-        dkv = torch.cat([parts[-1] for parts in reduced], 2).transpose(0, 1)[:, :s]
+        dkv = torch.cat([parts[-1] for parts in reduced], 2).transpose(0, 1)[:, : k.shape[1]]
         dk, dv = dkv.split((k.shape[-1], v.shape[-1]), -1)
     return dq, dk, dv
 
@@ -180,12 +190,12 @@ def _pipeline(groups, arriving, gather, compute) -> list[list]:
     return [[pending.wait() for pending in started] for started in leaving]
 
 
-def _start_gather(tensors, team: comm.Team, job: Job):
+def _start_gather(tensors, team: comm.Team, rows: int):
     """All-gather [b, s, h, d_i] tensors in one buffer [n * rows, b, h, sum d_i]; None for a team of one."""
     if team.size == 1:
         return None
     packed = torch.cat([x.transpose(0, 1) for x in tensors], -1) if len(tensors) > 1 else tensors[0].transpose(0, 1)
-    missing = job.rows - packed.shape[0]
+    missing = rows - packed.shape[0]
     return comm.start_gather(F.pad(packed, (0, 0) * 3 + (0, missing)) if missing else packed, team)
 
 

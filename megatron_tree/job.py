@@ -8,8 +8,8 @@ import torch
 
 from . import comm
 from .config import AttnSpec, TreeConfig
-from .plan import PassPlan, Placement, TrainingPlan
-from .shard import Layout, Segment, gathered_segments, shard_lengths
+from .plan import PassPlan, TrainingPlan
+from .shard import Segment, Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Cell:
 
     row: comm.Team
     column: comm.Team
-    own: tuple[Segment, ...]
+    own_queries: tuple[Segment, ...]
+    own_keys: tuple[Segment, ...]
     all_keys: tuple[Segment, ...]
     other_keys: tuple[Segment, ...]
     other_queries: tuple[Segment, ...]
@@ -32,40 +33,29 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One validated call of `tree_attn_func`."""
+    """One validated attention call."""
 
     spec: AttnSpec
     group: object
-    seq_len: int
-    layout: Layout
+    queries: Sharding
+    keys: Sharding
+    """The same as `queries` in self attention."""
     plan: TrainingPlan
-    placement: Placement
+    order: tuple[int, ...]
+    """The ranks of `group` that take part, node by node: position -> group rank."""
     config: TreeConfig
     transport: str
     wire: torch.dtype
 
     @property
-    def world(self) -> int:
-        return comm.group_size(self.group)
-
-    @property
     def rank(self) -> int:
         return comm.group_rank(self.group)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a share on the wire: the longest share's; shorter ones are padded."""
-        return max(shard_lengths(self.seq_len, self.world, self.layout))
-
-    def segments(self, ranks, skip: int | None = None) -> tuple[Segment, ...]:
-        """Segments of these ranks' shares laid one after another, without the one at index `skip`."""
-        return gathered_segments(ranks, self.seq_len, self.world, self.layout, self.rows, skip=skip)
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's place on the grid of a pass, nested by node as docs/design.md, section 2, says."""
         (a, b), (a_in, b_in) = plan.grid, plan.inner
         a_out, b_out = a // a_in, b // b_in
-        order, block = self.placement.order, a_in * b_in
+        order, block = self.order, a_in * b_in
         node, place = divmod(order.index(self.rank), block)
         (i_out, j_out), (i_in, j_in) = divmod(node, b_out), divmod(place, b_in)
 
@@ -78,16 +68,15 @@ class Job:
 
         row = team("row", ((rank(i_out, i_in, o, i) for o in range(b_out)) for i in range(b_in)))
         column = team("column", ((rank(o, i, j_out, j_in) for o in range(a_out)) for i in range(a_in)))
-        own = self.segments([self.rank])
-        length = sum(s.length for s in own)
         key_at, query_at = row.order.index(self.rank), column.order.index(self.rank)
         return Cell(
             row=row,
             column=column,
-            own=own,
-            all_keys=self.segments(row.order),
-            other_keys=self.segments(row.order, skip=key_at),
-            other_queries=self.segments(column.order, skip=query_at),
-            own_key_rows=slice(key_at * self.rows, key_at * self.rows + length),
-            own_query_rows=slice(query_at * self.rows, query_at * self.rows + length),
+            own_queries=self.queries.segments([self.rank]),
+            own_keys=self.keys.segments([self.rank]),
+            all_keys=self.keys.segments(row.order),
+            other_keys=self.keys.segments(row.order, skip=key_at),
+            other_queries=self.queries.segments(column.order, skip=query_at),
+            own_key_rows=self.keys.rows_of(self.rank, at=key_at),
+            own_query_rows=self.queries.rows_of(self.rank, at=query_at),
         )

@@ -17,9 +17,9 @@ from .merge import empty_state, merge_into, state_dtype
 
 class _Ring:
     def __init__(self, job: Job):
-        self.job, self.order, self.size = job, job.placement.order, job.world
+        self.job, self.order, self.size = job, job.order, len(job.order)
         self.at = self.order.index(job.rank)
-        self.own = job.segments([job.rank])
+        self.own = job.queries.segments([job.rank])
 
     def shift(self, x: Tensor, into: Tensor) -> comm.Transfer:
         return comm.start_shift(x, into, self.job.group, self.order, timeout_s=self.job.config.timeout_s)
@@ -27,11 +27,11 @@ class _Ring:
     def packed(self, k: Tensor, v: Tensor) -> Tensor:
         """[rows, b, h_kv, d + d_v], padded to the longest share."""
         kv = torch.cat((k, v), -1).transpose(0, 1)
-        return F.pad(kv, (0, 0) * 3 + (0, self.job.rows - kv.shape[0])).contiguous()
+        return F.pad(kv, (0, 0) * 3 + (0, self.job.keys.rows - kv.shape[0])).contiguous()
 
     def segments(self, step: int) -> dict:
         """Own queries against the share that is here at this step."""
-        return dict(q_segments=self.own, k_segments=self.job.segments([self.order[self.at - step]]))
+        return dict(q_segments=self.own, k_segments=self.job.keys.segments([self.order[self.at - step]]))
 
 
 def ring_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def ring_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]
 
 def ring_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv: KV goes round again; its gradient follows one step behind, grows at every rank, and comes home."""
-    ring, s, widths = _Ring(job), q.shape[1], (k.shape[-1], v.shape[-1])
+    ring, widths = _Ring(job), (k.shape[-1], v.shape[-1])
     options = dict(spec=job.spec, backend=job.config.backend, flowing_lse=flowing_lse)
     kv, dq, going_home = ring.packed(k, v), 0, None
     other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=job.wire)
@@ -68,5 +68,5 @@ def ring_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
             going_home = ring.shift(dkv.to(job.wire), home)
         if transfer:
             kv, other = transfer.wait(), kv
-    dkv = (going_home.wait() if going_home else dkv).transpose(0, 1)[:, :s]
+    dkv = (going_home.wait() if going_home else dkv).transpose(0, 1)[:, : k.shape[1]]
     return dq, *dkv.split(widths, -1)

@@ -4,18 +4,22 @@
   `get_batch_on_this_cp_rank`: under a causal mask every rank has the same work.
 - "contiguous": one piece per rank, as even as can be (the first seq_len % p ranks hold one token more).
 - a tuple of p lengths: contiguous pieces of just these lengths, zeros allowed.
+- `Packed`: documents one after another, every one of them cut zigzag on its own. Megatron's packed (thd) layout.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import zlib
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 LAYOUTS = ("zigzag", "contiguous")
-Layout = str | tuple[int, ...]
 
 
 class Segment(NamedTuple):
@@ -30,8 +34,73 @@ class Segment(NamedTuple):
     seq: int = 0
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Documents of these lengths, each padded at its end to the length beside it; zeros allowed in both."""
+
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    def __post_init__(self):
+        if len(self.lengths) != len(self.padded) or any(not 0 <= n <= m for n, m in zip(self.lengths, self.padded)):
+            raise ValueError(
+                f"cu_seqlens and cu_seqlens_padded make documents of {self._told(self.lengths)} and "
+                f"{self._told(self.padded)} rows: there must be equally many, none longer than its padded length"
+            )
+
+    @staticmethod
+    def _told(lengths: tuple[int, ...]) -> str:
+        return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
+
+    def __repr__(self) -> str:
+        """Short, and another one for other documents: ranks compare it."""
+        return f"{len(self.lengths)} documents ({zlib.crc32(str((self.lengths, self.padded)).encode()):08x})"
+
+
+Layout = str | tuple[int, ...] | Packed
+
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, its values): all layers pass the same one
+
+
+def packed_layout(cu_seqlens, cu_seqlens_padded=None, *, num_rows: int | None = None) -> Packed:
+    """The layout of packed documents, from integers [n + 1] that begin at 0 and never fall, as flash-attn takes them.
+
+    num_rows: of all ranks; what lies behind the last document is padding. Raises ``ValueError``.
+    """
+    bounds = _bounds("cu_seqlens", cu_seqlens)
+    padded = bounds if cu_seqlens_padded is None else _bounds("cu_seqlens_padded", cu_seqlens_padded)
+    lengths = [[b - a for a, b in itertools.pairwise(x)] for x in (bounds, padded)]
+    if num_rows is not None and padded[-1] != num_rows:
+        if padded[-1] > num_rows:
+            raise ValueError(f"the documents end at row {padded[-1]}, but q has {num_rows} on all ranks together")
+        lengths = [lengths[0] + [0], lengths[1] + [num_rows - padded[-1]]]
+    return Packed(*map(tuple, lengths))
+
+
+def _bounds(name: str, values) -> list[int]:
+    if isinstance(values, Tensor):
+        known = _read.get(values)
+        if known is None or known[0] != values._version:
+            known = _read[values] = values._version, values.flatten().tolist()
+        found = known[1]
+    else:
+        found = list(values)
+    rising = all(isinstance(n, int) for n in found) and all(a <= b for a, b in itertools.pairwise(found))
+    if not found or found[0] != 0 or not rising:
+        raise ValueError(f"{name}={Packed._told(tuple(found))} must be integers that begin at 0 and never fall")
+    return found
+
+
 def check_layout(layout: Layout, world: int) -> None:
     """Raise ``ValueError`` for a layout that does not exist or does not fit `world` ranks."""
+    if isinstance(layout, Packed):
+        bad = next((n for n in layout.padded if n % (2 * world)), 0) if world > 1 else 0
+        if bad:
+            raise ValueError(
+                f"a packed document of {bad} padded tokens can't be sharded zigzag over {world} ranks: every document "
+                f"must be padded to a multiple of 2 * {world} = {2 * world}; say so by cu_seqlens_padded"
+            )
+        return
     if isinstance(layout, (tuple, list)):
         if len(layout) != world or any(not isinstance(n, int) or n < 0 for n in layout):
             raise ValueError(f"layout={layout!r} must give {world} lengths, one per rank, each 0 or more")
@@ -44,6 +113,10 @@ def check_layout(layout: Layout, world: int) -> None:
 def shard_lengths(seq_len: int, world: int, layout: Layout = "zigzag") -> tuple[int, ...]:
     """How many tokens each of `world` ranks holds of a sequence of seq_len tokens."""
     check_layout(layout, world)
+    if isinstance(layout, Packed):
+        if sum(layout.padded) != seq_len:
+            raise ValueError(f"the packed documents have {sum(layout.padded)} rows, the sequence {seq_len}")
+        return (seq_len // world,) * world
     if isinstance(layout, (tuple, list)):
         if sum(layout) != seq_len:
             raise ValueError(f"layout={layout!r} holds {sum(layout)} tokens, the sequence has {seq_len}")
@@ -63,6 +136,8 @@ def shard_lengths(seq_len: int, world: int, layout: Layout = "zigzag") -> tuple[
 def shard_segments(seq_len: int, rank: int, world: int, layout: Layout = "zigzag") -> tuple[Segment, ...]:
     """The segments of one rank's shard, in the order of its rows."""
     lengths = shard_lengths(seq_len, world, layout)
+    if isinstance(layout, Packed):
+        return _packed_segments(layout, rank, world)
     if layout == "zigzag" and world > 1:
         c = seq_len // (2 * world)
         return join((Segment(0, rank * c, c), Segment(c, (2 * world - 1 - rank) * c, c)))
@@ -83,24 +158,58 @@ def join(segments) -> tuple[Segment, ...]:
     return tuple(done)
 
 
+def _packed_segments(documents: Packed, rank: int, world: int) -> tuple[Segment, ...]:
+    """Two chunks of every document; what of them is padding belongs to no segment. One rank holds whole documents."""
+    found, row, parts = [], 0, 2 * world if world > 1 else 1
+    for seq, (length, padded) in enumerate(zip(documents.lengths, documents.padded)):
+        c = padded // parts
+        for chunk in (rank, parts - 1 - rank) if world > 1 else (0,):
+            found.append(Segment(row, chunk * c, max(0, min(c, length - chunk * c)), seq))
+            row += c
+    return join(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How one sequence lies on `world` ranks.
+
+    fused: with n, every rank holds the shares of its team of n neighbours, one after another: after Ulysses'
+    all-to-all, and with n = world after an all-gather.
+    """
+
+    seq_len: int
+    world: int
+    layout: Layout
+    fused: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a rank on the wire: those of the longest share; shorter ones are padded."""
+        return self.fused * max(shard_lengths(self.seq_len, self.world, self.layout))
+
+    def rows_of(self, rank: int, *, at: int) -> slice:
+        """Rows of this rank's share where it stands at index `at` of several, without the padding on the wire."""
+        length = self.fused * shard_lengths(self.seq_len, self.world, self.layout)[rank]
+        return slice(at * self.rows, at * self.rows + length)
+
+    def segments(self, ranks, skip: int | None = None) -> tuple[Segment, ...]:
+        """Segments of what these ranks hold laid one after another, without the rank at index `skip`."""
+        n = self.fused
+        shares = tuple(None if i == skip else r - r % n + m for i, r in enumerate(ranks) for m in range(n))
+        return gathered_segments(shares, self.seq_len, self.world, self.layout, self.rows // n)
+
+
+@functools.lru_cache(maxsize=256)
 def gathered_segments(
-    ranks, seq_len: int, world: int, layout: Layout, stride: int, *, skip: int | None = None
+    ranks: tuple[int | None, ...], seq_len: int, world: int, layout: Layout, stride: int
 ) -> tuple[Segment, ...]:
-    """Segments of several ranks' shards laid one after another, each padded to `stride` rows, without number `skip`."""
+    """Segments of several ranks' shards laid one after another, each padded to `stride` rows; None: left out."""
     return join(
-        Segment(i * stride + s.row, s.pos, s.length)
+        s._replace(row=i * stride + s.row)
         for i, r in enumerate(ranks)
-        if i != skip
+        if r is not None
         for s in shard_segments(seq_len, r, world, layout)
     )
-
-
-def packed_segments(cu_seqlens) -> tuple[Segment, ...]:
-    """Segments of packed documents: cu_seqlens, n + 1 rising row numbers, as in flash-attn's varlen functions."""
-    bounds = [int(n) for n in cu_seqlens]
-    if not bounds or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens={bounds} must start at 0 and never fall")
-    return join(Segment(a, 0, b - a, i) for i, (a, b) in enumerate(itertools.pairwise(bounds)))
 
 
 def sequences_of(segments, num_rows: int, *, device=None) -> Tensor:
@@ -120,8 +229,15 @@ def positions_of(segments, num_rows: int, *, device=None, padding: int = -1) -> 
 
 
 def shard_positions(seq_len: int, rank: int, world: int, layout: Layout = "zigzag", *, device=None) -> Tensor:
-    """int64 [tokens of this rank]: the global position of every row of the shard, in row order."""
+    """int64 [tokens of this rank]: the global position of every row of the shard, in row order.
+
+    Of packed documents: its row in the whole packed sequence, padding included.
+    """
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank} is not one of {world} ranks")
-    segments = shard_segments(seq_len, rank, world, layout)
-    return positions_of(segments, sum(s.length for s in segments), device=device)
+    num_rows = shard_lengths(seq_len, world, layout)[rank]
+    if isinstance(layout, Packed):
+        starts = [0, *itertools.accumulate(layout.padded)]
+        whole = _packed_segments(Packed(layout.padded, layout.padded), rank, world)
+        return positions_of([s._replace(pos=starts[s.seq] + s.pos) for s in whole], num_rows, device=device)
+    return positions_of(shard_segments(seq_len, rank, world, layout), num_rows, device=device)

@@ -7,20 +7,61 @@ import math
 import torch
 from torch import Tensor
 
-from .config import AttnSpec
+from .config import AttnSpec, Dropout
 from .kernels import Visible
+from .shard import Packed, Sharding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q [b, s, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], of one dtype, on one device."""
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
+    """q [b, s, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], of one dtype, on one device.
+
+    cross: k and v may be of another sequence, with another length than q.
+    """
     _check_heads(q, k, v, "k", "v")
-    if not q.shape[1] == k.shape[1] == v.shape[1]:
+    if k.shape[1] != v.shape[1] or (k.shape[1] != q.shape[1] and not cross):
         raise ValueError(
             f"q, k and v must hold equally many tokens of this rank's share: q has {q.shape[1]}, k {k.shape[1]}, "
-            f"v {v.shape[1]} (shapes are [batch, sequence, heads, head_dim])"
+            f"v {v.shape[1]} (shapes are [batch, sequence, heads, head_dim]); only k and v of cross attention, with "
+            "causal=False and no window_size, may be of another length than q"
         )
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v of packed documents: [t, heads, head_dim] each."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a 3-D tensor [tokens, heads, head_dim] of packed documents, got {seen}")
+
+
+def check_cross_documents(queries: Packed, keys: Packed, spec: AttnSpec) -> None:
+    """Whether packed queries may look at packed keys of other lengths."""
+    if queries == keys:
+        return
+    if spec.left is not None or spec.right is not None:
+        raise ValueError(
+            f"cu_seqlens_kv differs from cu_seqlens with causal={spec.causal} and window_size={spec.window_size}: "
+            "other documents for k and v are cross attention, which needs causal=False and no window"
+        )
+    counts = [len(x.lengths) for x in (queries, keys)]
+    if counts[0] != counts[1]:
+        raise ValueError(f"cu_seqlens has {counts[0]} documents and cu_seqlens_kv {counts[1]}: they must be as many")
+
+
+def check_ulysses(size: int, world: int, q: Tensor, k: Tensor, queries: Sharding) -> None:
+    """Whether heads can be split over `size` of `world` ranks."""
+    h, h_kv = q.shape[2], k.shape[2]
+    if world % size:
+        raise ValueError(f"ulysses_size={size} must divide the {world} ranks of cp_group")
+    if h % size or (h_kv % size and size % h_kv):
+        raise ValueError(
+            f"ulysses_size={size} must divide the {h} query heads, and divide the {h_kv} KV heads or be a multiple of "
+            "them: choose another size, or 1 for tree attention alone"
+        )
+    if size > 1 and isinstance(queries.layout, tuple):
+        raise ValueError(f"ulysses_size={size} needs equal shares; layout={queries.layout} gives every rank its own")
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -53,7 +94,15 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str) -> N
         raise ValueError(f"{k_name} has head_dim {k.shape[3]} but q has {q.shape[3]}: they must be equal and positive")
 
 
-def make_spec(q: Tensor, causal: bool, softmax_scale: float | None, window_size, softcap: float) -> AttnSpec:
+def make_spec(
+    q: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size,
+    softcap: float,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+) -> AttnSpec:
     """The call's `AttnSpec` from checked arguments; softmax_scale defaults to 1 / sqrt(head_dim)."""
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
@@ -69,8 +118,25 @@ def make_spec(q: Tensor, causal: bool, softmax_scale: float | None, window_size,
     if not is_pair or any(not isinstance(n, int) or isinstance(n, bool) or n < -1 for n in window_size):
         raise ValueError(f"window_size={window_size!r} must be (left, right), each an integer >= 0 or -1 for unbounded")
     return AttnSpec(
-        softmax_scale=float(softmax_scale), causal=bool(causal), window_size=tuple(window_size), softcap=float(softcap)
+        softmax_scale=float(softmax_scale),
+        causal=bool(causal),
+        window_size=tuple(window_size),
+        softcap=float(softcap),
+        dropout=_dropout(dropout_p, dropout_seed),
     )
+
+
+def _dropout(p: float, seed: int | None) -> Dropout | None:
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise ValueError(f"dropout_p={p!r} must be a probability, 0 <= dropout_p < 1; 0 turns it off")
+    if p == 0:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ValueError(
+            f"dropout_seed={seed!r} must be an integer from 0 to 2**63 - 1 when dropout_p={p}: draw a new one for "
+            "every call, the same on all ranks of cp_group"
+        )
+    return Dropout(float(p), seed)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:

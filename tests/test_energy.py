@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_tree import energy
-from megatron_tree.config import AttnSpec
+from megatron_tree.config import AttnSpec, Dropout
+from megatron_tree.dropout import keep_weights
 
 VARIANTS = {
     "full": dict(causal=False),
@@ -12,6 +13,7 @@ VARIANTS = {
     "window": dict(window_size=(3, 0)),
     "softcap": dict(softcap=1.5),
     "sinks": dict(sinks=True),
+    "dropout": dict(dropout=Dropout(0.4, 7, 2), sinks=True),
 }
 
 
@@ -21,8 +23,8 @@ def inputs(h=4, h_kv=2, s=6, d=5, d_v=3, seed=0):
     return [torch.randn(2, s, *n, generator=g, dtype=torch.float64) for n in shapes]
 
 
-def closed_form(q, k, v, spec, keep, sinks):
-    """Textbook softmax attention, KV repeated: what the derivative must equal."""
+def closed_form(q, k, v, spec, keep, sinks, weights):
+    """Textbook softmax attention, KV repeated, its probabilities dropped: what the derivative must equal."""
     g = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(g, 2) for x in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.softmax_scale
@@ -32,7 +34,7 @@ def closed_form(q, k, v, spec, keep, sinks):
     if sinks is not None:
         s = torch.cat((s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)), -1)
     p = torch.softmax(s, -1)[..., : k.shape[1]]
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), torch.logsumexp(s, -1)
+    return torch.einsum("bhqk,bkhd->bqhd", p if weights is None else p * weights, v), torch.logsumexp(s, -1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -43,14 +45,17 @@ def test_first_and_second_derivative(variant):
     q, k, v, dout = inputs()
     positions = torch.arange(q.shape[1])
     keep = energy.visible(positions, positions, spec)
+    weights = spec.dropout and keep_weights(
+        spec.dropout, batch=2, num_heads=4, q_positions=positions, k_positions=positions
+    )
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
-    out, lse = closed_form(*leaves[:3], spec, keep, leaves[3] if sinks is not None else None)
-    o, l = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks)
+    out, lse = closed_form(*leaves[:3], spec, keep, leaves[3] if sinks is not None else None, weights)
+    o, l = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks, keep_weights=weights)
     torch.testing.assert_close(o, out.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(l, lse.detach(), rtol=1e-12, atol=1e-12)
     dlse = torch.randn_like(lse)
     expected = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)
-    found = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks, dlse=dlse)
+    found = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks, dlse=dlse, keep_weights=weights)
     assert len(found) == len(expected)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

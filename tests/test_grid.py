@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import run_distributed
-from megatron_tree import TreeConfig, comm, energy, functional, tree_decode
+from megatron_tree import TreeConfig, attend, comm, energy, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.plan import default_topology, place
 from megatron_tree.plan.plans import grids, inner_grids
 from test_tree_attn import dense, make_inputs, oracle, run_one, worst_error
 
@@ -38,9 +39,9 @@ def _nested(rank, world, hosts, transport):
     """Every grid x nesting x head groups against the oracle; returns the worst error and how many were nested."""
     inputs = make_inputs(4 * world, (8, 4))
     truth = oracle(*inputs)
-    plan_training, worst, nested = functional.plan_training, 0.0, 0
+    plan_training, worst, nested = attend.plan_training, 0.0, 0
     with Hosts(hosts):
-        placement = functional.place(functional.default_topology("gloo"), comm.hosts(dist.group.WORLD))
+        placement = place(default_topology("gloo"), comm.hosts(dist.group.WORLD))
         cases = [(grid, inner) for grid in grids(world) for inner in inner_grids(grid, placement.block)]
         for i, (grid, inner) in enumerate(cases):
             head_groups = 1 + 3 * (i % 2)
@@ -50,12 +51,12 @@ def _nested(rank, world, hosts, transport):
                 forward, backward = (dataclasses.replace(p, inner=inner) for p in (plan.forward, plan.backward))
                 return dataclasses.replace(plan, forward=forward, backward=backward)
 
-            functional.plan_training = pinned
+            attend.plan_training = pinned
             try:
                 config = TreeConfig(grid=grid, head_groups=head_groups, transport=transport, timeout_s=30)
                 worst = max(worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth))
             finally:
-                functional.plan_training = plan_training
+                attend.plan_training = plan_training
             nested += inner != (1, 1)
         for config in (TreeConfig(schedule="ring"), TreeConfig(grid=(1, world), grid_backward=(world, 1))):
             worst = max(worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth))

@@ -14,16 +14,17 @@ MAX_LINES = 350
 
 # From the bottom up. A module imports from its own layer and those below.
 LAYERS = (
-    {"errors", "config", "energy", "merge", "shard", "log", "files"},
+    {"errors", "config", "dropout", "energy", "merge", "shard", "log", "files"},
     {"kernels"},
     {"comm", "agree", "plan"},
-    {"job", "kv_cache", "validate"},
+    {"job", "kv_cache", "network", "validate"},
     {"grid", "ring", "decode"},
-    {"autograd"},
-    {"functional", "launching"},
+    {"autograd", "exchange"},
+    {"attend"},
+    {"functional", "launching", "sequences"},
     {"integrations"},
     {"emulate"},
-    {"training", "inference", "bench", "calibrate"},
+    {"training", "inference", "bench", "calibrate", "doctor"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "inference"}

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tree.shard import (
+    Packed,
     Segment,
     gathered_segments,
     join,
-    packed_segments,
+    packed_layout,
     positions_of,
     shard_lengths,
     shard_positions,
@@ -54,7 +55,7 @@ def test_every_position_is_held_once(case):
     assert [len(x) for x in held] == list(shard_lengths(seq_len, world, layout))
     assert torch.equal(torch.cat(held).sort().values, torch.arange(seq_len))
     stride = max(len(x) for x in held) + 2
-    rows = positions_of(gathered_segments(range(world), seq_len, world, layout, stride), world * stride)
+    rows = positions_of(gathered_segments(tuple(range(world)), seq_len, world, layout, stride), world * stride)
     for r in range(world):
         assert torch.equal(rows[r * stride : r * stride + len(held[r])], held[r])
         assert (rows[r * stride + len(held[r]) : (r + 1) * stride] == -1).all()
@@ -66,15 +67,46 @@ def test_contiguous_is_balanced():
 
 
 def test_packed_documents():
-    assert packed_segments([0, 3, 3, 7]) == (Segment(0, 0, 3, 0), Segment(3, 0, 4, 2))
-    for bad in ([], [1, 2], [0, 4, 3]):
-        with pytest.raises(ValueError, match="cu_seqlens"):
-            packed_segments(bad)
+    documents = packed_layout([0, 3, 3, 7])
+    assert documents == Packed((3, 0, 4), (3, 0, 4))
+    assert shard_segments(7, 0, 1, documents) == (Segment(0, 0, 3, 0), Segment(3, 0, 4, 2))
+    padded = packed_layout(torch.tensor([0, 3, 3, 8]), torch.tensor([0, 4, 4, 12]), num_rows=16)  # the rest: padding
+    assert padded == Packed((3, 0, 5, 0), (4, 0, 8, 4))
+    assert shard_segments(16, 0, 2, padded) == (Segment(0, 0, 1, 0), Segment(2, 0, 2, 2))
+    assert shard_segments(16, 1, 2, padded) == (Segment(0, 1, 2, 0), Segment(2, 2, 3, 2))
+    rows = [shard_positions(16, r, 2, padded).tolist() for r in range(2)]
+    assert rows == [[0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14]]
+
+
+def test_packed_tensors_are_read_again_when_they_change():
+    cu_seqlens = torch.tensor([0, 4, 8])
+    assert packed_layout(cu_seqlens).lengths == (4, 4)
+    cu_seqlens[1] = 6
+    assert packed_layout(cu_seqlens).lengths == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: packed_layout([]), "cu_seqlens=.*begin at 0"),
+        (lambda: packed_layout([1, 2]), "cu_seqlens=.*begin at 0"),
+        (lambda: packed_layout([0, 4, 3]), "never fall"),
+        (lambda: packed_layout([0.0, 4.0]), "integers"),
+        (lambda: packed_layout([0, 4], [0, 4, 8]), "equally many"),
+        (lambda: packed_layout([0, 4, 9], [0, 8, 12]), "none longer"),
+        (lambda: packed_layout([0, 4], num_rows=3), "end at row 4, but q has 3"),
+        (lambda: shard_positions(12, 0, 2, packed_layout([0, 8, 12, 18])), "6 padded tokens.*multiple of 2 . 2 = 4"),
+        (lambda: shard_positions(16, 0, 2, packed_layout([0, 8, 12])), "12 rows, the sequence 16"),
+    ],
+)
+def test_bad_documents(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_segments_are_few():
     assert shard_segments(16, 3, 4) == (Segment(0, 6, 4),)  # zigzag's last rank: its two chunks touch
-    assert len(gathered_segments(range(8), 64, 8, "contiguous", 8)) == 1
+    assert len(gathered_segments(tuple(range(8)), 64, 8, "contiguous", 8)) == 1
     assert join([Segment(0, 0, 2), Segment(2, 5, 0), Segment(2, 2, 3)]) == (Segment(0, 0, 5),)
 
 

@@ -22,15 +22,13 @@ print(json.dumps([resources.usage(k, resources.WIDTHS[w], a)._asdict() for k, w,
 FAST = [
     ("fwd", 128, "sm90"),
     ("dkdv", 128, "sm90"),
+    ("fwd+dropout", 128, "sm90"),
+    ("dq+dropout", 128, "sm90"),
+    ("dkdv+dropout", 128, "sm90"),
     ("decode", 128, "sm90"),
     ("merge", 128, "sm90"),
     ("dq", 64, "gfx942"),
 ]
-KERNELS, WIDTHS, ARCHES = (
-    ("fwd", "dq", "dkdv", "decode", "merge"),
-    (64, 128, 192, 256),
-    ("sm80", "sm90", "sm100", "gfx942"),
-)
 
 
 def usages(cases, cache):
@@ -43,13 +41,14 @@ def usages(cases, cache):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-GROWING_CACHE = """
+COUNT_COMPILATIONS = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-from megatron_tree.config import AttnSpec
+from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import Visible
 from megatron_tree.kernels.triton import decode, host
+from megatron_tree.shard import Segment
 
 class AbsentGPU(DriverBase):  # a driver that can name its target and nothing else
     def __init__(self): pass
@@ -68,6 +67,8 @@ triton.JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **dict(k
 triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
 decode._num_slots = lambda index: 396
 host._arch_of = lambda index: "sm90"
+"""
+GROWING_CACHE = """
 spec, cache = AttnSpec(softmax_scale=0.1), torch.zeros(2, 70000, 2, 64, dtype=torch.bfloat16)
 q = torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16)
 counts = []
@@ -80,14 +81,42 @@ print(counts)
 """
 
 
+OTHER_SEEDS = """
+q, k = (torch.zeros(1, 256, h, 16, dtype=torch.bfloat16) for h in (4, 2))
+lse, counts = torch.zeros(1, 4, 256), []
+whole = dict(q_segments=(Segment(0, 0, 256),), k_segments=(Segment(0, 0, 256),))
+for dropout in (
+    None, Dropout(0.1, 5), Dropout(0.1, 0), Dropout(0.5, 1), Dropout(0.25, 16, 1), Dropout(0.3, 0x80000000, 16),
+    Dropout(0.3, 1 << 40, 3), Dropout(0.3, (1 << 63) - 1, 32),
+):
+    spec = AttnSpec(softmax_scale=0.1, dropout=dropout)
+    host.attn_fwd(q, k, k, **whole, spec=spec)
+    host.attn_bwd(q, q, k, k, lse, lse, **whole, spec=spec)
+    counts.append(len(compiled))
+print(counts)
+"""
+
+
+def compilations(program, cache):
+    """What a program prints that launches on a GPU that is not there and counts compilations."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env.update(PYTHONPATH=str(REPO), TRITON_CACHE_DIR=str(cache))
+    command = [sys.executable, "-c", COUNT_COMPILATIONS + program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_a_growing_cache_does_not_recompile(tmp_path):
     """Two decode variants (with and without lengths) and the merge: three compilations, whatever the length."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env.update(PYTHONPATH=str(REPO), TRITON_CACHE_DIR=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", GROWING_CACHE], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+    counts = compilations(GROWING_CACHE, tmp_path)
     assert counts == [3] * len(counts), counts
+
+
+def test_another_seed_does_not_recompile(tmp_path):
+    """Forward, dq, dkdv without dropout, and once more with it, whatever seed, probability and first head."""
+    counts = compilations(OTHER_SEEDS, tmp_path)
+    assert counts == [3] + [6] * (len(counts) - 1), counts
 
 
 def check(rows):
@@ -104,6 +133,6 @@ def test_the_main_kernels_fit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", resources.TARGETS)
 def test_every_row_of_the_table_fits(arch, tmp_path):
-    check(usages([(k, w, arch) for k in KERNELS for w in WIDTHS], tmp_path))
+    check(usages([(k, w, arch) for k in resources.KERNELS for w in resources.WIDTHS], tmp_path))

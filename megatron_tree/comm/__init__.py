@@ -9,7 +9,7 @@ Tensors that travel are sequence-first ([s, ...], contiguous), so that a gather 
 is read through strides, without a copy. `record` lists what this rank sends.
 """
 
-from .collectives import all_reduce, broadcast, gather_sequence, start_gather, start_reduce_scatter
+from .collectives import all_reduce, broadcast, gather_sequence, start_all_to_all, start_gather, start_reduce_scatter
 from .groups import Sent, Team, backend, group_rank, group_size, hosts, record, resolve_transport
 from .reductions import start_reduction
 from .work import Pending, Transfer, start_shift
@@ -28,6 +28,7 @@ __all__ = [
     "hosts",
     "record",
     "resolve_transport",
+    "start_all_to_all",
     "start_gather",
     "start_reduce_scatter",
     "start_reduction",

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import Team, group_rank, group_size, note, resolve_transport, subgroup
+from .groups import Team, from_next, group_rank, group_size, note, resolve_transport, subgroup
 from .work import Mail, Pending, failure, run, wait_for
 
 # the newer name; the older one warns from torch 2.13 on
@@ -33,13 +33,13 @@ def _gather_direct(x: Tensor, team: Team):
     mail = Mail("all_gather", team.group, team.order, team.timeout_s)
     from_across = [mail.receive(whole[i, n], r) for n, r in enumerate(across) if n != o]
     from_inside = [mail.receive(whole[n], r) for n, r in enumerate(inside) if n != i]
-    for r in _from_next(across, o):
+    for r in from_next(across, o):
         mail.send(x, r)
     whole[i, o] = x
     if from_across:
         yield
         mail.wait(*from_across)
-    for r in _from_next(inside, i):
+    for r in from_next(inside, i):
         mail.send(whole[i], r)
     yield
     mail.wait(*from_inside)
@@ -60,7 +60,7 @@ def _gather_builtin(x: Tensor, team: Team):
 def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:
     """Reduce x [n * s, ...], shares in the team's order, so that every rank ends with the whole of its own share.
 
-    reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (autograd.py).
+    reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (grid.py).
     In two levels: what is meant for one place is merged inside the node first, then across nodes.
     """
     note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))
@@ -80,12 +80,19 @@ def _reduce_scatter(x: Tensor, team: Team, reducer, exchange):
     return merged
 
 
+def start_all_to_all(x: Tensor, team: Team) -> Pending:
+    """x [n, ...]: entry i goes to the team's i-th rank; the result's entry i came from it. In one level."""
+    note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))
+    exchange, x = _exchange_direct if team.transport == "direct" else _exchange_builtin, x.contiguous()
+    return Pending(exchange(x, team, team.order, team.order.index(group_rank(team.group))), x.device, (x,))
+
+
 def _exchange_direct(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
     """x[n] goes to ranks[n]; returns [n, ...] whose entry n came from ranks[n]."""
     arrived = torch.empty_like(x)
     mail = Mail("all_to_all", team.group, team.order, team.timeout_s)
     arriving = [mail.receive(arrived[n], r) for n, r in enumerate(ranks) if n != own]
-    for r in _from_next(ranks, own):
+    for r in from_next(ranks, own):
         mail.send(x[ranks.index(r)], r)
     arrived[own] = x[own]
     yield
@@ -117,11 +124,6 @@ def _builtin(op: str, team: Team, ranks, start):
         wait_for(work, group, team.timeout_s)
     except RuntimeError as error:
         raise failure(op, group, team.timeout_s, error) from error
-
-
-def _from_next(ranks: tuple[int, ...], own: int) -> tuple[int, ...]:
-    """All others, beginning with the next one: not everybody sends to the same rank first."""
-    return ranks[own + 1 :] + ranks[:own]
 
 
 def gather_sequence(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:

@@ -136,6 +136,11 @@ def _this_host() -> str:
         return socket.gethostname()
 
 
+def from_next(ranks: tuple[int, ...], own: int) -> tuple[int, ...]:
+    """All others, beginning with the next one: not everybody sends to the same rank first."""
+    return ranks[own + 1 :] + ranks[:own]
+
+
 @dataclass(frozen=True)
 class Team:
     """Ranks of a group that work together: a row or a column of the grid, as `inner` ranks of each of `outer` nodes.

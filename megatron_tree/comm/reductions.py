@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels import merge_packed
 from ..merge import NEG_INF, pack_state, unpack_state
 from .collectives import all_reduce, start_gather, start_reduce_scatter
-from .groups import Team, group_rank, group_size, note
+from .groups import Team, from_next, group_rank, group_size, note
 from .work import Mail, Transfer
 
 Steps = Generator[None, Tensor, Tensor]  # posts receives, yields once for this rank's state, returns the merged one
@@ -144,7 +144,7 @@ def _to_all(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
     arriving = [mail.receive(parts[i], r) for i, r in enumerate(ranks) if i != at]
     state = yield
     note("all_gather", len(ranks), (len(ranks) - 1) * state.nbytes)
-    for r in ranks[at + 1 :] + ranks[:at]:
+    for r in from_next(ranks, at):
         mail.send(state, r)
     parts[at] = state
     mail.wait(*arriving)
@@ -234,13 +234,13 @@ def _scatter_direct(call: Call) -> Steps:
     finished = [second.receive(whole[s], s) for s in call.ranks if s != r]
     mine = _row_shares((yield), n)
     note("all_to_all", n, (n - 1) * mine[0].nbytes)
-    for s in call.ranks[r + 1 :] + call.ranks[:r]:
+    for s in from_next(call.ranks, r):
         first.send(mine[s], s)
     shares[r] = mine[r]
     first.wait(*arriving)
     whole[r] = merge_packed(shares)
     note("all_gather", n, (n - 1) * whole[r].nbytes)
-    for s in call.ranks[r + 1 :] + call.ranks[:r]:
+    for s in from_next(call.ranks, r):
         second.send(whole[r], s)
     second.wait(*finished)
     first.sent()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommError
-from .groups import group_rank, group_size, note
+from .groups import backend, group_rank, group_size, note
 
 TAGS = 1 << 30  # then they start again
 
@@ -33,7 +33,7 @@ def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
 def wait_for(works, group, timeout_s: float) -> None:
     """Wait for one operation or a list of them. With NCCL the current stream waits, not the host."""
     for w in works if isinstance(works, list) else [works]:
-        if dist.get_backend(group) == "nccl":
+        if backend(group) == "nccl":
             w.wait()  # NCCL's own watchdog keeps the time limit
         else:
             w.wait(timedelta(seconds=timeout_s))

@@ -24,6 +24,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
     """Why this backend can't take the call, or None if it can."""
     if spec.softcap:
         return "softcap"
+    if spec.dropout:
+        return "dropout"
     if q.device.type == "cpu":
         return None if q.dtype in _CPU_DTYPES else f"dtype {q.dtype}"
     if q.device.type != "cuda":

@@ -38,12 +38,13 @@ class Block(NamedTuple):
 
 def split(q_segments, k_segments, spec: AttnSpec) -> list[Block]:
     """All visible (query, key) pairs of the segments, each in exactly one block."""
+    by_sequence: dict[int, list[Segment]] = {}
+    for k in k_segments:
+        by_sequence.setdefault(k.seq, []).append(k)
     blocks = []
     for q in q_segments:
         per_q = []
-        for k in k_segments:
-            if q.seq != k.seq:
-                continue
+        for k in by_sequence.get(q.seq, ()):
             if spec.left is None and spec.right in (None, 0):
                 per_q += _full_or_causal(q, k, causal=spec.right == 0)
             else:

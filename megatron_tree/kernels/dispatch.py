@@ -111,6 +111,7 @@ def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, backend: str = "au
     Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides; `visible` says what a query sees, and
     spec's causality and window apply to positions only. Returns fp32 [b, s_q, h, d_v + 1]: out, then lse.
     """
+    assert spec.dropout is None, "dropout is for training"
     impl = _pick(q, k, v, spec, backend)
     if impl not in (aten, reference):
         return impl.attn_decode(q, k, v, visible=visible, spec=spec)

@@ -1,7 +1,7 @@
 """Planning: pure functions from sizes and a topology to a schedule. Read `planner.py`, then `cost.py`."""
 
 from .planner import plan_decode, plan_training
-from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan
+from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, parse_grid
 from .topology import (
     Level,
     Placement,
@@ -25,6 +25,7 @@ __all__ = [
     "default_topology",
     "known_topologies",
     "load_topology",
+    "parse_grid",
     "place",
     "plan_decode",
     "plan_training",

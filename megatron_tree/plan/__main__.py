@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ..config import DECODE_SCHEDULES, SCHEDULES
 from ..files import whole_file
-from .planner import DECODE_SCHEDULES, SCHEDULES, plan_decode, plan_training
-from .plans import Cost, PassPlan, Reduction, Shape, seconds, size
+from .planner import plan_decode, plan_training
+from .plans import Cost, PassPlan, Reduction, Shape, parse_grid, seconds, size
 from .topology import Placement, Topology, known_topologies, load_topology, place
 
 EXAMPLES = """\
@@ -108,13 +109,8 @@ def _bytes(text: str) -> int:
 
 
 def _grid(text: str) -> tuple[int, int]:
-    try:
-        a, b = (int(n) for n in text.lower().split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be two integers, for instance 4x16") from None
-    if a < 1 or b < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be two positive integers, for instance 4x16")
-    return a, b
+    positive = "positive " * text.lower().replace("x", "", 1).isdecimal()
+    return parse_grid(text, f"must be two {positive}integers, for instance 4x16")
 
 
 def run(args: argparse.Namespace) -> None:

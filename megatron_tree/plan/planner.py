@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from ..config import DECODE_SCHEDULES, SCHEDULES, check_choice
 from .cost import Network, network
 from .decode import Step, reductions
 from .plans import (
@@ -43,8 +44,6 @@ __all__ = [
     "plan_training",
 ]
 
-SCHEDULES = ("auto", "grid", "ring")
-DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
 BASELINES = ("allreduce", "ring")
 TIE = 1.05  # predicted times of schedules that count as equal
 SAME = 1.01  # predicted times of one grid that count as equal
@@ -61,8 +60,10 @@ def plan_training(
     *,
     batch: int,
     seq_len: int,
+    seq_len_kv: int | None = None,
     bytes_per_word: int,
     causal: bool = True,
+    visible: float = 1.0,
     topology: Topology,
     placement: Placement,
     schedule: str = "auto",
@@ -81,6 +82,8 @@ def plan_training(
     Args:
         shape: heads and their sizes on one rank.
         batch, seq_len: of the call; seq_len is that of the whole sequence.
+        seq_len_kv: of cross attention's keys; default seq_len.
+        visible: share of the (query, key) pairs that packed documents leave, before the causal mask.
         bytes_per_word: of the inputs, which is also what travels.
         topology, placement: the machine, and the group's ranks in it.
         schedule: "auto", "grid" or "ring".
@@ -91,7 +94,7 @@ def plan_training(
     Raises: ValueError for options that contradict one another, and if nothing fits the budget.
     """
     net = _network(world, topology, placement)
-    _check(schedule, SCHEDULES)
+    check_choice("schedule", schedule, SCHEDULES)
     if schedule == "ring" and (grid or grid_backward or head_groups):
         raise ValueError("grid, grid_backward and head_groups have no meaning with schedule='ring': leave them out")
     if head_groups is not None and (head_groups < 1 or shape.num_heads_kv % head_groups):
@@ -102,7 +105,8 @@ def plan_training(
     for name, pinned in (("grid", grid), ("grid_backward", grid_backward)):
         if pinned is not None:
             check_grid(pinned, world, name)
-    call = Call.of(world, shape, batch=batch, seq_len=seq_len, bytes_per_word=bytes_per_word, causal=causal)
+    sizes = dict(batch=batch, seq_len=seq_len, seq_len_kv=seq_len_kv, bytes_per_word=bytes_per_word)
+    call = Call.of(world, shape, **sizes, causal=causal, visible=visible)
     groups = [n for n in range(1, MAX_HEAD_GROUPS + 1) if shape.num_heads_kv % n == 0] if world > 1 else [1]
     groups = [head_groups] if head_groups else groups
     chosen, tables, reasons = [], [], []
@@ -153,7 +157,8 @@ def plan_decode(
     Args:
         rows: b * s_q * h, the rows of a partial state.
         head_dim_v: d_v; a state is rows x (d_v + 1) fp32.
-        kv_bytes: of one rank's shard of the cache; 0 to leave the local attention out of the predicted time.
+        kv_bytes: of one rank's shard of the cache. None: unknown; predicted times leave the local attention out, and
+            the ring, which sends the cache, is weighed only if it is asked for.
         topology, placement: the machine, and the group's ranks in it.
         schedule: "auto", or the one to take; of "two_level" the better exchange across nodes is still chosen.
         memory_budget: bytes of communication buffers that a rank may use, None for any.
@@ -161,7 +166,7 @@ def plan_decode(
     Raises: ValueError for an unknown schedule, and if nothing fits the budget.
     """
     net = _network(world, topology, placement)
-    _check(schedule, DECODE_SCHEDULES)
+    check_choice("schedule", schedule, DECODE_SCHEDULES)
     weighed = reductions(net, Step(rows, (head_dim_v + 1) * 4, kv_bytes or 0))
     if kv_bytes is None and schedule != "ring":
         weighed = [r for r in weighed if r.schedule != "ring"]
@@ -184,11 +189,6 @@ def _network(world: int, topology: Topology, placement: Placement) -> Network:
     if world != len(placement.order):
         raise ValueError(f"world={world} but placement holds {len(placement.order)} ranks: place() the group itself")
     return network(topology, placement)
-
-
-def _check(schedule: str, choices: Sequence[str]) -> None:
-    if schedule not in choices:
-        raise ValueError(f"schedule={schedule!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
 def _choose(allowed: Sequence[Candidate], net: Network, budget: int | None, name: str) -> Candidate:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,6 +108,14 @@ def check_grid(grid: tuple[int, int], world: int, name: str = "grid") -> None:
         raise ValueError(
             f"{name}={grid} has {grid[0] * grid[1]} cells but cp_group has {world} ranks: choose {choices}"
         )
+
+
+def parse_grid(text: str, wrong: str = "is no grid: write AxB, for instance 2x4") -> tuple[int, int]:
+    """ "2x4" as (2, 4). Raises ``argparse.ArgumentTypeError``, which says `wrong` of the text, for anything else."""
+    match = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text.lower())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
+    return int(match[1]), int(match[2])
 
 
 def inner_grids(grid: tuple[int, int], block: int) -> list[tuple[int, int]]:

@@ -45,15 +45,27 @@ class Call(NamedTuple):
     """How much larger than what travels the kernels' results are, which are fp32."""
 
     @classmethod
-    def of(cls, world: int, shape: Shape, *, batch: int, seq_len: int, bytes_per_word: int, causal: bool) -> Call:
+    def of(
+        cls,
+        world: int,
+        shape: Shape,
+        *,
+        batch: int,
+        seq_len: int,
+        bytes_per_word: int,
+        causal: bool,
+        seq_len_kv: int | None = None,
+        visible: float = 1.0,
+    ) -> Call:
         h, h_kv, d, d_v = shape
-        tokens = batch * -(-seq_len // world)
-        pairs = tokens * seq_len * h / (2 if causal else 1)
+        seq_len_kv = seq_len if seq_len_kv is None else seq_len_kv
+        tokens, tokens_kv = (batch * -(-s // world) for s in (seq_len, seq_len_kv))
+        pairs = visible * tokens * seq_len_kv * h / (2 if causal else 1)
         return cls(
             q=tokens * h * d * bytes_per_word,
             o=tokens * h * d_v * bytes_per_word,
             statistic=tokens * h * STATISTIC,
-            kv=tokens * h_kv * (d + d_v) * bytes_per_word,
+            kv=tokens_kv * h_kv * (d + d_v) * bytes_per_word,
             flops=2 * pairs * (d + d_v),
             widening=max(1.0, 4 / bytes_per_word),
         )

@@ -5,7 +5,8 @@ import torch
 
 from megatron_tree import energy, kernels
 from megatron_tree.bench.kernels import CHECKED, check
-from megatron_tree.config import AttnSpec
+from megatron_tree.config import AttnSpec, Dropout
+from megatron_tree.dropout import keep_weights
 from megatron_tree.kernels import Visible
 from megatron_tree.kernels.triton import attn_decode
 from megatron_tree.shard import Segment
@@ -26,6 +27,29 @@ def test_within_the_rule(case, dtype, backend):
 def test_the_default_backend_is_triton():
     q = torch.zeros(1, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
     assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0)).name == "triton"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_in_bf16(head_dim):
+    """Compiled kernels drop what the formula drops; tests/test_dropout.py holds the rest, on this device, too."""
+    s, h = 200, 4
+    spec = AttnSpec(softmax_scale=head_dim**-0.5, dropout=Dropout(0.2, 1 << 40 | 3))
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, s, h, head_dim, device="cuda", dtype=torch.bfloat16, generator=g)
+    positions = torch.arange(s, device="cuda")
+    oracle = dict(
+        spec=spec,
+        keep=energy.visible(positions, positions, spec),
+        keep_weights=keep_weights(spec.dropout, batch=2, num_heads=h, q_positions=positions, k_positions=positions),
+    )
+    exact = [x.double() for x in (q, k, v, dout)]
+    out, lse = energy.attention(*exact[:3], **oracle)
+    whole = dict(q_segments=(Segment(0, 0, s),), k_segments=(Segment(0, 0, s),), spec=spec, backend="triton")
+    o, l = kernels.attn_fwd(q, k, v, **whole)
+    assert (o - out).abs().max() < 2e-2 and (l - lse).abs().max() < 1e-3
+    grads = kernels.attn_bwd(dout, q, k, v, l, kernels.attn_delta(dout, o), **whole)
+    for ours, truth in zip(grads, energy.attention_grads(*exact, **oracle)):
+        assert (ours - truth).abs().max() < 1e-2 * truth.abs().max()
 
 
 @pytest.mark.parametrize("s", [100_000, 1_000_003])

@@ -1,6 +1,7 @@
 """Attention backward, deterministic: dq by tiles of queries; dk and dv by tiles of keys, over all heads of a KV head.
 
 Both recompute p = exp2(s - lse2) from the global lse, in base 2, with +inf where a query sees nothing, so that p is 0.
+Under dropout a pair's value is keep_weight * v or 0: dp = dout.v and dv's weight p take that factor, p in ds does not.
 Results are added to the given fp32 buffers: partial gradients of several cells add up.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, cap_logits, dot, key_range, load_tile, lower, query_range, store_tile, visible
+from .common import LOG2E, cap_logits, dot, kept, key_range, load_tile, lower, query_range, store_tile, visible
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _probabilities(s, lse2, scale, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def _dq_range(
     dq0, dq1, q0, q1, do0, do1, lse2, delta, K, V, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right, scale,
-    softcap,
+    softcap, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -72,6 +73,8 @@ def _dq_range(
                 q_pos[:, None], (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW
             )
             p = tl.where(ok, p, 0.0)
+        if dropout is not None:
+            dp = tl.where(kept(q_pos[:, None], (k_pos + n + cols)[None, :], dropout), dp * keep_weight, 0.0)
         ds = lower(p * (dp - delta[:, None]) * slope, k0)
         dq0 = dot(ds, k0, dq0, PRECISION)
         if D1 > 0:
@@ -79,13 +82,14 @@ def _dq_range(
     return dq0, dq1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_bwd_dq_kernel(
     Q, K, V, DOUT, LSE2, DELTA, DQ, q_tiles, k_segments,
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, slb, slh, left, right, scale, softcap,
+    seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DQ += this block's dq; tables as in `attn_fwd_kernel`."""
     tile = tl.program_id(0)
@@ -115,24 +119,29 @@ def attn_bwd_dq_kernel(
     k_base = K + b * skb + (h // GROUP) * skh
     v_base = V + b * svb + (h // GROUP) * svh
     for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
-        k_row = tl.load(k_segments + 3 * i)
-        k_len = tl.load(k_segments + 3 * i + 1)
-        k_pos = tl.load(k_segments + 3 * i + 2)
+        k_row = tl.load(k_segments + 4 * i)
+        k_len = tl.load(k_segments + 4 * i + 1)
+        k_pos = tl.load(k_segments + 4 * i + 2)
+        dropout = None
+        if DROPOUT:
+            sequence = b.to(tl.int32) + tl.load(k_segments + 4 * i + 3)
+            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
         lo, full_lo, full_hi, hi = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
         if WINDOW:
             dq0, dq1 = _dq_range(
                 dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, lo, full_lo, k_len, k_pos,
-                q_pos,
-                left, right, scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+                q_pos, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW,
+                SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
         dq0, dq1 = _dq_range(
             dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, full_lo, full_hi, k_len, k_pos,
-            q_pos,
-            left, right, scale, softcap, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+            q_pos, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW,
+            SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
         dq0, dq1 = _dq_range(
             dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, full_hi, hi, k_len, k_pos, q_pos,
-            left, right, scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+            left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP,
+            PRECISION, STAGES,
         )  # fmt: skip
     g_base = DQ + b * sgb + h * sgh
     store_tile(g_base, row, sgs, rows, dq0 * scale, True, M, 0, D0, D)
@@ -143,7 +152,7 @@ def attn_bwd_dq_kernel(
 @triton.jit
 def _dkdv_range(
     dk0, dk1, dv0, dv1, k0, k1, v0, v1, Q, DOUT, LSE2, DELTA, q_row, sq, sd, lo, hi, q_len, q_pos, k_pos, in_k,
-    left, right, scale, softcap,
+    left, right, scale, softcap, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -171,8 +180,13 @@ def _dkdv_range(
         if MASK:
             ok = visible((q_pos + n + cols)[None, :], k_pos[:, None], in_k[:, None], left, right, CAUSAL, WINDOW)
             p = tl.where(ok, p, 0.0)
+        dropped = p
+        if dropout is not None:
+            keep = kept((q_pos + n + cols)[None, :], k_pos[:, None], dropout)
+            dropped = tl.where(keep, p, 0.0)
+            dp = tl.where(keep, dp * keep_weight, 0.0)
         ds = lower(p * (dp - delta[None, :]) * slope, q0)
-        p = lower(p, do0)
+        p = lower(dropped, do0)
         dv0 = dot(p, do0, dv0, PRECISION)
         dk0 = dot(ds, q0, dk0, PRECISION)
         if E1 > 0:
@@ -182,14 +196,14 @@ def _dkdv_range(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_bwd_dkdv_kernel(
     Q, K, V, DOUT, LSE2, DELTA, DK, DV, k_tiles, q_segments,
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, swb, sws, swh, slb, slh,
-    left, right, scale, softcap,
+    left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DK, DV += this block's; k_tiles and q_segments as q_tiles and k_segments in `attn_fwd_kernel`."""
     tile = tl.program_id(0)
@@ -221,10 +235,14 @@ def attn_bwd_dkdv_kernel(
     num_segments = tl.load(k_tiles + 5 * tile + 4) - from_segment
     for i in range(GROUP * num_segments):
         h = h_kv * GROUP + i // num_segments
-        segment = q_segments + 3 * (from_segment + i % num_segments)
+        segment = q_segments + 4 * (from_segment + i % num_segments)
         q_row = tl.load(segment)
         q_len = tl.load(segment + 1)
         q_pos = tl.load(segment + 2)
+        dropout = None
+        if DROPOUT:
+            sequence = b.to(tl.int32) + tl.load(segment + 3)
+            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
         q_base = Q + b * sqb + h * sqh
         d_base = DOUT + b * sdb + h * sdh
         l_at = b * slb + h * slh
@@ -232,21 +250,23 @@ def attn_bwd_dkdv_kernel(
         if CAUSAL or WINDOW:
             dk0, dk1, dv0, dv1 = _dkdv_range(
                 dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, lo,
-                full_lo,
-                q_len, q_pos, k_pos, in_k, left, right, scale, softcap, D, D0, D1, E, E0, E1, M, True, CAUSAL, WINDOW,
-                SOFTCAP, PRECISION, STAGES,
+                full_lo, q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0,
+                E1, M, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
         dk0, dk1, dv0, dv1 = _dkdv_range(
             dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, full_lo,
-            full_hi,
-            q_len, q_pos, k_pos, in_k, left, right, scale, softcap, D, D0, D1, E, E0, E1, M, False, CAUSAL, WINDOW,
-            SOFTCAP, PRECISION, STAGES,
+            full_hi, q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1,
+            M, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
         dk0, dk1, dv0, dv1 = _dkdv_range(
             dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, full_hi, hi,
-            q_len, q_pos, k_pos, in_k, left, right, scale, softcap, D, D0, D1, E, E0, E1, M, True, CAUSAL, WINDOW,
-            SOFTCAP, PRECISION, STAGES,
+            q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, M, True,
+            CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
+    if DROPOUT:
+        dv0 *= keep_weight
+        if E1 > 0:
+            dv1 *= keep_weight
     g_base = DK + b * sgb + h_kv * sgh
     w_base = DV + b * swb + h_kv * swh
     store_tile(g_base, row, sgs, rows, dk0 * scale, True, N, 0, D0, D)

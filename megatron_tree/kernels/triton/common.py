@@ -1,4 +1,4 @@
-"""Device functions that every kernel shares: products, tile loads, and which keys a tile of queries can see.
+"""Device functions that every kernel shares: products, tile loads, which keys a tile of queries sees, which it drops.
 
 A tensor [b, s, h, d] is addressed as base + row * row_stride + columns, with base computed in 64 bits. head_dim is cut
 into two powers of two (192 = 128 + 64), so that kernels need no padding columns for the usual sizes.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...dropout import ROUNDS as PHILOX_ROUNDS
+
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 UNBOUNDED = 1 << 30  # a window side that never ends
 
 
@@ -93,6 +96,18 @@ def visible(q_pos, k_pos, in_range, left, right, CAUSAL: tl.constexpr, WINDOW: t
     if WINDOW:
         ok = ok & (k_pos + left >= q_pos) & (k_pos <= q_pos + right)
     return ok
+
+
+@triton.jit
+def kept(q_pos, k_pos, dropout):
+    """Which pairs dropout keeps, on broadcast int32 positions; `dropout.keep_weights` bit for bit.
+
+    dropout: (seed's lower word, its upper word, threshold, head, sequence), int32 whose bits are unsigned numbers.
+    """
+    low, high, threshold, head, sequence = dropout
+    seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    word, _, _, _ = tl.philox(seed, q_pos, k_pos, head, sequence, ROUNDS)
+    return word >= threshold.to(tl.uint32, bitcast=True)
 
 
 @triton.jit

@@ -44,12 +44,13 @@ _DECODE = Tiles(16, 64, 4, 3)  # all query heads of a KV head; more only where a
 _INTERPRETER = Tiles(16, 16, 4, 1)
 
 
-def tiles(kernel: str, width: int, arch: str, itemsize: int = 2) -> Tiles:
+def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False) -> Tiles:
     """Tiles of "fwd", "dq", "dkdv" or "decode" for a head_dim of `width`.
 
     arch: "sm80", "sm90", "sm100", "gfx942" or "interpreter".
 
     fp32 inputs (itemsize 4) take twice the memory: they get the row of a head twice as wide, and no pipelining.
+    Dropout's random words want registers: 64 keys at most.
     """
     if kernel == "decode":  # the smaller shared memory of gfx942 holds one stage of wide heads, no pipeline
         return _DECODE._replace(stages=1) if arch == "gfx942" else _DECODE
@@ -58,4 +59,6 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2) -> Tiles:
     table = {"sm80": _SM80, "sm90": _SM90, "sm100": _SM100, "gfx942": _GFX942}[arch][kernel]
     width = min(width * max(itemsize // 2, 1), 256)
     found = next(table[w] for w in sorted(table) if width <= w)
+    if dropout:
+        found = found._replace(n=min(found.n, 64))
     return found if itemsize <= 2 else found._replace(stages=1)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, cap_logits, dot, key_range, load_tile, lower, store_tile, visible
+from .common import LN2, LOG2E, cap_logits, dot, kept, key_range, load_tile, lower, store_tile, visible
 
 
 @triton.jit
 def _fwd_range(
     acc0, acc1, m, l, q0, q1, K, V, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right, scale, softcap,
+    dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys lo..hi of one segment; m and logits in base 2."""
+    """Online softmax over keys lo..hi of one segment; m and logits in base 2; l sums dropped pairs, too."""
     cols = tl.arange(0, N)
     for n in tl.range(lo, hi, N, num_stages=STAGES):
         k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
@@ -36,6 +37,8 @@ def _fwd_range(
         p = tl.math.exp2(s - base[:, None])
         shrink = tl.math.exp2(m - base)
         l = l * shrink + tl.sum(p, 1)
+        if dropout is not None:
+            p = tl.where(kept(q_pos[:, None], (k_pos + n + cols)[None, :], dropout), p, 0.0)
         v0 = load_tile(V, k_row + n, sv, k_len - n, N, 0, E0, E, MASK)
         p = lower(p, v0)
         acc0 = dot(p, v0, acc0 * shrink[:, None], PRECISION)
@@ -46,16 +49,17 @@ def _fwd_range(
     return acc0, acc1, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_fwd_kernel(
     Q, K, V, OUT, LSE, q_tiles, k_segments,
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sob, sos, soh, slb, slh, left, right, scale, softcap,
+    seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q_tiles int32 [tiles, 5]: first row, rows, first position, and from which to which KV segment it looks;
-    k_segments int32 [n, 3]: row, length, position.
+    k_segments int32 [n, 4]: row, length, position, sequence.
 
     MERGE: OUT and LSE hold a state already, and this one is merged into it.
     """
@@ -81,29 +85,34 @@ def attn_fwd_kernel(
     k_base = K + b * skb + (h // GROUP) * skh
     v_base = V + b * svb + (h // GROUP) * svh
     for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
-        k_row = tl.load(k_segments + 3 * i)
-        k_len = tl.load(k_segments + 3 * i + 1)
-        k_pos = tl.load(k_segments + 3 * i + 2)
+        k_row = tl.load(k_segments + 4 * i)
+        k_len = tl.load(k_segments + 4 * i + 1)
+        k_pos = tl.load(k_segments + 4 * i + 2)
+        dropout = None
+        if DROPOUT:
+            sequence = b.to(tl.int32) + tl.load(k_segments + 4 * i + 3)
+            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
         lo, full_lo, full_hi, hi = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
         if WINDOW:
             acc0, acc1, m, l = _fwd_range(
                 acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, lo, full_lo, k_len, k_pos, q_pos, left,
-                right,
-                scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+                right, scale, softcap, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION,
+                STAGES,
             )  # fmt: skip
         acc0, acc1, m, l = _fwd_range(
             acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, full_lo, full_hi, k_len, k_pos, q_pos, left,
-            right,
-            scale, softcap, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+            right, scale, softcap, dropout, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
         acc0, acc1, m, l = _fwd_range(
             acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, full_hi, hi, k_len, k_pos, q_pos, left, right,
-            scale, softcap, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+            scale, softcap, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
         )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)
     keep = 1.0 / safe  # weight of this state's num
+    if DROPOUT:
+        keep *= keep_weight
     lse_at = LSE + b * slb + h * slh + row + r
     out_base = OUT + b * sob + h * soh
     if MERGE:

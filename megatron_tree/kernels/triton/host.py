@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ... import dropout
 from ...config import AttnSpec
 from ...merge import NEG_INF, empty_state
 from . import bwd, common, configs, fwd
@@ -54,13 +55,13 @@ def attn_fwd(
     if state is None:
         lse = lse.transpose(1, 2).contiguous()
     q, k, v = (_unit_last_stride(x) for x in (q, k, v))
-    config = configs.tiles("fwd", _width(d, e), _arch(q.device), q.element_size())
+    config = _tiles("fwd", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, config.m, q.device)
     if q_tiles.shape[0] and k_table.shape[0] and b:
         fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
             q, k, v, out, lse, q_tiles, k_table,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
-            *_mask_arguments(spec), spec.softmax_scale, spec.softcap,
+            *_mask_arguments(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec),
             GROUP=h // k.shape[2], **_head_dims(d, e), M=config.m, N=config.n, **_mask_flags(spec),
             MERGE=state is not None,
             PRECISION=_precision(q), STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
@@ -87,14 +88,14 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
         return
     shared = dict(GROUP=h // h_kv, **_head_dims(d, e), **_mask_flags(spec), PRECISION=_precision(q))
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
-    numbers = (*lse2.stride()[:2], *_mask_arguments(spec), spec.softmax_scale, spec.softcap)
-    config = configs.tiles("dq", _width(d, e), _arch(q.device), q.element_size())
+    numbers = (*lse2.stride()[:2], *_mask_arguments(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec))
+    config = _tiles("dq", q, v, spec)
     tiles, table = _tables(q_segments, k_segments, config.m, q.device)
     bwd.attn_bwd_dq_kernel[(tiles.shape[0], h, b)](
         q, k, v, dout, lse2, delta, dq, tiles, table, *inputs, *dq.stride()[:3], *numbers, **shared,
         M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    config = configs.tiles("dkdv", _width(d, e), _arch(q.device), q.element_size())
+    config = _tiles("dkdv", q, v, spec)
     tiles, table = _tables(k_segments, q_segments, config.n, q.device, heaviest_last=True)
     bwd.attn_bwd_dkdv_kernel[(tiles.shape[0], h_kv, b)](
         q, k, v, dout, lse2, delta, dk, dv, tiles, table, *inputs, *dk.stride()[:3], *dv.stride()[:3],
@@ -125,6 +126,11 @@ def _width(d: int, e: int) -> int:
     return max(d, e, 16)
 
 
+def _tiles(kernel: str, q: Tensor, v: Tensor, spec: AttnSpec) -> configs.Tiles:
+    width = _width(q.shape[-1], v.shape[-1])
+    return configs.tiles(kernel, width, _arch(q.device), q.element_size(), spec.dropout is not None)
+
+
 def split_head_dim(d: int) -> tuple[int, int]:
     """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0)."""
     whole = max(triton.next_power_of_2(d), 16)
@@ -145,7 +151,16 @@ def _mask_arguments(spec: AttnSpec) -> tuple[int, int]:
 
 def _mask_flags(spec: AttnSpec) -> dict:
     window = spec.left is not None or spec.right not in (None, 0)
-    return dict(CAUSAL=spec.right == 0, WINDOW=window, SOFTCAP=spec.softcap > 0)
+    return dict(CAUSAL=spec.right == 0, WINDOW=window, SOFTCAP=spec.softcap > 0, DROPOUT=spec.dropout is not None)
+
+
+def _dropout_arguments(spec: AttnSpec) -> tuple[int, int, int, int, float]:
+    """Seed's two words, threshold and first head as int32 with the same bits; the factor of what is kept."""
+    if spec.dropout is None:
+        return 0, 0, 0, 0, 1.0
+    p, seed, first_head = spec.dropout
+    words = (*dropout.seed_words(seed), dropout.threshold(p), first_head)
+    return *(w - (1 << 32) if w >> 31 else w for w in words), 1.0 / (1.0 - p)
 
 
 def _precision(q: Tensor) -> str:
@@ -169,7 +184,7 @@ def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = F
     """Tables for a kernel whose programs take tiles of the segments `grid` and loop over the segments `loop`.
 
     Returns int32 [tiles, 5]: first row, rows, first position, and the range of `loop` of the same sequence; and int32
-    [len(loop), 3]: row, length, position, by sequence. Tiles that run longest come first: under a
+    [len(loop), 4]: row, length, position, sequence, by sequence. Tiles that run longest come first: under a
     causal mask those are late queries, and (heaviest_last) early keys.
     """
     loop = sorted(loop, key=lambda s: s.seq)
@@ -182,5 +197,5 @@ def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = F
         for i in range(0, s.length, rows)
     ]
     tiles.sort(key=lambda t: t[2] if heaviest_last else -t[2])
-    table = [(s.row, s.length, s.pos) for s in loop]
-    return tuple(torch.tensor(x, dtype=torch.int32).reshape(-1, n).to(device) for x, n in ((tiles, 5), (table, 3)))
+    table = [(s.row, s.length, s.pos, s.seq) for s in loop]
+    return tuple(torch.tensor(x, dtype=torch.int32).reshape(-1, n).to(device) for x, n in ((tiles, 5), (table, 4)))

@@ -49,32 +49,37 @@ class Usage(NamedTuple):
 def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
     """The constexpr arguments of a launch: bf16, causal, GQA 4:1."""
     heads = host._head_dims(*dims)
-    mask = dict(CAUSAL=True, WINDOW=False, SOFTCAP=False)
+    mask = dict(CAUSAL=True, WINDOW=False, SOFTCAP=False, DROPOUT=kernel.endswith(_DROPOUT))
     if kernel == "decode":
         flags = dict(HAS_LENGTHS=True, HAS_POSITIONS=False, WINDOW=False, SOFTCAP=False, PAGE=0, SCALED=False)
         return dict(GROUP=8, **heads, M=16, N=decode.KEYS, **flags, PRECISION="tf32", STAGES=tiles.stages)
     if kernel == "merge":
         return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), ROWS=8)
-    extra = dict(MERGE=False) if kernel == "fwd" else {}
+    extra = dict(MERGE=False) if KERNELS[kernel] is fwd.attn_fwd_kernel else {}
     return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, **extra, PRECISION="tf32", STAGES=tiles.stages)
 
 
+_DROPOUT = "+dropout"
 KERNELS = {
     "fwd": fwd.attn_fwd_kernel,
     "dq": bwd.attn_bwd_dq_kernel,
     "dkdv": bwd.attn_bwd_dkdv_kernel,
+    "fwd+dropout": fwd.attn_fwd_kernel,
+    "dq+dropout": bwd.attn_bwd_dq_kernel,
+    "dkdv+dropout": bwd.attn_bwd_dkdv_kernel,
     "decode": decode.attn_decode_kernel,
     "merge": merge.merge_states_kernel,
 }
 _FP32 = {"OUT", "LSE", "LSE2", "DELTA", "DQ", "DK", "DV", "STATE", "IN"}
-_FLOATS = {"scale", "softcap"}
+_FLOATS = {"scale", "softcap", "keep_weight"}
 _INT32 = {"q_tiles", "k_tiles", "k_segments", "q_segments"}
 _UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE"}  # None in this launch
 
 
 def compile_kernel(kernel: str, dims: tuple[int, int], arch: str):
     """The compiled kernel for head dims (of q and k, of v), as a bf16 launch on `arch` would have it."""
-    tiles = configs.tiles("decode" if kernel == "merge" else kernel, host._width(*dims), arch)
+    row = "decode" if kernel == "merge" else kernel.removesuffix(_DROPOUT)
+    tiles = configs.tiles(row, host._width(*dims), arch, dropout=kernel.endswith(_DROPOUT))
     values = constants(kernel, dims, tiles)
     function = KERNELS[kernel]
     signature, attributes = {}, {}

@@ -1,0 +1,134 @@
+"""One checked call of training attention: the ranks agree on it, it is planned, and it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from . import comm
+from .agree import agree, telling
+from .autograd import tree_attention
+from .config import AttnSpec, TreeConfig
+from .exchange import heads_to_tokens, tokens_to_heads
+from .job import Job
+from .log import say_once
+from .network import Network
+from .plan import Shape, plan_training
+from .shard import Layout, Packed, Sharding
+from .validate import check_sinks, check_ulysses
+
+
+def attend(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    spec: AttnSpec,
+    queries: Sharding,
+    keys: Sharding,
+    cp_group,
+    config: TreeConfig,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of checked tensors: agree, plan, and run, with Ulysses' exchanges around it if asked for."""
+    world, rank, u = comm.group_size(cp_group), comm.group_rank(cp_group), config.ulysses_size
+    with telling(cp_group):
+        check_sinks(sinks, q)
+        check_ulysses(u, world, q, k, queries)
+        network = Network.of(cp_group, q.device, config)
+    signature = (
+        f"{name}; batch={q.shape[0]}; seq_len={queries.seq_len}; seq_len_kv={keys.seq_len}; heads and head_dim="
+        f"{(q.shape[2], k.shape[2], q.shape[3], v.shape[3])}; dtype={q.dtype}; "
+        f"{dataclasses.replace(spec, dropout=None)}; sinks={sinks is not None}; layout={queries.layout!r}; "
+        f"layout_kv={keys.layout!r}; return_lse={return_lse}; {config}; topology={network.digest}"
+    )
+    drawn = "" if spec.dropout is None else f"dropout_p={spec.dropout.p}; dropout_seed={spec.dropout.seed}"
+    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s, values=drawn)
+    network = network.placed(cp_group, q.device, config)
+    if u == 1:
+        job = _job(q, k, v, spec, queries, keys, cp_group, config, network, tuple(range(world)))
+        return tree_attention(q, k, v, sinks, job)
+    place = rank % u
+    team = comm.Team(
+        cp_group,
+        tuple((r,) for r in range(rank - place, rank - place + u)),
+        network.topology.transport,
+        config.timeout_s,
+        ("ulysses", u),
+    )
+    if k.shape[2] < u:
+        k, v = (x.repeat_interleave(u // x.shape[2], 2) for x in (k, v))
+    first, count = place * (q.shape[2] // u), q.shape[2] // u
+    q, k, v = heads_to_tokens(team, q, k, v)
+    sinks = None if sinks is None else sinks[first : first + count]
+    queries, keys = (dataclasses.replace(x, fused=u) for x in (queries, keys))
+    job = _job(q, k, v, spec.heads_from(first), queries, keys, cp_group, config, network, tuple(range(place, world, u)))
+    out, lse = tree_attention(q, k, v, sinks, job)
+    if not return_lse:
+        return *tokens_to_heads(team, out), None
+    out, lse = tokens_to_heads(team, out, lse.transpose(1, 2)[..., None])
+    return out, lse[..., 0].transpose(1, 2)
+
+
+def attend_here(
+    q, k, v, sinks, spec: AttnSpec, queries: Sharding, keys: Sharding, cp_group, backend: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of what this rank holds, without a message: alone on a grid of one place."""
+    config = TreeConfig(backend=backend)
+    network = Network.of(None, q.device, config).placed(None, q.device, config)
+    job = _job(q, k, v, spec, queries, keys, None, config, network, (0,))
+    return tree_attention(q, k, v, sinks, dataclasses.replace(job, group=cp_group, order=(comm.group_rank(cp_group),)))
+
+
+def _job(
+    q, k, v, spec: AttnSpec, queries: Sharding, keys: Sharding, cp_group, config: TreeConfig, network: Network, members
+) -> Job:
+    """The planned job of some ranks of the group. All teams of the group follow the first team's plan."""
+    world, u = len(members), queries.fused
+    shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    placement = network.placement_of(members)
+    plan = plan_training(
+        world,
+        shape,
+        batch=q.shape[0],
+        seq_len=queries.seq_len,
+        seq_len_kv=keys.seq_len,
+        bytes_per_word=q.element_size(),
+        causal=spec.causal,
+        visible=_visible(queries.layout),
+        topology=network.topology,
+        placement=placement if u == 1 else network.placement_of(tuple(range(0, u * world, u))),
+        schedule=config.schedule,
+        grid=config.grid,
+        grid_backward=config.grid_backward,
+        head_groups=config.head_groups,
+        memory_budget=config.memory_budget,
+    )
+    if world > 1 and comm.group_rank(cp_group) == 0:
+        h, h_kv, d, _ = shape
+        teams = "" if u == 1 else f", in each of {u} Ulysses ranks"
+        say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}{teams}): {plan.reason}")
+    return Job(
+        spec=spec,
+        group=cp_group,
+        queries=queries,
+        keys=keys,
+        plan=plan,
+        order=tuple(members[i] for i in placement.order),
+        config=config,
+        transport=network.topology.transport,
+        wire=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
+    )
+
+
+def _visible(layout: Layout) -> float:
+    """Share of the (query, key) pairs that packed documents leave, as a power of two: plans are cached."""
+    if not isinstance(layout, Packed) or not sum(layout.padded):
+        return 1.0
+    share = sum(n * n for n in layout.lengths) / sum(layout.padded) ** 2
+    return 2.0 ** round(math.log2(share)) if share else 1.0
