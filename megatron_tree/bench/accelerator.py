@@ -98,7 +98,7 @@ def attention_flops(pairs: int, head_dim: int, head_dim_v: int, name: str = "att
 
 @contextlib.contextmanager
 def _replaced(handler) -> Iterator[None]:
-    """Let handler(name, original, args, options) stand for the kernels that decode.py and autograd.py call."""
+    """Let handler(name, original, args, options) stand for the kernels that decode.py, grid.py and ring.py call."""
     originals = {name: getattr(kernels, name) for name in ("attn_decode", "attn_fwd", "attn_bwd")}
     for name, run in originals.items():
         setattr(kernels, name, lambda *args, _name=name, _run=run, **options: handler(_name, _run, args, options))

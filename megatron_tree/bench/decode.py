@@ -23,7 +23,7 @@ from .measure import Laps, relative_error
 from .rows import Predicted
 from .runs import Case, Settings
 
-SCHEDULES = tuple(s for s in ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto"))
+SCHEDULES = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 assert set(SCHEDULES) == set(DECODE_SCHEDULES)
 SWEEP_LENGTHS = tuple(1024 * n for n in (16, 32, 64, 128, 256, 512))
 ORACLE_TOKENS = 4096  # at a time, in float64
@@ -50,7 +50,6 @@ def run(args: argparse.Namespace) -> None:
 class DecodeBench:
     """What `session` needs to know of decoding. Made on every rank: this rank's shard, the query and the truth."""
 
-    passes = ("decode",)
     shared = staticmethod(lambda case: None)
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, shared):
@@ -116,7 +115,7 @@ class DecodeBench:
         """The planner's view of a schedule, by pass."""
         call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
         call.update(placement=place(topology, hosts), schedule=schedule)
-        chosen = plan_decode(case.machines.ranks, kv_bytes=0, **call)  # as tree_decode asks: shards may differ
+        chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks
         weighed = plan_decode(case.machines.ranks, kv_bytes=case.kv_bytes, **call).candidates
         plan = next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))
         return {"decode": Predicted(str(plan), plan.cost)}

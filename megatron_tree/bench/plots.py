@@ -68,7 +68,6 @@ def _draw(groups: dict, axis: str, title: str, path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
-    from PIL import Image
 
     figure, axes = plt.subplots(len(groups), len(METRICS), figsize=(13, 3.6 * len(groups) + 0.8), squeeze=False)
     shown: dict[str, Line2D] = {}
@@ -84,9 +83,17 @@ def _draw(groups: dict, axis: str, title: str, path: pathlib.Path) -> None:
     shown["predicted"] = Line2D([], [], marker="o", mfc="none", color="grey", linestyle="none")
     figure.suptitle(title, fontsize=8)
     figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=6, fontsize=8)
-    figure.tight_layout(rect=(0, 0.8 / figure.get_figheight(), 1, 1))
+    save(figure, path, dpi=80, bottom=0.8 / figure.get_figheight())
+
+
+def save(figure, path: pathlib.Path, *, dpi: int, bottom: float = 0.0) -> None:
+    """Write a figure, laid out above `bottom`, a share of its height, as a small PNG of few colours, and close it."""
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
+    figure.tight_layout(rect=(0, bottom, 1, 1))
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=80)
+    figure.savefig(drawn, format="png", dpi=dpi)
     plt.close(figure)
     picture = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE)
     picture.save(path, format="png", optimize=True)

@@ -12,17 +12,16 @@ import gc
 import math
 import mmap
 import multiprocessing
-import multiprocessing.connection
 import os
-import signal
 import socket
 import sys
 import time
-import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from ..emulate.forked import Forked
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _fork = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
@@ -71,16 +70,7 @@ def join(timeout_s: float):
     return dist.group.WORLD
 
 
-PR_SET_TIMERSLACK, PR_SET_PDEATHSIG = 29, 1
-
-
-def calm_gloo() -> None:
-    """Give gloo's threads, which poll, less of a core than the ranks: else they starve ranks that share it (Linux)."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/comm") as file:
-                if file.read().startswith("gloo"):
-                    os.setpriority(os.PRIO_PROCESS, int(thread), 19)
+PR_SET_TIMERSLACK = 29
 
 
 class PeakMemory:
@@ -119,77 +109,25 @@ def _status(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
-class LocalRanks:
+class LocalRanks(Forked):
     """Plain ranks of this machine over its loopback interface; the counterpart of `emulate.Cluster`."""
 
     def __init__(self, ranks: int):
-        if _fork is None:
-            raise ValueError("--ranks needs an operating system that can fork (Linux, macOS)")
-        self.ranks = ranks
+        if sys.platform != "linux":
+            raise ValueError(f"--ranks needs Linux; this is {sys.platform}")
+        self.world_size = ranks
 
-    def __enter__(self):
+    def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(self, *failure):
+    def __exit__(self, *failure) -> None:
         pass
 
-    def run(self, fn, *args, timeout_s: float) -> list:
-        """fn(*args) on every rank; results by rank. Raises RuntimeError with what the failed ranks said."""
+    def _take_place(self, number: int) -> dict:
+        here = dict(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+        return dict(LOCAL_RANK=number, LOCAL_WORLD_SIZE=self.world_size, **here)
+
+    def _port(self) -> int:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        pipes = [_fork.Pipe(duplex=False) for _ in range(self.ranks)]
-        processes = [
-            _fork.Process(target=self._rank, args=(r, port, pipes[r][1], fn, args), daemon=True)
-            for r in range(self.ranks)
-        ]
-        try:
-            for process, (_, end) in zip(processes, pipes):
-                process.start()
-                end.close()
-            return self._collect([receiving for receiving, _ in pipes], time.monotonic() + timeout_s, timeout_s)
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-
-    def _collect(self, pipes, end: float, timeout_s: float) -> list:
-        results, failures = {}, {}
-        while len(results) < self.ranks and not failures:
-            waiting = {pipe: r for r, pipe in enumerate(pipes) if r not in results}
-            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
-            if not ready:
-                raise RuntimeError(f"ranks {sorted(waiting.values())} had not finished after {timeout_s:g} s")
-            for pipe in ready:
-                try:
-                    succeeded, value = pipe.recv()
-                except EOFError:
-                    succeeded, value = False, "died without a word"
-                (results if succeeded else failures)[waiting[pipe]] = value
-        if failures:
-            raise RuntimeError("\n".join(f"rank {r} of {self.ranks}: {text}" for r, text in failures.items()))
-        return [results[r] for r in range(self.ranks)]
-
-    def _rank(self, rank: int, port: int, pipe, fn, args) -> None:
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(self.ranks),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(self.ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-        )
-        if sys.platform.startswith("linux"):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-        torch.set_num_threads(1)  # the parent's pool of threads does not survive the fork
-        try:
-            reply = True, fn(*args)
-        except BaseException:
-            reply = False, traceback.format_exc()
-        pipe.send(reply)
-        pipe.close()
-        time.sleep(60)  # the group stays open until all are done; the parent ends us
+            return probe.getsockname()[1]

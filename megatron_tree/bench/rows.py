@@ -6,6 +6,7 @@ import statistics
 from typing import NamedTuple
 
 from ..plan import Cost
+from ..plan.plans import size
 from .measure import Measured
 from .runs import Case, Settings
 
@@ -132,16 +133,16 @@ def _ms(seconds: float, how: Settings) -> float:
 
 
 COLUMNS = (
-    ("median ms", 10, lambda r: number(r.ms)),
-    ("p10", 8, lambda r: number(r.p10_ms)),
-    ("p90", 8, lambda r: number(r.p90_ms)),
-    ("predicted", 9, lambda r: number(r.predicted_ms)),
-    ("sent/rank", 9, lambda r: size(r.sent_bytes)),
-    ("predicted", 9, lambda r: size(r.predicted_sent_bytes)),
-    ("sent/node", 9, lambda r: size(r.node_bytes)),
-    ("predicted", 9, lambda r: size(r.predicted_node_bytes)),
-    ("memory", 8, lambda r: size(r.memory_bytes)),
-    ("predicted", 9, lambda r: size(r.predicted_memory_bytes)),
+    ("median ms", 10, lambda r: _number(r.ms)),
+    ("p10", 8, lambda r: _number(r.p10_ms)),
+    ("p90", 8, lambda r: _number(r.p90_ms)),
+    ("predicted", 9, lambda r: _number(r.predicted_ms)),
+    ("sent/rank", 9, lambda r: _size(r.sent_bytes)),
+    ("predicted", 9, lambda r: _size(r.predicted_sent_bytes)),
+    ("sent/node", 9, lambda r: _size(r.node_bytes)),
+    ("predicted", 9, lambda r: _size(r.predicted_node_bytes)),
+    ("memory", 8, lambda r: _size(r.memory_bytes)),
+    ("predicted", 9, lambda r: _size(r.predicted_memory_bytes)),
 )
 
 
@@ -168,16 +169,10 @@ def table(case: Case, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def number(x: float | None) -> str:
+def _number(x: float | None) -> str:
     """Three digits, no exponent below a million."""
     return "" if x is None else f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
-def size(n: float | None) -> str:
-    """Bytes for people, three digits and a decimal unit."""
-    if n is None:
-        return ""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.3g} {unit}"
-    return f"{n:.0f} B"
+def _size(n: float | None) -> str:
+    return "" if n is None else size(n)

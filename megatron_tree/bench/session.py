@@ -19,7 +19,7 @@ from .kernels import WrongResult
 from .measure import first_step, measure
 from .plots import plots
 from .progress import Progress
-from .ranks import CORES, Meeting, calm_gloo, join
+from .ranks import CORES, Meeting, join
 from .report import write_results
 from .rows import Outcome, Row, row, schedule_rows, table
 from .runs import Case, Machines, Settings, cases, settings
@@ -151,8 +151,6 @@ def on_rank(case, how: Settings, bench, topology_path, meeting, shared, progress
             return inputs.step(schedule, laps)
 
         results = first_step(step, accelerator)
-        if not case.machines.emulated:  # a cluster does it itself
-            calm_gloo()
         error = inputs.error(results)
         measured = None
         if error <= 1:

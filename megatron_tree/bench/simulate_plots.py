@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-from .plots import COLOURS
+from .plots import COLOURS, save
 
 STYLES = {"KV gather": "kv_gather", "pure tree": "pure_tree"}
 LABELS = {"ring": "ring", "allreduce": "tree: the paper's all-reduces", "auto": "tree: the planner's choice"}
@@ -29,7 +28,7 @@ def draw_latency(path: Path, rows) -> None:
     figure.suptitle(
         "Simulated: one decode step, 16 heads of 128, DGX H100 nodes (compare figure 3 of the paper)", fontsize=9
     )
-    _save(figure, path)
+    save(figure, path, dpi=90)
 
 
 def draw_memory(path: Path, rows) -> None:
@@ -47,7 +46,7 @@ def draw_memory(path: Path, rows) -> None:
     figure.suptitle(
         "Simulated: shard and buffers of one decode step, two RTX 4090 (compare figure 4 of the paper)", fontsize=9
     )
-    _save(figure, path)
+    save(figure, path, dpi=90)
 
 
 def draw_scale(path: Path, rows) -> None:
@@ -72,7 +71,7 @@ def draw_scale(path: Path, rows) -> None:
     _finish(axes[2], "ranks", "bytes of the planner's grid / the ring's", "linear")
     tokens = training[0].seq_len >> 20
     figure.suptitle(f"Simulated: {tokens}M tokens on {training[0].topology}, head_dim 128, bf16", fontsize=9)
-    _save(figure, path)
+    save(figure, path, dpi=90)
 
 
 def _curves(rows, keys: tuple[str, ...]) -> dict[tuple, list]:
@@ -101,14 +100,3 @@ def _finish(ax, xlabel: str, ylabel: str, yscale: str = "log") -> None:
     ax.set_ylabel(ylabel, fontsize=8)
     ax.grid(alpha=0.3)
     ax.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
-
-
-def _save(figure, path: Path) -> None:
-    import matplotlib.pyplot as plt
-    from PIL import Image
-
-    figure.tight_layout()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=90)
-    plt.close(figure)
-    Image.open(drawn).convert("RGB").quantize(64).save(path, format="png", optimize=True)

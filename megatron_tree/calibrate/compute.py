@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 
 from ..config import AttnSpec
 from ..kernels import Visible, attn_decode, attn_fwd
 from ..shard import Segment
+from .links import now
 
 _REPEATS = 5
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
@@ -39,14 +39,7 @@ def flops(device: torch.device) -> float:
 def _median_s(call, device: torch.device) -> float:
     times = []
     for _ in range(_REPEATS + 2):
-        _settle(device)
-        start = time.perf_counter()
+        start = now(device)
         call()
-        _settle(device)
-        times.append(time.perf_counter() - start)
+        times.append(now(device) - start)
     return statistics.median(times[2:])
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -88,9 +88,9 @@ class Links:
         times = []
         for _ in range(REPEATS):
             self.share(None)
-            start = self._now()
+            start = now(self.device)
             whole = comm.start_gather(mine, team).wait()
-            times.append(self._now() - start)
+            times.append(now(self.device) - start)
         expected = torch.tensor(team.order, device=self.device).remainder(251).to(torch.uint8)[:, None]
         if not torch.equal(whole, expected.expand_as(whole)):
             raise ValueError(f"an all-gather among all ranks ({transport}) brought wrong bytes to rank {self.rank}")
@@ -100,11 +100,11 @@ class Links:
         message, answer, times = _pattern(num_bytes, self.rank, self.device), self._empty(_SMALL), []
         for _ in range(_repeats(num_bytes)):
             answered = self._start_receive(answer, peer) if self._early else None
-            start = self._now()
+            start = now(self.device)
             sent = [Transfer(message, peer, None, peer, dist.group.WORLD, self.timeout_s) for _ in range(count)]
             for transfer in [*sent, answered or self._start_receive(answer, peer)]:
                 transfer.wait()
-            times.append(self._now() - start)
+            times.append(now(self.device) - start)
         return Times(statistics.median(times[1:]), sum(times))
 
     def _receive(self, peer: int, num_bytes: int, count: int) -> None:
@@ -117,11 +117,11 @@ class Links:
         for left in reversed(range(_repeats(num_bytes))):
             for transfer in arriving:
                 transfer.wait()
-            self._now()
+            now(self.device)
             arriving = post() if left and self._early else []
             Transfer(answer, peer, None, peer, dist.group.WORLD, self.timeout_s).wait()
             arriving = arriving or (post() if left else [])
-        self._now()
+        now(self.device)
         expected = _pattern(num_bytes, peer, self.device)
         if not all(torch.equal(buffer, expected) for buffer in buffers):
             raise ValueError(f"a message of {num_bytes} bytes from rank {peer} to rank {self.rank} brought wrong bytes")
@@ -132,10 +132,12 @@ class Links:
     def _empty(self, num_bytes: int):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _repeats(num_bytes: int) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import runpy
-import struct
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from .forked import Forked
 from .network import Network, enter, require
 from .ranks import Rank, Ranks
 
@@ -20,11 +19,9 @@ _FIRST_PORT = 29500
 _NUM_PORTS = 1000  # a port of an earlier run may linger
 _MAX_NODES = 250
 _SWITCH_OUTLIVES_S = 5.0  # the time limit is kept here; the switch's own is for when this process is stuck
-_NUMBER = struct.Struct("=I")
-_SHOWN_RANKS = 4  # late ranks whose stacks an error message shows
 
 
-class Cluster:
+class Cluster(Forked):
     """Nodes on this machine, joined by a network of a set rate and delay. A context: it exists inside `with`.
 
     Args:
@@ -82,42 +79,6 @@ class Cluster:
         network, self._network = self._network, None
         network.close()
 
-    def run(self, fn: Callable, *args, timeout_s: float = 120.0) -> list:
-        """fn(*args) on every rank at once; returns what they return, by rank.
-
-        A rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME
-        set, and calls `torch.distributed.init_process_group("gloo")` itself. It stays until all have returned, so none
-        has to wait for another before it returns. fn and args need not be picklable; results must be.
-
-        Raises: RuntimeError with the last output of the ranks that failed, or with the stacks of those that have not
-        returned after timeout_s seconds. No rank is left then.
-        """
-        results = [os.memfd_create(f"result of rank {number}") for number in range(self.world_size)]
-        returned, leave = os.pipe(), os.pipe()
-
-        def body(number: int) -> int:
-            with open(results[number], "wb", closefd=False) as file:
-                pickle.dump(fn(*args), file)
-            os.write(returned[1], _NUMBER.pack(number))
-            os.read(leave[0], 1)
-            return 0
-
-        def one_returned() -> None:
-            ranks.idle.update(_NUMBER.unpack(os.read(returned[0], _NUMBER.size)))
-            if len(ranks.idle) == self.world_size:
-                os.write(leave[1], b"." * self.world_size)
-
-        try:
-            with Ranks() as ranks:
-                ranks.call_when_readable(returned[0], one_returned)
-                self._start_and_wait(ranks, body, timeout_s)
-                if failed := ranks.failed():
-                    raise RuntimeError("\n\n".join(map(self._describe, failed)))
-            return [_load(result) for result in results]
-        finally:
-            for fd in (*results, *returned, *leave):
-                os.close(fd)
-
     def run_script(self, argv: list[str], *, on_line: Callable[[int, str], None], timeout_s: float) -> int:
         """Run a Python script as the launchers do, on every rank, and return the first failing exit status, or 0.
 
@@ -133,63 +94,37 @@ class Cluster:
             failed = ranks.failed()
             return 0 if not failed else failed[0].status if failed[0].status > 0 else 128 - failed[0].status
 
-    def _start_and_wait(self, ranks: Ranks, body: Callable[[int], int], timeout_s: float) -> None:
-        """Run body(number) on every rank until all have ended or one has failed. RuntimeError at a time limit."""
-        self._require_network()
-        _require_forkable()
-        if time.monotonic() > self._end:
+    def _time_limit(self, timeout_s: float) -> tuple[float, str]:
+        left = self._end - time.monotonic()
+        if left < 0:
             raise RuntimeError(f"the cluster is past its lifetime_s={self.lifetime_s:g}: make it longer")
-        port = _FIRST_PORT + next(self._runs) % _NUM_PORTS
-        for number in range(self.world_size):
-            ranks.start(number, lambda number=number: self._enter_and_run(number, port, body))
-        limit, left = f"timeout_s={timeout_s:g}", self._end - time.monotonic()
         if left < timeout_s:
-            limit = f"the cluster's lifetime_s={self.lifetime_s:g}: make it longer"
-        ranks.wait(min(timeout_s, left), self._require_network)
-        if late := ranks.late:
-            stacks = "\n\n".join(map(self._describe, late[:_SHOWN_RANKS]))
-            raise RuntimeError(f"ranks {[rank.number for rank in late]} had not finished after {limit}\n\n{stacks}")
+            return left, f"the cluster's lifetime_s={self.lifetime_s:g}: make it longer"
+        return super()._time_limit(timeout_s)
 
-    def _require_network(self) -> None:
+    def _port(self) -> int:
+        return _FIRST_PORT + next(self._runs) % _NUM_PORTS
+
+    def _check(self) -> None:
         if self._network is None:
             raise RuntimeError("the cluster does not exist: use it inside `with Cluster(...) as cluster:`")
         if not self._network.running:
             raise RuntimeError(f"the emulated network has ended: {self._network.why_ended()}")
 
-    def _enter_and_run(self, number: int, port: int, body: Callable[[int], int]) -> int:
-        """In a forked rank: take its place in the cluster, then do its work."""
+    def _take_place(self, number: int) -> dict:
         node, local = divmod(number, self.ranks_per_node)
         enter(self._network.namespaces[node])
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[(node + local) % len(cores)]})  # so that first ranks of nodes don't share one
-        os.environ.update(
-            RANK=str(number),
-            WORLD_SIZE=str(self.world_size),
-            LOCAL_RANK=str(local),
-            LOCAL_WORLD_SIZE=str(self.ranks_per_node),
+        return dict(
+            LOCAL_RANK=local,
+            LOCAL_WORLD_SIZE=self.ranks_per_node,
             MASTER_ADDR=_MASTER_ADDR,
-            MASTER_PORT=str(port),
             GLOO_SOCKET_IFNAME="eth0",
-            OMP_NUM_THREADS="1",
         )
-        if torch := sys.modules.get("torch"):
-            torch.set_num_threads(1)
-        return body(number)
 
     def _describe(self, rank: Rank) -> str:
-        return f"node {rank.number // self.ranks_per_node}, {rank.describe()}"
-
-
-def _require_forkable() -> None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
-        raise RuntimeError("torch.distributed is initialized in this process, and its threads don't survive a fork")
-
-
-def _load(result: int):
-    with open(result, "rb", closefd=False) as file:
-        file.seek(0)
-        return pickle.load(file)
+        return f"node {rank.number // self.ranks_per_node}, {super()._describe(rank)}"
 
 
 def _run_as_main(argv: list[str]) -> int:

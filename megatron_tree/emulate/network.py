@@ -98,9 +98,7 @@ class Network:
             _, *words = self._switch.stdout.readline().decode().split() or [""]
             if not words:
                 raise Unavailable(f"the emulated network can't be made: {self.why_ended()}")
-            *numbers, realtime = words
-            self.realtime = realtime == "realtime=1"
-            for number in numbers:
+            for number in words:
                 self.namespaces.append(os.open(f"/proc/{self._switch.pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
             self.close()

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .network import die_with
+
 _KEPT_OUTPUT = 8000  # bytes of a rank's last output that an error message shows
 _TICK_S = 0.5
 _LAST_WORDS_S = 2.0  # for a rank that is past the time limit to print where it is
@@ -161,8 +163,6 @@ def _be_rank(parent: int, output: int, body: Callable[[], int]) -> None:
     """The forked process: never returns."""
     status = 1
     try:
-        from .network import die_with
-
         die_with(parent)
         os.setpgid(0, 0)  # Ctrl-C is for the parent, which ends the ranks
         os.dup2(output, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
+from ..plan import parse_grid
+
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -21,10 +23,7 @@ def bits_per_second(text: str) -> float:
 
 def nodes_by_ranks(text: str) -> tuple[int, int]:
     """ "4x2" as (4 nodes, 2 ranks on each). Raises ``argparse.ArgumentTypeError`` for anything else."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.lower())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NODESxRANKS, for instance 4x2: 4 nodes with 2 ranks each")
-    return int(match[1]), int(match[2])
+    return parse_grid(text, "is not NODESxRANKS, for instance 4x2: 4 nodes with 2 ranks each")
 
 
 def _parse(text: str, units: dict[str, float], what: str, *, at_least: float) -> float:

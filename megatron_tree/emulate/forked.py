@@ -1,0 +1,105 @@
+"""Functions run on forked ranks: what an emulated cluster and plain ranks of this machine have in common."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable
+
+from .ranks import Rank, Ranks
+
+_NUMBER = struct.Struct("=I")
+_SHOWN_RANKS = 4  # late ranks whose stacks an error message shows
+
+
+class Forked:
+    """Ranks that `run` forks from this process. A subclass says how many there are and where they stand (Linux)."""
+
+    world_size: int
+
+    def run(self, fn: Callable, *args, timeout_s: float = 120.0) -> list:
+        """fn(*args) on every rank at once; returns what they return, by rank.
+
+        A rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME
+        set, and calls `torch.distributed.init_process_group("gloo")` itself. It stays until all have returned, so none
+        has to wait for another before it returns. fn and args need not be picklable; results must be.
+
+        Raises: RuntimeError with the last output of the ranks that failed, or with the stacks of those that have not
+        returned after timeout_s seconds. No rank is left then.
+        """
+        results = [os.memfd_create(f"result of rank {number}") for number in range(self.world_size)]
+        returned, leave = os.pipe(), os.pipe()
+
+        def body(number: int) -> int:
+            with open(results[number], "wb", closefd=False) as file:
+                pickle.dump(fn(*args), file)
+            os.write(returned[1], _NUMBER.pack(number))
+            os.read(leave[0], 1)
+            return 0
+
+        def one_returned() -> None:
+            ranks.idle.update(_NUMBER.unpack(os.read(returned[0], _NUMBER.size)))
+            if len(ranks.idle) == self.world_size:
+                os.write(leave[1], b"." * self.world_size)
+
+        try:
+            with Ranks() as ranks:
+                ranks.call_when_readable(returned[0], one_returned)
+                self._start_and_wait(ranks, body, timeout_s)
+                if failed := ranks.failed():
+                    raise RuntimeError("\n\n".join(map(self._describe, failed)))
+            return [_load(result) for result in results]
+        finally:
+            for fd in (*results, *returned, *leave):
+                os.close(fd)
+
+    def _start_and_wait(self, ranks: Ranks, body: Callable[[int], int], timeout_s: float) -> None:
+        """Run body(number) on every rank until all have ended or one has failed. RuntimeError at a time limit."""
+        self._check()
+        _require_forkable()
+        (seconds, limit), port = self._time_limit(timeout_s), self._port()
+        for number in range(self.world_size):
+            ranks.start(number, lambda number=number: self._place_and_run(number, port, body))
+        ranks.wait(seconds, self._check)
+        if late := ranks.late:
+            stacks = "\n\n".join(map(self._describe, late[:_SHOWN_RANKS]))
+            raise RuntimeError(f"ranks {[rank.number for rank in late]} had not finished after {limit}\n\n{stacks}")
+
+    def _place_and_run(self, number: int, port: int, body: Callable[[int], int]) -> int:
+        common = dict(RANK=number, WORLD_SIZE=self.world_size, MASTER_PORT=port, OMP_NUM_THREADS=1)
+        os.environ.update({name: str(value) for name, value in {**common, **self._take_place(number)}.items()})
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(1)  # the parent's pool of threads does not survive the fork
+        return body(number)
+
+    def _take_place(self, number: int) -> dict:
+        """In a forked rank: go where it belongs; its LOCAL_RANK and the other variables that say where that is."""
+        raise NotImplementedError
+
+    def _port(self) -> int:
+        """A free port of the first rank, for the ranks to meet."""
+        raise NotImplementedError
+
+    def _time_limit(self, timeout_s: float) -> tuple[float, str]:
+        """Seconds that a run may take from now on, and what limits them."""
+        return timeout_s, f"timeout_s={timeout_s:g}"
+
+    def _check(self) -> None:
+        """Raise RuntimeError where ranks can't start or go on."""
+
+    def _describe(self, rank: Rank) -> str:
+        return rank.describe()
+
+
+def _require_forkable() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        raise RuntimeError("torch.distributed is initialized in this process, and its threads don't survive a fork")
+
+
+def _load(result: int):
+    with open(result, "rb", closefd=False) as file:
+        file.seek(0)
+        return pickle.load(file)
