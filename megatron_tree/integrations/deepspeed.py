@@ -61,11 +61,11 @@ def init_distributed(*, timeout_s: float = 1800.0) -> torch.device:
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
-    _init_comm(timeout_s)
+    init_comm(timeout_s)
     return torch.device(accelerator.current_device_name())
 
 
-def _init_comm(timeout_s: float) -> None:
+def init_comm(timeout_s: float) -> None:
     """Start DeepSpeed's communication, with the default process group if there is none yet."""
     if not deepspeed.comm.is_initialized():
         skip_shared_memory_op()
@@ -129,7 +129,7 @@ def init_inference(
     sp_group, tp_group = _make_groups(world, rank, sp_size, tp_size)
     tensor_parallel = {"tp_size": tp_size}
     if tp_size > 1:
-        _init_comm((tree_config or TreeConfig()).timeout_s)
+        init_comm((tree_config or TreeConfig()).timeout_s)
         # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it splits no weight
         tensor_parallel |= {"mpu": TensorParallelUnit(tp_group, tp_size, rank % tp_size), "tp_group": tp_group}
     engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=tensor_parallel, **options)

@@ -7,10 +7,11 @@
     logits = tree_hf.sharded_prefill(model, input_ids, cache)     # every rank runs only its own tokens
     model(input_ids=token, past_key_values=cache)                 # every rank runs the token, attends to its shard
 
-Two phases share one cache. In the sequence-sharded prefill a rank holds queries, keys and values of its own tokens
-(`tree_attn_func`). In all other calls the new tokens are replicated, each rank keeps the keys and values of the slots
-that it owns, and the partial attention over the shards is merged (`tree_decode`). `model.generate(...,
-past_key_values=cache)` takes the second way for the prompt, too, and works with left padding.
+Training on sharded sequences is in transformers_training.py. For inference two phases share one cache. In the
+sequence-sharded prefill a rank holds queries, keys and values of its own tokens (`tree_attn_func`). In all other calls
+the new tokens are replicated, each rank keeps the keys and values of the slots that it owns, and the partial attention
+over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` takes the second way for the
+prompt, too, and works with left padding.
 
 How attention finds the cache. Transformers hands the attention function the module, q, k, v and the mask, not the
 cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
@@ -35,6 +36,7 @@ from ..config import TreeConfig
 from ..functional import tree_attn_func, tree_decode
 from ..shard import Layout, shard_lengths, shard_positions, shard_segments
 from .transformers_cache import Prefill, TreeCache, TreeCacheLayer, current_prefill, last_update
+from .transformers_training import attend_to_shard
 
 __all__ = [
     "TreeCache",
@@ -73,7 +75,8 @@ def tree_attention(
     """
     update = last_update.get()
     last_update.set(None)
-    _check_call(module, attention_mask, dropout, sliding_window, kwargs)
+    shard = kwargs.get("sequence_shard")
+    _check_call(module, attention_mask, 0.0 if shard else dropout, sliding_window, kwargs)
     options = {
         "softmax_scale": scaling,
         "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
@@ -81,6 +84,10 @@ def tree_attention(
         "sinks": s_aux,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if shard is not None:
+        if update is not None or attention_mask is not None:
+            raise ValueError("a batch from shard_batch takes neither a cache nor an attention_mask of its own")
+        return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options), None
     if update is None:
         return _attention_without_cache(module, q, k, v, attention_mask, options), None
     layer_idx = getattr(module, "layer_idx", None)

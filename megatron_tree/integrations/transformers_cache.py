@@ -42,6 +42,22 @@ last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tre
 current_prefill: contextvars.ContextVar[Prefill | None] = contextvars.ContextVar("tree_cache_prefill", default=None)
 
 
+def check_layers(config) -> list[str]:
+    """The kind of every layer of a model. ValueError for those that attention over shards can't serve."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_encoder_decoder", False):
+        raise ValueError(f"{type(text).__name__}: attn_implementation='tree' serves decoder-only models")
+    kinds, _ = get_layer_types_and_kwargs(text)
+    others = sorted(set(kinds) - set(LAYER_TYPES))
+    if others or getattr(text, "num_kv_shared_layers", 0):
+        found = ", ".join(others) or "layers that share their keys and values"
+        raise ValueError(
+            f"{type(text).__name__} has {found}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
+            "with keys and values of their own. Use attn_implementation='sdpa', and the model's own cache"
+        )
+    return list(kinds)
+
+
 class TreeCacheLayer(CacheLayerMixin):
     """One layer of a `TreeCache`: this rank's rows of the keys and values, in [b, h_kv, n, d] for Transformers.
 
@@ -161,17 +177,7 @@ class TreeCache(Cache):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
-        text = config.get_text_config(decoder=True)
-        if getattr(text, "is_encoder_decoder", False):
-            raise ValueError(f"{type(text).__name__}: TreeCache serves decoder-only models; use an EncoderDecoderCache")
-        kinds, _ = get_layer_types_and_kwargs(text)
-        others = sorted(set(kinds) - set(LAYER_TYPES))
-        if others or getattr(text, "num_kv_shared_layers", 0):
-            found = ", ".join(others) or "layers that share their keys and values"
-            raise ValueError(
-                f"{type(text).__name__} has {found}; TreeCache holds layers of {' and '.join(LAYER_TYPES)} with keys "
-                "and values of their own. Use the model's own cache with attn_implementation='sdpa'"
-            )
+        kinds = check_layers(config)
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         super().__init__(layers=[TreeCacheLayer(self.rank, self.world, block_size) for _ in kinds])

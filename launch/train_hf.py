@@ -1,0 +1,152 @@
+"""Train a Hugging Face model with DeepSpeed ZeRO, the sequence sharded over ranks by tree attention.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank launch/train_hf.py --sp-size 2
+
+Every rank runs this file. `--help` lists the options; docs/deepspeed.md explains them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+CONFIG = Path(__file__).parents[1] / "configs" / "deepspeed" / "train_zero1.json"
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    from megatron_tree.launching import parse_with_config
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--config", help="YAML file with any of these options; the command line wins")
+    add(
+        "--model", default="smollm2", help="smollm2 (a Python package), a model folder, or tiny (bytes, random weights)"
+    )
+    add("--data-path", help="folder with text; default: the sources of Python's standard library")
+    add("--suffix", default=".py", help="of the files to read below it")
+    add("--seq-length", type=int, default=512, help="tokens of a sequence")
+    add("--micro-batch-size", type=int, default=1, help="sequences of a data-parallel rank in one pass")
+    add("--steps", type=int, default=20, help="the step to train to")
+    add("--lr", type=float, default=1e-4, help="of AdamW, where the DeepSpeed configuration has no optimizer")
+    add("--seed", type=int, default=1234, help="of the order of the text, and of tiny's weights")
+    add("--sp-size", type=int, help="ranks that share a sequence; default all. The other factor is data parallel")
+    add("--ulysses-size", type=int, default=1, help="of these, neighbours that split the heads")
+    add("--deepspeed-config", default=str(CONFIG), help="JSON: ZeRO stage, bf16, clipping, accumulation, ...")
+    add("--save", help="folder for a checkpoint at the end; training goes on from the one that is there")
+    args = parse_with_config(parser, argv)
+    for name in ("seq_length", "micro_batch_size", "steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}={getattr(args, name)} must be 1 or more")
+    try:
+        args.deepspeed_config = json.loads(Path(args.deepspeed_config).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"deepspeed_config={args.deepspeed_config!r} is no readable JSON file: {error}") from None
+    args.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    return args
+
+
+def load(args: argparse.Namespace):
+    """(model, PackedText) on the CPU; tokens are bytes for tiny, else those of the model's tokenizer."""
+    import numpy as np
+    import torch
+    import transformers
+
+    from megatron_tree.integrations import models
+    from megatron_tree.training.data import VOCAB_SIZE, PackedText, load_corpus, standard_library
+
+    if args.model == "tiny":
+        torch.manual_seed(args.seed)
+        config = transformers.LlamaConfig(**TINY, vocab_size=VOCAB_SIZE, max_position_embeddings=args.seq_length)
+        text = load_corpus(args.data_path, suffix=args.suffix, seq_length=args.seq_length, seed=args.seed).train
+        return transformers.AutoModelForCausalLM.from_config(config), text
+    models.hide_progress_bars()
+    folder = models.model_folder(args.model)
+    tokenizer = models.load_tokenizer(folder)
+    tokens, source = [], Path(args.data_path) if args.data_path else standard_library()
+    enough = 64 * args.seq_length * args.micro_batch_size  # this is a demonstration: it goes round in a small corpus
+    for path in sorted(source.rglob(f"*{args.suffix}")):
+        tokens += tokenizer(path.read_text(errors="replace")).input_ids + [tokenizer.eos_token_id or 0]
+        if len(tokens) > enough:
+            break
+    text = PackedText(tokens=np.array(tokens, dtype=np.int32), seq_length=args.seq_length, seed=args.seed)
+    return models.load_model(folder, torch.float32).train(), text
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, on this rank; collective over all ranks."""
+    import deepspeed
+    import torch
+
+    from megatron_tree import TreeConfig
+    from megatron_tree.integrations.deepspeed import init_distributed
+    from megatron_tree.integrations.deepspeed_training import register_sequence_parallel
+    from megatron_tree.training.data import microbatch_indices
+
+    device = init_distributed()
+    model, text = load(args)
+    parallel = register_sequence_parallel(
+        model, sp_size=args.sp_size, tree_config=TreeConfig(ulysses_size=args.ulysses_size)
+    )
+    optimizer = None if "optimizer" in args.deepspeed_config else torch.optim.AdamW(model.parameters(), lr=args.lr)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model.parameters(),
+        mpu=parallel,
+        config=args.deepspeed_config,
+    )
+    first = 0
+    if args.save and Path(args.save, "latest").is_file():
+        _, state = engine.load_checkpoint(args.save)
+        first = state["step"]
+    say = print if parallel.dp_rank == parallel.sp_rank == 0 else lambda *_, **__: None
+    say(
+        f"{args.model} on {parallel.dp_size} data-parallel x {parallel.sp_size} sequence ranks ({device.type}), ZeRO "
+        f"{engine.zero_optimization_stage()}: {engine.train_batch_size()} sequences of {args.seq_length} tokens a step",
+        flush=True,
+    )
+    sizes = {"micro_batch_size": args.micro_batch_size, "global_batch_size": engine.train_batch_size()}
+    ranks = {"dp_rank": parallel.dp_rank, "dp_size": parallel.dp_size}
+    for step in range(first, args.steps):
+        start, total = time.perf_counter(), 0.0
+        for indices in microbatch_indices(step * engine.train_batch_size(), **sizes, **ranks):
+            ids = torch.from_numpy(text.batch(indices)[:, :-1]).to(device)
+            loss = engine(**parallel.shard_batch({"input_ids": ids, "labels": ids})).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / engine.gradient_accumulation_steps()
+        seconds = time.perf_counter() - start
+        tokens = engine.train_batch_size() * args.seq_length / seconds
+        say(f"step {step + 1:>5}/{args.steps}  loss {total:.6f}  {tokens:,.0f} tokens/s", flush=True)
+    if args.save:
+        engine.save_checkpoint(args.save, client_state={"step": max(first, args.steps)})
+        say(f"saved in {args.save}", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    from megatron_tree.launching import exit_after_failure, tell_choices
+
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        args = parse_arguments(argv)
+    except ValueError as error:  # found on every rank alike, before any communication
+        if rank == 0:
+            print(f"train_hf.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    tell_choices(rank)
+    try:
+        run(args)
+    except BaseException as error:
+        exit_after_failure(rank, error)
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron_tree.launching import leave
+
+    leave(main(sys.argv[1:]))
