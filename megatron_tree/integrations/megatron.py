@@ -11,13 +11,17 @@ or by the spec, without touching Megatron's classes; then "p2p" (ring) and "all_
     model = GPTModel(config=config, transformer_layer_spec=tree.get_gpt_layer_tree_spec(), ...)
     model = GPTModel(config=config, transformer_layer_spec=tree.use_tree_attention(your_spec), ...)
 
+Megatron-LM's own scripts: docs/megatron-lm.md has three ways, with and without a change to its sources.
 On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
 """
 
 from .megatron_attention import TreeDotProductAttention, tree_config_for
 from .megatron_compat import CP_COMM_TYPES, UnsupportedMegatronError
 from .megatron_cpu import megatron_on_cpu
+from .megatron_mla import use_mla_latent
+from .megatron_norm import SequenceParallelNorm, use_sequence_parallel_norm
 from .megatron_spec import (
+    core_attention_for_tree,
     get_gpt_layer_tree_spec,
     install,
     is_installed,
@@ -27,13 +31,17 @@ from .megatron_spec import (
 
 __all__ = [
     "CP_COMM_TYPES",
+    "SequenceParallelNorm",
     "TreeDotProductAttention",
     "UnsupportedMegatronError",
+    "core_attention_for_tree",
     "get_gpt_layer_tree_spec",
     "install",
     "is_installed",
     "megatron_on_cpu",
     "tree_config_for",
     "uninstall",
+    "use_mla_latent",
+    "use_sequence_parallel_norm",
     "use_tree_attention",
 ]

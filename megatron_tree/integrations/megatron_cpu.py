@@ -40,8 +40,9 @@ def megatron_on_cpu():
 
     Calls redirected: `torch.cuda.current_device`, `synchronize` and the CUDA random state (to the CPU's), `Tensor.cuda`
     and `Module.cuda` (the object itself), factories with a CUDA device (CPU), and `Tensor.type()` (it names a CPU
-    tensor by its CUDA type: Megatron's optimizer sorts parameters by that string). Fused kernels and
-    `torch.cuda.Stream` are not: leave `gradient_accumulation_fusion`, the `*_fusion` options and `overlap_*` off.
+    tensor by its CUDA type: Megatron's optimizer sorts parameters by that string), and streams (a stand-in that never
+    has anything to wait for; Megatron's token dispatcher for experts makes one). Fused kernels are not: leave
+    `gradient_accumulation_fusion`, the `*_fusion` options and `moe_grouped_gemm` off.
     """
     if torch.cuda.is_available():
         yield False
@@ -49,10 +50,8 @@ def megatron_on_cpu():
     with contextlib.ExitStack() as stack:
         for target, name, replacement in _redirections():
             stack.enter_context(mock.patch.object(target, name, replacement))
-        import megatron.core.tensor_parallel.random as megatron_random
-
-        stack.enter_context(mock.patch.object(megatron_random, "_get_cuda_rng_state", _get_rng_state))
-        stack.enter_context(mock.patch.object(megatron_random, "_set_cuda_rng_state", _set_rng_state))
+        for target, name, replacement in _megatron_redirections():
+            stack.enter_context(mock.patch.object(target, name, replacement, create=name == "te_general_gemm"))
         yield True
 
 
@@ -64,11 +63,56 @@ def _redirections() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda, "set_rng_state", _set_rng_state),
         (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed) and None),
+        (torch.cuda, "Stream", _CpuStream),
+        (torch.cuda, "current_stream", _CpuStream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
         (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
         (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
         *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
     ]
+
+
+def _megatron_redirections() -> list[tuple[Any, str, Any]]:
+    import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    redirections = [
+        (megatron_random, "_get_cuda_rng_state", _get_rng_state),
+        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+    ]
+    if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):  # older releases move tensors otherwise
+        redirections.append((token_dispatcher, "maybe_move_tensor_to_cpu", _as_on_cpu))
+    # the router of 0.16 asks whether it is None, and only TransformerEngine's import sets it
+    if not hasattr(moe_utils, "te_general_gemm"):
+        redirections.append((moe_utils, "te_general_gemm", None))
+    return redirections
+
+
+def _as_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+class _CpuStream:
+    """The only stream, and its own event, of a device that runs everything at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _CpuStream)
+
+    def __hash__(self) -> int:
+        return hash(_CpuStream)
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _CpuStream:
+        return self
 
 
 def _get_rng_state(*args, **kwargs) -> torch.Tensor:

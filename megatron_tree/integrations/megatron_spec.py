@@ -13,7 +13,8 @@ from ..errors import TreeError
 from . import megatron_compat as compat
 from .megatron_attention import TreeDotProductAttention
 
-from megatron.core.transformer.spec_utils import ModuleSpec, get_module  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module  # isort: skip
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # isort: skip
 
 
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
@@ -38,10 +39,50 @@ def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None
     return result
 
 
-def get_gpt_layer_tree_spec(*args, tree_config: TreeConfig | None = None, **kwargs) -> Any:
-    """Megatron's `get_gpt_layer_local_spec(...)`, same arguments, with tree attention in it."""
-    local_spec = compat.lookup("megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec")
-    return use_tree_attention(local_spec(*args, **kwargs), tree_config=tree_config)
+class TreeGPTLayer(BaseTransformerLayer):
+    """Building one gives the very layer that Megatron builds for this config, with tree attention in it.
+
+    What it is made of is decided when the config is known, so one spec serves every model.
+    """
+
+    def __new__(cls, *, config: Any, layer_number: int = 1, **kwargs):
+        for name in ("heterogeneous_block_specs", "experimental_attention_variant"):
+            if getattr(config, name, None):
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r} with get_gpt_layer_tree_spec, a spec of plain GPT layers: "
+                    "use install(), or the patch, with Megatron's own spec"
+                )
+        groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
+        specs = compat.decoder_layer_specs(
+            config, vp_stage=kwargs.get("vp_stage"), pp_group=getattr(groups, "pp", None)
+        )
+        spec = use_tree_attention(specs[layer_number - 1])  # layer_number is 1-based, counted in this pipeline stage
+        return build_module(spec, config=config, layer_number=layer_number, **kwargs)
+
+
+class _TreeLayerSpec(ModuleSpec):
+    """The spec of a layer that follows the model's config; see `get_gpt_layer_tree_spec`."""
+
+    def __call__(self, *args, tree_config: TreeConfig | None = None, **kwargs) -> Any:
+        """Megatron's `get_gpt_layer_local_spec(...)`, same arguments, with tree attention in it."""
+        if "config" in kwargs:  # Megatron builds a module by calling its spec
+            return build_module(self, *args, **kwargs)
+        local_spec = compat.lookup("megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec")
+        return use_tree_attention(local_spec(*args, **kwargs), tree_config=tree_config)
+
+
+get_gpt_layer_tree_spec = _TreeLayerSpec(module=TreeGPTLayer)
+"""Two in one: call it, with the arguments of Megatron's `get_gpt_layer_local_spec`, for that spec with tree attention.
+Or hand it over as it is, which is what Megatron-LM does under `--spec megatron_tree.integrations.megatron
+get_gpt_layer_tree_spec`: then the layers follow the model's config (norms, MLA, experts, TransformerEngine)."""
+
+
+def core_attention_for_tree(core_attention: Any) -> Any:
+    """What a layer spec's `core_attention` becomes in a layer whose `cp_comm_type` is ours; patched Megatron calls it.
+
+    Raises: ValueError if it is not plain dense attention.
+    """
+    return core_attention if is_tree(core_attention) else _SpecWalk(_installed_config)._core_attention(core_attention)
 
 
 def tree_core_attention(tree_config: TreeConfig | None = None) -> ModuleSpec:
@@ -104,10 +145,9 @@ class _SpecWalk:
 
 
 def is_tree(core_attention: Any) -> bool:
-    """Whether a `core_attention` entry of a spec builds TreeDotProductAttention."""
-    if core_attention is TreeDotProductAttention:
-        return True
-    return isinstance(core_attention, ModuleSpec) and get_module(core_attention) is TreeDotProductAttention
+    """Whether a `core_attention` entry of a spec builds TreeDotProductAttention, or a subclass of it."""
+    module = get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
+    return isinstance(module, type) and issubclass(module, TreeDotProductAttention)
 
 
 # The plugin ----------------------------------------------------------------------------------------------------------
@@ -119,10 +159,10 @@ _installed_config: TreeConfig | None = None
 def install(*, tree_config: TreeConfig | None = None) -> None:
     """Make `TransformerConfig(context_parallel_size=..., cp_comm_type="tree")` all that a user sets.
 
-    From now on every attention layer whose `cp_comm_type` is "tree" is built with TreeDotProductAttention, whatever
-    layer spec it comes from (local, TransformerEngine, MLA); other layers are left as they are. A list-valued
-    `cp_comm_type` then works too in the releases of Megatron-core that index it wrongly. Calling it again only
-    replaces `tree_config`.
+    From now on every attention layer whose `cp_comm_type` is "tree" or "a2a+tree" is built with
+    TreeDotProductAttention, whatever layer spec it comes from (local, TransformerEngine, MLA); other layers are left
+    as they are. A list-valued `cp_comm_type` then works too in the releases of Megatron-core that index it wrongly.
+    Calling it again only replaces `tree_config`.
 
     Args:
         tree_config: TreeConfig, to pin grid, backend or wire format.
@@ -173,10 +213,9 @@ def _wrap(cls: type, make) -> None:
 def _with_tree_submodules(original, signature):
     def init(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs)
-        if call.arguments.get("cp_comm_type") == "tree" and not is_tree(call.arguments["submodules"].core_attention):
-            call.arguments["submodules"] = use_tree_attention(
-                call.arguments["submodules"], tree_config=_installed_config
-            )
+        spec = call.arguments["submodules"]
+        if call.arguments.get("cp_comm_type") in compat.TREE_CP_COMM_TYPES and not is_tree(spec.core_attention):
+            call.arguments["submodules"] = use_tree_attention(spec, tree_config=_installed_config)
         return original(*call.args, **call.kwargs)
 
     return init

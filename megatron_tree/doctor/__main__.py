@@ -1,0 +1,99 @@
+"""Say what is installed, which kernels, fusions, network and plan a configuration would use, and what it lacks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..config import BACKENDS
+from ..integrations.megatron_compat import CP_COMM_TYPES
+from ..plan import known_topologies
+from . import configuration, machine
+from .findings import Section, as_json, as_text, missing
+
+EXAMPLES = """\
+examples:
+  python -m megatron_tree.doctor
+  python -m megatron_tree.doctor --cp 16 --tp 4 --heads 64 --kv-heads 8 --seq-len 262144 --topology dgx_h100
+  python -m megatron_tree.doctor --cp 8 --cp-comm-type a2a+tree --hierarchical-context-parallel-sizes 2 4
+  python -m megatron_tree.doctor --for deepspeed --cp 4 --dtype fp16
+  python -m megatron_tree.doctor --for functions --json
+
+In the first column, ! marks what is needed and missing, - what works but could be better. The exit status is 1 if
+anything is marked !, 2 if the options contradict one another.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the findings. Returns 0, 1 if something that the configuration needs is missing, 2 for wrong options."""
+    args = _parser().parse_args(argv)
+    try:
+        sections = examine(args)
+    except (ValueError, OSError) as error:
+        print(f"doctor: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(as_json(sections), indent=1) if args.json else as_text(sections))
+    return 1 if missing(sections) else 0
+
+
+def examine(args: argparse.Namespace) -> list[Section]:
+    """All findings for the options. Raises ValueError for options that contradict one another."""
+    wanted = configuration.Wanted(
+        cp=args.cp,
+        tp=args.tp,
+        heads=args.heads,
+        kv_heads=args.kv_heads or args.heads,
+        head_dim=args.head_dim,
+        head_dim_v=args.head_dim_v or args.head_dim,
+        seq_len=args.seq_len,
+        batch=args.batch,
+        dtype=args.dtype,
+        cp_comm_type=args.cp_comm_type,
+        hierarchical=tuple(args.hierarchical_context_parallel_sizes or ()) or None,
+        topology=args.topology,
+        backend=args.backend,
+        normalization=args.normalization,
+    )
+    sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
+    if args.purpose == "megatron":
+        sections += [configuration.megatron(wanted), configuration.fusions(wanted)]
+    return [*sections, configuration.kernels(wanted), configuration.plan(wanted, args.purpose)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_tree.doctor",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--for", dest="purpose", choices=machine.NEEDED, default="megatron", help="what it is for (default megatron)")
+    add("--json", action="store_true", help="print JSON")
+    add = parser.add_argument_group("the configuration").add_argument
+    add("--cp", type=_count, default=8, help="context-parallel ranks (default 8)")
+    add("--tp", type=_count, default=1, help="tensor-parallel ranks (default 1)")
+    add("--heads", type=_count, default=32, help="query heads of the model (default 32)")
+    add("--kv-heads", type=_count, help="KV heads of the model (default: as many as query heads)")
+    add("--head-dim", type=_count, default=128, help="of queries and keys (default 128)")
+    add("--head-dim-v", type=_count, help="of values (default: --head-dim)")
+    add("--seq-len", "--seq-length", type=_count, default=131072, help="tokens of the whole sequence (default 131072)")
+    add("--batch", type=_count, default=1, help="sequences of a micro-batch (default 1)")
+    add("--dtype", choices=configuration.DTYPES, default="bf16", help="of q, k and v (default bf16)")
+    add("--normalization", choices=("LayerNorm", "RMSNorm"), default="RMSNorm", help="of the model (default RMSNorm)")
+    add("--backend", choices=BACKENDS, default="auto", help="TreeConfig's backend (default auto)")
+    add("--cp-comm-type", choices=CP_COMM_TYPES, default="tree", help="Megatron's option (default tree)")
+    add("--hierarchical-context-parallel-sizes", type=_count, nargs=2, metavar=("U", "R"), help="for a2a+...")
+    add("--topology", help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: a usual one)")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
