@@ -9,7 +9,8 @@
 #
 # Without a GPU the ranks run on the CPU (DS_ACCELERATOR=cpu, gloo over the loopback interface) and share the cores.
 # Variables that are set already are kept: DS_ACCELERATOR, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
-# Ends with the status of the first rank that failed. Ctrl-C or SIGTERM ends all ranks.
+# Ends with the status of the first rank that failed. Ctrl-C or SIGTERM ends all ranks; they have STOP_SECONDS (5) for it:
+# set that variable to as long as a training run may need to write a checkpoint.
 # Example: bash launch/deepspeed_local.sh -n 4 launch/generate.py --help
 
 set -euo pipefail

@@ -56,7 +56,7 @@ run_group() {
 }
 
 # Seconds that a group has to end by itself before it is killed; a script that runs such scripts needs more than they.
-STOP_SECONDS=5
+STOP_SECONDS="${STOP_SECONDS:-5}"
 
 stop_group() {
     local tries

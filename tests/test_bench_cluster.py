@@ -237,9 +237,9 @@ def test_visible_pairs_and_flops():
 def _measure_memory():
     for _ in range(2):  # the code itself has to be paged in, too
         with PeakMemory() as peak:
-            x = torch.ones(4 << 20)
+            x = torch.ones(16 << 20)
             del x
-            torch.ones(1 << 20)
+            torch.ones(15 << 20)
     return peak.bytes
 
 
@@ -263,7 +263,7 @@ def test_ranks_meet_and_tell_their_memory():
         assert ranks.run(_exchange, Meeting(3), 20, timeout_s=60) == [[2.0] * 20] * 3
         for peak in ranks.run(_measure_memory, timeout_s=60):
             if peak is not None:
-                assert 16e6 < peak < 20e6  # 16 MiB at once: what was freed is not counted on top
+                assert 64e6 < peak < 90e6  # 64 MiB at once: what was freed is not counted on top; some systems lag
         with pytest.raises(RuntimeError, match="had enough"):
             ranks.run(_fail_on_one, timeout_s=60)
         with pytest.raises(RuntimeError, match="not finished after"):

@@ -180,6 +180,67 @@ def test_hostfile_over_ssh_passes_the_environment(rank_script):
     assert lines == [f'rank {r} 3 cpu 1 eth7 127.0.0.1 two "$words" []' for r in range(3)]
 
 
+# Stand-ins for Slurm: scontrol knows two nodes, srun starts two tasks on each of them, here.
+SCONTROL = '#!/usr/bin/env bash\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\nnode2\n"\n'
+SRUN = """\
+#!/usr/bin/env bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+status=0
+jobs=()
+for task in 0 1 2 3; do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4 "$@" &
+    jobs+=($!)
+done
+trap 'kill -TERM "${jobs[@]}"' TERM
+for job in "${jobs[@]}"; do wait -n || { status=$? && kill "${jobs[@]}" 2>/dev/null; }; done
+exit $status
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Variables of a job of four ranks on two nodes."""
+    (tmp_path / "bin").mkdir()
+    _program(tmp_path / "bin" / "scontrol", SCONTROL)
+    _program(tmp_path / "bin" / "srun", SRUN)
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3"}
+    return {**job, "SLURM_SUBMIT_DIR": str(REPO), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_slurm_starts_a_rank_for_each_task(rank_script, slurm):
+    """As sbatch does: from a copy of the script in another place."""
+    shutil.copy(REPO / "launch" / "slurm_train.sh", rank_script.parent / "slurm_script")
+    status, output = _run(
+        rank_script.parent / "slurm_script", rank_script, "end", "a b", cwd=rank_script.parent, A_VARIABLE="x", **slurm
+    )
+    assert status == 0, output
+    assert "4 ranks on node[1-2], rendezvous at 127.0.0.1:20123" in output
+    lines = sorted(re.findall(r"rank .*\]", output))
+    assert lines == [f"rank {r} 4 cpu 3 None 127.0.0.1 x ['a b']" for r in range(4)]
+
+
+def test_slurm_passes_a_failure_on(rank_script, slurm):
+    status, output = _run("launch/slurm_train.sh", "--port", 4321, rank_script, "fail", **slurm)
+    assert status not in (0, 2)
+    assert "rendezvous at 127.0.0.1:4321" in output
+    assert "told to fail" in output
+    assert not _left(_pids(rank_script.parent))
+
+
+def test_slurm_says_what_is_missing(rank_script, slurm):
+    status, output = _run("launch/slurm_train.sh", rank_script)
+    assert status == 1
+    assert "no Slurm job: submit this with sbatch" in output
+    shutil.copy(REPO / "launch" / "slurm_train.sh", rank_script.parent / "slurm_script")
+    elsewhere = {**slurm, "SLURM_SUBMIT_DIR": str(rank_script.parent)}
+    status, output = _run(rank_script.parent / "slurm_script", rank_script, cwd=rank_script.parent, **elsewhere)
+    assert status == 1
+    assert "submit from the repository's folder" in output
+    status, output = _run("launch/slurm_train.sh", "no/such.py", **slurm)
+    assert status == 1
+    assert "no such script: no/such.py" in output
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -84,6 +84,7 @@ def assert_same_losses(actual, expected, rel=1e-5):
     assert actual == {step: pytest.approx(expected[step], rel=rel, abs=0) for step in actual}
 
 
+@pytest.mark.supports("launch/train_gpt.py", with_="layouts give the same losses; checkpoints resume in another layout")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_layouts_agree_and_runs_resume(tmp_path, text):
@@ -127,7 +128,7 @@ def test_failures_end_the_run(tmp_path, text):
 
     code, output = launch(tmp_path / "load", text, "--load", str(tmp_path / "absent"))
     assert code == 1
-    assert f"ValueError: load='{tmp_path}/absent' has no latest_checkpointed_iteration.txt" in output
+    assert f"ValueError: load='{tmp_path}/absent' has no checkpoint: name a folder" in output
 
     code, output = launch(tmp_path / "option", text, "--context-parallel-size", "2", "--seq-length", "62")
     assert code == 2
@@ -154,6 +155,87 @@ def test_a_killed_rank_ends_the_run(tmp_path, text):
         os.kill(max(ranks), signal.SIGKILL)
         assert run.wait(90) != 0
         assert "rank 0 failed" in (tmp_path / "output.txt").read_text()
+        assert not processes_with(str(tmp_path))
+    finally:
+        run.kill()
+        for pid in processes_with(str(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_steps(folder, steps, running):
+    deadline = time.monotonic() + 180
+    while not (folder / "train.jsonl").exists() or len(losses(folder)) < steps:
+        assert running()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_to_one_rank_ends_all_well(tmp_path, text):
+    """As a scheduler starts ranks, without a launcher: all end with status 0 and a checkpoint, and the run goes on."""
+    place = {**environment(), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    options = f"--context-parallel-size 2 --lr-decay-iters 9 --save {tmp_path / 'c'} --resume".split()
+    start = [sys.executable, str(SCRIPT), *TINY, "--data-path", str(text), "--output-dir", str(tmp_path), *options]
+
+    def ranks(*more):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = {"MASTER_PORT": str(s.getsockname()[1])}
+        variables = [{**place, **port, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(2)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+        return [subprocess.Popen([*start, *more], env=env, **pipes) for env in variables]
+
+    run = ranks("--train-iters", "100000")
+    try:
+        wait_for_steps(tmp_path, 3, lambda: all(rank.poll() is None for rank in run))
+        run[1].send_signal(signal.SIGUSR1)
+        said = [rank.communicate(timeout=120)[0] for rank in run]
+        assert [rank.returncode for rank in run] == [0, 0], said
+        done = max(losses(tmp_path))
+        assert f"stopped by a signal after step {done} of 100000; continue with --load {tmp_path / 'c'}" in said[0]
+        assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == f"{done}\n"
+        run = ranks("--train-iters", str(done + 2))
+        said = [rank.communicate(timeout=120)[0] for rank in run]
+        assert [rank.returncode for rank in run] == [0, 0], said
+        assert f"continuing from {tmp_path / 'c'}/iter_{done:07d}" in said[0]
+        assert sorted(losses(tmp_path)) == list(range(1, done + 3))
+    finally:
+        for rank in run:
+            rank.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sigterm_to_the_launch_script_leaves_a_checkpoint(tmp_path, text):
+    """launch/deepspeed_local.sh ends with 143, as after any SIGTERM, but waits for the ranks to save."""
+    options = f"--context-parallel-size 2 --train-iters 100000 --save {tmp_path / 'c'}".split()
+    script = [
+        "bash",
+        str(ROOT / "launch" / "deepspeed_local.sh"),
+        "-n",
+        "2",
+        str(SCRIPT),
+        *TINY,
+        "--data-path",
+        str(text),
+    ]
+    variables = {**environment(), "VIRTUAL_ENV": sys.prefix, "STOP_SECONDS": "100"}
+    with open(tmp_path / "output.txt", "w") as output:
+        run = subprocess.Popen(
+            [*script, "--output-dir", str(tmp_path), *options],
+            stdout=output,
+            stderr=output,
+            env=variables,
+            cwd=tmp_path,
+        )
+    try:
+        wait_for_steps(tmp_path, 3, lambda: run.poll() is None)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(120) == 143
+        said = (tmp_path / "output.txt").read_text()
+        assert f"stopped by a signal after step {max(losses(tmp_path))} of 100000" in said
+        assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == f"{max(losses(tmp_path))}\n"
         assert not processes_with(str(tmp_path))
     finally:
         run.kill()

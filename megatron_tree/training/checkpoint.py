@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from ..integrations.megatron_compat import no_manager_process
+from ..integrations.megatron_compat import loading_torch_adam, no_manager_process
+from .checkpoint_files import begin, checkpoint_folder, finish, newest_good
 from .model import Trainee
 
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 ARCHITECTURE = (
     "num_layers",
@@ -31,7 +30,10 @@ ARCHITECTURE = (
     "kv_channels",
     "softmax_type",
     "untie_embeddings_and_output_weights",
+    "vocab_size",
     "bf16",
+    "fp16",
+    "use_distributed_optimizer",
 )
 DATA = ("seq_length", "seed")
 
@@ -42,13 +44,12 @@ def save_checkpoint(
     """Write model, optimizer, schedule, random states and data position. All ranks call it.
 
     The checkpoint is written into a folder of a passing name and then renamed; last of all the tracker file is
-    replaced. So an interrupted save leaves the former checkpoint in force.
+    replaced (`checkpoint_files`). So an interrupted save leaves the former checkpoint in force.
 
     Returns: the checkpoint's folder, `folder`/iter_0000100.
     """
-    final = Path(folder) / f"iter_{iteration:07d}"
-    unfinished = final.with_name(final.name + ".unfinished")
-    _on_first_rank(lambda: _make_empty(unfinished))
+    final = checkpoint_folder(folder, iteration)
+    unfinished = _on_first_rank(lambda: begin(final))
     state = {
         "iteration": iteration,
         "consumed_train_samples": samples,
@@ -62,49 +63,57 @@ def save_checkpoint(
     with no_manager_process():
         dist_checkpointing.save(state, str(unfinished))
     dist.barrier()
-    _on_first_rank(lambda: _put_in_force(unfinished, final))
+    _on_first_rank(lambda: finish(final, args.keep_checkpoints))
     return final
 
 
-def load_checkpoint(folder: str, trainee: Trainee, args: argparse.Namespace, *, digest: str) -> tuple[int, int]:
-    """Restore what `save_checkpoint` wrote last. All ranks call it.
+def find_checkpoint(args: argparse.Namespace, say: Callable[[str], None]) -> Path | None:
+    """The newest good checkpoint in `load` (or with `resume` in `save`), chosen by rank 0. All ranks call it.
 
-    The parallel layout may differ from the saved one; then the random states start afresh (dropout is 0, so no result
-    depends on them).
-
-    Returns: (iteration, samples consumed).
-    Raises: ValueError if there is no checkpoint, or it belongs to another model or other data.
+    Args: say: is told, on every rank, of each newer checkpoint that is damaged.
+    Returns: its folder; None if neither option is set, or with `resume` nothing has been saved yet.
+    Raises: ValueError if `load` has no checkpoint, or there are only damaged ones.
     """
-    checkpoint = latest_checkpoint(folder)
+    folder = args.save if args.resume else args.load
+    if folder is None:
+        return None
+    checkpoint, warnings = _on_first_rank(lambda: newest_good(folder))
+    for warning in warnings:
+        say(f"warning: {warning}; taking the one before")
+    if checkpoint is None and not args.resume:
+        raise ValueError(f"load={folder!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
+    return checkpoint
+
+
+def load_checkpoint(
+    checkpoint: Path, trainee: Trainee, args: argparse.Namespace, *, digest: str
+) -> tuple[int, int, bool]:
+    """Restore what `save_checkpoint` wrote. All ranks call it.
+
+    The parallel layout may differ from the saved one; then the random states, on which only dropout depends, start
+    afresh.
+
+    Args: checkpoint: a folder that `find_checkpoint` found.
+    Returns: (iteration, samples consumed, whether the random states were restored).
+    Raises: ValueError if the checkpoint belongs to another model or other data.
+    """
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     _check_options(common, args, checkpoint, digest)
     same_layout = common["world_size"] == dist.get_world_size() and all(
         common["options"][n] == getattr(args, n) for n in LAYOUT
     )
-    wanted = _sharded_state(trainee, is_loading=True)
-    if same_layout:
-        wanted["rng_state"] = _sharded_rng_state()
-    state = dist_checkpointing.load(wanted, str(checkpoint))
-    unwrap_model(trainee.model).load_state_dict(state["model"], strict=True)
-    trainee.optimizer.load_state_dict(state["optimizer"])
+    with loading_torch_adam(trainee.optimizer):
+        wanted = _sharded_state(trainee, is_loading=True)
+        if same_layout:
+            wanted["rng_state"] = _sharded_rng_state()
+        state = dist_checkpointing.load(wanted, str(checkpoint))
+        for name, chunk in trainee.named_chunks():
+            unwrap_model(chunk).load_state_dict(state[name], strict=True)
+        trainee.optimizer.load_state_dict(state["optimizer"])
     trainee.scheduler.load_state_dict(common["opt_param_scheduler"])
     if same_layout:
         _set_rng_state(state["rng_state"])
-    return common["iteration"], common["consumed_train_samples"]
-
-
-def latest_checkpoint(folder: str) -> Path:
-    """The checkpoint that the tracker file in `folder` names.
-
-    Raises: ValueError if there is none.
-    """
-    tracker = Path(folder) / TRACKER
-    if not tracker.is_file():
-        raise ValueError(f"load={folder!r} has no {TRACKER}: name a folder that --save wrote, or leave --load out")
-    checkpoint = Path(folder) / f"iter_{int(tracker.read_text()):07d}"
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(checkpoint)):
-        raise ValueError(f"{tracker} names {checkpoint.name}, which is no complete checkpoint")
-    return checkpoint
+    return common["iteration"], common["consumed_train_samples"], same_layout
 
 
 def _sharded_state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
@@ -114,9 +123,9 @@ def _sharded_state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
     }
-    model = unwrap_model(trainee.model).sharded_state_dict(metadata=metadata)
+    model = {name: unwrap_model(c).sharded_state_dict(metadata=metadata) for name, c in trainee.named_chunks()}
     optimizer = trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer}
+    return {**model, "optimizer": optimizer}
 
 
 def _sharded_rng_state() -> ShardedObject:
@@ -147,37 +156,21 @@ def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint:
             )
     if common["data_digest"] != digest:
         raise ValueError(
-            f"the training text is not the one that {checkpoint} was trained on: "
-            "use the same data_path, data_suffix and Python release"
+            f"the training data, or their order, are not those that {checkpoint} was trained on: use the same text and "
+            "data_suffix (for the standard library the same Python release), or the same indexed datasets, weights and "
+            "split, with train_iters that read them equally often"
         )
 
 
-def _on_first_rank(action) -> None:
-    """Run `action` on rank 0; an error there is raised on every rank."""
-    outcome = [None]
+def _on_first_rank(action: Callable[[], Any]) -> Any:
+    """Run `action` on rank 0; all ranks return its result, or raise the error."""
+    outcome = [None, None]
     if dist.get_rank() == 0:
         try:
-            action()
-        except OSError as error:
-            outcome = [error]
+            outcome = [action(), None]
+        except (OSError, ValueError) as error:
+            outcome = [None, error]
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise outcome[0]
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _put_in_force(unfinished: Path, final: Path) -> None:
-    former = final.with_name(final.name + ".replaced")  # of the same iteration: deleted only when the new one is there
-    if final.exists():
-        os.replace(final, former)
-    os.replace(unfinished, final)
-    shutil.rmtree(former, ignore_errors=True)
-    tracker = final.parent / TRACKER
-    fresh = tracker.with_name(TRACKER + ".unfinished")
-    fresh.write_text(f"{int(final.name.removeprefix('iter_'))}\n")
-    os.replace(fresh, tracker)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,17 +1,26 @@
-"""Byte-level text for language-model training: documents packed to the sequence length, in a deterministic order."""
+"""What a run trains on: samples in a deterministic order, from plain text (here) or indexed datasets (`indexed`)."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 EOD = 256  # end of document; bytes are 0 .. 255
 VOCAB_SIZE = 257
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+
+
+class Samples(Protocol):
+    """An endless run of samples. Sample i is the same whatever the ranks, and whenever the run was resumed."""
+
+    def batch(self, indices) -> np.ndarray:
+        """int64 [len(indices), seq_length + 1]: tokens, and one more for the labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +71,38 @@ class PackedText:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Text of `load_corpus`: packed training and validation documents, and what identifies it."""
+    """Training and validation samples, and what identifies them."""
 
-    train: PackedText
-    valid: PackedText
+    train: Samples
+    valid: Samples | None
+    """None if nothing is held out."""
     num_documents: int
+    num_tokens: int
+    """Of the training part, in one epoch."""
     digest: str
-    """SHA-256 of all tokens and the split, hexadecimal: equal on all ranks, and stored in checkpoints."""
+    """SHA-256 of the tokens, the split and the order, hexadecimal: equal on all ranks, and stored in checkpoints."""
+    unigram: float | None
+    """Loss of the model that ignores context, nats per token; None where it would take too long to count."""
+
+
+def open_corpus(args: argparse.Namespace) -> Corpus:
+    """What `data_path` names: indexed datasets (all ranks call it then), a folder of text, or the standard library.
+
+    Raises: ValueError that names the option.
+    """
+    if is_indexed(args.data_path):
+        from .indexed import open_indexed
+
+        return open_indexed(args)
+    folder = args.data_path[0] if args.data_path else None
+    return load_corpus(folder, suffix=args.data_suffix, seq_length=args.seq_length, seed=args.seed)
+
+
+def is_indexed(data_path: list[str] | None) -> bool:
+    """Whether these are prefixes of .bin and .idx files, perhaps with weights, and not one folder of text."""
+    if not data_path:
+        return False
+    return len(data_path) > 1 or Path(data_path[0] + ".idx").is_file() or not Path(data_path[0]).is_dir()
 
 
 def standard_library() -> Path:
@@ -103,11 +137,14 @@ def load_corpus(
     num_valid = max(1, round(valid_fraction * len(documents)))
     valid, train = (_pack([documents[i] for i in part]) for part in (order[:num_valid], order[num_valid:]))
     digest = hashlib.sha256(train.tobytes() + b"|" + valid.tobytes()).hexdigest()
+    text = PackedText(tokens=train, seq_length=seq_length, seed=seed)
     return Corpus(
-        train=PackedText(tokens=train, seq_length=seq_length, seed=seed),
+        train=text,
         valid=PackedText(tokens=valid, seq_length=seq_length, seed=seed),
         num_documents=len(documents),
+        num_tokens=train.size,
         digest=digest,
+        unigram=text.unigram_entropy(),
     )
 
 

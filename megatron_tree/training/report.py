@@ -1,4 +1,4 @@
-"""What a run tells: a progress bar or a few lines, a JSON-lines log, and a picture of the loss."""
+"""What a run tells: a progress bar or a few lines, a JSON-lines log, TensorBoard curves, and a picture of the loss."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
 PLOT_NAME = "loss.png"
 FINAL_STEPS = 10
+# Where Megatron-LM has the same curve, by its name.
+TENSORBOARD_NAMES = {
+    "loss": "lm loss",
+    "grad_norm": "grad-norm",
+    "lr": "learning-rate",
+    "loss_scale": "loss-scale",
+    "tflops": "throughput",
+    "seconds": "iteration-time",
+    "tokens_per_s": "tokens-per-second",
+    "mfu": "mfu",
+    "memory_gib": "memory-gib",
+}
 
 
 class Reporter:
@@ -22,25 +34,38 @@ class Reporter:
     Args:
         folder: gets train.jsonl and loss.png. A resumed run appends to the log.
         first_step, last_step: the steps this run will do, inclusive.
-        unigram: loss of the byte unigram model, nats per token.
+        unigram: loss of the byte unigram model, nats per token; None if it is not known.
         log_interval: steps between printed lines; 0 means ten lines a run, and where the output is a terminal only
             the bar.
+        tensorboard_dir: gets TensorBoard's event files, None means none.
         enabled: False on all ranks but one.
     """
 
     def __init__(
-        self, folder: str, *, first_step: int, last_step: int, unigram: float, log_interval: int, enabled: bool
+        self,
+        folder: str,
+        *,
+        first_step: int,
+        last_step: int,
+        unigram: float | None,
+        log_interval: int,
+        tensorboard_dir: str | None = None,
+        enabled: bool,
     ):
         self.folder, self.unigram, self.enabled = Path(folder), unigram, enabled
         self.first_step, self.last_step = first_step, last_step
         self.losses: dict[int, float] = {}
         self._log_interval = log_interval
-        self._bar = self._file = None
+        self._bar = self._file = self._tensorboard = None
         self._started = time.monotonic()
         if not enabled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = (self.folder / LOG_NAME).open("a" if first_step > 1 else "w")
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(tensorboard_dir, purge_step=first_step)
         if sys.stdout.isatty():
             self._bar = tqdm(total=last_step, initial=first_step - 1, unit="step", file=sys.stdout, dynamic_ncols=True)
 
@@ -49,31 +74,26 @@ class Reporter:
         self._write({"event": "start", "first_step": self.first_step, "unigram_loss": self.unigram, **facts})
 
     def step(
-        self, step: int, *, loss: float, grad_norm: float | None, lr: float, tokens_per_s: float, seconds: float
+        self, step: int, *, loss: float, grad_norm: float | None, lr: float, tokens_per_s: float, **figures: float
     ) -> None:
-        """Log one training step."""
+        """Log one training step; `figures` are those of `throughput.Throughput` and others with names of their own."""
         self.losses[step] = loss
         if not self.enabled:
             return
-        self._write(
-            {
-                "step": step,
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "lr": lr,
-                "tokens_per_s": tokens_per_s,
-                "seconds": seconds,
-            }
-        )
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s, **figures}
+        self._write({"step": step, **values})
+        self._draw(step, {name: values.get(key) for key, name in TENSORBOARD_NAMES.items()})
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
             self._bar.update()
         if self._line_due(step):
             elapsed = time.monotonic() - self._started
             norm = "" if grad_norm is None else f"  grad norm {grad_norm:.2f}"
+            mfu = f"  MFU {100 * figures['mfu']:.1f} %" if "mfu" in figures else ""
+            skipped = f"  skipped: overflow at loss scale {figures['loss_scale']:g}" if figures.get("skipped") else ""
             self.say(
                 f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {loss:.4f}{norm}  lr {lr:.2e}"
-                f"  {tokens_per_s:,.0f} tokens/s  {elapsed:.0f} s"
+                f"  {tokens_per_s:,.0f} tokens/s{mfu}  {elapsed:.0f} s{skipped}"
             )
 
     def _line_due(self, step: int) -> bool:
@@ -86,6 +106,7 @@ class Reporter:
         """Log a validation."""
         if self.enabled:
             self._write({"event": "validation", "step": step, "loss": loss})
+            self._draw(step, {"lm loss validation": loss})
             self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, text: str) -> None:
@@ -109,7 +130,15 @@ class Reporter:
             self._bar.close()
         self._write({"event": "end", "final_loss": self.final_loss(), "unigram_loss": self.unigram})
         self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         draw_losses(self.folder / LOG_NAME, self.folder / PLOT_NAME)
+
+    def _draw(self, step: int, values: dict[str, float | None]) -> None:
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(name, value, step)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
@@ -139,8 +168,10 @@ def draw_losses(log: Path, picture: Path) -> None:
     axes.plot([r["step"] for r in training], [r["loss"] for r in training], linewidth=1.2, label="training")
     if validation:
         axes.plot([r["step"] for r in validation], [r["loss"] for r in validation], "o", label="validation")
-    axes.axhline(starts[-1]["unigram_loss"], color="grey", linestyle="--", label="byte unigram entropy")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, None), title=starts[-1].get("title", ""))
+    unigram = starts[-1]["unigram_loss"]
+    if unigram is not None:
+        axes.axhline(unigram, color="grey", linestyle="--", label="byte unigram entropy")
+    axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, None), title=starts[-1].get("title", ""))
     axes.legend()
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Start a script on the nodes of a Slurm job, one task per rank. Submit it from the repository's folder:
+#
+# usage: sbatch SLURM_OPTIONS launch/slurm_train.sh [--help] [--port PORT] SCRIPT [ARGUMENT ...]
+# usage: bash launch/slurm_train.sh [--help] [--port PORT] SCRIPT [ARGUMENT ...]        inside an allocation (salloc)
+#
+#   --port PORT   of the rendezvous on the first node (default: 20000 + the job's number modulo 20000)
+#
+# Slurm starts the ranks itself (srun): no ssh, no hostfile. --ntasks-per-node is the number of ranks on a node, one for
+# each GPU; ask for GPUs by node (--gpus-per-node), for with --gpus-per-task a rank sees no GPU but its own.
+# Three minutes before the time limit Slurm sends SIGUSR1 to all ranks; launch/train_gpt.py then finishes its step,
+# writes a checkpoint and ends well. With --resume the next job goes on from there, so a long training is
+#
+#   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 --job-name gpt --dependency singleton \
+#       launch/slurm_train.sh launch/train_gpt.py --config my.yaml --save /shared/gpt --save-interval 500 --resume
+#
+# submitted several times: jobs of one name run one after another. What the nodes need: the repository and its
+# environment at the same path. NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes, where a node has several
+# networks. The environment is passed on as it is (sbatch's default).
+
+#SBATCH --signal=USR1@180
+#SBATCH --output=%x-%j.out
+
+set -euo pipefail
+# sbatch runs a copy of this script: its place says nothing then, but Slurm knows where it was submitted.
+here="$(dirname "${BASH_SOURCE[0]}")"
+[ -f "$here/env.sh" ] || here="${SLURM_SUBMIT_DIR:-.}/launch"
+[ -f "$here/env.sh" ] || { echo "error: no launch/env.sh in ${SLURM_SUBMIT_DIR:-$PWD}: submit from the repository's folder" >&2 && exit 1; }
+source "$here/env.sh"
+STOP_SECONDS=150 # for the ranks to write a checkpoint when the job is cancelled; Slurm's KillWait may be shorter
+
+port=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
+        --port) port="${2:?"$1 needs a number"}" && shift 2 ;;
+        -*) die "unknown option $1: see bash launch/slurm_train.sh --help" ;;
+        *) break ;;
+    esac
+done
+[ $# -gt 0 ] || die "no script given: see bash launch/slurm_train.sh --help"
+[ -n "${SLURM_JOB_ID:-}" ] || die "no Slurm job: submit this with sbatch, or allocate nodes with salloc first"
+for program in srun scontrol; do
+    command -v "$program" >/dev/null || die "no $program found: is Slurm on this node's PATH?"
+done
+cd "$REPO"
+[ -f "$1" ] || die "no such script: $1"
+use_environment
+
+mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?"not set by Slurm"}")
+[ -n "${nodes[0]:-}" ] || die "scontrol names no node for SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
+export MASTER_ADDR="${nodes[0]}" MASTER_PORT="${port:-$((20000 + SLURM_JOB_ID % 20000))}"
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" # srun does not take it over
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+say "${SLURM_NTASKS:-?} ranks on ${SLURM_JOB_NODELIST}, rendezvous at $MASTER_ADDR:$MASTER_PORT"
+
+# Every task becomes a rank. A rank that fails ends the others (--kill-on-bad-exit).
+rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec python -u "$@"'
+status=0
+run_group srun --kill-on-bad-exit=1 bash -c "$rank" rank "$@" || status=$?
+exit "$status"
