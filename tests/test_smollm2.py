@@ -38,7 +38,8 @@ def _answer(rank, world):
 
 
 def test_the_answer_equals_the_plain_model():
-    for text, difference, held in run_distributed(_answer, 2, timeout=250):
+    # fresh: after megatron_on_cpu in the same process Transformers leaves a model's rotary frequencies unset
+    for text, difference, held in run_distributed(_answer, 2, timeout=250, fresh=True):
         assert "Paris" in text
         assert difference < 1e-3
         assert held > 20

@@ -27,7 +27,7 @@ def test_the_runs_differ_in_one_thing(convergence):
     assert convergence.plan(args) == {
         "cp = 1, seed 5": (1, "--context-parallel-size 1 --seed 5"),
         "cp = 1, seed 6": (1, "--context-parallel-size 1 --seed 6"),
-        "cp = 8, tree attention": (8, "--context-parallel-size 8 --cp-comm-type tree --seed 5"),
+        "cp = 8, tree attention": (8, "--context-parallel-size 8 --cp-comm-type tree --grid 4x2 --seed 5"),
         "cp = 8, ring": (8, "--context-parallel-size 8 --cp-comm-type p2p --seed 5"),
         "cp = 8, KV gather": (8, "--context-parallel-size 8 --cp-comm-type all_gather --seed 5"),
     }
