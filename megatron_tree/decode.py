@@ -1,4 +1,4 @@
-"""Decoding: few queries, replicated; a KV cache sharded over ranks. One reduction of the partial states per step."""
+"""Over a sharded KV cache: decoding of few replicated queries, one reduction per step; prefill of sharded queries."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from torch import Tensor
 
 from . import comm, kernels
 from .config import AttnSpec
-from .merge import merge_sinks, state_dtype, unpack_state
+from .grid import StateReducer
+from .merge import merge_sinks, pack_state, state_dtype, unpack_state
 from .plan import Placement
 
 
 def decode(
     q, k, v, sinks, *, visible: kernels.Visible, spec: AttnSpec, group, schedule: str, across: str, transport: str,
-    placement: Placement, backend: str, timeout_s: float,
+    placement: Placement, backend: str, timeout_s: float, paged: kernels.PagedKV | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of q [b, s_q, h, d] over every rank's k, v [b, s_local, h_kv, d].
+    """Attention of q [b, s_q, h, d] over every rank's k, v [b, s_local, h_kv, d], or pages of them.
 
     Returns out [b, s_q, h, d_v] and lse [b, h, s_q], fp32, the same bits on every rank.
     """
     if schedule == "ring" and comm.group_size(group) > 1:
+        if paged is not None:
+            k, v, visible = _gathered(q, k, v, visible, paged)
         state = _ring(q, k, v, visible, spec, group, placement.order, backend, timeout_s)
     else:
         # receives are posted before the local attention: gloo tells the senders meanwhile where to put their states
@@ -38,11 +41,22 @@ def decode(
             block=placement.block,
             across=across,
         )
-        state = reduction.finish(kernels.attn_decode(q, k, v, visible=visible, spec=spec, backend=backend))
+        state = kernels.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged, backend=backend)
+        state = reduction.finish(state)
     out, lse = unpack_state(state, state_dtype(q.dtype))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks.to(lse.dtype))
     return out, lse.transpose(1, 2)
+
+
+def _gathered(q, k, v, visible: kernels.Visible, paged: kernels.PagedKV):
+    """A paged cache as one [b, longest row, ...], to be sent whole."""
+    lengths = [None] * q.shape[0] if visible.lengths is None else visible.lengths.tolist()
+    rows = [kernels.gather_row(k, v, paged, i, n, q.dtype) for i, n in enumerate(lengths)]
+    k, v = (torch.nn.utils.rnn.pad_sequence([row[i][0] for row in rows], batch_first=True) for i in (0, 1))
+    if visible.k_positions is not None:
+        visible = visible._replace(k_positions=visible.k_positions[:, : k.shape[1]])
+    return k, v, visible
 
 
 def _ring(q, k, v, visible, spec, group, order, backend: str, timeout_s: float) -> Tensor:
@@ -87,6 +101,35 @@ def _ring(q, k, v, visible, spec, group, order, backend: str, timeout_s: float) 
         shard = [x for x in (t.wait() for t in transfers) if x is not None]
         coming = following.wait().tolist() if following else None
     return kernels.merge_packed(torch.stack([parts[r] for r in range(p)]))
+
+
+def prefill(
+    q, k, v, sinks, *, q_segments, k_segments, num_queries: list[int], spec: AttnSpec, group, transport: str,
+    wire: torch.dtype, backend: str, timeout_s: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of queries that are sharded over keys that are sharded: the tree alone, whatever the keys' number.
+
+    All ranks' queries are gathered, each rank attends with its own keys, and the partial states are reduced so that
+    every rank ends with those of its own queries. What travels grows with the queries, never with the cache.
+
+    Args: q [b, n, h, d] of this rank, num_queries[r] = n of rank r; k, v [b, s_local, h_kv, d]; q_segments the rows
+    of all queries, rank by rank, each rank's padded to the longest; k_segments this rank's keys.
+    Returns out [b, n, h, d_v] and lse [b, h, n], fp32.
+    """
+    n, longest = q.shape[1], max(num_queries)
+    team = comm.Team.flat(group, transport=transport, timeout_s=timeout_s)
+    if team.size > 1:
+        padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, longest - n)).transpose(0, 1)
+        q = comm.start_gather(padded.contiguous(), team).wait().transpose(0, 1)
+    out, lse = kernels.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
+    out, lse = out.to(state_dtype(q.dtype)), lse.transpose(1, 2)
+    if team.size > 1:
+        packed = pack_state(out.transpose(0, 1), lse.transpose(0, 1), wire)
+        out, lse = comm.start_reduce_scatter(packed, team, StateReducer(wire, state_dtype(q.dtype))).wait()
+        out, lse = out.transpose(0, 1)[:, :n], lse.transpose(0, 1)[:, :n]
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks.to(lse.dtype))
+    return out, lse.transpose(1, 2)
 
 
 class _TwoBuffers:

@@ -1,27 +1,28 @@
 """The public functions: check the input, plan, run. Start reading here.
 
-`tree_attn_func` is attention over a sequence sharded across cp_group, for training and prefill, `tree_attn_varlen_func`
-the same for packed documents; `tree_decode` is attention of a few replicated queries over a sharded KV cache. Tensors
-are [batch, sequence, heads, head_dim] as in flash-attn. Bad input raises ``ValueError`` before anything is sent, and
-ranks whose arguments differ all get one.
+`tree_attn_func` is attention over a sequence sharded across cp_group, `tree_attn_varlen_func` the same for packed
+documents; those over a sharded KV cache are in cached.py. Tensors are [batch, sequence, heads, head_dim] as in
+flash-attn. Bad input raises ``ValueError`` before anything is sent, and ranks whose arguments differ all get one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
-from . import comm, decode
-from .agree import agree, telling
+from . import comm
+from .agree import telling
 from .attend import attend, attend_here
-from .config import DECODE_SCHEDULES, TreeConfig, check_choice
-from .log import say_once
-from .network import Network
-from .plan import plan_decode
+from .config import TreeConfig
 from .shard import Layout, Sharding, check_layout, packed_layout, shard_lengths
-from .validate import check_cache, check_cross_documents, check_packed, check_qkv, check_sinks, check_visible, make_spec
+from .validate import (
+    check_cross_documents,
+    check_packed,
+    check_qkv,
+    check_sinks,
+    make_spec,
+)
 
 _DEFAULT = TreeConfig()
 
@@ -189,90 +190,3 @@ def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:
     if x.shape[1] != layout[rank]:
         raise ValueError(f"{name} holds {x.shape[1]} tokens on rank {rank} but layout={layout} says {layout[rank]}")
     return Sharding(seq_len=sum(layout), world=world, layout=layout)
-
-
-def tree_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cp_group,
-    cache_seqlens: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    cache_positions: Tensor | None = None,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    schedule: str = "auto",
-    config: TreeConfig | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of a few queries over a KV cache sharded across ranks. Collective over cp_group; no gradients.
-
-    Args:
-        q: [b, s_q, h, d], the same on every rank.
-        k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: this rank's slots, in any order; s_local
-            may differ between ranks and may be 0. The new tokens' own keys are already in the cache of one rank.
-        cp_group: the process group the cache is sharded over; None for one rank.
-        cache_seqlens: int [b], how many leading slots of this rank's shard are valid; default all.
-        q_positions, cache_positions: int64 [b, s_q] or [s_q], and [b, s_local] or [s_local]. A slot is seen when
-            0 <= its position <= the query's, within the window; -1 hides it (padding). Needed for s_q > 1 and for
-            windows; without them every query sees every valid slot.
-        softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
-        schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
-            (inside nodes first), "ring" (baseline).
-        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s and check are used.
-        return_lse: also return lse [b, h, s_q], fp32, natural log.
-
-    Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
-    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
-    """
-    config = config or _DEFAULT
-    world = comm.group_size(cp_group)
-    with telling(cp_group):
-        check_choice("schedule", schedule, DECODE_SCHEDULES)
-        check_cache(q, k_cache, v_cache)
-        spec = make_spec(q, True, softmax_scale, window_size, softcap)
-        check_sinks(sinks, q)
-        visible = check_visible(q, k_cache, q_positions, cache_positions, cache_seqlens, spec)
-        network = Network.of(cp_group, q.device, config)
-    b, s_q, h, _ = q.shape
-    h_kv, d_v = v_cache.shape[2:]
-    signature = (
-        f"tree_decode; q={tuple(q.shape)}; num_heads_kv={h_kv}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
-        f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}; "
-        f"memory_budget={config.memory_budget}; transport={network.topology.transport}; topology={network.digest}"
-    )
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    network = network.placed(cp_group, q.device, config)
-    topology, placement = network.topology, network.placement
-    plan = plan_decode(
-        world,
-        rows=b * s_q * h,
-        head_dim_v=d_v,
-        kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
-        topology=topology,
-        placement=placement,
-        schedule=schedule,
-        memory_budget=config.memory_budget,
-    )
-    if schedule == "auto" and world > 1 and s_q == 1:
-        say_once(f"decode schedule: {plan.reason}")
-    with torch.no_grad():
-        out, lse = decode.decode(
-            q,
-            k_cache,
-            v_cache,
-            sinks,
-            visible=visible,
-            spec=spec,
-            group=cp_group,
-            schedule=plan.schedule,
-            across=plan.across,
-            transport=topology.transport,
-            placement=placement,
-            backend=config.backend,
-            timeout_s=config.timeout_s,
-        )
-    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import AttnSpec, Dropout
-from .kernels import Visible
+from .kernels import PagedKV, Visible
 from .shard import Packed, Sharding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -152,10 +152,42 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks is on device {sinks.device} but q is on {q.device}: move them to one device")
 
 
-def check_visible(q: Tensor, k_cache: Tensor, q_positions, cache_positions, cache_seqlens, spec: AttnSpec) -> Visible:
+def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scale, v_scale, cache_seqlens):
+    """`PagedKV` of checked arguments, None without a block_table."""
+    if block_table is None:
+        if k_scale is not None or v_scale is not None:
+            raise ValueError("k_scale and v_scale come with pages: pass block_table, too")
+        return None
+    ok = isinstance(block_table, Tensor) and block_table.dtype == torch.int32
+    if not ok or block_table.dim() != 2 or block_table.shape[0] != q.shape[0] or not block_table.shape[1]:
+        seen = f"{block_table.dtype} {tuple(block_table.shape)}" if isinstance(block_table, Tensor) else block_table
+        raise ValueError(f"block_table must be int32 [{q.shape[0]}, pages per row], got {seen}")
+    if cache_seqlens is None:
+        raise ValueError("block_table needs cache_seqlens, the number of valid slots of each row")
+    if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:2] != v_cache.shape[:2]:
+        raise ValueError(
+            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must be pages [pages, page_size, "
+            "heads, head_dim], equally many"
+        )
+    scaled = [scale is not None for scale in (k_scale, v_scale)]
+    eight_bits = [x.dtype in (torch.int8, torch.float8_e4m3fn) for x in (k_cache, v_cache)]
+    if scaled != eight_bits or len(set(scaled)) > 1:
+        given = " and ".join(name for name, there in zip(("k_scale", "v_scale"), scaled) if there) or "no scale"
+        raise ValueError(
+            f"k_cache in {k_cache.dtype} and v_cache in {v_cache.dtype} come with {given}: pages in int8 or fp8 need "
+            "both k_scale and v_scale, others neither"
+        )
+    for name, scale, pages in (("k_scale", k_scale, k_cache), ("v_scale", v_scale, v_cache)):
+        if scale is not None and (scale.shape != pages.shape[:3] or scale.dtype != torch.float32):
+            raise ValueError(f"{name} {scale.dtype} {tuple(scale.shape)} must be fp32 {list(pages.shape[:3])}")
+    like = [x[:1].expand(q.shape[0], *x.shape[1:]) for x in (k_cache, v_cache)]
+    _check_heads(q, *(x.to(q.dtype) if scaled[0] else x for x in like), "k_cache", "v_cache")
+    return PagedKV(block_table, k_scale, v_scale)
+
+
+def check_visible(q: Tensor, s_local: int, q_positions, cache_positions, cache_seqlens, spec: AttnSpec) -> Visible:
     """What the queries see of this rank's slots, from checked arguments; positions as [b, s_q] and [b, s_local]."""
     b, s_q = q.shape[:2]
-    s_local = k_cache.shape[1]
     if (q_positions is None) != (cache_positions is None):
         given = "q_positions" if cache_positions is None else "cache_positions"
         raise ValueError(f"only {given} is given: pass q_positions and cache_positions, or neither")

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from dist_utils import run_distributed
 from megatron_tree import energy, tree_decode
+from megatron_tree.cache import ShardedCache
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
-from megatron_tree.kv_cache import ShardedKVLayer
 
 WORLDS = (1, 2, 3, 4, 6)
 
@@ -68,9 +68,12 @@ def _many_tokens(rank, world):
     slots = torch.arange(total)
     positions = torch.stack((slots, torch.where(slots < 4, -1, slots - 4)))  # row 1: four slots of left padding
     q_positions = positions[:, -s_q:]
-    layer = ShardedKVLayer(rank, world, block_size=2)
+    cache = ShardedCache([None], rank=rank, world=world, page_size=2)
+    rows = [cache.book.add(), cache.book.add()]
     for a, b in ((0, 5), (5, total - 1), (total - 1, total)):  # three appends
-        layer.append(k[:, a:b], v[:, a:b], slots[a:b], positions[:, a:b])
+        cache.write(0, cache.append(rows, b - a), k[:, a:b], v[:, a:b])
+    view, pages = cache.view(0, rows, q.device), cache.layers[0]
+    cache_positions = positions.gather(1, view.positions.clamp(max=total - 1))
     worst = 0.0
     for window in ((-1, -1), (4, 0), (0, 0)):
         spec = AttnSpec(softmax_scale=1.0, window_size=window)
@@ -79,11 +82,13 @@ def _many_tokens(rank, world):
         for schedule in DECODE_SCHEDULES:
             o, l = tree_decode(
                 q,
-                layer.k,
-                layer.v,
+                pages.k,
+                pages.v,
                 cp_group=dist.group.WORLD,
+                block_table=view.block_table,
+                cache_seqlens=view.lengths,
                 q_positions=q_positions,
-                cache_positions=layer.positions,
+                cache_positions=cache_positions,
                 window_size=window,
                 schedule=schedule,
                 return_lse=True,
@@ -162,40 +167,3 @@ def _huge_logits(rank, world):
 
 def test_huge_logits():
     assert max(run_distributed(_huge_logits, 4)) < 1e-2  # fp32 logits of 1e4 carry 1e-3 of rounding
-
-
-def test_cache_layer_grows_evenly_and_crops():
-    world, total = 4, 203
-    k = torch.randn(2, total, 1, 4)
-    layers = [ShardedKVLayer(r, world, block_size=8) for r in range(world)]
-    for start in range(0, total, 7):
-        slots = torch.arange(start, min(start + 7, total))
-        for layer in layers:
-            layer.append(k[:, slots], k[:, slots], slots)
-            assert layer.allocated_bytes <= layer.nbytes * 1.125 + 3 * 8 * 2 * 2 * 4 * 4 + layer.allocated_bytes // 8
-    counts = [layer.num_tokens for layer in layers]
-    assert sum(counts) == total and max(counts) - min(counts) <= 8
-    for layer in layers:
-        assert torch.equal(layer.k, k[:, layer.slots]) and torch.equal(layer.positions, layer.slots[None])
-        layer.crop(100)
-        assert torch.equal(layer.k, k[:, layer.slots]) and (layer.slots < 100).all()
-        layer.reorder(torch.tensor([1, 1, 0]))
-        assert torch.equal(layer.v, k[[1, 1, 0]][:, layer.slots])
-        layer.reset()
-        assert layer.nbytes == layer.allocated_bytes == 0
-    assert sum(int((torch.arange(100) // 8 % 4 == r).sum()) for r in range(4)) == 100
-
-
-def test_cache_layer_refuses_what_does_not_fit():
-    layer = ShardedKVLayer(0, 2)
-    k = torch.randn(1, 3, 2, 4)
-    layer.append_own(k, k, torch.arange(3))
-    for bad in (lambda: layer.append(k[..., :2], k, torch.arange(3)), lambda: layer.append(k, k, torch.arange(2))):
-        with pytest.raises(ValueError):
-            bad()
-    with pytest.raises(ValueError, match="does not fit"):
-        layer.append_own(k[:, :, :1], k[:, :, :1], torch.arange(3))
-    with pytest.raises(ValueError, match="block_size=0"):
-        ShardedKVLayer(0, 2, block_size=0)
-    with pytest.raises(ValueError, match="rank=2"):
-        ShardedKVLayer(2, 2)

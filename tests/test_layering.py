@@ -17,18 +17,29 @@ LAYERS = (
     {"errors", "config", "dropout", "energy", "merge", "shard", "log", "files"},
     {"kernels"},
     {"comm", "agree", "plan"},
-    {"job", "kv_cache", "network", "validate"},
+    {"cache", "job", "network", "validate"},
     {"grid", "ring", "decode"},
     {"autograd", "exchange"},
     {"attend"},
-    {"functional", "launching", "sequences"},
+    {"cached", "functional", "launching", "sequences"},
     {"integrations"},
     {"emulate"},
     {"training", "inference", "bench", "calibrate", "doctor"},
+    {"server"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "inference"}
-MAY_COMMUNICATE = {"comm", "agree", "integrations", "training", "inference", "emulate", "bench", "calibrate"}
+MAY_COMMUNICATE = {
+    "comm",
+    "agree",
+    "integrations",
+    "training",
+    "inference",
+    "server",
+    "emulate",
+    "bench",
+    "calibrate",
+}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "keepachangelog.com", "semver.org"}
 
 

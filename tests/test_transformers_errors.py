@@ -100,31 +100,31 @@ def test_a_model_that_changes_what_the_cache_returned(model):
     assert attention.layer_idx == 1
 
 
-def test_sharded_prefill_and_generate(model):
+def test_generate(model):
     ids = prompt(1, 6)
     cache = tree_hf.TreeCache(model.config)
-    for bad, message in ((ids[0], "int64"), (ids[:, :0], "at least one token"), (ids.int(), "int32")):
-        with pytest.raises(ValueError, match=message):
-            tree_hf.sharded_prefill(model, bad, cache)
-    with pytest.raises(ValueError, match="layout='striped'"):
-        tree_hf.sharded_prefill(model, ids, cache, layout="striped")
+    for bad in (ids[0], ids[:, :0], ids.int()):
+        with pytest.raises(ValueError, match=r"input_ids must be int64 \[batch, tokens\]"):
+            generate(model, bad, cache=cache, max_new_tokens=1)
     generate(model, ids, cache=cache, max_new_tokens=2)
-    with pytest.raises(ValueError, match="cache holds 7 tokens"):
-        tree_hf.sharded_prefill(model, ids, cache)
-    ragged = torch.tensor([[1, 1, 1, 1, 1, 0]])
+    with pytest.raises(ValueError, match="cache holds 1 rows and input_ids 2"):
+        generate(model, prompt(2, 20), cache=cache, max_new_tokens=2)
+    ragged = torch.tensor([[1, 1, 0, 1, 1, 1]])
     for options, message in (
-        ({}, "holds 7 tokens and input_ids 6"),
+        ({}, "holds 7 tokens of row 0 and input_ids 6"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prefill": "tree"}, "prefill='tree'"),
-        ({"chunk_size": 0}, "chunk_size=0"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, ids, cache=cache, **{"max_new_tokens": 1, **options})
     cache.reset()
-    with pytest.raises(ValueError, match="padding on the left only"):
-        generate(model, ids, cache=cache, max_new_tokens=1, attention_mask=ragged)
-    with pytest.raises(ValueError, match="not possible with padding"):
-        generate(model, ids, cache=cache, max_new_tokens=1, attention_mask=ragged.flip(1), prefill="sharded")
+    for mask in (ragged, torch.zeros_like(ragged)):
+        with pytest.raises(ValueError, match="padding goes on the left or the right"):
+            generate(model, ids, cache=cache, max_new_tokens=1, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"attention_mask \[1, 5\] must have the shape"):
+        generate(model, ids, cache=cache, max_new_tokens=1, attention_mask=ragged[:, :5])
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        generate(model, ids, cache=cache, max_new_tokens=1, chunk_size=0)
     with pytest.raises(ValueError, match=r"6 prompt tokens and max_new_tokens=251 exceed the model's 256 positions"):
         generate(model, ids, cache=cache, max_new_tokens=251)
     model.set_attn_implementation("sdpa")
@@ -152,10 +152,8 @@ def _message(rank, world, what):
         ids = ids[:, :9]
     elif what == "one rank refuses" and rank == 1:
         options["max_new_tokens"] = 1000
-    elif what == "layout":
-        options["layout"] = (12, *[0] * (world - 1))
     elif what == "padding":
-        options |= {"attention_mask": torch.tensor([[0] + [1] * 11]), "prefill": "sharded"}
+        options["attention_mask"] = torch.tensor([[0] + [1] * 5 + [0] + [1] * 5])
     if what == "replicated":
         options["prefill"] = "replicated"
     try:
@@ -172,8 +170,7 @@ def _message(rank, world, what):
         ("replicated", "digest of input_ids"),
         ("length", "input_ids="),
         ("one rank refuses", "exceed the model's 256 positions"),
-        ("layout", "leaves group rank 1 without a token"),
-        ("padding", "not possible with padding"),
+        ("padding", "2 runs of tokens in row 0"),
     ],
 )
 def test_every_rank_gets_the_error(what, message):

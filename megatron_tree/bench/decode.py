@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import comm, energy, kernels
+from ..cached import tree_decode
 from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig
-from ..functional import tree_decode
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
 from . import runs, session

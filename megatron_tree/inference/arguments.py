@@ -12,7 +12,7 @@ from ..plan import load_topology
 
 QUESTION = "Answer in one short sentence: what does the module above implement?"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PREFILLS = ("auto", "sharded", "replicated")
+PREFILLS = ("sharded", "replicated")
 
 DESCRIPTION = """\
 Ask a language model about a long text, with the KV cache spread over all ranks: the prompt is prefilled with the
@@ -56,9 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="ranks that share the cache (default: all / tensor ranks)",
     )
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP)")
-    add(
-        "--prefill", choices=PREFILLS, default="auto", help="auto: sequence-sharded; replicated: every rank runs it all"
-    )
+    add("--prefill", choices=PREFILLS, default="sharded", help="every rank runs its share of the prompt, or all of it")
     add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged while decoding")
     add("--topology", metavar="NAME|YAML", help="network that auto reckons with: a name in configs/topology, or a file "
         "of python -m megatron_tree.calibrate")  # fmt: skip

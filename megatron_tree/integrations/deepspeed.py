@@ -23,6 +23,7 @@ from torch import Tensor
 from ..config import TreeConfig
 from .generation import Generation
 from .generation import generate as generate_with_model
+from .runner import CHUNK_SIZE, Runner
 from .transformers import TreeCache, check_model
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -96,6 +97,8 @@ def init_inference(
     tp_size: int = 1,
     dtype: torch.dtype | None = None,
     block_size: int = 16,
+    cache_dtype: str = "auto",
+    prefill_chunk: int = CHUNK_SIZE,
     schedule: str = "auto",
     tree_config: TreeConfig | None = None,
     config: str | dict | None = None,
@@ -108,10 +111,12 @@ def init_inference(
         sp_size: ranks over which a sequence is spread; default all ranks / tp_size.
         tp_size: tensor-parallel ranks (DeepSpeed's AutoTP); it must divide the model's heads and KV heads.
         dtype: of weights and cache; default the model's.
-        block_size, schedule, tree_config: of the caches, see `TreeCache`.
+        block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
+        prefill_chunk: tokens of a prompt that are run at once; it bounds the memory of activations.
         config: further options of `deepspeed.init_inference`: a dictionary or the path of a JSON file.
         options: more of them; they win over those of config.
-    Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size` and `new_cache()`, an empty `TreeCache`.
+    Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `new_cache()`, an empty `TreeCache`, and
+        `new_runner(**options)`, a `Runner` over a new cache: rows of any lengths that come and go.
     Raises: ValueError before any group is made: sizes that don't fit the ranks or the heads, unsupported dtype or
         options, a model whose layers or attention can't be served.
     """
@@ -124,7 +129,14 @@ def init_inference(
         raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {get_accelerator().device_name()} supports")
     options = _merge_options(config, options)
     options.setdefault("max_out_tokens", getattr(model_config, "max_position_embeddings", 1024))
-    cache_options = {"block_size": block_size, "schedule": schedule, "tree_config": tree_config}
+    cache_options = {
+        "block_size": block_size,
+        "dtype": cache_dtype,
+        "schedule": schedule,
+        "tree_config": tree_config,
+    }
+    if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
     TreeCache(model_config, **cache_options)  # raises for a model or options that the cache can't serve
     sp_group, tp_group = _make_groups(world, rank, sp_size, tp_size)
     tensor_parallel = {"tp_size": tp_size}
@@ -137,8 +149,17 @@ def init_inference(
     check_model(model)
     engine.eval()
     engine.sp_group, engine.sp_size, engine.tp_size = sp_group, sp_size, tp_size
+    engine.prefill_chunk = prefill_chunk
     engine.new_cache = lambda: TreeCache(model_config, cp_group=sp_group, **cache_options)
+    engine.new_runner = lambda **options: Runner(
+        engine.module, engine.new_cache(), token_group=_token_group(), chunk_size=prefill_chunk, **options
+    )
     return engine
+
+
+def _token_group():
+    """All ranks, tensor-parallel ones too, run the same tokens."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _merge_options(config: str | dict | None, options: dict) -> dict:
@@ -192,7 +213,5 @@ def generate(
     cache: continue with this cache; default a new one. The tokens are rank 0's on every rank, tensor-parallel or not.
     """
     cache = engine.new_cache() if cache is None else cache
-    token_group = dist.group.WORLD if dist.is_initialized() else None
-    return generate_with_model(
-        engine.module, input_ids, cache=cache, max_new_tokens=max_new_tokens, token_group=token_group, **options
-    )
+    options = {"chunk_size": engine.prefill_chunk, "token_group": _token_group(), **options}
+    return generate_with_model(engine.module, input_ids, cache=cache, max_new_tokens=max_new_tokens, **options)

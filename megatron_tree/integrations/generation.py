@@ -11,10 +11,10 @@ from torch import Tensor
 from ..agree import tell_failure
 from ..comm import broadcast
 from ..config import check_choice
-from ..shard import Layout
-from .transformers import TreeCache, agree_on_prompt, check_model, sharded_prefill
+from .runner import CHUNK_SIZE, Runner
+from .transformers import TreeCache, agree_on_prompt, check_model
 
-PREFILLS = ("auto", "sharded", "replicated")
+PREFILLS = ("sharded", "replicated")
 
 
 @dataclass
@@ -46,9 +46,8 @@ def generate(
     max_new_tokens: int,
     eos_token_id: int | list[int] | None = None,
     attention_mask: Tensor | None = None,
-    prefill: str = "auto",
-    layout: Layout = "zigzag",
-    chunk_size: int = 512,
+    prefill: str = "sharded",
+    chunk_size: int = CHUNK_SIZE,
     streamer=None,
     progress=None,
     keep_logits: bool = False,
@@ -66,44 +65,47 @@ def generate(
         cache: a `TreeCache`, empty or with the beginning of the conversation.
         max_new_tokens: tokens to add at most.
         eos_token_id: token or tokens that end a row.
-        attention_mask: [b, s] with 0 for padding on the left; default no padding.
-        prefill: "sharded": every rank runs its share of the prompt (new cache, no padding); "replicated": every rank
-            runs all of it in chunks of chunk_size tokens and keeps its share of the cache; "auto": sharded if possible.
-        layout: of the sharded prefill, see `sharded_prefill`.
+        attention_mask: [b, s] with 0 for padding on the left or on the right; default no padding. Padding is left out:
+            it is neither run nor cached.
+        prefill: "sharded": every rank runs its share of a prompt, "replicated": every rank runs all of it.
+        chunk_size: tokens of a prompt that are run at once; it bounds the memory of activations.
         streamer: gets the prompt and every new token on this rank, as from Transformers' generate (`put`, `end`).
-        progress: called as progress(done, total) during the prefill, see `sharded_prefill`; else with tokens.
+        progress: called as progress(done, total) during the prefill, in tokens.
         keep_logits: keep the logits of every new token.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
-    Raises: ValueError before anything is sent: shapes, padding on the right, a sequence longer than the model's
-        positions, nothing new to run, a sharded prefill that is not possible.
+    Raises: ValueError before anything is sent: shapes, padding in the middle, a sequence longer than the model's
+        positions, nothing new to run.
     """
     try:
-        mask, prefill = _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill, chunk_size)
+        prompts = _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill)
+        runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size)
     except ValueError as error:
         tell_failure(cache.cp_group, error)
         raise
+    agree_on_prompt(cache, input_ids, f"generate; prefill={prefill}; max_new_tokens={max_new_tokens}")
     ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
     ends = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)
-    token_group = cache.cp_group if token_group is None else token_group
     if streamer is not None:
         streamer.put(input_ids.cpu())
     start = _now(input_ids.device)
-    if prefill == "sharded":
-        logits = sharded_prefill(model, input_ids, cache, layout=layout, progress=progress)
-    else:
-        logits = _replicated_prefill(model, input_ids, mask, cache, chunk_size, progress)
+    cache.rows = cache.rows or [runner.add() for _ in prompts]
+    total, ran, first = sum(map(len, prompts)), 0, []
+    for row, prompt in zip(cache.rows, prompts, strict=True):
+        tell = None if progress is None else lambda done, _, ran=ran: progress(ran + done, total)
+        first.append(runner.prefill(row, prompt, sharded=prefill == "sharded", progress=tell))
+        ran += len(prompt)
+    logits = torch.stack(first)
     result = Generation(tokens=input_ids[:, :0], cache=cache, prefill=prefill)
     result.prefill_s = _now(input_ids.device) - start
     done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     tokens = []
     for step in range(max_new_tokens):
         if step > 0:
-            mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
-            logits = _run(model, tokens[-1][:, None], mask, cache)
+            logits = runner.step(cache.rows, tokens[-1][:, None])[:, -1]
         if keep_logits:
-            result.logits.append(logits.float())
+            result.logits.append(logits)
         token = logits.argmax(-1)
-        broadcast(token, token_group, 0)
+        broadcast(token, runner.token_group, 0)
         if len(ends):
             token = torch.where(done, ends[0], token)
             done |= torch.isin(token, ends)
@@ -124,60 +126,36 @@ def generate(
     return result
 
 
-def _replicated_prefill(model, input_ids: Tensor, mask: Tensor | None, cache: TreeCache, chunk_size: int, progress):
-    agree_on_prompt(cache, input_ids, f"replicated prefill; chunk_size={chunk_size}")
-    first, total = cache.get_seq_length(), input_ids.shape[1]
-    for begin in range(first, total, chunk_size):
-        end = min(begin + chunk_size, total)
-        logits = _run(model, input_ids[:, begin:end], None if mask is None else mask[:, :end], cache)
-        if progress is not None:
-            progress(end - first, total - first)
-    return logits
-
-
-def _run(model, input_ids: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
-    """Logits [b, vocab] of the last of these tokens, which are replicated."""
-    n = input_ids.shape[1]
-    if mask is None:
-        positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + n, device=input_ids.device)
-        positions = positions.expand(input_ids.shape[0], -1)
-    else:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -n:]
-    output = model(
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
-
-
-def _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill, chunk_size):
-    """Returns the attention mask (None if all ones) and the kind of prefill."""
+def _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill) -> list[Tensor]:
+    """Returns: by row, the tokens int64 [n] that the cache does not hold."""
     check_model(model)
     check_choice("prefill", prefill, PREFILLS)
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.dtype != torch.int64:
         raise ValueError(f"input_ids must be int64 [batch, tokens], got {list(input_ids.shape)} {input_ids.dtype}")
-    for name, value in (("max_new_tokens", max_new_tokens), ("chunk_size", chunk_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
-    held, num_tokens = cache.get_seq_length(), input_ids.shape[1]
-    if held >= num_tokens:
-        raise ValueError(f"the cache holds {held} tokens and input_ids {num_tokens}: pass the whole conversation")
-    check_length(model.config, num_tokens, max_new_tokens)
-    mask = attention_mask
-    if mask is not None:
-        if mask.shape != input_ids.shape or not bool(mask[:, -1].all()) or bool((mask.diff(dim=1) < 0).any()):
-            raise ValueError(f"attention_mask {list(mask.shape)} must fit input_ids and hold padding on the left only")
-        mask = None if bool(mask.all()) else mask.to(torch.int64)
-    if prefill == "auto":
-        prefill = "sharded" if mask is None and not held else "replicated"
-    elif prefill == "sharded" and (mask is not None or held):
-        reason = "padding" if mask is not None else f"a cache of {held} tokens"
-        raise ValueError(f"prefill='sharded' is not possible with {reason}: use prefill='replicated' or 'auto'")
-    return mask, prefill
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a positive integer")
+    check_length(model.config, input_ids.shape[1], max_new_tokens)
+    if cache.rows and len(cache.rows) != input_ids.shape[0]:
+        raise ValueError(
+            f"the cache holds {len(cache.rows)} rows and input_ids {input_ids.shape[0]}: they must be equal"
+        )
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask {list(mask.shape)} must have the shape of input_ids {list(input_ids.shape)}")
+    prompts = []
+    for i, (row, seen) in enumerate(zip(input_ids, mask, strict=True)):
+        runs = int(seen[0]) + int((seen.diff() & seen[1:]).sum())
+        if runs != 1:
+            raise ValueError(
+                f"attention_mask has {runs} runs of tokens in row {i}: padding goes on the left or the right"
+            )
+        prompt, held = row[seen], cache.length(i)
+        if held >= len(prompt):
+            raise ValueError(
+                f"the cache holds {held} tokens of row {i} and input_ids {len(prompt)}: pass the whole text"
+            )
+        prompts.append(prompt[held:])
+    return prompts
 
 
 def check_length(config, num_tokens: int, max_new_tokens: int) -> None:

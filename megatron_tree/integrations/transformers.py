@@ -4,14 +4,13 @@
 
     model.set_attn_implementation("tree")
     cache = tree_hf.TreeCache(model.config, cp_group=group)
-    logits = tree_hf.sharded_prefill(model, input_ids, cache)     # every rank runs only its own tokens
-    model(input_ids=token, past_key_values=cache)                 # every rank runs the token, attends to its shard
+    model(input_ids=tokens, past_key_values=cache)                # every rank runs the tokens, attends to its shard
 
-Training on sharded sequences is in transformers_training.py. For inference two phases share one cache. In the
-sequence-sharded prefill a rank holds queries, keys and values of its own tokens (`tree_attn_func`). In all other calls
-the new tokens are replicated, each rank keeps the keys and values of the slots that it owns, and the partial attention
-over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` takes the second way for the
-prompt, too, and works with left padding.
+Training on sharded sequences is in transformers_training.py. For inference two phases share one cache. In the prefill
+of `Runner` (runner.py) a rank runs its own tokens of a chunk, and their queries meet the keys of all ranks
+(`tree_prefill`). In all other calls the new tokens are replicated, each rank keeps the keys and values that it owns,
+and the partial attention over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` takes
+the second way for the prompt, too, and works with left padding.
 
 How attention finds the cache. Transformers hands the attention function the module, q, k, v and the mask, not the
 cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
@@ -23,19 +22,17 @@ another layer or with another number of rows is an error, never a guess.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..agree import agree, tell_failure
-from ..comm import broadcast
+from ..agree import agree
+from ..cached import tree_decode, tree_prefill
 from ..config import TreeConfig
-from ..functional import tree_attn_func, tree_decode
-from ..shard import Layout, shard_lengths, shard_positions, shard_segments
-from .transformers_cache import Prefill, TreeCache, TreeCacheLayer, current_prefill, last_update
+from ..functional import tree_attn_func
+from .transformers_cache import TreeCache, TreeCacheLayer, Update, last_update
 from .transformers_training import attend_to_shard
 
 __all__ = [
@@ -43,7 +40,6 @@ __all__ = [
     "TreeCacheLayer",
     "agree_on_prompt",
     "check_model",
-    "sharded_prefill",
     "tree_attention",
     "tree_mask",
 ]
@@ -97,40 +93,63 @@ def tree_attention(
             f"was one of layer {update.layer_idx} with {update.num_rows} rows: this model does not pass what the cache "
             "returns to the attention function of the same layer. Use attn_implementation='sdpa' for it"
         )
-    cache = update.cache
-    if update.prefill is not None:
-        if attention_mask is not None:
-            raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
-        options.update(cp_group=cache.cp_group, config=cache.tree_config)
-        return tree_attn_func(q, k, v, causal=True, layout=update.prefill.layout, **options), None
-    options.update(cp_group=cache.cp_group, config=cache.tree_config, schedule=cache.schedule)
-    shard = cache.layers[layer_idx].shard
-    if q.shape[1] > 1 or attention_mask is not None or sliding_window is not None:
-        options.update(_positions(shard.slots, update.first_slot, q.shape[1], attention_mask))
-    if shard.num_tokens == 0:  # one row that stands for none
-        options["cache_seqlens"] = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)
-    return tree_decode(q, k, v, **options), None
+    if update.call.is_sharded:
+        return _prefill(update, layer_idx, q, k, v, attention_mask, options), None
+    return _decode(update, layer_idx, q, k, v, attention_mask, options), None
 
 
-def _positions(slots: Tensor, first_slot: int, num_queries: int, attention_mask: Tensor | None) -> dict[str, Tensor]:
-    """Positions of queries and cached rows are their slots in the sequence, padding included; -1 for padded slots."""
-    num_slots = first_slot + num_queries
-    queries = torch.arange(first_slot, num_slots, device=slots.device)
+def _prefill(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, attention_mask, options) -> Tensor:
+    """This rank's share of a chunk of a prompt, over all that the ranks hold of the row."""
+    cache, append = update.cache, update.call.append
     if attention_mask is not None:
-        if attention_mask.shape[1] != num_slots:
-            raise ValueError(
-                f"attention_mask {list(attention_mask.shape)} must cover all {num_slots} slots: {first_slot} in the "
-                f"cache and {num_queries} new ones"
-            )
-        slots = torch.where(attention_mask[:, slots], slots, -1)
-    if slots.shape[-1] == 0:
-        slots = slots.new_full((1,), -1)
-    return {"q_positions": queries, "cache_positions": slots}
+        raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
+    own = sum(count for _, count in append.shares[cache.rank])
+    segments = cache.store.key_segments(cache.store.kind_of[layer_idx], append.rows[0], append.first[0])
+    held = sum(segment.length for segment in segments)
+    out = tree_prefill(
+        q[:, :own],
+        k[:, :held],
+        v[:, :held],
+        shares=append.shares,
+        key_segments=segments,
+        cp_group=cache.cp_group,
+        config=cache.tree_config,
+        **options,
+    )
+    # a rank without tokens runs one all the same
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))
+
+
+def _decode(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, attention_mask, options) -> Tensor:
+    """New tokens that are on all ranks, over all that the ranks hold of their rows."""
+    cache, call = update.cache, update.call
+    pages, view = cache.store.layers[layer_idx], call.views[cache.store.kind_of[layer_idx]]
+    positions, num_queries = view.positions, q.shape[1]
+    if k.shape[1] == num_queries and not cache.returns_all:
+        k, v = pages.k, pages.v
+        options.update(block_table=view.block_table, k_scale=pages.k_scale, v_scale=pages.v_scale)
+    else:  # made from what the cache holds, [b, longest row, ...]
+        positions = positions[:, : k.shape[1]]
+    if num_queries > 1 or attention_mask is not None or options["window_size"] != (-1, -1):
+        first = torch.tensor(call.append.first, device=q.device)[:, None]
+        if attention_mask is not None:
+            num_slots = call.append.first[0] + num_queries
+            if attention_mask.shape[1] != num_slots:
+                raise ValueError(
+                    f"attention_mask {list(attention_mask.shape)} must cover all {num_slots} slots: "
+                    f"{call.append.first[0]} in the cache and {num_queries} new ones"
+                )
+            seen = attention_mask.gather(1, positions.clamp(max=num_slots - 1))
+            positions = torch.where(seen, positions, -1)
+        q_positions = first + torch.arange(num_queries, device=q.device)
+        options.update(q_positions=q_positions, cache_positions=positions)
+    options.update(cp_group=cache.cp_group, config=cache.tree_config, schedule=cache.schedule)
+    return tree_decode(q, k, v, cache_seqlens=view.lengths, **options)
 
 
 def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_mask, options: dict) -> Tensor:
     """Plain causal attention on this rank: a forward pass with use_cache=False."""
-    if current_prefill.get() is not None or q.shape[1] != k.shape[1]:
+    if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"{type(module).__name__} attends to {k.shape[1]} keys with {q.shape[1]} queries without having updated a "
             "TreeCache. attn_implementation='tree' works with past_key_values=TreeCache(model.config, ...) or with "
@@ -198,79 +217,6 @@ def tree_mask(
     return None if attention_mask.all() else attention_mask
 
 
-@torch.no_grad()
-def sharded_prefill(
-    model,
-    input_ids: Tensor,
-    cache: TreeCache,
-    *,
-    layout: Layout = "zigzag",
-    progress: Callable[[int, int], None] | None = None,
-) -> Tensor:
-    """Run a prompt through a model with the sequence sharded over the cache's group.
-
-    Every rank runs its own tokens through the whole network and keeps their keys and values where they are. With
-    "zigzag" the prompt is padded on the right to a multiple of 2 * ranks; the padding never enters the cache.
-
-    Args:
-        model: a causal language model whose attention implementation is "tree".
-        input_ids: int64 [b, s], the same on every rank, no padding.
-        cache: an empty `TreeCache`.
-        layout: "zigzag" (balanced work), "contiguous" or a tuple with the number of tokens of every rank.
-        progress: called as progress(layers done, layers) while the ranks work.
-    Returns: logits of the last token [b, vocab], bit-identical on all ranks.
-    Raises: ValueError before anything is sent: wrong shape, cache in use, layout that leaves a rank without tokens.
-    """
-    try:
-        layout, padded, owner, row = _plan_prefill(model, input_ids, cache, layout)
-    except ValueError as error:
-        tell_failure(cache.cp_group, error)
-        raise
-    agree_on_prompt(cache, input_ids, f"sharded prefill; layout={layout!r}")
-    b, s = input_ids.shape
-    slots = shard_positions(padded, cache.rank, cache.world, layout, device=input_ids.device)
-    positions = slots.clamp(max=s - 1)  # padding rows repeat the last token: never attended, and never out of range
-    rows = None if padded == s else (slots < s).nonzero().flatten()
-    token = current_prefill.set(Prefill(layout, slots if rows is None else slots[rows], rows, s, progress))
-    try:
-        output = model(
-            input_ids=input_ids[:, positions],
-            position_ids=positions.expand(b, -1),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor([row if cache.rank == owner else 0], device=input_ids.device),
-        )
-    finally:
-        current_prefill.reset(token)
-        last_update.set(None)
-    logits = output.logits[:, -1].contiguous()
-    return broadcast(logits, cache.cp_group, owner)
-
-
-def _plan_prefill(model, input_ids: Tensor, cache: TreeCache, layout: Layout) -> tuple[Layout, int, int, int]:
-    """(layout, length with padding, group rank of the last token, its row there); ValueError if it can't be done."""
-    check_model(model)
-    if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.dtype != torch.int64:
-        shape = f"{list(input_ids.shape)} {input_ids.dtype}"
-        raise ValueError(f"input_ids must be int64 [batch, tokens] with at least one token, got {shape}")
-    if cache.get_seq_length():
-        raise ValueError(
-            f"cache holds {cache.get_seq_length()} tokens; sharded_prefill starts a sequence. Feed the new tokens to "
-            "the model (replicated), or reset the cache"
-        )
-    s, world = input_ids.shape[1], cache.world
-    padded = s + (-s % (2 * world) if layout == "zigzag" else 0)
-    lengths = shard_lengths(padded, world, layout)
-    if 0 in lengths:
-        raise ValueError(
-            f"layout={layout!r} leaves group rank {lengths.index(0)} without a token of {s}: give every rank at least "
-            "one, or use layout='zigzag'"
-        )
-    if layout != "zigzag":
-        layout = lengths  # "contiguous" alone stands for equal shares in the attention
-    return layout, padded, *_find(s - 1, padded, world, layout)
-
-
 def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str) -> None:
     """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt."""
     config = cache.tree_config or TreeConfig()
@@ -279,15 +225,6 @@ def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str) -> None:
         f"{what}; input_ids={list(input_ids.shape)}; digest of input_ids={digest}; cached={cache.get_seq_length()}"
     )
     agree(cache.cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-
-
-def _find(position: int, seq_len: int, world: int, layout: Layout) -> tuple[int, int]:
-    """The rank that holds a position, and the row at which it does."""
-    for rank in range(world):
-        for segment in shard_segments(seq_len, rank, world, layout):
-            if 0 <= position - segment.pos < segment.length:
-                return rank, segment.row + position - segment.pos
-    raise AssertionError((position, seq_len, world, layout))
 
 
 def check_model(model) -> None:

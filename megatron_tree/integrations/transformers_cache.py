@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
+from ..cache import Append, ShardedCache, View
 from ..comm import group_rank, group_size
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice
-from ..kv_cache import ShardedKVLayer
-from ..shard import Layout
+from ..kernels import gather_row
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-class Prefill(NamedTuple):
-    """A sequence-sharded prefill under way: what this rank's rows are."""
+@dataclass
+class Call:
+    """One run of the model over new tokens of some rows."""
 
-    layout: Layout
-    slots: Tensor  # int64 [kept rows]: the slots of this rank's rows that are not padding
-    rows: Tensor | None  # int64 [kept rows]: their row numbers; None = all rows
-    seq_len: int  # tokens of the whole prompt, without padding
-    progress: Callable[[int, int], None] | None
+    rows: tuple[int, ...]
+    append: Append
+    progress: Callable[[int, int], None] | None = None
+    done: set[int] = field(default_factory=set)
+    """Layers that have stored their tokens."""
+    views: dict[int, View] = field(default_factory=dict)
+    """By kind of layer: where the kernels find the rows."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.append.shares is not None
 
 
 class Update(NamedTuple):
@@ -34,12 +43,10 @@ class Update(NamedTuple):
     cache: TreeCache
     layer_idx: int
     num_rows: int  # rows of the keys and values that the update returned
-    first_slot: int  # slot of the first query; the queries are replicated
-    prefill: Prefill | None
+    call: Call
 
 
 last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
-current_prefill: contextvars.ContextVar[Prefill | None] = contextvars.ContextVar("tree_cache_prefill", default=None)
 
 
 def check_layers(config) -> list[str]:
@@ -59,110 +66,52 @@ def check_layers(config) -> list[str]:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer of a `TreeCache`: this rank's rows of the keys and values, in [b, h_kv, n, d] for Transformers.
-
-    Layers with a sliding window keep all tokens, too; the window is applied in the attention.
-    """
+    """What Transformers asks a layer about; all is kept by the `TreeCache`, since rows are the same in all layers."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    is_initialized = True
     supports_early_init = False
 
-    def __init__(self, rank: int, world: int, block_size: int):
+    def __init__(self, cache: TreeCache, layer_idx: int):
         super().__init__()
-        self.shard = ShardedKVLayer(rank, world, block_size)
-        self.num_slots = 0
-
-    @property
-    def batch_size(self) -> int:
-        if not self.is_initialized:
-            raise AttributeError("batch_size is known after the first update")
-        return self.keys.shape[0]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self._cache, self._layer_idx = cache, layer_idx
         self.is_initialized = True
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take new tokens, replicated: k [b, h_kv, n, d], v [b, h_kv, n, d_v]. Returns all rows this rank holds.
-
-        A rank without a row returns one row of zeros, to be hidden: latent attention can't expand an empty tensor.
-        """
-        self.lazy_initialization(key_states, value_states)
-        n = key_states.shape[2]
-        slots = torch.arange(self.num_slots, self.num_slots + n, device=key_states.device)
-        self.shard.append(key_states.transpose(1, 2), value_states.transpose(1, 2), slots)
-        self.num_slots += n
-        keys, values = self._views()
-        if self.shard.num_tokens == 0:
-            return torch.zeros_like(key_states[:, :, :1]), torch.zeros_like(value_states[:, :, :1])
-        return keys, values
-
-    def update_sharded(self, key_states: Tensor, value_states: Tensor, prefill: Prefill) -> tuple[Tensor, Tensor]:
-        """Take this rank's rows of a sharded prompt, without its padding rows. Returns the arguments."""
-        self.lazy_initialization(key_states, value_states)
-        k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        if prefill.rows is not None:
-            k, v = k[:, prefill.rows], v[:, prefill.rows]
-        self.shard.append_own(k, v, prefill.slots)
-        self.num_slots = prefill.seq_len
-        self._views()
-        return key_states, value_states
-
-    def _views(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self.shard.k.transpose(1, 2), self.shard.v.transpose(1, 2)
-        return self.keys, self.values
+        return self._cache.update(key_states, value_states, self._layer_idx)
 
     def get_seq_length(self) -> int:
-        return self.num_slots
+        return self._cache.get_seq_length()
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.num_slots + query_length, 0
-
-    def reset(self) -> None:
-        self.shard.reset()
-        self.num_slots = 0
-        self.keys = self.values = None
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove slots; the argument is zero or negative, as in Transformers."""
-        if tokens_to_remove > 0 or -tokens_to_remove > self.num_slots:
-            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{self.num_slots} and 0")
-        if tokens_to_remove and self.is_initialized:
-            self.num_slots += tokens_to_remove
-            self.shard.crop(self.num_slots)
-            self._views()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            self.shard.reorder(beam_idx.to(self.device))
-            self._views()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.reorder_cache(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(torch.as_tensor(indices))
+        return self._cache.get_seq_length() + query_length, 0
 
 
 class TreeCache(Cache):
     """A KV cache for ``attn_implementation="tree"``: every rank of a group holds part of the tokens of every layer.
 
+    It holds any number of rows (sequences) of any lengths, in pages; layers with a sliding window keep the window only.
+    Transformers' own `generate` uses it as one batch of rows that are equally long (padding included); `Runner` adds,
+    runs and removes rows one by one.
+
     Args:
         config: the model's configuration (or that of its text part); it gives the number and kinds of layers.
         cp_group: process group over which the tokens are spread; None = this rank holds them all.
-        block_size: tokens that go to one rank before the next rank's turn, while decoding.
+        block_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
+        dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
         tree_config: `TreeConfig` of all attention calls with this cache.
     Raises:
         ValueError: a layer that is not plain or sliding-window attention, an encoder-decoder model, an unknown
-            schedule, a block size below 1, a rank outside of cp_group.
+            schedule or dtype, a block size below 1, a rank outside of cp_group.
     """
 
     def __init__(
@@ -171,35 +120,148 @@ class TreeCache(Cache):
         *,
         cp_group=None,
         block_size: int = 16,
+        dtype: str = "auto",
         schedule: str = "auto",
         tree_config: TreeConfig | None = None,
     ):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
-        kinds = check_layers(config)
+        text = config.get_text_config(decoder=True)
+        window = getattr(text, "sliding_window", None)
+        windows = [window if kind == "sliding_attention" else None for kind in check_layers(config)]
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
-        super().__init__(layers=[TreeCacheLayer(self.rank, self.world, block_size) for _ in kinds])
+        self.store = ShardedCache(windows, rank=self.rank, world=self.world, page_size=block_size, dtype=dtype)
+        self.rows: list[int] = []
+        """The rows that Transformers' own `generate` means, in the order of its batch."""
+        # latent attention stores what keys and values are made from: the model wants all of it back
+        self.returns_all = getattr(text, "kv_lora_rank", None) is not None
+        self._call = self._batch_call = None
+        super().__init__(layers=[TreeCacheLayer(self, i) for i in range(len(windows))])
+
+    @contextlib.contextmanager
+    def calling(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+        """Context of one run of the model over num_tokens new tokens of each of these rows. Yields the `Call`.
+
+        sharded: this rank runs its share of one row's tokens, as `Call.append.shares` says. A failure inside takes the
+        tokens back.
+        """
+        call = Call(tuple(rows), self.store.append(rows, num_tokens, sharded=sharded), progress)
+        self._call = call
+        try:
+            yield call
+        except BaseException:
+            for row, length in zip(rows, call.append.first, strict=True):
+                with contextlib.suppress(ValueError):  # a window that has moved on
+                    self.store.crop(row, length)
+            raise
+        finally:
+            self._call = None
+            last_update.set(None)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        layer, prefill = self.layers[layer_idx], current_prefill.get()
-        first_slot = layer.num_slots
-        if prefill is None:
-            k, v = layer.update(key_states, value_states)
-        else:
-            k, v = layer.update_sharded(key_states, value_states, prefill)
-            if prefill.progress is not None:
-                prefill.progress(layer_idx + 1, len(self.layers))
-        last_update.set(Update(self, layer_idx, k.shape[2], first_slot, prefill))
-        return k, v
+        """Take new tokens k [b, h_kv, n, d] and v [b, h_kv, n, d_v], and leave a note for the attention call.
+
+        Returns: what that call is to be given: in a sharded prefill and for latent attention all that this rank holds
+        (one row of zeros where it holds nothing: latent attention can't expand an empty tensor), otherwise the
+        arguments, and the attention reads the pages.
+        """
+        call = self._call or self._own_call(key_states, layer_idx)
+        call.done.add(layer_idx)
+        k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        self.store.write(layer_idx, call.append, k, v)
+        kind = self.store.kind_of[layer_idx]
+        if kind not in call.views:
+            call.views[kind] = self.store.view(kind, call.rows, k.device)
+        if call.is_sharded or self.returns_all:
+            k, v = self._all_rows(layer_idx, call.views[kind], k, v)
+        if call.progress is not None:
+            call.progress(layer_idx + 1, len(self.layers))
+        last_update.set(Update(self, layer_idx, k.shape[1], call))
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def _own_call(self, key_states: Tensor, layer_idx: int) -> Call:
+        """The call of a model that Transformers' `generate` runs: it begins when a layer comes for the first time."""
+        call = self._batch_call
+        if call is None or layer_idx in call.done or not call.rows:
+            if not self.rows:
+                self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
+            if len(self.rows) != key_states.shape[0]:
+                raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {key_states.shape[0]}")
+            call = Call(tuple(self.rows), self.store.append(self.rows, key_states.shape[2]))
+            self._batch_call = call
+        return call
+
+    def _all_rows(self, layer_idx: int, view: View, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All that this rank holds of the rows [b, longest, h_kv, d], zeros beyond each row's length."""
+        pages, lengths = self.store.layers[layer_idx], view.lengths.tolist()
+        if not max(lengths):
+            return torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
+        paged = pages.paged(view.block_table)
+        rows = [gather_row(pages.k, pages.v, paged, i, n, k.dtype) for i, n in enumerate(lengths)]
+        if len(rows) == 1:
+            return rows[0]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return tuple(pad([row[which][0] for row in rows], batch_first=True) for which in (0, 1))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row; during a run of the model those before it."""
+        if self._call is not None:
+            return max(self._call.append.first)
+        return max((self.store.book.rows[row].length for row in self.rows), default=0)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def length(self, index: int) -> int:
+        """Tokens of row `index` of the batch; 0 before there is one."""
+        return self.store.book.rows[self.rows[index]].length if self.rows else 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first."""
+        return len(self.rows) or -1
+
+    def reset(self) -> None:
+        """Forget all rows and free the memory."""
+        self.store.reset()
+        self.rows, self._batch_call = [], None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens of all rows of the batch; zero or negative, as in Transformers."""
+        length = self.get_seq_length()
+        if tokens_to_remove > 0 or -tokens_to_remove > length:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
+        if tokens_to_remove:
+            for row in self.rows:
+                self.store.crop(row, max(self.store.book.rows[row].length + tokens_to_remove, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row i of the batch by row beam_idx[i]; rows that are taken twice share their pages."""
+        forks = [self.store.book.fork(self.rows[i]) for i in beam_idx.tolist()]
+        for row in self.rows:
+            self.store.remove(row)
+        self.rows = forks
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(len(self.rows)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(torch.as_tensor(indices))
 
     @property
     def num_local_tokens(self) -> int:
-        """Tokens whose keys and values this rank holds."""
-        return self.layers[0].shard.num_tokens
+        """Tokens whose keys and values this rank holds, in layers without a window."""
+        windows = self.store.book.windows
+        return self.store.num_local(windows.index(None) if None in windows else 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's keys and values, all layers."""
-        return sum(layer.shard.nbytes for layer in self.layers)
+        return self.store.nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that this rank has allocated, spare pages included."""
+        return self.store.allocated_bytes

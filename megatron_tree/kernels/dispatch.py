@@ -48,6 +48,18 @@ class Visible(NamedTuple):
         return keep
 
 
+class PagedKV(NamedTuple):
+    """Where the rows of a paged cache are: k [pages, page_size, h_kv, d] and v [pages, page_size, h_kv, d_v].
+
+    block_table: int32 [b, n], the pages of each row, in order. k_scale, v_scale: fp32 [pages, page_size, h_kv] where k
+    and v hold 8 bits (int8, fp8): each vector is its scale times what is stored.
+    """
+
+    block_table: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
 @functools.lru_cache
 def _triton():
     """The module of our Triton kernels; None where triton is not installed."""
@@ -105,13 +117,18 @@ def attn_fwd(q, k, v, *, q_segments, k_segments, spec: AttnSpec, backend: str = 
     return _pick(q, k, v, spec, backend).attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
 
 
-def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, backend: str = "auto") -> Tensor:
+def attn_decode(
+    q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None, backend: str = "auto"
+) -> Tensor:
     """Partial attention of few queries over a shard of the KV cache: the packed state, ready to be sent.
 
-    Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides; `visible` says what a query sees, and
-    spec's causality and window apply to positions only. Returns fp32 [b, s_q, h, d_v + 1]: out, then lse.
+    Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides, or pages of them with `paged`, which
+    says where the rows are; `visible` says what a query sees, and spec's causality and window apply to positions only.
+    Returns fp32 [b, s_q, h, d_v + 1]: out, then lse.
     """
     assert spec.dropout is None, "dropout is for training"
+    if paged is not None:
+        return _decode_paged(q, k, v, visible, spec, paged, backend)
     impl = _pick(q, k, v, spec, backend)
     if impl not in (aten, reference):
         return impl.attn_decode(q, k, v, visible=visible, spec=spec)
@@ -126,6 +143,44 @@ def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, backend: str = "au
         k, v, visible = _cut(k, v, visible)
     out, lse = impl.attn_fwd_masked(q, k, v, keep=visible.mask(k.shape[1], spec), spec=spec)
     return pack_state(out, lse.transpose(1, 2), state_dtype(q.dtype))
+
+
+def _decode_paged(q, k, v, visible: Visible, spec: AttnSpec, paged: PagedKV, backend: str) -> Tensor:
+    """Triton's kernel reads pages; for the others each row is gathered, unless its pages lie one after another."""
+    impl = _pick(q, k, v, spec, backend)
+    if impl not in (aten, reference):
+        return impl.attn_decode(q, k, v, visible=visible, spec=spec, **paged._asdict())
+    states = []
+    for row in range(q.shape[0]):
+        seen = Visible(*(None if x is None else x[row : row + 1] for x in visible))
+        keys, values = gather_row(k, v, paged, row, None if seen.lengths is None else int(seen.lengths), q.dtype)
+        if seen.k_positions is not None:
+            seen = seen._replace(k_positions=seen.k_positions[:, : keys.shape[1]])
+        seen = seen._replace(lengths=None)
+        states.append(attn_decode(q[row : row + 1], keys, values, visible=seen, spec=spec, backend=backend))
+    return torch.cat(states)
+
+
+def gather_row(k, v, paged: PagedKV, row: int, length: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The first `length` tokens (None: all) of a row of a paged cache: k [1, length, h_kv, d], v [1, length, h_kv, d_v]
+    in `dtype`; views where the row's pages lie one after another."""
+    size = k.shape[1]
+    length = paged.block_table.shape[1] * size if length is None else length
+    pages = paged.block_table[row, : -(-length // size)]
+    first = int(pages[0]) if len(pages) else 0
+    in_order = bool((pages.diff() == 1).all())
+    found = []
+    for x, scale in ((k, paged.k_scale), (v, paged.v_scale)):
+        rows = [x, scale] if scale is not None else [x]
+        rows = [y[first : first + len(pages)] if in_order else _index(y, pages) for y in rows]
+        rows = [y.flatten(0, 1)[:length] for y in rows]
+        found.append((rows[0] if scale is None else (rows[0].float() * rows[1][..., None]).to(dtype))[None])
+    return found[0], found[1]
+
+
+def _index(x: Tensor, pages: Tensor) -> Tensor:
+    """Some pages of x; torch can't index fp8 on every device, so their bytes are."""
+    return x.view(torch.uint8)[pages].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[pages]
 
 
 def _cut(k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor, Visible]:

@@ -85,9 +85,11 @@ def attn_decode_kernel(
             page = tl.load(BLOCK_TABLE + b * stb + slot // PAGE, mask=valid, other=0).to(tl.int64)
             k_rows = page * skb + (slot % PAGE) * sks
             v_rows = page * svb + (slot % PAGE) * svs
+            scale_rows = page * scb + (slot % PAGE) * scs
         else:
             k_rows = rows * sks
             v_rows = rows * svs
+            scale_rows = b * scb + rows * scs
         k0 = _load_keys(k_base, k_rows, 1, valid, 0, D0, D)
         if SCALED:
             k0 = k0.to(q0.dtype)
@@ -98,7 +100,7 @@ def attn_decode_kernel(
                 k1 = k1.to(q0.dtype)
             s = dot(q1, tl.trans(k1), s, PRECISION)
         if SCALED:
-            s = s * tl.load(K_SCALE + b * scb + rows * scs + h_kv, mask=valid, other=0.0)[None, :]
+            s = s * tl.load(K_SCALE + scale_rows + h_kv, mask=valid, other=0.0)[None, :]
         if SOFTCAP:
             s = cap_logits(s * scale, softcap) * LOG2E
         else:
@@ -116,7 +118,7 @@ def attn_decode_kernel(
         shrink = tl.math.exp2(m - base)
         l = l * shrink + tl.sum(p, 1)
         if SCALED:
-            p = p * tl.load(V_SCALE + b * scb + rows * scs + h_kv, mask=valid, other=0.0)[None, :]
+            p = p * tl.load(V_SCALE + scale_rows + h_kv, mask=valid, other=0.0)[None, :]
         v0 = _load_keys(v_base, v_rows, 1, valid, 0, E0, E)
         if SCALED:
             v0 = v0.to(q0.dtype)
@@ -185,7 +187,8 @@ def attn_decode(
         q: [b, s_q, h, d]. k, v: [b, s, h_kv, d] and [b, s, h_kv, d_v], or with a block_table
             [pages, page_size, h_kv, d] each, page_size a power of two from 16 to 256.
         visible: what a query sees, `kernels.Visible`; spec's left window applies to its positions.
-        block_table: int32 [b, pages per row]. k_scale, v_scale: fp32 [b, s, h_kv], for k and v in int8 or fp8.
+        block_table: int32 [b, pages per row]. k_scale, v_scale: fp32 [b, s, h_kv], with a block_table
+            [pages, page_size, h_kv], for k and v in int8 or fp8.
         num_splits: default chosen to fill the GPU.
     """
     lengths, q_positions, k_positions = visible
@@ -193,6 +196,8 @@ def attn_decode(
     b, s_q, h, d = q.shape
     paged = block_table is not None
     page = k.shape[1] if paged else 0
+    if paged and page not in (16, 32, 64, 128, 256):
+        raise ValueError(f"page_size={page}: Triton's kernels take pages of 16, 32, 64, 128 or 256 tokens")
     num_keys = block_table.shape[1] * page if paged else k.shape[1]
     h_kv, e = k.shape[2], v.shape[-1]
     group = h // h_kv

@@ -1,0 +1,109 @@
+"""The tensors of a sharded KV cache: pages of keys and values for each layer, whole or in 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import PagedKV
+
+GROWTH = 8  # a full pool grows by 1/GROWTH of its size: at most that much memory is spare
+CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+class LayerPages:
+    """One layer's pages on one rank.
+
+    Keys [pages, page_size, h_kv, d], values [pages, page_size, h_kv, d_v]. In 8 bits each token and head has a scale,
+    fp32 [pages, page_size, h_kv], its largest absolute value over that of the format.
+
+    Args: page_size: tokens of a page. stored: torch.int8, torch.float8_e4m3fn, or None for the dtype of what comes.
+    """
+
+    def __init__(self, page_size: int, stored: torch.dtype | None = None):
+        self.page_size, self.stored = page_size, stored
+        self.reset()
+
+    def reset(self) -> None:
+        """Free the memory."""
+        self.k = self.v = self.k_scale = self.v_scale = None
+        self.dtype: torch.dtype | None = None
+
+    def reserve(self, num_pages: int, k: Tensor, v: Tensor) -> None:
+        """Room for at least num_pages pages of tokens like k [b, n, h_kv, d] and v [b, n, h_kv, d_v].
+
+        Raises: ValueError for tokens of another shape or dtype than those before.
+        """
+        if self.k is None:
+            self.dtype = k.dtype
+        elif (k.shape[2:], v.shape[2:], k.dtype) != (self.k.shape[2:], self.v.shape[2:], self.dtype):
+            raise ValueError(
+                f"keys {tuple(k.shape)} and values {tuple(v.shape)} in {k.dtype} don't fit the cache: heads and "
+                f"head_dim are {tuple(self.k.shape[2:])} and {tuple(self.v.shape[2:])} there, in {self.dtype}"
+            )
+        have = 0 if self.k is None else self.k.shape[0]
+        if have and num_pages <= have:
+            return
+        pages = max(num_pages, have + have // GROWTH, 1)
+        stored = self.stored or k.dtype
+        self.k = self._grown(self.k, (pages, self.page_size, *k.shape[2:]), stored, k.device)
+        self.v = self._grown(self.v, (pages, self.page_size, *v.shape[2:]), stored, v.device)
+        if self.stored is not None:
+            self.k_scale, self.v_scale = (
+                self._grown(scale, (pages, self.page_size, k.shape[2]), torch.float32, k.device)
+                for scale in (self.k_scale, self.v_scale)
+            )
+
+    @staticmethod
+    def _grown(old: Tensor | None, shape, dtype: torch.dtype, device) -> Tensor:
+        # zeros: a page is read whole, and what it does not hold yet must not be NaN
+        new = torch.zeros(shape, dtype=dtype, device=device)
+        if old is not None:
+            new[: old.shape[0]] = old
+        return new
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + place in the page."""
+        for pages, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            if self.stored is not None:
+                x, scale = quantize(x, self.stored)
+                scales.flatten(0, 1)[slots] = scale
+            pages.flatten(0, 1).view(_bits(pages))[slots] = x.to(pages.dtype).view(_bits(pages))
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy whole pages, int64 [n] each."""
+        for pages in (self.k, self.v, self.k_scale, self.v_scale):
+            if pages is not None:
+                pages = pages.view(_bits(pages))
+                pages[destinations] = pages[sources]
+
+    def paged(self, block_table: Tensor) -> PagedKV:
+        """This layer's pages with the rows' tables, as the kernels take them."""
+        return PagedKV(block_table, self.k_scale, self.v_scale)
+
+    @property
+    def bytes_of_a_token(self) -> int:
+        """Of its keys, values and scales; 0 before the first token."""
+        tensors = (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(x[0, 0].numel() * x.element_size() for x in tensors if x is not None)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all pages, spare ones included."""
+        return sum(x.nbytes for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
+
+
+def _bits(x: Tensor) -> torch.dtype:
+    """A dtype that can be indexed: torch has no index_put for fp8 on every device."""
+    return torch.uint8 if x.dtype == torch.float8_e4m3fn else x.dtype
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [..., d] in 8 bits (int8 or fp8), and the scale fp32 [...] of each vector: their product is about x."""
+    largest = _LARGEST[dtype]
+    scale = x.abs().amax(-1).float().clamp(min=1e-30) / largest
+    scaled = x.float() / scale[..., None]
+    if dtype == torch.int8:
+        scaled = scaled.round()
+    return scaled.clamp(-largest, largest).to(dtype), scale

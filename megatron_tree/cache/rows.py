@@ -1,0 +1,295 @@
+"""Which rank holds which tokens of a sharded KV cache, for any number of sequences ("rows"). Numbers only, no tensors.
+
+A row is cut into blocks of page_size tokens, and each block belongs to one rank: to the one that has the fewest blocks
+of all rows when the block begins. So whatever the lengths of the rows, ranks hold equally many blocks, give or take
+one. Every rank keeps the whole book and comes to the same result without a message.
+
+On its rank a block takes one page. Layers of one kind (all keys, or a window of the last ones) hold the same tokens, so
+they share page numbers; pages may be shared between rows (a fork) until one of them writes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..shard import Segment
+
+
+class Write(NamedTuple):
+    """A run of new tokens that go into one page."""
+
+    index: int  # which of the rows of this append
+    token: int  # the first: its number among the tokens that this rank is given
+    page: int
+    offset: int  # slot in the page
+    count: int
+
+
+@dataclass
+class Row:
+    """One sequence."""
+
+    length: int = 0
+    owners: list[int] = field(default_factory=list)
+    """The rank of each block."""
+    blocks: list[list[int]] = field(default_factory=list)
+    """By kind: this rank's blocks that are still held, rising."""
+    pages: list[list[int]] = field(default_factory=list)
+    """By kind: their pages."""
+    forgotten: list[int] = field(default_factory=list)
+    """By kind: positions below this have left the window."""
+    version: int = 0
+    """Another one whenever the row's pages have changed."""
+
+
+class PageNumbers:
+    """Gives out the lowest free numbers; a page is free again when nobody refers to it any more."""
+
+    def __init__(self):
+        self.capacity = 0
+        self._free: list[int] = []
+        self._references: Counter[int] = Counter()
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody refers to."""
+        return len(self._references)
+
+    def take(self) -> int:
+        if self._free:
+            page = heapq.heappop(self._free)
+        else:
+            page, self.capacity = self.capacity, self.capacity + 1
+        self._references[page] = 1
+        return page
+
+    def share(self, page: int) -> int:
+        self._references[page] += 1
+        return page
+
+    def is_shared(self, page: int) -> bool:
+        return self._references[page] > 1
+
+    def forget_free(self) -> None:
+        """Start again from 0; nobody refers to a page any more."""
+        assert not self._references, self._references
+        self._free.clear()
+        self.capacity = 0
+
+    def release(self, page: int) -> None:
+        self._references[page] -= 1
+        if not self._references[page]:
+            del self._references[page]
+            heapq.heappush(self._free, page)
+
+
+@dataclass
+class Append:
+    """What an append of tokens means for this rank."""
+
+    rows: tuple[int, ...]
+    num_tokens: int
+    """New tokens of each row."""
+    first: tuple[int, ...]
+    """Position of the first new token of each row."""
+    writes: list[list[Write]]
+    """By kind: what this rank keeps."""
+    copies: list[list[tuple[int, int]]]
+    """By kind: pages (from, to) to be copied beforehand, since another row reads them."""
+    shares: list[list[tuple[int, int]]] | None
+    """Sharded: by rank, its new tokens as runs (position, count). None: all tokens are on all ranks."""
+    places: dict = field(default_factory=dict)
+    """Tensors made from `writes`, the same for all layers of a kind (`ShardedCache`)."""
+
+
+class RowBook:
+    """All rows of a cache, as seen from one rank.
+
+    Args: rank, world: this rank's place in the group that the cache is sharded over. page_size: tokens of a block.
+    windows: for each kind of layer, how many of the last tokens a query sees, itself included, or None for all.
+    Raises: ValueError for a rank outside of the world, or sizes below 1.
+    """
+
+    def __init__(self, rank: int, world: int, page_size: int = 16, windows: tuple[int | None, ...] = (None,)):
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank} is not one of world={world} ranks")
+        if page_size < 1:
+            raise ValueError(f"page_size={page_size} must be at least 1")
+        if any(window is not None and window < 1 for window in windows):
+            raise ValueError(f"windows={windows} must be 1 or more each, or None")
+        self.rank, self.world, self.page_size, self.windows = rank, world, page_size, windows
+        self.numbers = [PageNumbers() for _ in windows]
+        self.loads = [0] * world
+        self.rows: dict[int, Row] = {}
+        self._next_id = 0
+
+    def add(self) -> int:
+        """A new, empty row; returns its id."""
+        row_id, self._next_id = self._next_id, self._next_id + 1
+        kinds = len(self.windows)
+        self.rows[row_id] = Row(
+            blocks=[[] for _ in range(kinds)], pages=[[] for _ in range(kinds)], forgotten=[0] * kinds
+        )
+        return row_id
+
+    def append(self, row_ids, num_tokens: int, *, sharded: bool = False) -> Append:
+        """Make room for num_tokens >= 1 more tokens at the end of each row.
+
+        sharded: every rank is given its own share of the tokens (of one row), runs of whole blocks as in
+            `Append.shares`; otherwise all ranks are given all tokens and keep their own.
+        """
+        assert num_tokens >= 1 and (not sharded or len(row_ids) == 1), (row_ids, num_tokens, sharded)
+        rows = [self.rows[i] for i in row_ids]
+        first = tuple(row.length for row in rows)
+        writes, copies = [[] for _ in self.windows], [[] for _ in self.windows]
+        for index, row in enumerate(rows):
+            begin, end, size = row.length, row.length + num_tokens, self.page_size
+            self._forget(row)
+            row.owners += self._assign(-(-end // size) - len(row.owners))
+            token = 0
+            for block in range(begin // size, -(-end // size)):
+                start, stop = max(begin, block * size), min(end, (block + 1) * size)
+                if row.owners[block] == self.rank:
+                    at = token if sharded else start - begin
+                    for kind in range(len(self.windows)):
+                        page = self._page_of(row, kind, block, copies[kind])
+                        writes[kind].append(Write(index, at, page, start - block * size, stop - start))
+                    token += stop - start
+            row.length = end
+        shares = self._shares(rows[0], first[0]) if sharded else None
+        return Append(tuple(row_ids), num_tokens, first, writes, copies, shares)
+
+    def _page_of(self, row: Row, kind: int, block: int, copies: list[tuple[int, int]]) -> int:
+        """The page to write this block to: a new one, or that of the last block, copied if others read it."""
+        blocks, pages, numbers = row.blocks[kind], row.pages[kind], self.numbers[kind]
+        if not blocks or blocks[-1] != block:
+            blocks.append(block)
+            pages.append(numbers.take())
+            row.version += 1
+        elif numbers.is_shared(pages[-1]):
+            row.version += 1
+            copy = numbers.take()
+            copies.append((pages[-1], copy))
+            numbers.release(pages[-1])
+            pages[-1] = copy
+        return pages[-1]
+
+    def _assign(self, num_blocks: int) -> list[int]:
+        """Ranks of new blocks: as even as can be with all that is there, each rank's in at most two runs (zigzag)."""
+        counts = [0] * self.world
+        heap = [(load, rank) for rank, load in enumerate(self.loads)]
+        heapq.heapify(heap)
+        for _ in range(num_blocks):
+            load, rank = heap[0]
+            counts[rank] += 1
+            self.loads[rank] += 1
+            heapq.heapreplace(heap, (load + 1, rank))
+        up = [rank for rank, count in enumerate(counts) for _ in range(-(-count // 2))]
+        down = [rank for rank in reversed(range(self.world)) for _ in range(counts[rank] // 2)]
+        return up + down
+
+    def _shares(self, row: Row, begin: int) -> list[list[tuple[int, int]]]:
+        """By rank: runs (position, count) of its tokens from position `begin` on."""
+        shares, size = [[] for _ in range(self.world)], self.page_size
+        for block in range(begin // size, len(row.owners)):
+            start, stop = max(begin, block * size), min(row.length, (block + 1) * size)
+            runs = shares[row.owners[block]]
+            if runs and sum(runs[-1]) == start:
+                runs[-1] = (runs[-1][0], runs[-1][1] + stop - start)
+            else:
+                runs.append((start, stop - start))
+        return shares
+
+    def _forget(self, row: Row) -> None:
+        """Give back the pages that no query from here on can see."""
+        for kind, window in enumerate(self.windows):
+            if window is None:
+                continue
+            row.forgotten[kind] = max(row.forgotten[kind], row.length - window + 1)
+            blocks, pages = row.blocks[kind], row.pages[kind]
+            gone = 0
+            while gone < len(blocks) and (blocks[gone] + 1) * self.page_size <= row.forgotten[kind]:
+                self.numbers[kind].release(pages[gone])
+                gone += 1
+            del blocks[:gone], pages[:gone]
+            row.version += gone
+
+    def num_local(self, row_id: int, kind: int) -> int:
+        """Tokens of a row that this rank holds for layers of this kind."""
+        row = self.rows[row_id]
+        if not row.blocks[kind]:
+            return 0
+        last = row.blocks[kind][-1]
+        return len(row.blocks[kind]) * self.page_size - max(0, (last + 1) * self.page_size - row.length)
+
+    def key_segments(self, row_id: int, kind: int, begin: int) -> list[Segment]:
+        """This rank's tokens in the order of its pages, for queries at `begin` and later.
+
+        Without a window all tokens before `begin` are seen by all these queries, wherever they stand: they make one
+        segment, with positions that are as good as theirs.
+        """
+        row, size = self.rows[row_id], self.page_size
+        segments, at = [], 0
+        for block in row.blocks[kind]:
+            start, stop = block * size, min(row.length, (block + 1) * size)
+            if self.windows[kind] is None and start < begin:
+                middle = min(begin, stop)
+                self._extend(segments, Segment(at, at, middle - start))
+                at, start = at + middle - start, middle
+            if stop > start:
+                self._extend(segments, Segment(at, start, stop - start))
+                at += stop - start
+        return segments
+
+    @staticmethod
+    def _extend(segments: list[Segment], new: Segment) -> None:
+        if segments and segments[-1].pos + segments[-1].length == new.pos:
+            segments[-1] = segments[-1]._replace(length=segments[-1].length + new.length)
+        else:
+            segments.append(new)
+
+    def crop(self, row_id: int, length: int) -> None:
+        """Forget every token at position `length` or later.
+
+        Raises: ValueError for a length that is negative, beyond the row, or before what windows have let go.
+        """
+        row = self.rows[row_id]
+        if not 0 <= length <= row.length:
+            raise ValueError(f"length={length} must be between 0 and the {row.length} tokens that the row holds")
+        for kind, window in enumerate(self.windows):
+            if window is not None and length and length - window + 1 < row.forgotten[kind]:
+                raise ValueError(
+                    f"length={length}: layers with a window of {window} hold only the tokens from "
+                    f"{row.forgotten[kind]} on; crop to {row.forgotten[kind] + window - 1} or more, or start again"
+                )
+        keep = -(-length // self.page_size)
+        for owner in row.owners[keep:]:
+            self.loads[owner] -= 1
+        del row.owners[keep:]
+        for kind, numbers in enumerate(self.numbers):
+            blocks, pages = row.blocks[kind], row.pages[kind]
+            while blocks and blocks[-1] >= keep:
+                blocks.pop()
+                numbers.release(pages.pop())
+            if not length:
+                row.forgotten[kind] = 0
+        row.length, row.version = length, row.version + 1
+
+    def fork(self, row_id: int) -> int:
+        """A copy of a row, which shares its pages until one of the two writes; returns its id."""
+        row, copy_id = self.rows[row_id], self.add()
+        copy = self.rows[copy_id]
+        copy.length, copy.owners, copy.forgotten = row.length, list(row.owners), list(row.forgotten)
+        copy.blocks = [list(blocks) for blocks in row.blocks]
+        copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
+        for owner in copy.owners:
+            self.loads[owner] += 1
+        return copy_id
+
+    def remove(self, row_id: int) -> None:
+        """Forget a row."""
+        self.crop(row_id, 0)
+        del self.rows[row_id]

@@ -1,0 +1,147 @@
+"""All layers of a sharded KV cache: the book of rows, the pages of every layer, and what the kernels are told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..shard import Segment
+from .pages import CACHE_DTYPES, LayerPages
+from .rows import Append, RowBook
+
+
+class View(NamedTuple):
+    """Where the kernels find some rows' tokens in a kind of layers, on this rank."""
+
+    block_table: Tensor
+    """int32 [b, pages]: the pages of each row in order; what lies beyond its length is not looked at."""
+    lengths: Tensor
+    """int64 [b]: tokens of each row on this rank."""
+    positions: Tensor
+    """int64 [b, pages * page_size]: their positions in the row."""
+
+
+class ShardedCache:
+    """The rows that live in a cache, and this rank's part of their keys and values.
+
+    Args:
+        windows: for every layer, how many of the last tokens a query sees, itself included; None for all.
+        rank, world: this rank's place in the group.
+        page_size: tokens of a page; neighbouring tokens that go to one rank.
+        dtype: "auto" (that of the keys), "int8" or "fp8" (e4m3), each with a scale per token and head.
+    Raises: ValueError for sizes below 1 or an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        windows: list[int | None],
+        *,
+        rank: int = 0,
+        world: int = 1,
+        page_size: int = 16,
+        dtype: str = "auto",
+    ):
+        if dtype not in CACHE_DTYPES:
+            raise ValueError(f"dtype={dtype!r} must be one of {', '.join(CACHE_DTYPES)}")
+        kinds = list(dict.fromkeys(windows))
+        self.kind_of = [kinds.index(window) for window in windows]
+        self.book = RowBook(rank, world, page_size, tuple(kinds))
+        self.layers = [LayerPages(page_size, CACHE_DTYPES[dtype]) for _ in windows]
+        self._tables: dict[tuple[int, int], tuple[tuple, tuple[Tensor, Tensor]]] = {}
+
+    @property
+    def page_size(self) -> int:
+        return self.book.page_size
+
+    def append(self, row_ids, num_tokens: int, *, sharded: bool = False) -> Append:
+        """See `RowBook.append`; every layer's `write` must follow."""
+        return self.book.append(row_ids, num_tokens, sharded=sharded)
+
+    def write(self, layer: int, append: Append, k: Tensor, v: Tensor) -> None:
+        """Keep this rank's part of the new tokens.
+
+        k [b, n, h_kv, d], v [b, n, h_kv, d_v]: of each row of the append, in its order; sharded: this rank's tokens of
+        the one row (rows beyond them are ignored).
+        """
+        pages, kind, device = self.layers[layer], self.kind_of[layer], k.device
+        pages.reserve(self.book.numbers[kind].capacity, k, v)
+        if append.copies[kind]:
+            sources, destinations = zip(*append.copies[kind], strict=True)
+            pages.copy(torch.tensor(sources, device=device), torch.tensor(destinations, device=device))
+        if append.writes[kind]:
+            tokens, slots = self._places(append, kind, k.shape[1], device)
+            pages.write(slots, k.flatten(0, 1)[tokens], v.flatten(0, 1)[tokens])
+
+    def _places(self, append: Append, kind: int, num_tokens: int, device) -> tuple[Tensor, Tensor]:
+        """(numbers of the tokens that are kept, their slots), int64; made once for all layers of a kind."""
+        key = (kind, num_tokens, device)
+        if key not in append.places:
+            tokens, slots = [], []
+            for write in append.writes[kind]:
+                first, slot = write.index * num_tokens + write.token, write.page * self.page_size + write.offset
+                tokens.append(torch.arange(first, first + write.count))
+                slots.append(torch.arange(slot, slot + write.count))
+            append.places[key] = torch.cat(tokens).to(device), torch.cat(slots).to(device)
+        return append.places[key]
+
+    def view(self, kind: int, row_ids, device) -> View:
+        """What the kernels are told about rows, for layers of a kind; the block table has at least one column."""
+        tables = [self._table(kind, row_id, device) for row_id in row_ids]
+        lengths = torch.tensor([self.book.num_local(row_id, kind) for row_id in row_ids], device=device)
+        pages = torch.nn.utils.rnn.pad_sequence([t[0] for t in tables], batch_first=True)
+        blocks = torch.nn.utils.rnn.pad_sequence([t[1] for t in tables], batch_first=True)
+        within = torch.arange(self.page_size, device=device)
+        positions = (blocks[..., None] * self.page_size + within).flatten(1)
+        return View(pages, lengths, positions)
+
+    def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
+        """(pages int32 [n], their blocks int64 [n]) of a row; made anew when they have changed."""
+        row = self.book.rows[row_id]
+        blocks, pages = row.blocks[kind], row.pages[kind]
+        state = (device, row.version)
+        kept = self._tables.get((kind, row_id))
+        if kept is None or kept[0] != state:
+            table = torch.tensor(pages or [0], dtype=torch.int32), torch.tensor(blocks or [0])
+            kept = state, tuple(x.to(device) for x in table)
+            self._tables[kind, row_id] = kept
+        return kept[1]
+
+    def key_segments(self, kind: int, row_id: int, begin: int) -> list[Segment]:
+        """See `RowBook.key_segments`."""
+        return self.book.key_segments(row_id, kind, begin)
+
+    def crop(self, row_id: int, length: int) -> None:
+        """See `RowBook.crop`."""
+        self.book.crop(row_id, length)
+
+    def remove(self, row_id: int) -> None:
+        """Forget a row; its pages are free at once."""
+        self.book.remove(row_id)
+        for kind in range(len(self.book.windows)):
+            self._tables.pop((kind, row_id), None)
+
+    def reset(self) -> None:
+        """Forget all rows and free the memory."""
+        for row_id in list(self.book.rows):
+            self.remove(row_id)
+        for numbers in self.book.numbers:
+            numbers.forget_free()
+        for pages in self.layers:
+            pages.reset()
+
+    def num_local(self, kind: int = 0) -> int:
+        """Tokens of all rows that this rank holds for layers of a kind."""
+        return sum(self.book.num_local(row_id, kind) for row_id in self.book.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys, values and scales of the tokens that this rank holds."""
+        held = [self.num_local(kind) for kind in range(len(self.book.windows))]
+        return sum(held[kind] * pages.bytes_of_a_token for kind, pages in zip(self.kind_of, self.layers, strict=True))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes allocated, spare pages included."""
+        return sum(pages.allocated_bytes for pages in self.layers)

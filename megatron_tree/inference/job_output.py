@@ -1,0 +1,103 @@
+"""The results' file of a job: whole lines, on the disk, and enough of them to go on after a crash."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .sampling import SamplingParams
+
+
+class Output:
+    """The results' file: locked while it is open, and whole lines only but for a crash within the last one.
+
+    Attributes: done: ids with a result, as JSON. seed: the job's.
+    Raises: ``ValueError`` for a file that may not be written to: it exists (without resume), belongs to a job that
+        runs, or was written with other options or by something else. Such a file is left as it is.
+    """
+
+    def __init__(self, path: str, *, resume: bool, header: Mapping[str, Any]):
+        self._path, self.done = path, set()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"output {path!r} is being written to by another job: wait for its end") from None
+            self._header = json.loads(json.dumps(header))
+            if self._header["sampling"]["seed"] is None:
+                self._header["sampling"]["seed"] = SamplingParams().with_seed().seed
+            data = Path(path).read_bytes()
+            if data and not resume:
+                raise ValueError(f"output {path!r} exists: resume that job, or name another file")
+            self._size, self._whole = len(data), data.rfind(b"\n") + 1
+            self._read(data[: self._whole], header["sampling"]["seed"])
+        except BaseException:
+            self.close()
+            raise
+        self.seed = self._header["sampling"]["seed"]
+
+    def _read(self, data: bytes, seed: int | None) -> None:
+        for number, line in enumerate(data.split(b"\n")[:-1], 1):
+            try:
+                entry = json.loads(line)
+                if number == 1:
+                    self._check_header(entry["job"], seed)
+                else:
+                    self.done.add(key_of(entry["id"]))
+            except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+                what = "the output of a job" if number == 1 else "a result: something else wrote it, or it is damaged"
+                raise ValueError(f"output {self._path!r}, line {number}, is not {what}; name another file") from None
+
+    def _check_header(self, found: Mapping[str, Any], seed: int | None) -> None:
+        if seed is None:
+            self._header["sampling"]["seed"] = found["sampling"]["seed"]
+        now, then = _flat(self._header), _flat(found)
+        other = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+        if other:
+            told = "; ".join(f"{name}={then.get(name)!r} then, {now.get(name)!r} now" for name in other)
+            raise ValueError(
+                f"output {self._path!r} was written with other options: {told}. Use the same, or name another file"
+            )
+
+    def begin(self) -> None:
+        """Make it ready to append to: without the half of a line that a crash has left, and with a header."""
+        if self._whole < self._size:
+            os.ftruncate(self._fd, self._whole)
+            left = self._size - self._whole
+            print(f"{self._path}: dropped half a line of {left} bytes at the end", file=sys.stderr, flush=True)
+        if not self._whole:
+            self.append({"job": self._header})
+            folder = os.open(Path(self._path).resolve().parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Write one line; it is on the disk when this returns."""
+        rest = memoryview(json.dumps(entry).encode() + b"\n")
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Give the file free."""
+        os.close(self._fd)
+
+
+def key_of(identity: str | int) -> str:
+    """What tells one id from another: 1 and "1" are two."""
+    return json.dumps(identity)
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in options.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

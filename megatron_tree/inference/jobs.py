@@ -1,0 +1,248 @@
+"""Batch generation: requests from a JSONL file, results appended to another, which an interrupted job goes on with.
+
+A line of the input is {"prompt": text} or {"messages": [...]}, and if wanted "id", "n" and options of `SamplingParams`.
+The first line of the output says what it depends on; each other one is the result of one request, in the order in which
+they finish:
+
+    {"index": 0, "id": 0, "prompt_tokens": 9, "completion_tokens": 4,
+     "answers": [{"text": "...", "finish_reason": "stop", "stop_reason": 2}]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from tqdm import tqdm
+
+from .job_output import Output, key_of
+from .requests import Event, Request
+from .sampling import SamplingParams, derived_seed
+from .scheduler import Scheduler
+
+VERSION = 1
+TOLD_ERRORS = 10
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+OWN_FIELDS = ("id", "prompt", "messages", "n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What a job reads, writes and does where a line says nothing else."""
+
+    input: str
+    output: str
+    resume: bool = False
+    """Go on with an output that is there; otherwise it must not be."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Its seed is the job's: every request draws with a seed derived from it and the request's index."""
+    n: int = 1
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What else the results depend on, of what JSON has: the model, its dtype, the number of ranks."""
+
+
+class JobResult(NamedTuple):
+    """Requests that this run finished, that earlier runs had, and that failed (a resumed job tries them again)."""
+
+    finished: int
+    skipped: int
+    failed: int
+
+
+class Task(NamedTuple):
+    """One line of the input."""
+
+    index: int
+    id: str | int
+    request: Request
+
+
+def run_job(scheduler: Scheduler, tokenizer, options: JobOptions, *, progress: bool = True) -> JobResult:
+    """Serve a file of requests and end the scheduler. On all ranks alike; files are touched on the leader only.
+
+    progress: a bar on the leader's stderr.
+    Raises: ``ValueError`` on every rank, before anything runs, that names bad lines (up to ten) or says why the output
+        can't be used; ``OSError`` on the leader when a file can't be read or written, while others get a `ValueError`
+        or, once the job runs, a `TreeError`.
+    """
+    job = None
+
+    def prepare():
+        nonlocal job
+        job = _Job(scheduler, tokenizer, options)
+
+    scheduler.on_leader(prepare)
+    if not scheduler.is_leader:
+        scheduler.run()
+        return JobResult(*scheduler.on_leader(lambda: None))
+    with job:
+        result = job.run(progress)
+    scheduler.on_leader(lambda: list(result))
+    return result
+
+
+class _Job:
+    """On the leader: the requests left to do, and the output."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer, options: JobOptions):
+        self._scheduler = scheduler
+        data = Path(options.input).read_bytes()
+        header = {"version": VERSION, "input_sha256": hashlib.sha256(data).hexdigest(), "n": options.n}
+        header |= {"about": dict(options.about), "sampling": dataclasses.asdict(options.sampling)}
+        self._output = Output(options.output, resume=options.resume, header=header)
+        try:
+            sampling = options.sampling.with_options({"seed": self._output.seed})
+            tasks = read_tasks(data, options.input, scheduler, tokenizer, sampling, options.n)
+            self._total = len(tasks)
+            self._todo = deque(task for task in tasks if key_of(task.id) not in self._output.done)
+            self._output.begin()
+        except BaseException:
+            self._output.close()
+            raise
+        self._finished = self._failed = self._open = 0
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._output.close()
+
+    def run(self, progress: bool) -> JobResult:
+        scheduler, skipped = self._scheduler, self._total - len(self._todo)
+        bar = tqdm(total=self._total, initial=skipped, unit="request", file=sys.stderr, disable=not progress)
+        with bar:
+            try:
+                while True:
+                    while self._todo and scheduler.load.waiting < scheduler.max_waiting:
+                        self._submit(self._todo.popleft(), bar)
+                    if not self._open:
+                        scheduler.stop()
+                    if not scheduler.run_once():
+                        return JobResult(self._finished, skipped, self._failed)
+            except BaseException as error:
+                scheduler.fail(error)
+                raise
+
+    def _submit(self, task: Task, bar: tqdm) -> None:
+        events: list[Event] = []
+
+        def sink(event: Event) -> None:
+            events.append(event)
+            if not event.last:
+                return
+            self._open -= 1
+            errors = [e.error for e in events if e.finish_reason in ("error", "cancelled")]
+            if errors:
+                self._failed += 1
+                tqdm.write(f"request {task.id!r} failed: {errors[0]}", file=sys.stderr)
+                return
+            self._output.append(_result(task, events))
+            self._finished += 1
+            bar.update()
+
+        self._open += 1
+        self._scheduler.submit(task.request, sink)
+
+
+def _result(task: Task, events: list[Event]) -> dict[str, Any]:
+    answers = []
+    for number in range(task.request.n):
+        own = [event for event in events if event.answer == number]
+        answer = {"text": "".join(e.text for e in own), "finish_reason": own[-1].finish_reason}
+        answer["stop_reason"] = own[-1].stop_reason
+        if task.request.sampling.logprobs is not None:
+            answer["logprobs"] = [
+                {"token": e.token, "logprob": _finite(e.logprob), "top": [(t, _finite(p)) for t, p in e.top_logprobs]}
+                for e in own
+            ]
+        answers.append(answer)
+    usages = [event.usage for event in events if event.usage is not None]
+    return {
+        "index": task.index,
+        "id": task.id,
+        "prompt_tokens": usages[0].prompt_tokens,
+        "completion_tokens": sum(usage.completion_tokens for usage in usages),
+        "answers": answers,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def read_tasks(data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling: SamplingParams, n: int) -> list[Task]:
+    """The requests of an input file, all of them checked; sampling (with a seed) and n: where a line says nothing.
+
+    Raises: ``ValueError`` that names the file, and the first ten lines that are wrong, with the reasons.
+    """
+    tasks, errors, lines = [], [], {}
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            task = _read_task(line, len(tasks) + len(errors), tokenizer, sampling, n)
+            scheduler.check(task.request)
+            if (before := lines.setdefault(key_of(task.id), number)) != number:
+                raise ValueError(f"id {task.id!r} is that of line {before}, too: ids must differ")
+            tasks.append(task)
+        except ValueError as error:
+            errors.append(f"line {number}: {error}")
+    if errors:
+        more = f"\nand {len(errors) - TOLD_ERRORS} more" if len(errors) > TOLD_ERRORS else ""
+        raise ValueError(f"{name} can't be run:\n" + "\n".join(errors[:TOLD_ERRORS]) + more)
+    if not tasks:
+        raise ValueError(f"{name} holds no requests: one JSON object a line, such as {{'prompt': 'Once'}}")
+    return tasks
+
+
+def _read_task(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> Task:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:  # UnicodeDecodeError is one, too
+        raise ValueError(f"no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("must be a JSON object, such as {'prompt': 'Once'}")
+    options = {name: value for name, value in fields.items() if name not in OWN_FIELDS}
+    unknown = [name for name in options if name not in SamplingParams.names()]
+    if unknown:
+        raise ValueError(
+            f"unknown field {unknown[0]!r}: choose from {', '.join((*OWN_FIELDS, *SamplingParams.names()))}"
+        )
+    identity = fields.get("id", index)
+    if not isinstance(identity, (str, int)) or isinstance(identity, bool):
+        raise ValueError(f"id={identity!r} must be a text or a whole number")
+    if options.get("seed") is None:
+        options["seed"] = derived_seed(sampling.seed, index)
+    request = Request(prompt=_encode(tokenizer, fields), sampling=sampling.with_options(options), n=fields.get("n", n))
+    return Task(index, identity, request)
+
+
+def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:
+    if ("prompt" in fields) == ("messages" in fields):
+        raise ValueError("must have one of 'prompt' and 'messages'")
+    if "prompt" in fields:
+        if not isinstance(fields["prompt"], str):
+            raise ValueError(f"prompt={fields['prompt']!r} must be a text")
+        return tokenizer(fields["prompt"]).input_ids
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError("messages must be a list of {'role': text, 'content': text}, one or more")
+    if not tokenizer.chat_template:
+        raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except TemplateError as error:
+        raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
+    return list(encoded["input_ids"])
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))

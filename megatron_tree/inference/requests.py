@@ -1,0 +1,176 @@
+"""What the scheduler is asked and what it tells, and what it knows of a request that it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .sampling import Choice, Sampler, SamplingParams
+from .stopping import Stopper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and how to go on from it. What is wrong with it is told by `Scheduler.check` and `submit`."""
+
+    prompt: Sequence[int] | Tensor
+    """Tokens, one or more."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    """Answers to the prompt, each with draws of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Of one answer; times in seconds from `submit` on."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    queued_s: float
+    first_token_s: float | None
+    """Of the request's first token; None: it ended without one."""
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What happened to one answer of a request: a new token, its end, or both."""
+
+    request: int
+    answer: int = 0
+    """0 <= answer < n."""
+    token: int | None = None
+    """None: it ended without a token more."""
+    text: str = ""
+    """What this adds to the answer's text; tokens that wait for others to make a character add nothing."""
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None
+    """"stop", "length", "cancelled", or "error"; None: it goes on."""
+    stop_reason: int | str | None = None
+    """With "stop": the token or the text that ended it."""
+    error: str | None = None
+    """With "error": what failed."""
+    usage: Usage | None = None
+    """With every finish_reason."""
+    last: bool = False
+    """Whether all answers of the request have ended."""
+
+
+EventSink = Callable[[Event], None]
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """One answer under way: a row of the cache once it has tokens of its own."""
+
+    index: int
+    sampler: Sampler
+    stopper: Stopper
+    handle: int | None = None
+    forked: bool = False
+    token: int | None = None
+    """The last one, which the model has not seen yet."""
+    length: int = 0
+    """Tokens in its row."""
+    finished: bool = False
+
+
+class Serving:
+    """A request that waits or is served. On the leader only."""
+
+    def __init__(
+        self, number: int, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink
+    ):
+        self.id, self.prompt, self.sink = number, prompt, sink
+        self.params = request.sampling.with_seed()
+        self.handle: int | None = None  # of the prompt's row while it is prefilled
+        self.num_prefilled = 0
+        self.answers = [
+            Answer(
+                index=i,
+                sampler=Sampler(self.params, prompt, sample=i),
+                stopper=Stopper(tokenizer, self.params, end_tokens),
+            )
+            for i in range(request.n)
+        ]
+        self._submitted = time.perf_counter()
+        self._admitted = self._first_token = 0.0
+
+    @property
+    def unfinished(self) -> list[Answer]:
+        return [answer for answer in self.answers if not answer.finished]
+
+    def reserved(self, page: int) -> int:
+        """Tokens, in whole pages, that all unfinished answers may come to."""
+        return len(self.unfinished) * _whole(len(self.prompt) + self.params.max_tokens, page)
+
+    def held(self, page: int) -> int:
+        """Tokens, in whole pages, that its rows have taken from the cache for certain.
+
+        The prompt of a copied row may still be shared with the row that it was copied from; it counts as not taken.
+        """
+        if self.handle is not None:
+            return _whole(self.num_prefilled, page)
+        shared = _whole(len(self.prompt), page)
+        return sum(_whole(a.length, page) - shared * a.forked for a in self.unfinished if a.handle is not None)
+
+    def admit(self, handle: int) -> None:
+        """Its prompt gets a row."""
+        self.handle, self._admitted = handle, time.perf_counter()
+
+    def tell(self, answer: Answer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
+        """Send an event of one answer, and note its end; a choice without a token counts none."""
+        now = time.perf_counter()
+        if choice is not None and not self._first_token:
+            self._first_token = now
+        usage = None
+        if finish_reason is not None:
+            answer.finished = True
+            usage = Usage(
+                prompt_tokens=len(self.prompt),
+                completion_tokens=answer.stopper.num_tokens,
+                queued_s=(self._admitted or now) - self._submitted,
+                first_token_s=self._first_token - self._submitted if self._first_token else None,
+                total_s=now - self._submitted,
+            )
+        if choice is not None:
+            more |= {"token": choice.token, "logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
+        self.sink(
+            Event(
+                request=self.id,
+                answer=answer.index,
+                text=text,
+                finish_reason=finish_reason,
+                usage=usage,
+                last=not self.unfinished,
+                **more,
+            )
+        )
+
+
+def _whole(tokens: int, page: int) -> int:
+    return -(-tokens // page) * page
+
+
+def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
+    """int64 [n], on the CPU. Raises: ``ValueError`` for an empty one, other shapes, tokens that the model lacks."""
+    try:
+        tokens = torch.as_tensor(prompt).cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"prompt must be a list of token numbers: {error}") from None
+    if tokens.dim() != 1 or len(tokens) == 0 or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
+        found = f"{list(tokens.shape)} of {tokens.dtype}"
+        raise ValueError(f"prompt must be a list of one token number or more, got {found}")
+    tokens = tokens.to(torch.int64)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"prompt holds the token {low if low < 0 else high}, the model has 0 to {vocab_size - 1}: is the tokenizer "
+            "the model's own?"
+        )
+    return tokens

@@ -1,0 +1,124 @@
+"""Where an answer ends, and its text in pieces that are never taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from .sampling import SamplingParams
+
+FINISH_REASONS = ("stop", "length", "cancelled")
+HALF = "\ufffd"  # what half a character decodes to
+
+
+class Detokenizer:
+    """Text of tokens that come one by one; all pieces together are the text of all tokens, if that is valid UTF-8.
+
+    Only the last few tokens are decoded again: from where the piece before the last began, since what a token looks
+    like may depend on the one before it (spaces). What ends in half a character waits for the rest.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self._tokens = tokenizer, []
+        self._context = self._shown = 0  # tokens before _shown are told; those from _context on are decoded with them
+
+    def add(self, token: int) -> str:
+        """The text that this token completes, perhaps none."""
+        self._tokens.append(token)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """The text that waits, though half a character may be in it."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        told = self._decode(self._tokens[self._context : self._shown])
+        text = self._decode(self._tokens[self._context :])
+        if len(text) <= len(told) or (text.endswith(HALF) and not final):
+            return ""
+        self._context, self._shown = self._shown, len(self._tokens)
+        return text[len(told) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return decode(self._tokenizer, tokens)
+
+
+def decode(tokenizer, tokens: Sequence[int]) -> str:
+    """Text of tokens, without special ones, spaces as they are."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False) if tokens else ""
+
+
+class StopTexts:
+    """Finds the first of some texts to be complete in a text that comes in pieces, however it is cut.
+
+    Holds back what may be the beginning of one.
+    """
+
+    def __init__(self, texts: Collection[str]):
+        self._texts, self._held = tuple(texts), ""
+
+    def add(self, piece: str) -> tuple[str, str | None]:
+        """(text that is certain, the stop text found or None). After one is found the answer is over."""
+        text = self._held + piece
+        found = [(at + len(stop), at, stop) for stop in self._texts if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, stop = min(found)
+            self._held = ""
+            return text[:at], stop
+        longest = max((len(stop) for stop in self._texts), default=1) - 1
+        begins = range(max(0, len(text) - longest), len(text))
+        cut = next((i for i in begins if any(stop.startswith(text[i:]) for stop in self._texts)), len(text))
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def flush(self) -> str:
+        """What was held back: nothing more comes."""
+        text, self._held = self._held, ""
+        return text
+
+
+class Piece(NamedTuple):
+    """What one token adds to an answer."""
+
+    text: str
+    finish_reason: str | None = None
+    """ "stop": an end token or a stop text; "length": max_tokens; None: it goes on."""
+    stop_reason: int | str | None = None
+    """The token or the text that ended it."""
+
+
+class Stopper:
+    """The text of one answer and its end.
+
+    tokenizer: None: texts are empty, and `params.stop` must be, too. end_tokens: the model's own; they end the answer
+    unless params.ignore_eos, and neither they nor `params.stop_token_ids` are part of the text.
+    """
+
+    def __init__(self, tokenizer, params: SamplingParams, end_tokens: Collection[int] = ()):
+        assert tokenizer is not None or not params.stop
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._texts = StopTexts(params.stop)
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(end_tokens))
+        self._max_tokens = params.max_tokens
+        self.num_tokens = 0
+
+    def add(self, token: int) -> Piece:
+        """The piece that a new token makes."""
+        self.num_tokens += 1
+        if token in self._ends:
+            return Piece(self.flush(), "stop", token)
+        text, found = "", None
+        if self._detokenizer is not None:
+            text, found = self._texts.add(self._detokenizer.add(token))
+        if found is not None:
+            return Piece(text, "stop", found)
+        if self.num_tokens < self._max_tokens:
+            return Piece(text)
+        return Piece(text + self.flush(), "length")
+
+    def flush(self) -> str:
+        """The text that waits, for an answer that ends here."""
+        if self._detokenizer is None:
+            return ""
+        text, found = self._texts.add(self._detokenizer.flush())
+        return text if found is not None else text + self._texts.flush()
