@@ -87,7 +87,8 @@ def test_generates_checks_and_reports(folder, tmp_path):
     assert sum(rank["cached_tokens"] for rank in figures["ranks"]) == prompt_tokens + 6
     assert figures["check"]["tokens_equal"] is True
     assert figures["check"]["max_logit_difference"] < 1e-4
-    for text in (f"prefill: {prompt_tokens} of {prompt_tokens}", "of the whole", "per token", f"{prompt_tokens:,} tokens"):
+    prefill = f"prefill: {prompt_tokens} of {prompt_tokens}"
+    for text in (prefill, "of the whole", "per token", f"{prompt_tokens:,} tokens"):
         assert text in output
 
 

