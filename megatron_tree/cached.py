@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import comm, decode
+from . import comm, decode, kernels
 from .agree import agree, telling
 from .config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .log import say_once
@@ -73,6 +73,8 @@ def tree_decode(
             check_cache(q, k_cache, v_cache)
         spec = make_spec(q, True, softmax_scale, window_size, softcap)
         check_sinks(sinks, q)
+        if paged is not None:
+            kernels.check_pages(q, k_cache, v_cache, spec, config.backend)
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
         network = Network.of(cp_group, q.device, config)
@@ -126,7 +128,7 @@ def tree_prefill(
     *,
     cp_group,
     shares: list[list[tuple[int, int]]],
-    key_segments: list[Segment],
+    key_segments: list[Segment] | list[list[Segment]],
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -141,7 +143,9 @@ def tree_prefill(
             own among them.
         cp_group: the process group that both are sharded over; None for one rank.
         shares: by group rank, the positions of its queries, in order, as runs (first position, count).
-        key_segments: the positions of this rank's keys. Without a window, keys before the chunk may stand in any order.
+        key_segments: the positions of this rank's keys; without a window, keys before the chunk may stand in any order.
+            Or by group rank those of all ranks' keys: then keys are gathered instead of queries, which sends less
+            while they are few.
         Others as in `tree_decode`; of config backend, comm_dtype, topology, transport, timeout_s and check are used.
     Returns: out [b, n, h, d_v] in q's dtype.
     Raises: as `tree_decode`.
@@ -156,35 +160,43 @@ def tree_prefill(
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
         if len(shares) != world or num_queries[rank] != q.shape[1]:
             raise ValueError(f"q holds {q.shape[1]} queries, but shares say {num_queries} for {world} ranks")
-        if sum(segment.length for segment in key_segments) != k_cache.shape[1]:
+        gathers_keys = bool(key_segments) and isinstance(key_segments[0], list)
+        own = key_segments[rank] if gathers_keys else key_segments
+        if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
         network = Network.of(cp_group, q.device, config)
     signature = (
         f"tree_prefill; batch={q.shape[0]}; heads={q.shape[2]}; num_heads_kv={k_cache.shape[2]}; "
         f"head_dim={q.shape[3]}; head_dim_v={v_cache.shape[3]}; dtype={q.dtype}; {spec}; sinks={sinks is not None}; "
-        f"comm_dtype={config.comm_dtype}; transport={network.topology.transport}; shares={shares}"
+        f"comm_dtype={config.comm_dtype}; transport={network.topology.transport}; shares={shares}; "
+        f"gathered={'keys' if gathers_keys else 'queries'}"
     )
     agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    q_segments = []
-    for r, runs in enumerate(shares):
-        row = r * max(num_queries)
-        for position, count in runs:
-            q_segments.append(Segment(row, position, count))
-            row += count
+    call = dict(
+        spec=spec,
+        group=cp_group,
+        transport=network.topology.transport,
+        backend=config.backend,
+        timeout_s=config.timeout_s,
+    )
     with torch.no_grad():
-        out, _ = decode.prefill(
-            q,
-            k_cache,
-            v_cache,
-            sinks,
-            q_segments=q_segments,
-            k_segments=key_segments,
-            num_queries=num_queries,
-            spec=spec,
-            group=cp_group,
-            transport=network.topology.transport,
-            wire=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
-            backend=config.backend,
-            timeout_s=config.timeout_s,
-        )
+        if gathers_keys:
+            queries = _segments(shares[rank : rank + 1], 0)
+            call.update(q_segments=queries, k_segments=key_segments)
+            out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **call)
+        else:
+            wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
+            call.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments)
+            out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, wire=wire, **call)
     return out.to(q.dtype)
+
+
+def _segments(shares: list[list[tuple[int, int]]], rows: int) -> list[Segment]:
+    """Queries of several ranks, one below the other, `rows` rows for each."""
+    segments = []
+    for i, runs in enumerate(shares):
+        row = i * rows
+        for position, count in runs:
+            segments.append(Segment(row, position, count))
+            row += count
+    return segments

@@ -132,6 +132,29 @@ def prefill(
     return out, lse.transpose(1, 2)
 
 
+def prefill_gathered(
+    q, k, v, sinks, *, q_segments, k_segments: list[list], spec: AttnSpec, group, transport: str, backend: str,
+    timeout_s: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`prefill` while keys are few: all ranks' keys are gathered, and nothing is left to be merged.
+
+    Args: k_segments[r] rank r's keys; q_segments this rank's queries.
+    """
+    longest = max(sum(segment.length for segment in segments) for segments in k_segments)
+    team = comm.Team.flat(group, transport=transport, timeout_s=timeout_s)
+    d = k.shape[-1]
+    if team.size > 1:
+        both = torch.nn.functional.pad(torch.cat((k, v), -1), (0, 0, 0, 0, 0, longest - k.shape[1]))
+        both = comm.start_gather(both.transpose(0, 1).contiguous(), team).wait().transpose(0, 1)
+        k, v = both[..., :d], both[..., d:]
+    segments = [s._replace(row=s.row + r * longest) for r, own in enumerate(k_segments) for s in own]
+    out, lse = kernels.attn_fwd(q, k, v, q_segments=q_segments, k_segments=segments, spec=spec, backend=backend)
+    if sinks is not None:
+        out, lse = merge_sinks(out.to(lse.dtype), lse.transpose(1, 2), sinks.to(lse.dtype))
+        lse = lse.transpose(1, 2)
+    return out, lse
+
+
 class _TwoBuffers:
     """Room for the shard at hand and for the one that arrives, used in turn."""
 

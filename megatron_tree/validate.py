@@ -164,11 +164,15 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
         raise ValueError(f"block_table must be int32 [{q.shape[0]}, pages per row], got {seen}")
     if cache_seqlens is None:
         raise ValueError("block_table needs cache_seqlens, the number of valid slots of each row")
-    if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:2] != v_cache.shape[:2]:
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in (k_cache, v_cache)]
+    if [len(shape) for shape in shapes] != [4, 4] or shapes[0][:2] != shapes[1][:2] or 0 in shapes[0][:2]:
         raise ValueError(
-            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must be pages [pages, page_size, "
-            "heads, head_dim], equally many"
+            f"k_cache {shapes[0]} and v_cache {shapes[1]} must be pages [pages, page_size, heads, head_dim], equally "
+            "many, at least one"
         )
+    for name, x in (("block_table", block_table), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(x, Tensor) and x.device != q.device:
+            raise ValueError(f"{name} is on device {x.device} but q is on {q.device}: move them to one device")
     scaled = [scale is not None for scale in (k_scale, v_scale)]
     eight_bits = [x.dtype in (torch.int8, torch.float8_e4m3fn) for x in (k_cache, v_cache)]
     if scaled != eight_bits or len(set(scaled)) > 1:
@@ -182,6 +186,11 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
             raise ValueError(f"{name} {scale.dtype} {tuple(scale.shape)} must be fp32 {list(pages.shape[:3])}")
     like = [x[:1].expand(q.shape[0], *x.shape[1:]) for x in (k_cache, v_cache)]
     _check_heads(q, *(x.to(q.dtype) if scaled[0] else x for x in like), "k_cache", "v_cache")
+    # on an accelerator the values stay there: reading them would stall every step
+    if q.device.type == "cpu" and isinstance(cache_seqlens, Tensor) and cache_seqlens.shape == (q.shape[0],):
+        used = torch.arange(block_table.shape[1]) * k_cache.shape[1] < cache_seqlens[:, None]
+        if bool((used & ((block_table < 0) | (block_table >= len(k_cache)))).any()):
+            raise ValueError(f"block_table={block_table.tolist()} names pages beyond the {len(k_cache)} of k_cache")
     return PagedKV(block_table, k_scale, v_scale)
 
 

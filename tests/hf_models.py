@@ -42,6 +42,11 @@ CONFIGS = {
         topk_group=1,
         num_experts_per_tok=2,
     ),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, query_pre_attn_scalar=8, **WINDOWED),
+    "phi3": lambda: transformers.Phi3Config(
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"}, sliding_window=9
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
@@ -55,10 +60,13 @@ CONFIGS = {
 }
 
 
-def tiny_model(family, seed=1):
+def tiny_model(family, seed=1, positions=None):
     """A random model, the same on every rank, with weights large enough that attention matters."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    config = CONFIGS[family]()
+    if positions is not None:
+        config.max_position_embeddings = positions
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and "embed" not in name and "wte" not in name and "wpe" not in name:

@@ -2,7 +2,8 @@
 
     python megatron_release.py WAY RANK WORLD STORE         WAY: spec, install or patch
 
-Prints "equal" for each kind of attention whose losses and gradients are those of context_parallel_size=1.
+Prints "equal" for each kind of attention whose losses, gradients, and logits when it is served are those of
+context_parallel_size=1.
 """
 
 import inspect
@@ -61,6 +62,7 @@ def layer_spec(kind, by_spec, reference):
 
 
 def losses_and_gradients(way, kind, cp):
+    """(summed loss, {parameter: gradient}, logits of `served`) with `cp` context-parallel ranks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -95,8 +97,20 @@ def losses_and_gradients(way, kind, cp):
         dist.all_reduce(total)
     else:
         total = losses.detach().sum()
+    logits = served(model.eval(), tokens[0, :-1], mask)
     parallel_state.destroy_model_parallel()
-    return total, gradients
+    return total, gradients, logits
+
+
+@torch.no_grad()
+def served(model, text, mask):
+    """Logits of the last two tokens of a text [s]: by MegatronRunner, or without a cache where there is a mask."""
+    if mask is not None:
+        positions = torch.arange(len(text))[None]
+        return model(text[None], positions, mask, runtime_gather_output=True)[0, -2:]
+    runner = tree.MegatronRunner(model, block_size=2)
+    row = runner.add()
+    return torch.stack((runner.prefill(row, text[:-1]), runner.step([row], text[None, -1:])[0, -1]))
 
 
 def wanted_keys():
@@ -117,9 +131,10 @@ def main(way, rank, world, store):
         if way == "install":
             tree.install()
         for kind in ("gqa", "mla"):
-            loss, gradients = losses_and_gradients(way, kind, world)
-            expected_loss, expected = losses_and_gradients(way, kind, 1)
+            loss, gradients, logits = losses_and_gradients(way, kind, world)
+            expected_loss, expected, expected_logits = losses_and_gradients(way, kind, 1)
             torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
             assert gradients.keys() == expected.keys()
             for name, gradient in gradients.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)

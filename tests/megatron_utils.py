@@ -40,6 +40,7 @@ class Case:
     install: bool = False  # call install() ...
     local_spec: bool = False  # ... and leave Megatron's own layer spec as it is
     tree: bool | None = None  # tree attention; default: with cp > 1
+    positions: str = "rope"  # position_embedding_type
     mla: str | None = None  # multi-latent attention: "auto", "always", "never"; what travels (`use_mla_latent`)
     dtype: torch.dtype = torch.float32
     extra: tuple = ()
@@ -195,7 +196,7 @@ def build_model(case, **options):
             max_sequence_length=SEQ_LENGTH,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
+            position_embedding_type=case.positions,
             share_embeddings_and_output_weights=False,
         )
     cores = [module for name, module in model.named_modules() if name.endswith(".core_attention")]

@@ -51,3 +51,75 @@ def test_one_of_several_ranks_converts(tmp_path):
     folders = [name for name in os.listdir(tmp_path) if not name.endswith(".lock")]
     assert len(folders) == 1, "one finished folder and nothing half done"
     assert "model.safetensors" in os.listdir(tmp_path / folders[0])
+
+
+PROMPTS = (
+    "What is the capital of Italy?",
+    "Name three colours of the rainbow.",
+    "Write one sentence about the sea.",
+    "What is 7 times 8?",
+    "Explain what a compiler does.",
+    "Who wrote Hamlet?",
+    "Translate 'good morning' into French.",
+    "Give a synonym for 'fast'.",
+    "What do bees make?",
+    "List two uses of copper.",
+    "Why is the sky blue?",
+    "What is the boiling point of water in Celsius?",
+    "Complete the proverb: the early bird",
+    "What language is spoken in Brazil?",
+    "Write a haiku about rain.",
+    "What comes after Wednesday?",
+    "Describe a cat in five words.",
+    "What is the opposite of 'ancient'?",
+    "How many legs has a spider?",
+    "Tell me a short joke about computers.",
+)
+
+
+def _twenty_prompts(rank, world, new_tokens):
+    """The largest difference of a logit, over 20 prompts one by one and in ragged batches of 4."""
+    from megatron_tree.integrations import models
+    from megatron_tree.integrations.generation import generate
+    from megatron_tree.integrations.transformers import TreeCache
+
+    models.hide_progress_bars()
+    folder = models.smollm2_folder()
+    tokenizer = models.load_tokenizer(folder)
+    model = models.load_model(folder, torch.float32)
+    texts = (models.encode_question(tokenizer, "A question." + " It is short." * i, p) for i, p in enumerate(PROMPTS))
+    prompts = [ids[0] for ids in texts]
+    want = [
+        models.plain_generate(
+            model, ids[None], max_new_tokens=new_tokens, eos_token_id=None, attn_implementation="sdpa"
+        )
+        for ids in prompts
+    ]
+    model.set_attn_implementation("tree")
+    worst = 0.0
+    for batch in (1, 4):
+        for first in range(0, len(prompts), batch):
+            some = prompts[first : first + batch]
+            ids = torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_side="left")
+            mask = torch.nn.utils.rnn.pad_sequence(
+                list(map(torch.ones_like, some)), batch_first=True, padding_side="left"
+            )
+            cache = TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None)
+            result = generate(
+                model, ids, attention_mask=mask, cache=cache, max_new_tokens=new_tokens, chunk_size=48, keep_logits=True
+            )
+            for i, (tokens, logits) in enumerate(want[first : first + batch]):
+                assert torch.equal(result.tokens[i], tokens[0]), (batch, PROMPTS[first + i])
+                got = torch.stack([x[i] for x in result.logits])
+                worst = max(worst, float((got - torch.cat(logits)).abs().max()))
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_twenty_prompts_equal_the_plain_model(world):
+    """Greedy tokens, alone and in ragged batches; logits are about 20, so 1e-4 is fp32's rounding."""
+    worst = max(run_distributed(_twenty_prompts, world, 12, timeout=1000, fresh=True))
+    print(f"{world} ranks: largest difference of a logit {worst:.1e}")
+    assert worst < 1e-4 * 20

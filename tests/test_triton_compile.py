@@ -81,6 +81,20 @@ print(counts)
 """
 
 
+PAGES_IN_EIGHT_BITS = """
+spec, counts = AttnSpec(softmax_scale=0.1), []
+q, lengths = torch.zeros(3, 1, 8, 64, dtype=torch.bfloat16), torch.tensor([3, 4, 5])
+for dtype in (torch.int8, torch.float8_e4m3fn):
+    for n in (64, 100, 1001):
+        k, scale = torch.zeros(n, 16, 2, 64, dtype=dtype), torch.zeros(n, 16, 2)
+        table = torch.zeros(3, n // 2, dtype=torch.int32)
+        scales = dict(k_scale=scale, v_scale=scale)
+        decode.attn_decode(q, k, k, visible=Visible(lengths), spec=spec, block_table=table, **scales)
+        counts.append(len(compiled))
+print(counts)
+"""
+
+
 OTHER_SEEDS = """
 q, k = (torch.zeros(1, 256, h, 16, dtype=torch.bfloat16) for h in (4, 2))
 lse, counts = torch.zeros(1, 4, 256), []
@@ -111,6 +125,12 @@ def test_a_growing_cache_does_not_recompile(tmp_path):
     """Two decode variants (with and without lengths) and the merge: three compilations, whatever the length."""
     counts = compilations(GROWING_CACHE, tmp_path)
     assert counts == [3] * len(counts), counts
+
+
+@pytest.mark.slow
+def test_pages_in_eight_bits_compile_once(tmp_path):
+    """The merge, and the kernel for int8 and for fp8 (which needs sm89 or later), however many pages there are."""
+    assert compilations(PAGES_IN_EIGHT_BITS, tmp_path) == [2, 2, 2, 3, 3, 3]
 
 
 def test_another_seed_does_not_recompile(tmp_path):

@@ -37,46 +37,65 @@ class LayerPages:
         """
         if self.k is None:
             self.dtype = k.dtype
+            stored, h_kv = self.stored or k.dtype, k.shape[2]
+            self.k = k.new_zeros((0, self.page_size, *k.shape[2:]), dtype=stored)
+            self.v = v.new_zeros((0, self.page_size, *v.shape[2:]), dtype=stored)
+            if self.stored is not None:
+                self.k_scale, self.v_scale = k.new_zeros((2, 0, self.page_size, h_kv), dtype=torch.float32)
         elif (k.shape[2:], v.shape[2:], k.dtype) != (self.k.shape[2:], self.v.shape[2:], self.dtype):
             raise ValueError(
                 f"keys {tuple(k.shape)} and values {tuple(v.shape)} in {k.dtype} don't fit the cache: heads and "
                 f"head_dim are {tuple(self.k.shape[2:])} and {tuple(self.v.shape[2:])} there, in {self.dtype}"
             )
-        have = 0 if self.k is None else self.k.shape[0]
+        self._grow(num_pages)
+
+    def _grow(self, num_pages: int) -> None:
+        have = self.k.shape[0]
         if have and num_pages <= have:
             return
         pages = max(num_pages, have + have // GROWTH, 1)
-        stored = self.stored or k.dtype
-        self.k = self._grown(self.k, (pages, self.page_size, *k.shape[2:]), stored, k.device)
-        self.v = self._grown(self.v, (pages, self.page_size, *v.shape[2:]), stored, v.device)
-        if self.stored is not None:
-            self.k_scale, self.v_scale = (
-                self._grown(scale, (pages, self.page_size, k.shape[2]), torch.float32, k.device)
-                for scale in (self.k_scale, self.v_scale)
-            )
-
-    @staticmethod
-    def _grown(old: Tensor | None, shape, dtype: torch.dtype, device) -> Tensor:
-        # zeros: a page is read whole, and what it does not hold yet must not be NaN
-        new = torch.zeros(shape, dtype=dtype, device=device)
-        if old is not None:
-            new[: old.shape[0]] = old
-        return new
+        for name in self.tensors:  # one after another: never more than one is there twice
+            old = getattr(self, name)
+            # zeros: a page is read whole, and what it does not hold yet must not be NaN
+            new = old.new_zeros(pages, *old.shape[1:])
+            new[:have] = old
+            setattr(self, name, new)
+            del old, new
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + place in the page."""
-        for pages, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
-            if self.stored is not None:
-                x, scale = quantize(x, self.stored)
-                scales.flatten(0, 1)[slots] = scale
-            pages.flatten(0, 1).view(_bits(pages))[slots] = x.to(pages.dtype).view(_bits(pages))
+        if self.stored is None:
+            self.put(slots, {"k": k, "v": v})
+        else:
+            (k, k_scale), (v, v_scale) = quantize(k, self.stored), quantize(v, self.stored)
+            self.put(slots, {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale})
 
-    def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy whole pages, int64 [n] each."""
-        for pages in (self.k, self.v, self.k_scale, self.v_scale):
-            if pages is not None:
-                pages = pages.view(_bits(pages))
-                pages[destinations] = pages[sources]
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are of k, v, k_scale and v_scale, [pages, page_size, ...]."""
+        found = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def put(self, slots: Tensor, tokens: dict[str, Tensor]) -> None:
+        """Put tokens as they are stored, [n, ...] for each of `tensors`, into slots, int64 [n]."""
+        for name, pages in self.tensors.items():
+            x = tokens[name].to(pages.dtype)
+            pages.flatten(0, 1).view(_bits(pages))[slots] = x.view(_bits(pages))
+
+    def read(self, name: str, slots: Tensor) -> Tensor:
+        """One of `tensors` as it is stored, [n, ...] of slots int64 [n]."""
+        pages = self.tensors[name]
+        return pages.flatten(0, 1).view(_bits(pages))[slots.to(pages.device)].view(pages.dtype)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole pages (from, to); none before the first token."""
+        if self.k is None or not pairs:
+            return
+        self._grow(1 + max(destination for _, destination in pairs))
+        sources, destinations = torch.tensor(pairs, device=self.k.device).T
+        for pages in self.tensors.values():
+            pages = pages.view(_bits(pages))
+            pages[destinations] = pages[sources]
 
     def paged(self, block_table: Tensor) -> PagedKV:
         """This layer's pages with the rows' tables, as the kernels take them."""
@@ -85,13 +104,12 @@ class LayerPages:
     @property
     def bytes_of_a_token(self) -> int:
         """Of its keys, values and scales; 0 before the first token."""
-        tensors = (self.k, self.v, self.k_scale, self.v_scale)
-        return sum(x[0, 0].numel() * x.element_size() for x in tensors if x is not None)
+        return sum(x[0, 0].numel() * x.element_size() for x in self.tensors.values())
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all pages, spare ones included."""
-        return sum(x.nbytes for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
+        return sum(x.nbytes for x in self.tensors.values())
 
 
 def _bits(x: Tensor) -> torch.dtype:

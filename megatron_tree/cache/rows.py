@@ -10,6 +10,7 @@ they share page numbers; pages may be shared between rows (a fork) until one of 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import Counter
 from dataclasses import dataclass, field
@@ -43,6 +44,14 @@ class Row:
     """By kind: positions below this have left the window."""
     version: int = 0
     """Another one whenever the row's pages have changed."""
+
+
+class Rows(dict):
+    """Rows by id; asking for one that is not there is a ``ValueError``."""
+
+    def __missing__(self, row_id):
+        known = f"{min(self)} to {max(self)}, {len(self)} of them" if self else "none yet"
+        raise ValueError(f"row={row_id!r} is not in the cache: it was removed, or never added (rows: {known})")
 
 
 class PageNumbers:
@@ -123,7 +132,7 @@ class RowBook:
         self.rank, self.world, self.page_size, self.windows = rank, world, page_size, windows
         self.numbers = [PageNumbers() for _ in windows]
         self.loads = [0] * world
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, Row] = Rows()
         self._next_id = 0
 
     def add(self) -> int:
@@ -217,6 +226,15 @@ class RowBook:
             del blocks[:gone], pages[:gone]
             row.version += gone
 
+    def num_visible(self, append: Append, kind: int) -> int:
+        """Tokens of the row that an append's queries may see, all ranks together (about: windows in whole pages)."""
+        before, window = append.first[0], self.windows[kind]
+        return append.num_tokens + (before if window is None else min(before, window + self.page_size))
+
+    def forget(self, row_id: int) -> None:
+        """Give back the pages of a row that no new token can see."""
+        self._forget(self.rows[row_id])
+
     def num_local(self, row_id: int, kind: int) -> int:
         """Tokens of a row that this rank holds for layers of this kind."""
         row = self.rows[row_id]
@@ -225,15 +243,22 @@ class RowBook:
         last = row.blocks[kind][-1]
         return len(row.blocks[kind]) * self.page_size - max(0, (last + 1) * self.page_size - row.length)
 
-    def key_segments(self, row_id: int, kind: int, begin: int) -> list[Segment]:
-        """This rank's tokens in the order of its pages, for queries at `begin` and later.
+    def key_segments(self, row_id: int, kind: int, begin: int, rank: int | None = None) -> list[Segment]:
+        """A rank's tokens (default: this rank's) in the order of its pages, for queries at `begin` and later.
 
         Without a window all tokens before `begin` are seen by all these queries, wherever they stand: they make one
         segment, with positions that are as good as theirs.
         """
         row, size = self.rows[row_id], self.page_size
-        segments, at = [], 0
-        for block in row.blocks[kind]:
+        if rank in (None, self.rank):
+            blocks = row.blocks[kind]
+        else:
+            held = range(row.forgotten[kind] // size, len(row.owners))
+            blocks = [block for block in held if row.owners[block] == rank]
+        before = bisect.bisect_left(blocks, begin // size) if self.windows[kind] is None else 0
+        at = before * size
+        segments = [Segment(0, 0, at)] if at else []
+        for block in blocks[before:]:
             start, stop = block * size, min(row.length, (block + 1) * size)
             if self.windows[kind] is None and start < begin:
                 middle = min(begin, stop)
@@ -252,19 +277,9 @@ class RowBook:
             segments.append(new)
 
     def crop(self, row_id: int, length: int) -> None:
-        """Forget every token at position `length` or later.
-
-        Raises: ValueError for a length that is negative, beyond the row, or before what windows have let go.
-        """
+        """Forget every token at position `length` or later. Raises: ValueError, see `check_crop`."""
+        self.check_crop(row_id, length)
         row = self.rows[row_id]
-        if not 0 <= length <= row.length:
-            raise ValueError(f"length={length} must be between 0 and the {row.length} tokens that the row holds")
-        for kind, window in enumerate(self.windows):
-            if window is not None and length and length - window + 1 < row.forgotten[kind]:
-                raise ValueError(
-                    f"length={length}: layers with a window of {window} hold only the tokens from "
-                    f"{row.forgotten[kind]} on; crop to {row.forgotten[kind] + window - 1} or more, or start again"
-                )
         keep = -(-length // self.page_size)
         for owner in row.owners[keep:]:
             self.loads[owner] -= 1
@@ -277,6 +292,18 @@ class RowBook:
             if not length:
                 row.forgotten[kind] = 0
         row.length, row.version = length, row.version + 1
+
+    def check_crop(self, row_id: int, length: int) -> None:
+        """Raise ``ValueError`` for a length that is negative, beyond the row, or before what windows have let go."""
+        row = self.rows[row_id]
+        if not 0 <= length <= row.length:
+            raise ValueError(f"length={length} must be between 0 and the {row.length} tokens that the row holds")
+        for kind, window in enumerate(self.windows):
+            if window is not None and length and length - window + 1 < row.forgotten[kind]:
+                raise ValueError(
+                    f"length={length}: layers with a window of {window} hold only the tokens from "
+                    f"{row.forgotten[kind]} on; crop to {row.forgotten[kind] + window - 1} or more, or start again"
+                )
 
     def fork(self, row_id: int) -> int:
         """A copy of a row, which shares its pages until one of the two writes; returns its id."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,15 +13,23 @@ from .pages import CACHE_DTYPES, LayerPages
 from .rows import Append, RowBook
 
 
-class View(NamedTuple):
+@dataclass(frozen=True)
+class View:
     """Where the kernels find some rows' tokens in a kind of layers, on this rank."""
 
     block_table: Tensor
     """int32 [b, pages]: the pages of each row in order; what lies beyond its length is not looked at."""
     lengths: Tensor
     """int64 [b]: tokens of each row on this rank."""
-    positions: Tensor
-    """int64 [b, pages * page_size]: their positions in the row."""
+    blocks: Tensor
+    """int64 [b, pages]: the block of the row that each page holds."""
+    page_size: int
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """int64 [b, pages * page_size]: the tokens' positions in the row."""
+        within = torch.arange(self.page_size, device=self.blocks.device)
+        return (self.blocks[..., None] * self.page_size + within).flatten(1)
 
 
 class ShardedCache:
@@ -56,8 +65,12 @@ class ShardedCache:
         return self.book.page_size
 
     def append(self, row_ids, num_tokens: int, *, sharded: bool = False) -> Append:
-        """See `RowBook.append`; every layer's `write` must follow."""
-        return self.book.append(row_ids, num_tokens, sharded=sharded)
+        """See `RowBook.append`; every layer's `write` must follow, or else `crop` to where the rows were."""
+        append = self.book.append(row_ids, num_tokens, sharded=sharded)
+        # at once, in all layers: if the model fails before a layer writes, its copies are needed all the same
+        for pages, kind in zip(self.layers, self.kind_of, strict=True):
+            pages.copy(append.copies[kind])
+        return append
 
     def write(self, layer: int, append: Append, k: Tensor, v: Tensor) -> None:
         """Keep this rank's part of the new tokens.
@@ -67,9 +80,6 @@ class ShardedCache:
         """
         pages, kind, device = self.layers[layer], self.kind_of[layer], k.device
         pages.reserve(self.book.numbers[kind].capacity, k, v)
-        if append.copies[kind]:
-            sources, destinations = zip(*append.copies[kind], strict=True)
-            pages.copy(torch.tensor(sources, device=device), torch.tensor(destinations, device=device))
         if append.writes[kind]:
             tokens, slots = self._places(append, kind, k.shape[1], device)
             pages.write(slots, k.flatten(0, 1)[tokens], v.flatten(0, 1)[tokens])
@@ -86,15 +96,31 @@ class ShardedCache:
             append.places[key] = torch.cat(tokens).to(device), torch.cat(slots).to(device)
         return append.places[key]
 
+    def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
+        """What this rank keeps of an append of one row: (positions in the row, slots), int64 [n] each."""
+        tokens, slots = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        for write in append.writes[kind]:
+            slot = write.page * self.page_size + write.offset
+            tokens.append(torch.arange(write.token, write.token + write.count))
+            slots.append(torch.arange(slot, slot + write.count))
+        return append.first[0] + torch.cat(tokens), torch.cat(slots)
+
+    def runs(self, kind: int, row_id: int, first: int = 0) -> list[tuple[int, int, int]]:
+        """This rank's tokens of a row from position `first` on, as runs (position, slot, count), positions rising."""
+        row, size, runs = self.book.rows[row_id], self.page_size, []
+        for block, page in zip(row.blocks[kind], row.pages[kind], strict=True):
+            start, stop = max(first, block * size), min(row.length, (block + 1) * size)
+            if start < stop:
+                runs.append((start, page * size + start - block * size, stop - start))
+        return runs
+
     def view(self, kind: int, row_ids, device) -> View:
         """What the kernels are told about rows, for layers of a kind; the block table has at least one column."""
         tables = [self._table(kind, row_id, device) for row_id in row_ids]
         lengths = torch.tensor([self.book.num_local(row_id, kind) for row_id in row_ids], device=device)
         pages = torch.nn.utils.rnn.pad_sequence([t[0] for t in tables], batch_first=True)
         blocks = torch.nn.utils.rnn.pad_sequence([t[1] for t in tables], batch_first=True)
-        within = torch.arange(self.page_size, device=device)
-        positions = (blocks[..., None] * self.page_size + within).flatten(1)
-        return View(pages, lengths, positions)
+        return View(pages, lengths, blocks, self.page_size)
 
     def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
         """(pages int32 [n], their blocks int64 [n]) of a row; made anew when they have changed."""
@@ -108,9 +134,9 @@ class ShardedCache:
             self._tables[kind, row_id] = kept
         return kept[1]
 
-    def key_segments(self, kind: int, row_id: int, begin: int) -> list[Segment]:
+    def key_segments(self, kind: int, row_id: int, begin: int, rank: int | None = None) -> list[Segment]:
         """See `RowBook.key_segments`."""
-        return self.book.key_segments(row_id, kind, begin)
+        return self.book.key_segments(row_id, kind, begin, rank)
 
     def crop(self, row_id: int, length: int) -> None:
         """See `RowBook.crop`."""

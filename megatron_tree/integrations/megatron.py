@@ -11,6 +11,7 @@ or by the spec, without touching Megatron's classes; then "p2p" (ring) and "all_
     model = GPTModel(config=config, transformer_layer_spec=tree.get_gpt_layer_tree_spec(), ...)
     model = GPTModel(config=config, transformer_layer_spec=tree.use_tree_attention(your_spec), ...)
 
+A trained model decodes and takes prompts with its KV cache sharded over the same ranks: `MegatronRunner`.
 Megatron-LM's own scripts: docs/megatron-lm.md has three ways, with and without a change to its sources.
 On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
 """
@@ -18,6 +19,7 @@ On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
 from .megatron_attention import TreeDotProductAttention, tree_config_for
 from .megatron_compat import CP_COMM_TYPES, UnsupportedMegatronError
 from .megatron_cpu import megatron_on_cpu
+from .megatron_inference import MegatronRunner
 from .megatron_mla import use_mla_latent
 from .megatron_norm import SequenceParallelNorm, use_sequence_parallel_norm
 from .megatron_spec import (
@@ -31,6 +33,7 @@ from .megatron_spec import (
 
 __all__ = [
     "CP_COMM_TYPES",
+    "MegatronRunner",
     "SequenceParallelNorm",
     "TreeDotProductAttention",
     "UnsupportedMegatronError",

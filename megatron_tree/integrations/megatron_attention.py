@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,6 +134,8 @@ class TreeDotProductAttention(MegatronModule):
         self.window_size = compat.window_of_layer(config, self.layer_number)
         self.softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
         self.current_max_attn_logits = None
+        self.serving: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        """While the model is served: what attends to its KV cache in place of `forward` (`megatron_inference`)."""
         self._add_sinks(config)
 
     def _add_sinks(self, config: Any) -> None:
@@ -178,6 +181,8 @@ class TreeDotProductAttention(MegatronModule):
         compat.refuse_unknown_arguments("the forward of TreeDotProductAttention", newer_arguments)
         if attention_bias is not None:
             raise ValueError("attention_bias is set: tree attention adds no bias to the scores; pass None")
+        if self.serving is not None:
+            return self.serving(query, key, value)
         mask_type = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
         options = dict(
             cp_group=self.cp_group,
@@ -194,7 +199,7 @@ class TreeDotProductAttention(MegatronModule):
         if query.dim() != 4 or (key.shape[:2] != query.shape[:2] and not self.takes_other_keys):
             raise ValueError(
                 f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected "
-                "[s, b, heads, d] with equal s and b in self attention (to decode with a KV cache use tree_decode)"
+                "[s, b, heads, d] with equal s and b in self attention (to decode with a KV cache use MegatronRunner)"
             )
         s, b = query.shape[:2]
         sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0] if self.is_cross else s, cp_group=self.cp_group)

@@ -105,6 +105,13 @@ def process_groups(pg_collection: Any, model_comm_pgs: Any) -> tuple[Any, Any]:
     return groups.tp, groups.cp
 
 
+def token_group(model: Any) -> Any:
+    """The ranks that run the same tokens when a model is served: tensor- and context-parallel ones."""
+    group = getattr(getattr(model, "pg_collection", None), "tp_cp", None)  # older: no such attribute
+    state = importlib.import_module("megatron.core.parallel_state")
+    return state.get_tensor_and_context_parallel_group() if group is None else group
+
+
 def hierarchical_sizes(config: Any, cp_group: Any) -> tuple[int, int]:
     """(Ulysses ranks, ranks of the rest) of a layer whose `cp_comm_type` has two parts, as in "a2a+tree".
 

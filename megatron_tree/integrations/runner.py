@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..agree import telling
 from ..comm import broadcast
 from .transformers import TreeCache, agree_on_prompt, check_model
 
@@ -96,7 +97,11 @@ class Runner:
             tokens: int64 [n], n >= 1.
             progress: called as progress(tokens done, all of them) while the ranks work, layer by layer.
         Returns: fp32 logits [vocab] of the last token, the same on all ranks of the cache's group.
+        Raises: ValueError for a row that there is not, other tokens, or more than the model's positions. A failure
+            takes back the tokens of the chunk that it happened in; those of the chunks before stay.
         """
+        with telling(self.cache.cp_group):
+            self._check_rows([row], tokens[None] if tokens.dim() == 1 else tokens, "int64 [n]")
         tokens = tokens.to(self.device)
         agree_on_prompt(
             self.cache, tokens, f"prefill; row={row}; held={self.length(row)}; chunk_size={self.chunk_size}"
@@ -140,9 +145,26 @@ class Runner:
 
         Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation.
         Returns: fp32 logits [len(rows), n, vocab].
+        Raises: ValueError as `prefill`, and for a row given twice. A failure takes all these tokens back.
         """
+        with telling(self.cache.cp_group):
+            self._check_rows(rows, tokens, f"int64 [{len(rows)}, n]")
         with self.cache.calling(rows, tokens.shape[1]) as call:
             return self._run(tokens.to(self.device), call.append.first, keep=0).float()
+
+    def _check_rows(self, rows: list[int], tokens: Tensor, shape: str) -> None:
+        if not rows or len(set(rows)) < len(rows) or any(row not in self._book.rows for row in rows):
+            raise ValueError(
+                f"rows={rows} must be one or more of the {len(self._book.rows)} rows of the cache, each once"
+            )
+        if tokens.dtype != torch.int64 or tokens.dim() != 2 or len(tokens) != len(rows) or not tokens.shape[1]:
+            raise ValueError(f"tokens must be {shape}, n >= 1, got {list(tokens.shape)} {tokens.dtype}")
+        longest, limit = max(self.length(row) for row in rows), self.max_positions
+        if limit is not None and longest + tokens.shape[1] > limit:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens after the {longest} of a row exceed the model's {limit} positions: crop the "
+                "row or start another one"
+            )
 
     def _run(self, tokens: Tensor, first: tuple[int, ...], keep: int) -> Tensor:
         """Logits [b, n, vocab] of tokens [b, n] that are on all ranks; of the last `keep` ones unless 0."""

@@ -93,6 +93,12 @@ def tree_attention(
             f"was one of layer {update.layer_idx} with {update.num_rows} rows: this model does not pass what the cache "
             "returns to the attention function of the same layer. Use attn_implementation='sdpa' for it"
         )
+    if sliding_window != update.cache.window(layer_idx):
+        raise ValueError(
+            f"{type(module).__name__} (layer_idx={layer_idx}) attends with sliding_window={sliding_window}, but its "
+            f"configuration told the cache {update.cache.window(layer_idx)}: what it would see may be gone. Use "
+            "attn_implementation='sdpa' for this model, and Transformers' own cache"
+        )
     if update.call.is_sharded:
         return _prefill(update, layer_idx, q, k, v, attention_mask, options), None
     return _decode(update, layer_idx, q, k, v, attention_mask, options), None
@@ -104,8 +110,11 @@ def _prefill(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, at
     if attention_mask is not None:
         raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
     own = sum(count for _, count in append.shares[cache.rank])
-    segments = cache.store.key_segments(cache.store.kind_of[layer_idx], append.rows[0], append.first[0])
-    held = sum(segment.length for segment in segments)
+    kind = cache.store.kind_of[layer_idx]
+    # queries and partial results are as wide as keys and values: the fewer travel
+    gather_keys = cache.store.book.num_visible(append, kind) * k.shape[2] <= append.num_tokens * q.shape[2]
+    segments = update.call.key_segments(cache.store, kind, gather_keys)
+    held = sum(segment.length for segment in (segments[cache.rank] if gather_keys else segments))
     out = tree_prefill(
         q[:, :own],
         k[:, :held],
@@ -124,14 +133,15 @@ def _decode(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, att
     """New tokens that are on all ranks, over all that the ranks hold of their rows."""
     cache, call = update.cache, update.call
     pages, view = cache.store.layers[layer_idx], call.views[cache.store.kind_of[layer_idx]]
-    positions, num_queries = view.positions, q.shape[1]
+    num_queries, dense = q.shape[1], False
     if k.shape[1] == num_queries and not cache.returns_all:
         k, v = pages.k, pages.v
         options.update(block_table=view.block_table, k_scale=pages.k_scale, v_scale=pages.v_scale)
     else:  # made from what the cache holds, [b, longest row, ...]
-        positions = positions[:, : k.shape[1]]
+        dense = True
     if num_queries > 1 or attention_mask is not None or options["window_size"] != (-1, -1):
         first = torch.tensor(call.append.first, device=q.device)[:, None]
+        positions = view.positions[:, : k.shape[1]] if dense else view.positions
         if attention_mask is not None:
             num_slots = call.append.first[0] + num_queries
             if attention_mask.shape[1] != num_slots:

@@ -16,6 +16,7 @@ from ..cache import Append, ShardedCache, View
 from ..comm import group_rank, group_size
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice
 from ..kernels import gather_row
+from .cache_files import load_rows, save_rows
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -32,9 +33,22 @@ class Call:
     views: dict[int, View] = field(default_factory=dict)
     """By kind of layer: where the kernels find the rows."""
 
+    segments: dict[tuple[int, bool], list] = field(default_factory=dict)
+
     @property
     def is_sharded(self) -> bool:
         return self.append.shares is not None
+
+    def key_segments(self, store: ShardedCache, kind: int, of_all_ranks: bool) -> list:
+        """This rank's keys of the one row, or by rank those of all ranks; made once for the layers of a kind."""
+        if (kind, of_all_ranks) not in self.segments:
+            row, begin, book = self.rows[0], self.append.first[0], store.book
+            self.segments[kind, of_all_ranks] = (
+                [book.key_segments(row, kind, begin, rank) for rank in range(book.world)]
+                if of_all_ranks
+                else book.key_segments(row, kind, begin)
+            )
+        return self.segments[kind, of_all_ranks]
 
 
 class Update(NamedTuple):
@@ -49,12 +63,15 @@ class Update(NamedTuple):
 last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
 
 
-def check_layers(config) -> list[str]:
-    """The kind of every layer of a model. ValueError for those that attention over shards can't serve."""
+def check_layers(config) -> list[int | None]:
+    """The window of every layer of a model: keys that a query sees, itself included; None for all.
+
+    Raises: ValueError for layers that attention over shards can't serve.
+    """
     text = config.get_text_config(decoder=True)
     if getattr(text, "is_encoder_decoder", False):
         raise ValueError(f"{type(text).__name__}: attn_implementation='tree' serves decoder-only models")
-    kinds, _ = get_layer_types_and_kwargs(text)
+    kinds, options = get_layer_types_and_kwargs(text)
     others = sorted(set(kinds) - set(LAYER_TYPES))
     if others or getattr(text, "num_kv_shared_layers", 0):
         found = ", ".join(others) or "layers that share their keys and values"
@@ -62,7 +79,7 @@ def check_layers(config) -> list[str]:
             f"{type(text).__name__} has {found}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
             "with keys and values of their own. Use attn_implementation='sdpa', and the model's own cache"
         )
-    return list(kinds)
+    return [own.get("sliding_window") for own in options]
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -127,9 +144,7 @@ class TreeCache(Cache):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
-        text = config.get_text_config(decoder=True)
-        window = getattr(text, "sliding_window", None)
-        windows = [window if kind == "sliding_attention" else None for kind in check_layers(config)]
+        text, windows = config.get_text_config(decoder=True), check_layers(config)
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, page_size=block_size, dtype=dtype)
@@ -153,8 +168,7 @@ class TreeCache(Cache):
             yield call
         except BaseException:
             for row, length in zip(rows, call.append.first, strict=True):
-                with contextlib.suppress(ValueError):  # a window that has moved on
-                    self.store.crop(row, length)
+                self.store.crop(row, length)
             raise
         finally:
             self._call = None
@@ -185,6 +199,12 @@ class TreeCache(Cache):
         """The call of a model that Transformers' `generate` runs: it begins when a layer comes for the first time."""
         call = self._batch_call
         if call is None or layer_idx in call.done or not call.rows:
+            if call is not None and len(call.done) < len(self.layers):
+                n = call.append.num_tokens
+                raise ValueError(
+                    f"the model's last run over this cache ended before it came to all layers: its {n} tokens are "
+                    f"there in some layers only. Forget them with cache.crop(-{n}), or all with cache.reset()"
+                )
             if not self.rows:
                 self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
             if len(self.rows) != key_states.shape[0]:
@@ -218,6 +238,10 @@ class TreeCache(Cache):
         """Tokens of row `index` of the batch; 0 before there is one."""
         return self.store.book.rows[self.rows[index]].length if self.rows else 0
 
+    def window(self, layer_idx: int) -> int | None:
+        """How many of the last tokens the cache keeps for a layer; None = all."""
+        return self.store.book.windows[self.store.kind_of[layer_idx]]
+
     @property
     def batch_size(self) -> int:
         """Rows of the batch; -1 before the first."""
@@ -234,8 +258,24 @@ class TreeCache(Cache):
         if tokens_to_remove > 0 or -tokens_to_remove > length:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
         if tokens_to_remove:
-            for row in self.rows:
-                self.store.crop(row, max(self.store.book.rows[row].length + tokens_to_remove, 0))
+            lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
+            for row, kept in zip(self.rows, lengths, strict=True):
+                self.store.book.check_crop(row, kept)  # all rows or none
+            for row, kept in zip(self.rows, lengths, strict=True):
+                self.store.crop(row, kept)
+            self._batch_call = None
+
+    def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
+        """Write the batch to files; see `cache_files.save_rows`."""
+        save_rows(self.store, self.rows, folder, tokens, cp_group=self.cp_group, fingerprint=fingerprint)
+
+    def load(self, folder, *, fingerprint: str, device="cpu") -> list[Tensor]:
+        """Make what `save` wrote the batch, which must be empty; returns its tokens. See `cache_files.load_rows`."""
+        if self.rows:
+            raise ValueError(f"the cache holds a batch of {len(self.rows)} rows already: call reset() before load()")
+        options = dict(cp_group=self.cp_group, fingerprint=fingerprint, device=device)
+        self.rows, tokens = load_rows(self.store, folder, **options)
+        return tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i of the batch by row beam_idx[i]; rows that are taken twice share their pages."""

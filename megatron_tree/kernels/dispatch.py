@@ -161,6 +161,12 @@ def _decode_paged(q, k, v, visible: Visible, spec: AttnSpec, paged: PagedKV, bac
     return torch.cat(states)
 
 
+def check_pages(q, k, v, spec: AttnSpec, backend: str) -> None:
+    """Raise ``ValueError`` when the backend that `attn_decode` would take can't read these pages."""
+    if choose(q, k, v, spec, backend).name == "triton":
+        _triton().check_pages(k)
+
+
 def gather_row(k, v, paged: PagedKV, row: int, length: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The first `length` tokens (None: all) of a row of a paged cache: k [1, length, h_kv, d], v [1, length, h_kv, d_v]
     in `dtype`; views where the row's pages lie one after another."""

@@ -20,6 +20,8 @@ from .common import LN2, LOG2E, cap_logits, dot
 from .merge import merge_packed
 
 KEYS = 64  # keys per tile
+ROWS = 64  # of a tile: queries beyond that go into another launch
+PAGE_SIZES = (16, 32, 64, 128, 256)
 OCCUPANCY = 3  # blocks of this kernel that one multiprocessor of sm_90 holds (142 registers x 128 threads)
 SPLIT_COST = 4.0  # what a split costs beside its tiles, in tiles: prologue, partial state, merge
 
@@ -159,6 +161,23 @@ def choose_splits(num_keys: int, programs: int, num_slots: int) -> int:
     return best[1]
 
 
+def check_pages(k: Tensor) -> None:
+    """Raise ``ValueError`` for pages [pages, page_size, h_kv, d] that the kernel can't read."""
+    if k.shape[1] not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise ValueError(
+            f"page_size={k.shape[1]}: Triton's kernels take pages of {sizes} tokens; choose one of them as block_size, "
+            "or backend='reference'"
+        )
+    if k.dtype == torch.float8_e4m3fn and k.device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(k.device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"pages in fp8 on a GPU of compute capability {'.'.join(map(str, capability))}: Triton's kernels need "
+                "8.9 or more for them; choose dtype='int8', or backend='reference'"
+            )
+
+
 @functools.lru_cache
 def _num_slots(index: int) -> int:
     return OCCUPANCY * torch.cuda.get_device_properties(index).multi_processor_count
@@ -190,14 +209,25 @@ def attn_decode(
         block_table: int32 [b, pages per row]. k_scale, v_scale: fp32 [b, s, h_kv], with a block_table
             [pages, page_size, h_kv], for k and v in int8 or fp8.
         num_splits: default chosen to fill the GPU.
+    Raises: ValueError for pages of another size.
     """
-    lengths, q_positions, k_positions = visible
+    if block_table is not None:
+        check_pages(k)
     q, k, v = (host._unit_last_stride(x) for x in (q, k, v))
+    options = dict(spec=spec, block_table=block_table, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits)
+    n = max(1, ROWS // (q.shape[2] // k.shape[2]))
+    states = []
+    for some in (slice(i, i + n) for i in range(0, q.shape[1], n)):
+        seen = visible if visible.q_positions is None else visible._replace(q_positions=visible.q_positions[:, some])
+        states.append(_launch(q[:, some], k, v, visible=seen, **options))
+    return states[0] if len(states) == 1 else torch.cat(states, 1)
+
+
+def _launch(q, k, v, *, visible, spec: AttnSpec, block_table, k_scale, v_scale, num_splits: int | None) -> Tensor:
+    lengths, q_positions, k_positions = visible
     b, s_q, h, d = q.shape
     paged = block_table is not None
     page = k.shape[1] if paged else 0
-    if paged and page not in (16, 32, 64, 128, 256):
-        raise ValueError(f"page_size={page}: Triton's kernels take pages of 16, 32, 64, 128 or 256 tokens")
     num_keys = block_table.shape[1] * page if paged else k.shape[1]
     h_kv, e = k.shape[2], v.shape[-1]
     group = h // h_kv
