@@ -1,8 +1,8 @@
-"""Ask a language model about a long text, with the KV cache spread over all ranks.
+"""Ask a language model about a long text, or answer a file of prompts, with the KV cache spread over all ranks.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank launch/generate.py --check
 
-Every rank runs this file. `--help` lists the options; docs/deepspeed.md explains them.
+Every rank runs this file. `--help` lists the options; docs/inference.md explains them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def main(argv: list[str]) -> int:
         return 2
     tell_choices(rank)
     try:
-        from megatron_tree.inference.run import CheckError, run
+        from megatron_tree.inference.run import CheckError, JobError, run
 
         run(args)
-    except CheckError as error:  # every rank has it
+    except (CheckError, JobError) as error:  # every rank has it
         if rank == 0:
             print(f"generate.py: {error}", file=sys.stderr, flush=True)
         return 1

@@ -77,7 +77,16 @@ def _processes_with(variable):
 
 
 def test_generates_checks_and_reports(folder, tmp_path):
-    options = ("--max-new-tokens", 7, "--check", "--json", tmp_path / "f.json", "--schedule", "allreduce")
+    options = (
+        "--max-new-tokens",
+        7,
+        "--ignore-eos",
+        "--check",
+        "--json",
+        tmp_path / "f.json",
+        "--schedule",
+        "allreduce",
+    )
     code, output = _launch(2, *_about(folder), *options)
     assert code == 0, output
     assert "check: all 7 tokens are equal" in output
@@ -92,6 +101,23 @@ def test_generates_checks_and_reports(folder, tmp_path):
         assert text in output
 
 
+def test_a_file_of_prompts_with_sampling(folder, tmp_path):
+    lines = [{"prompt": "the quick"}, {"prompt": "the dog", "temperature": 0.0}, {"id": "x", "prompt": "a wood"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ("--model", folder, "--prompts", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    options += ("--temperature", 1.0, "--top-k", 20, "--seed", 5, "--max-new-tokens", 5, "--max-rows", 2)
+    options += ("--prefill-chunk", 4, "--cache-block-size", 2, "--resume")
+    code, output = _launch(2, *options)
+    assert code == 0, output
+    assert "3 answered in" in output and "0 were there, 0 failed" in output
+    job, *answers = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert job["job"]["about"]["sp_size"] == 2 and job["job"]["sampling"]["seed"] == 5
+    assert sorted(str(answer["id"]) for answer in answers) == ["0", "1", "x"]
+    assert all(answer["answers"][0]["finish_reason"] in ("length", "stop") for answer in answers)
+    code, output = _launch(2, *options)
+    assert code == 0 and "0 answered in" in output and "3 were there" in output
+
+
 def test_a_wrong_answer_fails_the_check(folder, tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(
@@ -103,7 +129,7 @@ def test_a_wrong_answer_fails_the_check(folder, tmp_path):
         "LayerPages.write = lambda self, slots, k, v: write(self, slots, 3 * k, -3 * v)\n"
         "sys.exit(generate.main(sys.argv[1:]))\n"
     )
-    code, output = _launch(2, *_about(folder), "--max-new-tokens", 12, "--check", script=script)
+    code, output = _launch(2, *_about(folder), "--max-new-tokens", 12, "--ignore-eos", "--check", script=script)
     assert code == 1, output
     assert "of the answer differs from the plain model's" in output
     assert "sharded: [" in output
@@ -157,11 +183,73 @@ def test_a_bad_option_is_told_once(folder):
         (["--json", "no/such/folder/f.json"], "does not exist"),
         (["--question", " "], "--question is empty"),
         (["--distributed-timeout-minutes", "0"], "must be more than 0"),
+        (["--temperature", "-1"], "--temperature -1.0 must be a finite number"),
+        (["--top-p", "0"], "--top-p 0.0 must be"),
+        (["--stop", ""], "--stop .* must be texts that are not empty"),
+        (["--prefill-chunk", "0"], "--prefill-chunk 0 must be 1 or more"),
+        (["--max-rows", "0"], "--max-rows 0 must be 1 or more"),
+        (
+            ["--check", "--temperature", "1"],
+            "--check compares with plain greedy decoding, which knows no --temperature",
+        ),
+        (["--check", "--cache-dtype", "int8"], "knows no --cache-dtype"),
+        (["--output", "out.jsonl"], "--output belongs to --prompts"),
+        (["--resume"], "--resume belongs to --prompts"),
+        (["--prompts", __file__], "--prompts needs --output"),
+        (["--prompts", "no/such/file", "--output", "x"], "--prompts 'no/such/file' can't be read"),
+        (["--prompts", __file__, "--output", "no/such/folder/x"], "--output .* does not exist"),
+        (["--prompts", __file__, "--output", "x", "--check"], "--check does not go with --prompts"),
     ],
 )
 def test_options_are_checked_before_anything_is_sent(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_arguments(build_parser().parse_args(arguments), 4)
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_terminal(tmp_path):
+    """Through the script that puts ranks into the background; Ctrl-C stops an answer, not the chat."""
+    import pty
+    import select
+    import signal
+    import time
+
+    from server_utils import byte_model, byte_tokenizer
+
+    byte_model().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    script = ["bash", "launch/deepspeed_local.sh", "-n", "2", "launch/chat.py", "--model", str(tmp_path)]
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.chdir(REPO)
+        os.environ |= {"VIRTUAL_ENV": str(LAUNCHER.parents[1]), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
+        os.execvp(script[0], [*script, "--max-new-tokens", "200", "--ignore-eos"])
+    seen, end = b"", time.monotonic() + 150
+    try:
+
+        def until(text):
+            nonlocal seen
+            while text not in seen:
+                assert time.monotonic() < end, seen
+                if select.select([fd], [], [], 0.5)[0]:
+                    seen += os.read(fd, 1 << 16)
+            seen = seen[seen.index(text) + len(text) :]
+
+        until(b"> ")
+        os.write(fd, b"hello\n")
+        time.sleep(0.5)
+        os.write(fd, b"\x03")
+        until(b", stopped]")
+        until(b"> ")
+        os.write(fd, b"half a line\x03")
+        until(b"> ")
+        os.write(fd, b"/quit\n")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    except BaseException:
+        os.kill(pid, signal.SIGTERM)
+        raise
+    finally:
+        os.close(fd)
 
 
 def test_the_configs_name_existing_options():

@@ -12,6 +12,8 @@ from .kernels import WrongResult
 COMMANDS = {
     "kernels": "attention kernels of one device",
     "decode": "a decode step over a sharded KV cache on several ranks: all schedules, over a network",
+    "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
+    "needle": "a fact hidden in long texts, asked for on 1, 2 and 4 ranks: the same answers everywhere",
     "train": "attention forward and backward on several ranks: ring, KV gather, pure tree, the planner's grid",
     "simulate": "the same from the planner's costs, for thousands of ranks",
 }

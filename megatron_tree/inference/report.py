@@ -62,13 +62,13 @@ def time_table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def time_figures(result, *, prompt_tokens: int, schedule: str) -> dict[str, Any]:
-    """Sizes and times of a `Generation`, ready for JSON."""
+def time_figures(result, *, prefill: str, schedule: str) -> dict[str, Any]:
+    """Sizes and times of an `Answer`, ready for JSON."""
     steps = result.step_s
     return {
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": result.tokens.shape[1],
-        "prefill": result.prefill,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.tokens),
+        "prefill": prefill,
         "schedule": schedule,
         "prefill_s": result.prefill_s,
         "first_token_s": result.first_token_s,

@@ -1,96 +1,126 @@
-"""One run of launch/generate.py on one rank: load, shard, prefill, decode, report and, if asked for, check."""
+"""One run of launch/generate.py on one rank: one answer, with figures and, if asked for, a check; or a file of them."""
 
 from __future__ import annotations
 
 import os
 import time
 from argparse import Namespace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ..config import TreeConfig
-from ..integrations import deepspeed as tree_deepspeed
 from ..integrations import models
-from ..integrations.generation import Generation, check_length
+from ..integrations.generation import check_length
+from .arguments import sampling_params
+from .conversation import Answer, Conversation
+from .jobs import JobOptions, run_job
 from .report import Progress, cache_table, time_figures, time_table, write_json
-
-CHECK_HOURS = 24  # ranks that wait for the plain model are not stuck
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from .scheduler import Scheduler
+from .start import Started, start
 
 
 class CheckError(RuntimeError):
     """The sharded generation differs from the plain model's."""
 
 
-def run(args: Namespace) -> None:
-    """Generate, on this rank; collective over all ranks. Raises `CheckError` on every rank when the check fails."""
-    device = tree_deepspeed.init_distributed(timeout_s=60 * args.distributed_timeout_minutes)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    say = print if rank == 0 else lambda *_, **__: None
-    waiting = dist.new_group(backend="gloo", timeout=timedelta(hours=CHECK_HOURS))
+class JobError(RuntimeError):
+    """Some prompts of a file have no answer."""
 
-    models.hide_progress_bars()
-    start = time.perf_counter()
-    folder = models.model_folder(args.model)
-    tokenizer = models.load_tokenizer(folder)
-    text = Path(args.prompt_file).read_text(errors="replace")
-    input_ids = models.encode_question(tokenizer, text, args.question)
-    check_length(models.load_config(folder), input_ids.shape[1], args.max_new_tokens)
-    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    model = models.load_model(folder, dtype)
-    plain_attention = model.config.get_text_config(decoder=True)._attn_implementation
-    eos = None if args.ignore_eos else model.generation_config.eos_token_id
-    engine = tree_deepspeed.init_inference(
-        model,
-        config=args.deepspeed_config,
-        sp_size=args.context_parallel_size,
-        tp_size=args.tensor_model_parallel_size,
-        dtype=dtype,
-        block_size=args.cache_block_size,
-        schedule=args.schedule,
-        tree_config=TreeConfig(
-            backend=args.backend, topology=args.topology, timeout_s=60 * args.distributed_timeout_minutes
-        ),
+
+def run(args: Namespace) -> None:
+    """Generate, on this rank; collective over all ranks.
+
+    Raises on every rank: `CheckError` when the check fails, `JobError` when prompts of a file failed, ValueError for
+    prompts that can't be run.
+    """
+    if args.prompts is not None:
+        _run_file(args, start(args, lambda tokenizer, config: None))
+    else:
+        _run_one(args)
+
+
+def _run_file(args: Namespace, ready: Started) -> None:
+    """Answers of a file of prompts."""
+    engine = ready.engine
+    scheduler = Scheduler(
+        engine.new_runner(),
+        ready.tokenizer,
+        max_rows=args.max_rows,
+        max_waiting=2 * args.max_rows,
+        end_tokens=ready.end_tokens,
+        plan_group=ready.group,
+        timeout_s=60 * args.distributed_timeout_minutes,
     )
-    input_ids = input_ids.to(device)
-    dist.barrier(group=waiting)
-    say(
-        f"{args.model} on {world} ranks ({device.type}, {dtype}): the cache over {engine.sp_size}, the weights over "
-        f"{engine.tp_size}; ready after {time.perf_counter() - start:.1f} s"
+    about = {"model": args.model, "dtype": str(ready.dtype), "cache_dtype": args.cache_dtype}
+    about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
+    options = JobOptions(
+        input=args.prompts, output=args.output, resume=args.resume, sampling=sampling_params(args), about=about
     )
-    say(f"{input_ids.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)
-    result = tree_deepspeed.generate(
-        engine,
-        input_ids,
-        max_new_tokens=args.max_new_tokens,
-        eos_token_id=eos,
-        prefill=args.prefill,
-        streamer=models.text_streamer(tokenizer) if rank == 0 else None,
+    begun = time.perf_counter()
+    result = run_job(scheduler, ready.tokenizer, options)
+    if ready.rank == 0:
+        print(
+            f"{args.output}: {result.finished} answered in {time.perf_counter() - begun:.1f} s, {result.skipped} were "
+            f"there, {result.failed} failed",
+            flush=True,
+        )
+    if result.failed:
+        raise JobError(f"{result.failed} prompts have no answer: --resume tries them again")
+    dist.barrier(group=ready.group)
+
+
+def _run_one(args: Namespace) -> None:
+    """The answer to one question about a text."""
+
+    def prepare(tokenizer, config):
+        text = Path(args.prompt_file).read_text(errors="replace")
+        prompt = models.encode_question(tokenizer, text, args.question)
+        check_length(config, prompt.shape[1], args.max_new_tokens)
+        return prompt
+
+    ready = start(args, prepare)
+    rank, engine, prompt = ready.rank, ready.engine, ready.prepared
+    say = print if rank == 0 else lambda *_, **__: None
+    say(f"{prompt.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)
+    params = sampling_params(args).with_shared_seed(ready.group)
+    runner = engine.new_runner()
+    conversation = Conversation(
+        runner,
+        ready.tokenizer,
+        end_tokens=ready.end_tokens,
+        group=ready.group,
+        sharded=args.prefill == "sharded",
+        timeout_s=60 * args.distributed_timeout_minutes,
+    )
+    result = conversation.answer(
+        prompt[0].tolist(),
+        params,
+        on_text=(lambda text: print(text, end="", flush=True)) if args.stream else None,
         progress=Progress("prefill") if rank == 0 else None,
         keep_logits=args.check and rank == 0,
     )
-    figures = time_figures(result, prompt_tokens=input_ids.shape[1], schedule=args.schedule)
-    figures["ranks"] = _gather_ranks(rank, result, waiting)
+    say("" if args.stream else result.text, flush=True)
+    figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
+    figures["ranks"] = _gather_ranks(rank, result, runner.cache, ready.group)
     if rank == 0:
-        figures |= {"model": args.model, "dtype": str(dtype), "device": device.type, "sp_size": engine.sp_size}
-        figures |= {"tp_size": engine.tp_size, "tokens": result.tokens[0].tolist()}
-        figures["text"] = tokenizer.decode(result.tokens[0], skip_special_tokens=True)
+        figures |= {"model": args.model, "dtype": str(ready.dtype), "device": ready.device.type}
+        figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}
+        figures |= {"temperature": params.temperature, "seed": params.seed if params.temperature else None}
+        figures |= {"tokens": result.tokens, "text": result.text, "finish_reason": result.finish_reason}
         say(f"\n{cache_table(figures['ranks'])}\n\n{time_table(figures)}", flush=True)
     if args.check:
-        _check(args, rank, engine, folder, input_ids, result, eos, plain_attention, tokenizer, figures, waiting, dtype)
+        _check(args, ready, result, figures)
     if rank == 0 and args.json:
         write_json(args.json, figures)
-    dist.barrier(group=waiting)
+    dist.barrier(group=ready.group)
 
 
-def _gather_ranks(rank: int, result: Generation, group) -> list[dict]:
+def _gather_ranks(rank: int, result: Answer, cache, group) -> list[dict]:
     figures = {
         "rank": rank,
-        "cached_tokens": result.cache.num_local_tokens,
-        "cache_bytes": result.cache.nbytes,
+        "cached_tokens": cache.num_local_tokens,
+        "cache_bytes": cache.nbytes,
         "prefill_s": result.prefill_s,
     }
     ranks = [None] * dist.get_world_size()
@@ -98,49 +128,47 @@ def _gather_ranks(rank: int, result: Generation, group) -> list[dict]:
     return ranks
 
 
-def _check(
-    args, rank, engine, folder, input_ids, result, eos, plain_attention, tokenizer, figures, group, dtype
-) -> None:
+def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> None:
     """Compare with the plain model, which rank 0 runs on all cores while the others wait for its verdict."""
     verdict = [None]
-    if rank == 0:
-        print(f"\ncheck: the plain model on rank 0 (attn_implementation={plain_attention!r}) ...", flush=True)
+    if ready.rank == 0:
+        attention, engine = ready.plain_attention, ready.engine
+        print(f"\ncheck: the plain model on rank 0 (attn_implementation={attention!r}) ...", flush=True)
         try:
-            plain = engine.module if engine.tp_size == 1 else models.load_model(folder, dtype).to(input_ids.device)
+            plain = engine.module if engine.tp_size == 1 else models.load_model(ready.folder, ready.dtype)
             threads = torch.get_num_threads()
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-            start = time.perf_counter()
+            begun = time.perf_counter()
             tokens, logits = models.plain_generate(
-                plain,
-                input_ids,
+                plain.to(ready.device),
+                ready.prepared.to(ready.device),
                 max_new_tokens=args.max_new_tokens,
-                eos_token_id=eos,
-                attn_implementation=plain_attention,
+                eos_token_id=None if args.ignore_eos else list(ready.end_tokens) or None,
+                attn_implementation=attention,
             )
             torch.set_num_threads(threads)
-            verdict = [_compare(result, tokens, logits, tokenizer, figures, time.perf_counter() - start)]
+            verdict = [_compare(result, tokens[0], logits, ready.tokenizer, figures, time.perf_counter() - begun)]
         except Exception as error:
-            dist.broadcast_object_list([f"the plain model failed: {error}"], src=0, group=group)
+            dist.broadcast_object_list([f"the plain model failed: {error}"], src=0, group=ready.group)
             raise
-    dist.broadcast_object_list(verdict, src=0, group=group)
+    dist.broadcast_object_list(verdict, src=0, group=ready.group)
     if verdict[0] is not None:
         raise CheckError(verdict[0])
 
 
-def _compare(result: Generation, tokens, logits, tokenizer, figures: dict, seconds: float) -> str | None:
+def _compare(result: Answer, tokens, logits, tokenizer, figures: dict, seconds: float) -> str | None:
     """Print the comparison and add it to the figures; returns what is wrong, or None."""
-    equal = torch.equal(tokens, result.tokens)
-    same = 0
-    while same < min(tokens.shape[1], result.tokens.shape[1]) and torch.equal(tokens[:, same], result.tokens[:, same]):
+    plain, same = tokens.tolist(), 0
+    while same < min(len(plain), len(result.tokens)) and plain[same] == result.tokens[same]:
         same += 1
     pairs = zip(result.logits[: same + 1], logits, strict=False)  # after the first difference the inputs differ, too
     difference = max(float((a - b).abs().max()) for a, b in pairs)
-    figures["check"] = {"tokens_equal": equal, "max_logit_difference": difference, "plain_s": seconds}
-    figures["check"]["plain_tokens"] = tokens[0].tolist()
+    figures["check"] = {"tokens_equal": plain == result.tokens, "max_logit_difference": difference, "plain_s": seconds}
+    figures["check"]["plain_tokens"] = plain
     print(f"check: plain model {seconds:.1f} s; largest difference of a logit {difference:.2e}", flush=True)
-    if equal:
-        print(f"check: all {tokens.shape[1]} tokens are equal", flush=True)
+    if plain == result.tokens:
+        print(f"check: all {len(plain)} tokens are equal", flush=True)
         return None
-    for name, row in (("sharded", result.tokens[0]), ("plain", tokens[0])):
-        print(f"check: {name:>8}: {row.tolist()}\n{tokenizer.decode(row)!r}", flush=True)
+    for name, row in (("sharded", result.tokens), ("plain", plain)):
+        print(f"check: {name:>8}: {row}\n{tokenizer.decode(row)!r}", flush=True)
     return f"token {same} of the answer differs from the plain model's (largest logit difference {difference:.2e})"

@@ -16,8 +16,8 @@ import uvicorn
 
 from ..config import TreeConfig
 from ..errors import TreeError
-from ..inference.run import DTYPES
 from ..inference.scheduler import Scheduler
+from ..inference.start import DTYPES
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations import models
 from ..integrations.runner import Runner

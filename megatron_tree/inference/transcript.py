@@ -1,0 +1,53 @@
+"""The messages of a chat as the tokens that a model reads, so that what its cache holds already stays valid."""
+
+from __future__ import annotations
+
+
+class Transcript:
+    """Messages, and the tokens of the whole conversation so far.
+
+    An answer's tokens stay those that the model wrote; only what the chat template puts behind them is made into tokens
+    anew. Where a template changes earlier turns afterwards, the whole conversation is.
+
+    end_tokens: the model's. system: a message before all others.
+    Raises: ValueError for a tokenizer without a chat template.
+    """
+
+    def __init__(self, tokenizer, end_tokens, system: str | None = None):
+        if not tokenizer.chat_template:
+            raise ValueError("the model's tokenizer has no chat template: ask it through generate.py")
+        self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.messages: list[dict[str, str]] = list(self._system)
+        self._tokens: list[int] = []  # of the conversation, the last answer included
+        self._text = ""  # the same as the template writes it, as far as it is in the tokens
+
+    def ask(self, message: str) -> list[int]:
+        """The tokens of the conversation with this message, up to where its answer begins; see `answered`."""
+        messages = [*self.messages, {"role": "user", "content": message}]
+        text = self._render(messages)
+        if self._text and text.startswith(self._text):
+            tokens = self._tokens + self._encode(text[len(self._text) :])
+        else:
+            tokens = self._encode(text)
+        self._asked = messages, text, tokens
+        return tokens
+
+    def answered(self, answer: str, tokens: list[int]) -> None:
+        """Note the answer to the last message: its text and the tokens that the model wrote."""
+        messages, text, prompt = self._asked
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self._tokens, self._text = prompt + tokens, text + answer
+        if tokens and tokens[-1] in self._end_tokens:
+            self._text += self._tokenizer.decode(tokens[-1:], skip_special_tokens=False)
+
+    def _render(self, messages) -> str:
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def _encode(self, text: str) -> list[int]:
+        """The template writes special tokens itself."""
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
