@@ -107,7 +107,7 @@ class Fleet:
         """Segments for queries from the middle of the row on: true positions, or ones as good as true."""
         length = cache.book.rows[row].length
         begin = length // 2 if cache.book.windows[kind] is None else length
-        segments = cache.key_segments(kind, row, begin)
+        segments = cache.book.key_segments(row, kind, begin)
         assert sum(s.length for s in segments) == len(part)
         claimed = [s.pos + i for s in segments for i in range(s.length)]
         assert [s.row for s in segments] == [sum(s.length for s in segments[:i]) for i in range(len(segments))]

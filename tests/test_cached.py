@@ -51,7 +51,7 @@ def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
     cache.write(0, append, k[:, given], v[:, given])
     view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
     keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
-    segments = cache.key_segments(0, row, first)
+    segments = cache.book.key_segments(row, 0, first)
     if gathers_keys:
         segments = [cache.book.key_segments(row, 0, first, r) for r in range(world)]
     q = q[:, torch.tensor(mine, dtype=torch.int64)]

@@ -112,6 +112,8 @@ class Append:
     """Sharded: by rank, its new tokens as runs (position, count). None: all tokens are on all ranks."""
     places: dict = field(default_factory=dict)
     """Tensors made from `writes`, the same for all layers of a kind (`ShardedCache`)."""
+    segments: dict = field(default_factory=dict)
+    """Sharded: keys that its queries may see, the same for all layers of a kind (`ShardedCache`)."""
 
 
 class RowBook:

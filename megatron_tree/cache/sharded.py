@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..shard import Segment
 from .pages import CACHE_DTYPES, LayerPages
 from .rows import Append, RowBook
 
@@ -134,9 +133,16 @@ class ShardedCache:
             self._tables[kind, row_id] = kept
         return kept[1]
 
-    def key_segments(self, kind: int, row_id: int, begin: int, rank: int | None = None) -> list[Segment]:
-        """See `RowBook.key_segments`."""
-        return self.book.key_segments(row_id, kind, begin, rank)
+    def key_segments(self, append: Append, kind: int, *, of_all_ranks: bool) -> list:
+        """For a sharded append this rank's keys of the row, or by rank those of all ranks; `RowBook.key_segments`."""
+        if (kind, of_all_ranks) not in append.segments:
+            row, begin, book = append.rows[0], append.first[0], self.book
+            append.segments[kind, of_all_ranks] = (
+                [book.key_segments(row, kind, begin, rank) for rank in range(book.world)]
+                if of_all_ranks
+                else book.key_segments(row, kind, begin)
+            )
+        return append.segments[kind, of_all_ranks]
 
     def crop(self, row_id: int, length: int) -> None:
         """See `RowBook.crop`."""

@@ -38,7 +38,6 @@ class CachedCall:
     """Layers that have stored their tokens."""
     views: dict[int, View] = field(default_factory=dict)
     """By kind of layer: where the kernels find the rows."""
-    segments: dict[tuple[int, bool], list] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -72,23 +71,12 @@ class CachedCall:
         own = sum(count for _, count in append.shares[rank])
         # queries and partial results are as wide as keys and values: the fewer travel
         gather_keys = store.book.num_visible(append, kind) * pages.k.shape[2] <= append.num_tokens * q.shape[2]
-        segments = self._key_segments(kind, gather_keys)
+        segments = store.key_segments(append, kind, of_all_ranks=gather_keys)
         held = sum(segment.length for segment in (segments[rank] if gather_keys else segments))
         k, v = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype)
         options.update(cp_group=cp_group, shares=append.shares, key_segments=segments)
         out = tree_prefill(q[:, :own], k, v, **options)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))
-
-    def _key_segments(self, kind: int, of_all_ranks: bool) -> list:
-        """This rank's keys of the one row, or by rank those of all ranks; made once for the layers of a kind."""
-        if (kind, of_all_ranks) not in self.segments:
-            row, begin, book = self.rows[0], self.append.first[0], self.store.book
-            self.segments[kind, of_all_ranks] = (
-                [book.key_segments(row, kind, begin, rank) for rank in range(book.world)]
-                if of_all_ranks
-                else book.key_segments(row, kind, begin)
-            )
-        return self.segments[kind, of_all_ranks]
 
     def _decode(self, layer: int, view: View, q: Tensor, *, window_size: tuple[int, int], **options) -> Tensor:
         pages, num_queries = self.store.layers[layer], q.shape[1]

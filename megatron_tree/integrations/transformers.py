@@ -113,7 +113,7 @@ def _prefill(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, at
     kind = cache.store.kind_of[layer_idx]
     # queries and partial results are as wide as keys and values: the fewer travel
     gather_keys = cache.store.book.num_visible(append, kind) * k.shape[2] <= append.num_tokens * q.shape[2]
-    segments = update.call.key_segments(cache.store, kind, gather_keys)
+    segments = cache.store.key_segments(append, kind, of_all_ranks=gather_keys)
     held = sum(segment.length for segment in (segments[cache.rank] if gather_keys else segments))
     out = tree_prefill(
         q[:, :own],

@@ -33,22 +33,9 @@ class Call:
     views: dict[int, View] = field(default_factory=dict)
     """By kind of layer: where the kernels find the rows."""
 
-    segments: dict[tuple[int, bool], list] = field(default_factory=dict)
-
     @property
     def is_sharded(self) -> bool:
         return self.append.shares is not None
-
-    def key_segments(self, store: ShardedCache, kind: int, of_all_ranks: bool) -> list:
-        """This rank's keys of the one row, or by rank those of all ranks; made once for the layers of a kind."""
-        if (kind, of_all_ranks) not in self.segments:
-            row, begin, book = self.rows[0], self.append.first[0], store.book
-            self.segments[kind, of_all_ranks] = (
-                [book.key_segments(row, kind, begin, rank) for rank in range(book.world)]
-                if of_all_ranks
-                else book.key_segments(row, kind, begin)
-            )
-        return self.segments[kind, of_all_ranks]
 
 
 class Update(NamedTuple):
