@@ -149,7 +149,6 @@ def on_rank(folder: pathlib.Path, todo: list[tuple[int, float]], new_tokens: int
     """One rank's part of all cells on this many ranks; rank 0 puts them down."""
     group = join(timeout_s=CELL_LIMIT_S)
     rank, world = comm.group_rank(group), comm.group_size(group)
-    torch.set_num_threads(max(1, CORES // world))
     tokenizer, model = models.load_tokenizer(folder), models.load_model(folder, torch.float32)
     end = model.generation_config.eos_token_id
     model.set_attn_implementation("tree")
