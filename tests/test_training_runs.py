@@ -55,21 +55,21 @@ def test_fp16_finds_its_loss_scale(tmp_path, text):
     runs = {
         "fp32": "--context-parallel-size 2",
         "fp16": f"{fp16} --initial-loss-scale 256",
-        "falls": f"{fp16} --initial-loss-scale {2.0**24} --train-iters 16 --lr-decay-style constant",
+        "falls": f"{fp16} --initial-loss-scale {2.0**24} --train-iters 24 --lr-decay-style constant",
     }
-    outcomes = run(2, tmp_path, text, runs)
+    run(2, tmp_path, text, runs)
     assert not any(record["skipped"] for record in records(tmp_path / "fp16"))
     assert losses(tmp_path / "fp16") == {n: pytest.approx(x, rel=1e-3) for n, x in losses(tmp_path / "fp32").items()}
     steps = records(tmp_path / "falls")
     skipped = [step["skipped"] for step in steps]
     num_skipped = sum(skipped)
-    assert 0 < num_skipped < 16
-    assert skipped == [True] * num_skipped + [False] * (16 - num_skipped)
+    assert 0 < num_skipped < 20
+    assert skipped == [True] * num_skipped + [False] * (24 - num_skipped)
     scales = [step["loss_scale"] for step in steps]
-    assert scales == [2.0 ** (24 - min(n, num_skipped)) for n in range(1, 17)]
+    assert scales == [2.0 ** (24 - min(n, num_skipped)) for n in range(1, 25)]
     assert all(step["grad_norm"] is None and step["lr"] == 0 for step in steps[:num_skipped])
     assert "skipped: overflow at loss scale" in (tmp_path / "falls.txt").read_text()
-    assert outcomes["falls"].final_loss < steps[0]["loss"]
+    assert steps[-1]["loss"] < min(step["loss"] for step in steps[: num_skipped + 1]) - 0.2
 
 
 def test_dropout_is_resumed_with_its_random_states(tmp_path, text):
