@@ -1,5 +1,6 @@
 """The launch scripts start real ranks through deepspeed, report failures, and leave no process behind."""
 
+import functools
 import os
 import re
 import shutil
@@ -57,6 +58,8 @@ def _start(*command, cwd=REPO, **variables):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # where the tests run in the background SIGINT is ignored, and a shell can't trap what it inherits as ignored
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
