@@ -1,6 +1,7 @@
 """Nothing stays behind an emulated cluster, however it ends; launch/emulate.py runs a user's script on one."""
 
 import argparse
+import functools
 import os
 import re
 import signal
@@ -63,7 +64,9 @@ def test_nothing_stays_behind(how, tmp_path):
     mark = f"EMULATE_TEST={uuid.uuid4()}"
     env = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path / "tmp"), **dict([mark.split("=")])}
     command = [sys.executable, tmp_path / "parent.py", how]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in a background job
+    with subprocess.Popen(command, env=env, preexec_fn=heed, **pipes) as parent:
         if how.startswith("SIG"):
             end = time.monotonic() + 60
             while len(_marked(mark)) < 10 and time.monotonic() < end:  # it, the switch, 4 ranks and a child of each
