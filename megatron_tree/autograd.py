@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import comm, kernels
 from .grid import grid_bwd, grid_fwd
 from .job import Job
 from .merge import merge_sinks
@@ -35,12 +35,13 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         job = ctx.job
-        # every rank takes part in the backward's collectives, with or without a gradient of its own
-        dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype)
-        flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
-        delta = kernels.attn_delta(dout, out, flowing)
-        run = ring_bwd if job.plan.backward.schedule == "ring" else grid_bwd
-        dq, dk, dv = run(dout, q, k, v, lse, delta, job, flowing_lse=dlse is not None)
+        with comm.Task(job.group, "the backward of tree attention"):
+            # every rank takes part in the backward's collectives, with or without a gradient of its own
+            dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype)
+            flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
+            delta = kernels.attn_delta(dout, out, flowing)
+            run = ring_bwd if job.plan.backward.schedule == "ring" else grid_bwd
+            dq, dk, dv = run(dout, q, k, v, lse, delta, job, flowing_lse=dlse is not None)
         dsinks = None
         if sinks is not None:
             seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))

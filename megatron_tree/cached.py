@@ -80,28 +80,38 @@ def tree_decode(
         network = Network.of(cp_group, q.device, config)
     b, s_q, h, _ = q.shape
     h_kv, d_v = v_cache.shape[2:]
-    signature = (
-        f"tree_decode; q={tuple(q.shape)}; num_heads_kv={h_kv}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
-        f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}; "
-        f"paged={paged is not None}; memory_budget={config.memory_budget}; "
-        f"transport={network.topology.transport}; topology={network.digest}"
-    )
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    network = network.placed(cp_group, q.device, config)
-    topology, placement = network.topology, network.placement
-    plan = plan_decode(
-        world,
-        rows=b * s_q * h,
+    agree(
+        cp_group,
+        "tree_decode",
+        check=config.check,
+        timeout_s=config.timeout_s,
+        q=q.shape,
+        num_heads_kv=h_kv,
         head_dim_v=d_v,
-        kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
-        topology=topology,
-        placement=placement,
+        dtype=q.dtype,
+        spec=spec,
+        sinks=sinks is not None,
         schedule=schedule,
-        memory_budget=config.memory_budget,
+        positions=q_positions is not None,
+        paged=paged is not None,
+        config=config,
+        topology=network.digest,
     )
-    if schedule == "auto" and world > 1 and s_q == 1:
-        say_once(f"decode schedule: {plan.reason}")
-    with torch.no_grad():
+    with comm.Task(cp_group, "tree_decode"), torch.no_grad():
+        network = network.placed(cp_group, q.device, config)
+        topology, placement = network.topology, network.placement
+        plan = plan_decode(
+            world,
+            rows=b * s_q * h,
+            head_dim_v=d_v,
+            kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
+            topology=topology,
+            placement=placement,
+            schedule=schedule,
+            memory_budget=config.memory_budget,
+        )
+        if schedule == "auto" and world > 1 and s_q == 1:
+            say_once(f"decode schedule: {plan.reason}")
         out, lse = decode.decode(
             q,
             k_cache,
@@ -165,13 +175,24 @@ def tree_prefill(
         if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
         network = Network.of(cp_group, q.device, config)
-    signature = (
-        f"tree_prefill; batch={q.shape[0]}; heads={q.shape[2]}; num_heads_kv={k_cache.shape[2]}; "
-        f"head_dim={q.shape[3]}; head_dim_v={v_cache.shape[3]}; dtype={q.dtype}; {spec}; sinks={sinks is not None}; "
-        f"comm_dtype={config.comm_dtype}; transport={network.topology.transport}; shares={shares}; "
-        f"gathered={'keys' if gathers_keys else 'queries'}"
+    agree(
+        cp_group,
+        "tree_prefill",
+        check=config.check,
+        timeout_s=config.timeout_s,
+        batch=q.shape[0],
+        num_heads=q.shape[2],
+        num_heads_kv=k_cache.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v_cache.shape[3],
+        dtype=q.dtype,
+        spec=spec,
+        sinks=sinks is not None,
+        shares=str(shares),
+        gathered="keys" if gathers_keys else "queries",
+        config=config,
+        topology=network.digest,
     )
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
     call = dict(
         spec=spec,
         group=cp_group,
@@ -179,7 +200,7 @@ def tree_prefill(
         backend=config.backend,
         timeout_s=config.timeout_s,
     )
-    with torch.no_grad():
+    with comm.Task(cp_group, "tree_prefill"), torch.no_grad():
         if gathers_keys:
             queries = _segments(shares[rank : rank + 1], 0)
             call.update(q_segments=queries, k_segments=key_segments)

@@ -238,7 +238,7 @@ def test_ranks_that_disagree_all_get_the_same_error():
     results = run_distributed(_disagree, 3)
     for errors, seconds, fine in results:
         assert fine and seconds < 10 and errors == results[0][0]
-    words = ["causal=True", "softmax_scale=0.25", "grid=(3, 1)", "window_size=(0, 0)", "seq_len=6"]
+    words = ["causal=True", "softmax_scale=0.25", "grid=(3, 1)", "window_size=(", "seq_len=6"]
     for error, word in zip(results[0][0], words):
         assert "different arguments" in error and word in error, error
 
@@ -254,7 +254,7 @@ def _absent(rank, world):
 
 def test_a_rank_that_does_not_come_is_named():
     found = run_distributed(_absent, 3)
-    assert "ranks [1] of the group did not come" in found[0] and "1.5 s" in found[2]
+    assert "rank 1 is dead" in found[0] and "did not come to tree_attn_func within 1.5 s" in found[2]
 
 
 def _stuck_in_the_middle(rank, world):

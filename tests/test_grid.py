@@ -29,10 +29,10 @@ class Hosts:
         self.hosts = hosts
 
     def __enter__(self):
-        self.real, comm.groups._this_host = comm.groups._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
+        self.real, comm.machines._this_host = comm.machines._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
 
     def __exit__(self, *_):
-        comm.groups._this_host = self.real
+        comm.machines._this_host = self.real
 
 
 def _nested(rank, world, hosts, transport):

@@ -84,7 +84,8 @@ def save_rows(
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
     digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tokens)).hexdigest()[:16]
-    _agree(cp_group, f"save of {lengths} tokens to {folder}; digest of tokens={digest}; fingerprint={fingerprint!r}")
+    call = {"lengths": tuple(lengths), "folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
+    _agree(cp_group, "save of a cache", **call)
     with telling(cp_group), _naming(part / _file(rank)):
         written = _write(part / _file(rank), store, rows, tokens if rank == 0 else [])
         (part / f"{_file(rank)}.json").write_text(json.dumps(written))
@@ -114,7 +115,8 @@ def load_rows(
             _check_size(folder / name, about["files"][name]["bytes"])
         for name in names[rank::world]:
             _check_digest(folder / name, about["files"][name]["sha256"])
-    _agree(cp_group, f"load from {folder}; {about['lengths']} tokens; fingerprint={fingerprint!r}")
+    call = {"folder": str(folder), "lengths": tuple(about["lengths"]), "fingerprint": fingerprint}
+    _agree(cp_group, "load of a cache", **call)
     rows: list[int] = []
     try:
         with telling(cp_group), _naming(folder), contextlib.ExitStack() as stack:
@@ -306,8 +308,8 @@ def _file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _agree(cp_group, what: str) -> None:
-    agree(cp_group, what, check="always", timeout_s=TIMEOUT_S)
+def _agree(cp_group, what: str, **call) -> None:
+    agree(cp_group, what, check="always", timeout_s=TIMEOUT_S, **call)
 
 
 @contextlib.contextmanager
