@@ -1,5 +1,6 @@
 """Dead and stuck peers: every survivor raises in time and says which rank it was, and the group can be rebuilt."""
 
+import datetime
 import time
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import DistributedTestError, run_distributed
-from failing_ranks import HOWS, LIMIT, WHERES, call, lose, run_to_the_end
-from megatron_tree import CommError, TreeConfig, tree_attn_func
+from failing_ranks import HOWS, LIMIT, WHERES, call, die, lose, run_to_the_end, start_clock
+from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
 
 IN_CI = {
     ("SIGKILL", "forward", 3),
@@ -58,6 +59,28 @@ def test_survivors_name_the_rank_in_time(how, where, victim):
 @pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
 def test_however_it_is_spread(how, options):
     _check(run_to_the_end(lose, 4, how, "forward", 2, options, victims=(2,)), how, 2)
+
+
+def _steps(rank, world, how, victim):
+    """Collectives of torch itself, in rows and columns of the ranks, as a training framework has them."""
+    limit = datetime.timedelta(seconds=LIMIT)
+    groups = [dist.new_group(ranks, timeout=limit) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    mine = [groups[rank // 2], groups[2 + rank % 2]]
+    start_clock()
+    for step in range(3):
+        with comm.stage(f"step {step}"):
+            if (rank, step) == (victim, 2):
+                die(how)
+            for group in mine:
+                dist.all_reduce(torch.ones(3), group=group)
+
+
+@pytest.mark.parametrize(("how", "victim"), [("SIGSTOP", 3), ("SIGKILL", 1), ("exception", 0)])
+def test_a_step_of_training_is_named(how, victim):
+    """Others' collectives are interrupted, too, and the error says where in the run it was."""
+    outcomes = run_to_the_end(_steps, 4, how, victim, victims=(victim,) if how.startswith("SIG") else ())
+    _check(outcomes, how, victim)
+    assert all("in step 2" in outcomes[rank].text for rank in range(4) if rank != victim)
 
 
 def _slow(rank, world):

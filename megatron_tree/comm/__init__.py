@@ -16,7 +16,7 @@ from .collectives import all_reduce, broadcast, gather_sequence, start_all_to_al
 from .groups import Sent, Team, backend, group_rank, group_size, record, resolve_transport
 from .machines import hosts
 from .reductions import start_reduction
-from .watch import Task
+from .watch import Task, stage
 from .work import Pending, Transfer, start_shift
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "hosts",
     "record",
     "resolve_transport",
+    "stage",
     "start_all_to_all",
     "start_gather",
     "start_reduce_scatter",

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..errors import CommError
 from .board import Board, Request, set_first
@@ -26,6 +27,7 @@ GATHER_REPORTS = 0.8  # seconds in which others' reports are awaited
 LINGER = 0.7  # seconds that the keeper of the store stays for the others to read the conclusion
 REMEMBERED = 8  # latest calls that this rank can be asked about
 NO_TAG = (1 << 31) - 1  # a tag that no message has
+EVERY_GROUP = object()
 
 _watches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> Watch
 
@@ -46,7 +48,7 @@ class Watch:
         """agree.py's calls that all ranks have agreed on."""
         self.doing = "an attention call"
         self.waiting = None
-        """The group, or a sub-group of it, that the main thread waits on."""
+        """The group, or a sub-group of it, that the main thread waits on; or `EVERY_GROUP`."""
         self.told: ValueError | None = None
         """What this rank shall raise instead of what its wait fails with."""
         self.error: Exception | None = None
@@ -128,10 +130,10 @@ class Watch:
                 silent = silent or set(range(self.world)) - set(reports)
                 set_first(store, self.key("conclusion"), self._conclusion(store, reports, sorted(silent)))
             yield
-        kind, _, text = store.get(self.key("conclusion")).decode().partition(" ")
+        said = json.loads(store.get(self.key("conclusion")))
         store.add(self.key("num_read"), 1)
         yield from self._linger(store)
-        return ValueError(text) if kind == "input" else CommError(text)
+        return ValueError(said["text"]) if said["input"] else CommError(said["text"], tuple(said["ranks"]))
 
     def _read_reports(self, store, reports: dict[int, dict]) -> None:
         for rank in range(self.world):
@@ -141,15 +143,15 @@ class Watch:
     def _conclusion(self, store, reports: dict[int, dict], silent: list[int]) -> str:
         if store.check([self.key("cause")]):
             cause = json.loads(store.get(self.key("cause")))
-            if cause["kind"] == "input":
-                return f"input {cause['what']}"
-            return f"error rank {self.ranks[cause['rank']]} failed: {cause['what']}"
-        what = (reports.get(self.rank) or next(iter(reports.values())))["what"]
-        if not silent:
-            return f"error all ranks answer, but their messages do not meet: {what}"
+            ranks, text = [self.ranks[cause["rank"]]], cause["what"]
+            if cause["kind"] != "input":
+                text = f"rank {ranks[0]} failed: {text}"
+            return json.dumps({"input": cause["kind"] == "input", "ranks": ranks, "text": text})
         ranks = [self.ranks[r] for r in silent]
-        names = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks} are"
-        return f"error {names} dead, stuck, or more than the time limit behind: {what}"
+        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks} are"
+        text = f"{who} dead, stuck, or more than the time limit behind: " if ranks else "all answer, but do not meet: "
+        text += (reports.get(self.rank) or next(iter(reports.values())))["what"]
+        return json.dumps({"input": False, "ranks": ranks, "text": text})
 
     def _linger(self, store):
         """Rank 0 usually keeps the store: with its process goes what the others have not read yet."""
@@ -177,7 +179,7 @@ class Task:
 
     def __enter__(self) -> None:
         if self._watch is not None:
-            self._watch.doing = f"{self._name}, call {self._watch.num_calls} of its group"
+            self._watch.doing = f"{self._name}, call {self._watch.num_calls} of its group{_stage}"
 
     def __exit__(self, kind, error, trace) -> None:
         watch = self._watch
@@ -189,6 +191,44 @@ class Task:
                 watch.board.ask(lambda store: watch.refuse(store, watch.num_calls, text), 1.0)
             else:
                 watch.fail(what=f"{kind.__name__}: {error}, in {watch.doing}", cause="error")
+
+
+_stage = ""  # where in the run this rank is
+
+
+@contextlib.contextmanager
+def stage(name: str):
+    """A stretch of a run in which all ranks of the job take part, other libraries' collectives included.
+
+    An error that one rank raises in it becomes a `CommError` of all ranks that wait for it, whatever they wait in.
+    """
+    global _stage
+    if dist.get_world_size() == 1:
+        yield
+        return
+    watch = Watch.of(dist.group.WORLD)
+    _stage, watch.waiting = f", in {name}", EVERY_GROUP
+    try:
+        yield
+    except CommError as error:  # found out in a smaller group
+        watch.fail(what=str(error), suspects=list(error.ranks))
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}, on rank {dist.get_rank()}{_stage}"
+        if not _of_communication(error):
+            watch.fail(what=what, cause="error")
+            raise
+        raise watch.fail(what=what, suspects=[r for r in watch.ranks if r != watch.rank]) from error
+    finally:
+        _stage, watch.waiting = "", None
+
+
+def _of_communication(error: Exception) -> bool:
+    """Whether an exception comes from torch.distributed; gloo raises plain ones."""
+    words = ("gloo", "pair closure", "Operation timed out", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def failure(op: str, group, timeout_s: float, error: Exception, ranks=None, peer: int | None = None) -> Exception:
@@ -209,11 +249,20 @@ def failure(op: str, group, timeout_s: float, error: Exception, ranks=None, peer
     return CommError(f"{said}. Here: {own}")
 
 
-def interrupt(group) -> None:
-    """Make this rank's waits on a group fail now. The group is of no use afterwards.
+def interrupt(on) -> None:
+    """Make this rank's waits on a group, or on all there are, fail now. They are of no use afterwards."""
+    if on is not EVERY_GROUP:
+        _interrupt(on)
+        return
+    for group in list(distributed_c10d._world.pg_map):
+        if isinstance(group, dist.ProcessGroup) and group_size(group) > 1:
+            _interrupt(group)
 
-    gloo has no way to give up a wait but a time-out, and one that times out closes all connections of its context. It
-    takes a peer whose connection is still there.
+
+def _interrupt(group) -> None:
+    """gloo gives up a wait only at a time-out, which closes all connections of its context: time one out at once.
+
+    It takes a peer whose connection is still there.
     """
     if backend(group) == "nccl":
         group._get_backend(torch.device("cuda")).abort()

@@ -36,7 +36,7 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
     With NCCL the current stream waits, not the host.
     """
     watch = Watch.of(group)
-    watch.waiting = on
+    before, watch.waiting = watch.waiting, on
     try:
         for w in works if isinstance(works, list) else [works]:
             if backend(group) == "nccl":
@@ -45,7 +45,7 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
                 w.wait(timedelta(seconds=timeout_s))
                 _settle_at_exit()
     finally:
-        watch.waiting = None
+        watch.waiting = before
 
 
 @functools.cache
@@ -88,7 +88,7 @@ class Mail:
     def wait(self, *receives: Message) -> None:
         """Wait for receives."""
         watch = Watch.of(self._group)
-        watch.waiting = self._group
+        before, watch.waiting = watch.waiting, self._group
         try:
             for message in receives:
                 try:
@@ -96,7 +96,7 @@ class Mail:
                 except RuntimeError as error:
                     raise self._failure(error, message.peer) from error
         finally:
-            watch.waiting = None
+            watch.waiting = before
         _settle_at_exit()
 
     def sent(self) -> None:
