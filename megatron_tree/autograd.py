@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .agree import agree, telling
 from .grid import grid_bwd, grid_fwd
 from .job import Job
 from .merge import merge_sinks
 from .ring import ring_bwd, ring_fwd
+from .validate import check_finite_shares
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
@@ -37,8 +39,13 @@ class _TreeAttention(torch.autograd.Function):
         job = ctx.job
         # every rank takes part in the backward's collectives, with or without a gradient of its own
         dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype)
+        if job.config.check == "finite":
+            with telling(job.group):
+                check_finite_shares(job.config, job.group, job.queries, job.keys, dout=dout)
+            agree(job.group, "backward", check="finite", timeout_s=job.config.timeout_s)
         flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
         delta = kernels.attn_delta(dout, out, flowing)
+        delta = torch.where(lse == float("-inf"), 0.0, delta)  # rows of padding, where dout may be NaN
         run = ring_bwd if job.plan.backward.schedule == "ring" else grid_bwd
         dq, dk, dv = run(dout, q, k, v, lse, delta, job, flowing_lse=dlse is not None)
         dsinks = None

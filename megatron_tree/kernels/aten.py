@@ -30,6 +30,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
         return None if q.dtype in _CPU_DTYPES else f"dtype {q.dtype}"
     if q.device.type != "cuda":
         return f"device type {q.device.type}"
+    if spec.deterministic:
+        return "deterministic=True on CUDA (its backward adds up in any order, its decode is split by the batch)"
     if q.dtype not in _CUDA_DTYPES:
         return f"dtype {q.dtype} (flash on CUDA takes bf16 and fp16)"
     if max(q.shape[-1], v.shape[-1]) > 256:
