@@ -116,7 +116,8 @@ def tree_attn_varlen_func(
         max_seqlen: length of the longest document of q; not needed, checked if given.
         Others as in `tree_attn_func`.
 
-    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing: out 0, lse -inf, and gradients 0.
+    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing but a sink: out 0 and gradients 0;
+        what they hold, and their dout, may be NaN.
     Raises: as `tree_attn_func`, and ValueError for a padded length that is no multiple of 2p.
     """
     config = config or _DEFAULT
