@@ -30,7 +30,9 @@ FIXED = tuple(s for s in DECODE_SCHEDULES if s not in ("auto", "allreduce"))
 
 
 def digest(*tensors):
-    parts = [x.detach().contiguous().view(torch.uint8).numpy().tobytes() for x in tensors]
+    parts = [
+        x.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes() for x in tensors
+    ]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
