@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import comm
+from . import comm, kernels
 from .agree import agree, telling
 from .autograd import tree_attention
 from .config import AttnSpec, TreeConfig
@@ -18,7 +18,7 @@ from .log import say_once
 from .network import Network
 from .plan import Shape, plan_training
 from .shard import Layout, Packed, Sharding
-from .validate import check_sinks, check_ulysses
+from .validate import check_finite_shares, check_sinks, check_ulysses
 
 
 def attend(
@@ -40,6 +40,8 @@ def attend(
     with telling(cp_group):
         check_sinks(sinks, q)
         check_ulysses(u, world, q, k, queries)
+        kernels.choose(q, k, v, spec, config.backend)  # refuses what a named backend can't take
+        check_finite_shares(config, cp_group, queries, keys, q=q, k=k, v=v, sinks=sinks)
         network = Network.of(cp_group, q.device, config)
     agree(
         cp_group,

@@ -11,12 +11,20 @@ from torch import Tensor
 
 from . import comm, decode, kernels
 from .agree import agree, telling
-from .config import DECODE_SCHEDULES, TreeConfig, check_choice
+from .config import TreeConfig
 from .log import say_once
 from .network import Network
 from .plan import plan_decode
 from .shard import Segment
-from .validate import check_cache, check_paged, check_sinks, check_visible, make_spec
+from .validate import (
+    check_cache,
+    check_decode_schedule,
+    check_finite_cache,
+    check_paged,
+    check_sinks,
+    check_visible,
+    make_spec,
+)
 
 _DEFAULT = TreeConfig()
 
@@ -58,7 +66,7 @@ def tree_decode(
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
         schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
             (inside nodes first), "ring" (baseline).
-        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s and check are used.
+        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s, check and deterministic are used.
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
@@ -67,16 +75,19 @@ def tree_decode(
     config = config or _DEFAULT
     world = comm.group_size(cp_group)
     with telling(cp_group):
-        check_choice("schedule", schedule, DECODE_SCHEDULES)
+        check_decode_schedule(schedule, config)
         paged = check_paged(q, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
         if paged is None:
             check_cache(q, k_cache, v_cache)
-        spec = make_spec(q, True, softmax_scale, window_size, softcap)
+        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
-        if paged is not None:
+        if paged is None:
+            kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
+        else:
             kernels.check_pages(q, k_cache, v_cache, spec, config.backend)
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
+        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
         network = Network.of(cp_group, q.device, config)
     b, s_q, h, _ = q.shape
     h_kv, d_v = v_cache.shape[2:]
@@ -109,6 +120,7 @@ def tree_decode(
             placement=placement,
             schedule=schedule,
             memory_budget=config.memory_budget,
+            deterministic=config.deterministic,
         )
         if schedule == "auto" and world > 1 and s_q == 1:
             say_once(f"decode schedule: {plan.reason}")
@@ -156,7 +168,7 @@ def tree_prefill(
         key_segments: the positions of this rank's keys; without a window, keys before the chunk may stand in any order.
             Or by group rank those of all ranks' keys: then keys are gathered instead of queries, which sends less
             while they are few.
-        Others as in `tree_decode`; of config backend, comm_dtype, topology, transport, timeout_s and check are used.
+        Others as in `tree_decode`; of config comm_dtype is used, too.
     Returns: out [b, n, h, d_v] in q's dtype.
     Raises: as `tree_decode`.
     Source: Tree Attention's reduction (arXiv 2408.04093) on the grid of `world` x 1: docs/design.md.
@@ -164,7 +176,7 @@ def tree_prefill(
     config = config or _DEFAULT
     with telling(cp_group):
         check_cache(q, k_cache, v_cache)
-        spec = make_spec(q, True, softmax_scale, window_size, softcap)
+        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
         num_queries = [sum(count for _, count in runs) for runs in shares]
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
@@ -174,6 +186,8 @@ def tree_prefill(
         own = key_segments[rank] if gathers_keys else key_segments
         if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
+        kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
+        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         network = Network.of(cp_group, q.device, config)
     agree(
         cp_group,

@@ -47,7 +47,7 @@ WORKER_ENV = {
 # What the fork server imports beforehand; the optional ones only if the session has imported them already.
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest")
 PRELOAD_IF_IMPORTED = ("triton_interpreter", "hypothesis", "megatron.core", "transformers", "megatron_tree")
-POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 
 
 class DistributedTestError(RuntimeError):
@@ -81,7 +81,8 @@ def poisoned_empty():
 
         return poisoned
 
-    places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    places = [(torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")]
+    places += [(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")]
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), factory in zip(places, originals, strict=True):
         setattr(owner, name, wrap(factory))

@@ -12,7 +12,7 @@ from megatron_tree.cache import ShardedCache, quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.kernels import gather_row
 from megatron_tree.shard import Segment
-from test_decode import make, same_everywhere
+from test_decode import make, same_everywhere, worst_of
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "plain": ((4, 4), 8, 8, {}),
@@ -74,7 +74,7 @@ def _prefill(rank, world, page_size):
                     assert out.shape == (1, len(mine), heads[0], d_v)
                     truth = want(q[:, new], k[:, : at + n], v[:, : at + n], at, **options)
                     error = (out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs()
-                    worst[form] = max(worst.get(form, 0.0), error.max().item() if mine else 0.0)
+                    worst[form] = worst_of(worst.get(form, 0.0), error.max().item() if mine else 0.0)
                     at += n
     return worst
 
@@ -98,7 +98,7 @@ def _prefill_bf16(rank, world):
         for new in (slice(0, 40), slice(40, 96)):
             out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], {}, gathers_keys)
             errors.append(float((out.double() - truth[:, new][:, mine]).abs().max() / allowed))
-    return max(errors)
+    return worst_of(*errors)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -145,7 +145,7 @@ def _decode(rank, world, page_size):
                 )
                 assert same_everywhere(out), (form, dtype, schedule)
                 error = (out - torch.cat(truth)).abs().max().item()
-                worst[form, dtype] = max(worst.get((form, dtype), 0.0), error)
+                worst[form, dtype] = worst_of(worst.get((form, dtype), 0.0), error)
     return worst
 
 
@@ -168,7 +168,7 @@ def _decode_bf16(rank, world):
     view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
     options = dict(block_table=view.block_table, cache_seqlens=view.lengths, cp_group=dist.group.WORLD)
     outs = [tree_decode(q, pages.k, pages.v, schedule=schedule, **options) for schedule in DECODE_SCHEDULES]
-    return max(float((out.double() - truth).abs().max() / allowed) for out in outs)
+    return worst_of(*(float((out.double() - truth).abs().max() / allowed) for out in outs))
 
 
 @pytest.mark.parametrize("world", [1, 4])

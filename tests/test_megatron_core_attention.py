@@ -184,6 +184,26 @@ def test_masks_are_read_as_lengths(world):
         assert max(errors.values()) < 1e-12, errors
 
 
+def _nan_in_padding(rank, world):
+    """What a padding mask hides holds NaN in q, k, v and dout: results are those of zeros there, to the bit."""
+    rows, padded = shard_positions(SEQ, rank, world), key_padding().T  # [s, b]
+    for mask_type in (padding, AttnMaskType.padding_causal):
+        for comm_type in ("tree", "p2p", "all_gather"):
+            call = dict(attn_mask_type=mask_type, attention_mask=key_padding()[:, None, None], name=comm_type)
+            results = []
+            for what in (float("nan"), 0.0):
+                inputs = [x.masked_fill(padded.view(SEQ, BATCH, *(1,) * (x.dim() - 2)), what) for x in inputs_of()]
+                results.append(run_core(inputs, world, rows, rows, **call))
+            assert all(map(torch.equal, *results)), (mask_type, comm_type)
+            assert not any(x[padded[rows]].any() for x in results[0][1:]), (mask_type, comm_type)
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_a_padding_mask_hides_may_be_nan(world):
+    assert all(run_distributed(_nan_in_padding, world))
+
+
 def _packed(rank, world, drop):
     """Packed documents and, with dropout, the same mask for any number of ranks: against the module on one rank."""
     lengths, padded = (7, 0, 8, 16), (8, 0, 8, 16)

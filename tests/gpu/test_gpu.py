@@ -108,3 +108,25 @@ def test_fp8_cache():
     exact = [x.double() * s.double()[..., None] for x, s in zip((k8, v8), scales)]
     out, _ = energy.attention(q.double(), *exact, spec=spec)
     assert (state[..., :-1] - out).abs().max() < 1e-2
+
+
+def test_bits_do_not_depend_on_the_batch_or_the_run():
+    """deterministic=True: a row of a decode batch alone and among others; forward and backward time after time."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(8, 1, 16, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    k, v = torch.randn(2, 8, 20_000, 4, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    lengths = torch.tensor([20_000, 1, 1024, 0, 777, 19_999, 5000, 64], device="cuda")
+    spec = AttnSpec(softmax_scale=128**-0.5, deterministic=True)
+    together = kernels.attn_decode(q, k, v, visible=Visible(lengths=lengths), spec=spec)
+    for i in (slice(n, n + 1) for n in range(8)):
+        alone = kernels.attn_decode(q[i], k[i], v[i], visible=Visible(lengths=lengths[i]), spec=spec)
+        assert torch.equal(alone, together[i])
+    q, k, v, dout = torch.randn(4, 2, 1000, 8, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    whole = dict(q_segments=(Segment(0, 0, 1000),), k_segments=(Segment(0, 0, 1000),), spec=spec, backend="triton")
+
+    def results():
+        out, lse = kernels.attn_fwd(q, k, v, **whole)
+        return out, lse, *kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **whole)
+
+    first = results()
+    assert all(torch.equal(x, y) for _ in range(50) for x, y in zip(first, results()))
