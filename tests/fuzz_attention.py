@@ -13,7 +13,7 @@ from megatron_tree import TreeConfig, energy, tree_attn_func, tree_attn_varlen_f
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
 from megatron_tree.plan.planner import grids
-from megatron_tree.shard import Packed, positions_of, sequences_of, shard_lengths, shard_positions, shard_segments
+from megatron_tree.shard import Packed, positions_of, sequences_of, shard_positions, shard_segments
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
@@ -173,7 +173,7 @@ REFUSED = {  # what must be refused: (items of the mask, items of the config)
     "softcap=-1.0": ({"softcap": -1.0}, {}),
     "window_size=(-2, 0)": ({"window_size": (-2, 0)}, {}),
     "dropout_p=1.0": ({"dropout_p": 1.0, "dropout_seed": 1}, {}),
-    "dropout_seed=None": ({"dropout_p": 0.5}, {}),
+    "dropout_seed=None": ({"dropout_p": 0.5, "dropout_seed": None}, {}),
     "cells": ({}, {"grid": (7, 1)}),
     "head_groups=7": ({}, {"head_groups": 7}),
     "ulysses_size=5": ({}, {"ulysses_size": 5}),

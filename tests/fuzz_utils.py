@@ -31,17 +31,27 @@ EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = st.sampled_from([torch.float64] * 7 + [torch.float32, torch.bfloat16, torch.float16])
 
 
-def fuzz(calls, shrink=True):
-    """Decorator of a hypothesis test over sessions: enough of them for `calls` calls, the same for the same seed."""
+def attack(run, check, world, drawn_from, calls, shrink=True):
+    """Draw sessions on `world` ranks of calls from a strategy, at least `calls` of them, the same for the same seed.
 
-    def decorate(test):
-        phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
-        limits = dict(max_examples=-(-calls // MEAN_SESSION), deadline=None, database=None, print_blob=True)
-        checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-        settings = hypothesis.settings(**limits, phases=phases, suppress_health_check=checks)
-        return hypothesis.seed(SEED)(settings(test))
+    run(rank, world, call) runs on every rank; check(call, results by rank) judges here.
+    """
+    count = 0
+    limits = dict(max_examples=-(-calls // MEAN_SESSION), deadline=None, database=None, print_blob=True)
+    phases = [Phase.generate, *([Phase.shrink] if shrink else [])]
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
-    return decorate
+    @hypothesis.seed(SEED)
+    @hypothesis.settings(**limits, phases=phases, suppress_health_check=checks)
+    @hypothesis.given(sessions(world, drawn_from))
+    def session(drawn):
+        nonlocal count
+        count += len(drawn[1])
+        run_session(run, check, *drawn)
+
+    session()
+    print(f"{count} calls on {world} ranks, TREE_FUZZ_SEED={SEED}")
+    assert count >= calls, f"only {count} calls"
 
 
 def sessions(world, calls):
@@ -61,7 +71,7 @@ def _session(rank, world, run, hosts, calls):
 
 
 def run_session(run, check, hosts, calls):
-    """run(rank, world, call) on every rank for one call after another; check(call, results by rank) judges here.
+    """Run a session and judge it; see `attack`.
 
     Raises: AssertionError that says how to run the session again.
     """
