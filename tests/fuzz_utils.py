@@ -26,7 +26,7 @@ SEED = int(os.environ.get("TREE_FUZZ_SEED", "0"))
 CALLS = {"fast": 200, "slow": int(os.environ.get("TREE_FUZZ_CALLS", "2000"))}
 SESSION = 8  # calls of a session, at most
 MEAN_SESSION = 3  # about what hypothesis draws of them
-TIMEOUT_S = 20.0  # of a collective: a hang becomes a CommError
+TIMEOUT_S = 60.0  # of a collective: a hang becomes a CommError; a busy machine does not
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = st.sampled_from([torch.float64] * 7 + [torch.float32, torch.bfloat16, torch.float16])
 
@@ -76,7 +76,7 @@ def run_session(run, check, hosts, calls):
     Raises: AssertionError that says how to run the session again.
     """
     try:
-        found = run_distributed(_session, len(hosts), run, hosts, calls, timeout=40.0 + 2 * TIMEOUT_S)
+        found = run_distributed(_session, len(hosts), run, hosts, calls, timeout=4 * TIMEOUT_S)
         for i, call in enumerate(calls):
             check(call, [results[i] for results in found])
     except (AssertionError, DistributedTestError) as error:
