@@ -117,6 +117,7 @@ def _ragged(rank, world, dtype):
     error = 0.0
     for schedule in DECODE_SCHEDULES:
         o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=lengths, schedule=schedule)
+        assert o.isfinite().all(), schedule  # max() would overlook NaN
         error = max(error, (o - out).abs().max().item())
     uniform = torch.full((4,), 4)
     keep = torch.cat([torch.arange(6) < 4] * world)[None]
@@ -161,6 +162,7 @@ def _huge_logits(rank, world):
             o = tree_decode(
                 q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, softmax_scale=scale, schedule=schedule
             )
+            assert o.isfinite().all(), schedule
             worst = max(worst, (o - out).abs().max().item())
     return worst
 
