@@ -81,7 +81,9 @@ def _ring(q, k, v, visible, spec, group, order, backend: str, timeout_s: float) 
         slots = torch.arange(k.shape[1], device=k.device)
         if positions is None:
             positions = torch.zeros(k.shape[:2], dtype=torch.int64, device=k.device)
-        positions = torch.where(slots < visible.lengths[:, None], positions, -1)
+        beyond = slots >= visible.lengths[:, None]  # NaN may lie there
+        positions = positions.masked_fill(beyond, -1)
+        k, v = (x.masked_fill(beyond[..., None, None], 0) for x in (k, v))
     shard = [x.contiguous() for x in (k, v, positions) if x is not None]
     coming = tell(k.shape[1], int(positions is not None)).wait().tolist()
     parts, buffers = {}, _TwoBuffers()

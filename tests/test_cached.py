@@ -70,7 +70,7 @@ def _prefill(rank, world, page_size):
                 for n in chunks:
                     new = slice(at, at + n)
                     out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
-                    assert out.dtype == torch.float32
+                    assert out.dtype == torch.float32 and out.isfinite().all()
                     assert out.shape == (1, len(mine), heads[0], d_v)
                     truth = want(q[:, new], k[:, : at + n], v[:, : at + n], at, **options)
                     error = (out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs()

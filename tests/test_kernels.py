@@ -148,10 +148,15 @@ def test_packed_sequences(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_any_strides_and_masks(backend):
+@pytest.mark.parametrize("memory", ["heads side by side", "every second element", "head_dim first"])
+def test_any_strides_and_masks(memory, backend):
     spec = AttnSpec(softmax_scale=0.3)
-    big = torch.randn(11, 3, 4, 40, dtype=torch.float64)  # sequence first, heads side by side
+    big = torch.randn(11, 3, 4, 40, dtype=torch.float64)  # sequence first
     q, k, v = (big.transpose(0, 1)[..., i : i + 8] for i in (0, 8, 16))
+    if memory == "every second element":
+        q, k, v = (big.transpose(0, 1)[..., i : i + 16 : 2] for i in (0, 8, 17))
+    elif memory == "head_dim first":
+        q, k, v = (x.movedim(-1, 0).contiguous().movedim(0, -1) for x in (q, k, v))
     whole = dict(q_segments=(Segment(0, 0, 11),), k_segments=(Segment(0, 0, 11),), spec=spec, backend=backend)
     out, lse = kernels.attn_fwd(q, k, v, **whole)
     o, l = energy.attention(q, k, v, spec=spec, keep=torch.ones(11, 11, dtype=torch.bool).tril())
@@ -192,6 +197,9 @@ def test_dispatch_says_why():
     assert "lse" in kernels.choose(q, k, v, plain, flowing_lse=True).reason
     with pytest.raises(ValueError, match="softcap"):
         kernels.choose(q, k, v, capped, "aten")
+    for scale in (0.0, -0.5):  # torch's kernel would multiply its -inf by them
+        choice = kernels.choose(q, k, v, AttnSpec(softmax_scale=scale))
+        assert choice.name == "reference" and f"softmax_scale={scale}" in choice.reason
 
 
 def test_grouped_heads_are_not_repeated_in_memory():

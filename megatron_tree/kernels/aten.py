@@ -26,6 +26,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
         return "softcap"
     if spec.dropout:
         return "dropout"
+    if spec.softmax_scale <= 0:
+        return f"softmax_scale={spec.softmax_scale} (it hides keys by -inf before it scales)"
     if q.device.type == "cpu":
         return None if q.dtype in _CPU_DTYPES else f"dtype {q.dtype}"
     if q.device.type != "cuda":
@@ -127,8 +129,12 @@ def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _widen(d: int, *tensors: Tensor) -> list[Tensor]:
-    """Zero-pad the head dim to d: flash kernels want q, k and v equally wide (MLA's are not)."""
-    return [x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors]
+    """Zero-pad the head dim to d: flash kernels want q, k and v equally wide (MLA's are not).
+
+    They also want its elements side by side in memory; the CPU's forward reads anything else wrongly, without a word.
+    """
+    padded = (x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
 def _block_fwd(q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,28 @@ def test_offsets_beyond_int32():
     assert abs(out[..., 5].item() - 7.0) < 1e-2
 
 
+def test_pages_beyond_int32():
+    """A paged cache of more than 2^31 elements: the row's last token, in the last page, is the one that matters."""
+    size, n = 256, (1 << 31) // (256 * 2 * 128) + 8
+    k = torch.zeros(n, size, 2, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.zeros_like(k)
+    q = torch.zeros(1, 1, 2, 128, device="cuda", dtype=torch.bfloat16)
+    q[..., 0], k[-1, 99, :, 0], v[-1, 99, :, 5] = 30.0, 30.0, 7.0
+    table = torch.tensor([[0, n // 2, n - 1]], dtype=torch.int32, device="cuda")
+    seen = Visible(lengths=torch.tensor([2 * size + 100], device="cuda"))
+    state = attn_decode(q, k, v, visible=seen, spec=AttnSpec(softmax_scale=1.0), block_table=table)
+    assert (state[..., 5] - 7.0).abs().max() < 1e-2
+
+
+def test_merging_states_beyond_int32():
+    """Five states of 2^29 elements, of which the last alone weighs anything."""
+    states = torch.zeros(5, 1 << 24, 32, device="cuda")
+    states[..., -1] = -100.0
+    states[4, :, :5], states[4, :, -1] = 3.0, 100.0
+    merged = kernels.merge_packed(states)
+    assert torch.equal(merged[:, :5], states[4, :, :5]) and (merged[:, -1] - 100.0).abs().max() < 1e-4
+
+
 def test_a_decode_step_in_a_cuda_graph():
     g = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16, generator=g)
