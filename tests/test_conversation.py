@@ -121,7 +121,7 @@ class TestTranscript:
 
 
 def _chat(rank, world, path):
-    from megatron_tree.inference.wire import share
+    from megatron_tree.wire import share
     from megatron_tree.integrations.runner import Runner
     from megatron_tree.integrations.transformers import TreeCache
 

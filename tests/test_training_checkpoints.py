@@ -19,7 +19,10 @@ from megatron_tree.training.checkpoint_files import (
     MANIFEST,
     TRACKER,
     begin,
+    candidates,
     checkpoint_folder,
+    contents,
+    digests_of,
     fault_of,
     finish,
     newest_good,
@@ -34,8 +37,13 @@ def save(folder, iteration, text="weights", keep=None):
     unfinished = begin(final)
     for name in (".metadata", "__0_0.distcp", "common.pt"):
         (unfinished / name).write_text(f"{text} {iteration}")
-    finish(final, keep)
+    sizes = contents(unfinished)
+    finish(final, sizes, digests_of(unfinished, sizes), keep)
     return final
+
+
+def newest(folder):
+    return newest_good(candidates(folder)[0])
 
 
 def names(folder):
@@ -43,17 +51,17 @@ def names(folder):
 
 
 def test_the_newest_is_taken(tmp_path):
-    assert newest_good(tmp_path) == (None, [])
+    assert newest(tmp_path) == (None, [])
     saved = [save(tmp_path, iteration) for iteration in (3, 12)]
-    assert newest_good(tmp_path) == (saved[1], [])
+    assert newest(tmp_path) == (saved[1], [])
     assert fault_of(saved[1]) is None
     (tmp_path / TRACKER).write_text("3\n")
-    assert newest_good(tmp_path) == (saved[0], []), "the tracker's, though there is a newer one"
+    assert newest(tmp_path) == (saved[0], []), "the tracker's, though there is a newer one"
     (tmp_path / TRACKER).unlink()
-    assert newest_good(tmp_path)[0] == saved[1]
+    assert newest(tmp_path)[0] == saved[1]
     (tmp_path / TRACKER).write_text("release\n")
     with pytest.raises(ValueError, match="holds 'release' instead of a number"):
-        newest_good(tmp_path)
+        newest(tmp_path)
 
 
 def truncate(file):
@@ -72,10 +80,10 @@ def truncate(file):
 def test_a_damaged_one_is_passed_over(tmp_path, damage, fault):
     older, newer = (save(tmp_path, iteration) for iteration in (8, 16))
     damage(newer)
-    assert newest_good(tmp_path) == (older, [f"checkpoint {newer} is no good: {fault}"])
+    assert newest(tmp_path) == (older, [f"checkpoint {newer} is no good: {fault}"])
     damage(older)
     with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*iter_0000016 is no good.*iter_0000008"):
-        newest_good(tmp_path)
+        newest(tmp_path)
 
 
 def test_old_ones_are_deleted(tmp_path):
@@ -83,7 +91,7 @@ def test_old_ones_are_deleted(tmp_path):
         save(tmp_path, iteration)
     save(tmp_path, 20, keep=2)
     assert names(tmp_path) == ["iter_0000003", "iter_0000020", "iter_0000030", TRACKER], "a newer one is not its own"
-    assert newest_good(tmp_path)[0].name == "iter_0000020"
+    assert newest(tmp_path)[0].name == "iter_0000020"
 
 
 def _killed_at(folder, iteration, call):
@@ -120,7 +128,7 @@ def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path, iteration):
         for earlier in (1, 2, 3):
             save(folder, earlier, "old")
         killed = _killed_at(folder, iteration, call)
-        good, _ = newest_good(folder)
+        good, _ = newest(folder)
         seen.add((good.name, (good / "common.pt").read_text()))
         assert good.name in ("iter_0000003", "iter_0000004")
         assert fault_of(good) is None

@@ -17,7 +17,7 @@ from .sampling import SamplingParams
 from .start import Started, start
 from .terminal import Lines, NoInput, open_input
 from .transcript import Transcript
-from .wire import share, share_check
+from ..wire import share, share_check
 
 HEARTBEAT_S = 10.0  # after which rank 0, while somebody thinks, sends the others a sign that it is there
 SHORT = 256  # tokens whose prefill needs no bar

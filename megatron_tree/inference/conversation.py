@@ -16,7 +16,7 @@ from torch import Tensor
 from ..comm import group_rank
 from .sampling import Sampler, SamplingParams
 from .stopping import Stopper
-from .wire import share_check
+from ..wire import share_check
 
 
 @dataclass

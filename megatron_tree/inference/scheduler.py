@@ -22,7 +22,7 @@ from ..log import logger
 from .planning import Planner
 from .requests import EventSink, Request, Serving, prompt_tensor
 from .rows import Rows, Runner
-from .wire import share, share_check
+from ..wire import share, share_check
 
 
 class QueueFull(TreeError):

@@ -17,7 +17,18 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ..integrations.megatron_compat import loading_torch_adam, no_manager_process
-from .checkpoint_files import begin, checkpoint_folder, finish, newest_good
+from ..wire import share_all, share_check
+from .checkpoint_files import (
+    begin,
+    candidates,
+    checkpoint_folder,
+    contents,
+    digests_of,
+    fault_of,
+    finish,
+    newest_good,
+)
+from .checkpoint_safety import check_index, weights_only
 from .model import Trainee
 
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -49,7 +60,7 @@ def save_checkpoint(
     Returns: the checkpoint's folder, `folder`/iter_0000100.
     """
     final = checkpoint_folder(folder, iteration)
-    unfinished = _on_first_rank(lambda: begin(final))
+    unfinished = Path(_on_first_rank(lambda: str(begin(final))))
     state = {
         "iteration": iteration,
         "consumed_train_samples": samples,
@@ -63,21 +74,28 @@ def save_checkpoint(
     with no_manager_process():
         dist_checkpointing.save(state, str(unfinished))
     dist.barrier()
-    _on_first_rank(lambda: finish(final, args.keep_checkpoints))
+    sizes = _on_first_rank(lambda: contents(unfinished))
+    shares = _on_all_ranks(lambda: digests_of(unfinished, sizes, dist.get_rank(), dist.get_world_size()))
+    digests = {name: digest for share in shares for name, digest in share.items()}
+    _on_first_rank(lambda: finish(final, sizes, digests, args.keep_checkpoints))
     return final
 
 
 def find_checkpoint(args: argparse.Namespace, say: Callable[[str], None]) -> Path | None:
-    """The newest good checkpoint in `load` (or with `resume` in `save`), chosen by rank 0. All ranks call it.
+    """The newest good checkpoint in `load` (or with `resume` in `save`). All ranks call it; each reads its share of the
+    files, to compare their digests.
 
-    Args: say: is told, on every rank, of each newer checkpoint that is damaged.
+    Args: say: is told, on every rank, of each newer checkpoint that is damaged, or that the tracker file leaves out.
     Returns: its folder; None if neither option is set, or with `resume` nothing has been saved yet.
     Raises: ValueError if `load` has no checkpoint, or there are only damaged ones.
     """
     folder = args.save if args.resume else args.load
     if folder is None:
         return None
-    checkpoint, warnings = _on_first_rank(lambda: newest_good(folder))
+    found, notes = _on_first_rank(lambda: _listed(folder))
+    checkpoint, warnings = newest_good([Path(path) for path in found], _fault_by_ranks)
+    for note in notes:
+        say(note)
     for warning in warnings:
         say(f"warning: {warning}; taking the one before")
     if checkpoint is None and not args.resume:
@@ -95,8 +113,14 @@ def load_checkpoint(
 
     Args: checkpoint: a folder that `find_checkpoint` found.
     Returns: (iteration, samples consumed, whether the random states were restored).
-    Raises: ValueError if the checkpoint belongs to another model or other data.
+    Raises: ValueError if the checkpoint belongs to another model or other data, or its index is none.
     """
+    _on_first_rank(lambda: check_index(checkpoint))
+    with weights_only():
+        return _load(checkpoint, trainee, args, digest)
+
+
+def _load(checkpoint: Path, trainee: Trainee, args: argparse.Namespace, digest: str) -> tuple[int, int, bool]:
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     _check_options(common, args, checkpoint, digest)
     same_layout = common["world_size"] == dist.get_world_size() and all(
@@ -129,9 +153,10 @@ def _sharded_state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _sharded_rng_state() -> ShardedObject:
+    kind, keys, *rest = np.random.get_state()
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, keys.tolist(), *rest),  # no arrays: `torch.load` of plain values and tensors reads it
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
@@ -162,15 +187,30 @@ def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint:
         )
 
 
+def _listed(folder: str) -> tuple[list[str], list[str]]:
+    found, notes = candidates(folder)
+    return [str(path) for path in found], notes
+
+
+def _fault_by_ranks(checkpoint: Path) -> str | None:
+    """What any rank finds wrong with a checkpoint; the same on all."""
+    faults = share_all(fault_of(checkpoint, dist.get_rank(), dist.get_world_size()), dist.group.WORLD)
+    return next((fault for fault in faults if fault is not None), None)
+
+
 def _on_first_rank(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0; all ranks return its result, or raise the error."""
-    outcome = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [action(), None]
-        except (OSError, ValueError) as error:
-            outcome = [None, error]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    """Run `action` on rank 0; all ranks return its result, of what JSON has, or raise the error."""
+    return share_check(action, dist.group.WORLD)
+
+
+def _on_all_ranks(action: Callable[[], Any]) -> list[Any]:
+    """Run `action` everywhere; all ranks return all results, by rank, or raise a ValueError if one failed."""
+    try:
+        outcome = {"value": action()}
+    except (OSError, ValueError) as error:
+        outcome = {"error": str(error)}
+    outcomes = share_all(outcome, dist.group.WORLD)
+    for rank, told in enumerate(outcomes):
+        if "error" in told:
+            raise ValueError(f"rank {rank}: {told['error']}")
+    return [told["value"] for told in outcomes]

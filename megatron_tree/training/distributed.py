@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from ..rendezvous import start_default_group
+from ..wire import share_all
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,16 +54,14 @@ def start_process_group(place: LaunchedRank, timeout_minutes: float) -> torch.de
     device = place.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    limit = datetime.timedelta(minutes=timeout_minutes)
-    kwargs = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit, **kwargs)
+    options = {"device_id": device} if device.type == "cuda" else {}
+    start_default_group("nccl" if device.type == "cuda" else "gloo", timeout_s=60 * timeout_minutes, **options)
     return device
 
 
 def require_equal(what: str, value: str) -> None:
     """Raise a ValueError on every rank if `value` is not the same on all of them."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = share_all(value, dist.group.WORLD)
     differing = [rank for rank, other in enumerate(values) if other != values[0]]
     if differing:
         raise ValueError(f"{what} differs between rank 0 and ranks {differing}: all ranks must see the same")
