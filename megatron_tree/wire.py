@@ -14,9 +14,7 @@ PACKET = 1024  # bytes of the first message; a usual decoding step needs no seco
 LENGTH = 8  # of them: the value's length
 
 
-def share(
-    value: Any, group, *, source: int = 0, device: torch.device | None = None, timeout_s: float = 600.0
-) -> Any:
+def share(value: Any, group, *, source: int = 0, device: torch.device | None = None, timeout_s: float = 600.0) -> Any:
     """`value` of group rank `source` on all ranks of the group, made of what JSON has; other ranks pass anything.
 
     One broadcast of 1 KiB, and a second one for what does not fit into it. device: of the messages where the group's

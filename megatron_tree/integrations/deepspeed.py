@@ -9,7 +9,6 @@ the tensor-parallel ranks, which talk most, are neighbours. Weights are replicat
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ..config import TreeConfig
+from ..files import read_json
 from ..rendezvous import start_default_group
 from .generation import Generation
 from .generation import generate as generate_with_model
@@ -171,7 +171,7 @@ def _merge_options(config: str | dict | None, options: dict) -> dict:
     """DeepSpeed's options from a dictionary or a JSON file and from keywords. ValueError for those that don't fit."""
     if isinstance(config, str):
         try:
-            config = json.loads(Path(config).read_text())
+            config = read_json(Path(config).read_bytes())
         except (OSError, ValueError) as error:
             raise ValueError(f"config={config!r} is no readable JSON file: {error}") from error
     options = {**(config or {}), **options}

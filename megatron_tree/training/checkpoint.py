@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ..integrations.megatron_compat import loading_torch_adam, no_manager_process
-from ..wire import share_all, share_check
+from ..wire import share_all
 from .checkpoint_files import (
     begin,
     candidates,
@@ -29,6 +29,7 @@ from .checkpoint_files import (
     newest_good,
 )
 from .checkpoint_safety import check_index, weights_only
+from .distributed import on_all_ranks, on_first_rank
 from .model import Trainee
 
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -60,7 +61,7 @@ def save_checkpoint(
     Returns: the checkpoint's folder, `folder`/iter_0000100.
     """
     final = checkpoint_folder(folder, iteration)
-    unfinished = Path(_on_first_rank(lambda: str(begin(final))))
+    unfinished = Path(on_first_rank(lambda: str(begin(final))))
     state = {
         "iteration": iteration,
         "consumed_train_samples": samples,
@@ -74,10 +75,10 @@ def save_checkpoint(
     with no_manager_process():
         dist_checkpointing.save(state, str(unfinished))
     dist.barrier()
-    sizes = _on_first_rank(lambda: contents(unfinished))
-    shares = _on_all_ranks(lambda: digests_of(unfinished, sizes, dist.get_rank(), dist.get_world_size()))
+    sizes = on_first_rank(lambda: contents(unfinished))
+    shares = on_all_ranks(lambda: digests_of(unfinished, sizes, dist.get_rank(), dist.get_world_size()))
     digests = {name: digest for share in shares for name, digest in share.items()}
-    _on_first_rank(lambda: finish(final, sizes, digests, args.keep_checkpoints))
+    on_first_rank(lambda: finish(final, sizes, digests, args.keep_checkpoints))
     return final
 
 
@@ -92,7 +93,7 @@ def find_checkpoint(args: argparse.Namespace, say: Callable[[str], None]) -> Pat
     folder = args.save if args.resume else args.load
     if folder is None:
         return None
-    found, notes = _on_first_rank(lambda: _listed(folder))
+    found, notes = on_first_rank(lambda: _listed(folder))
     checkpoint, warnings = newest_good([Path(path) for path in found], _fault_by_ranks)
     for note in notes:
         say(note)
@@ -115,7 +116,7 @@ def load_checkpoint(
     Returns: (iteration, samples consumed, whether the random states were restored).
     Raises: ValueError if the checkpoint belongs to another model or other data, or its index is none.
     """
-    _on_first_rank(lambda: check_index(checkpoint))
+    on_first_rank(lambda: check_index(checkpoint))
     with weights_only():
         return _load(checkpoint, trainee, args, digest)
 
@@ -196,21 +197,3 @@ def _fault_by_ranks(checkpoint: Path) -> str | None:
     """What any rank finds wrong with a checkpoint; the same on all."""
     faults = share_all(fault_of(checkpoint, dist.get_rank(), dist.get_world_size()), dist.group.WORLD)
     return next((fault for fault in faults if fault is not None), None)
-
-
-def _on_first_rank(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0; all ranks return its result, of what JSON has, or raise the error."""
-    return share_check(action, dist.group.WORLD)
-
-
-def _on_all_ranks(action: Callable[[], Any]) -> list[Any]:
-    """Run `action` everywhere; all ranks return all results, by rank, or raise a ValueError if one failed."""
-    try:
-        outcome = {"value": action()}
-    except (OSError, ValueError) as error:
-        outcome = {"error": str(error)}
-    outcomes = share_all(outcome, dist.group.WORLD)
-    for rank, told in enumerate(outcomes):
-        if "error" in told:
-            raise ValueError(f"rank {rank}: {told['error']}")
-    return [told["value"] for told in outcomes]

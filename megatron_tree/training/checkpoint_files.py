@@ -1,25 +1,25 @@
 """The files of checkpoints: which folder is whole, which one is in force, which ones are old. No tensors here.
 
-    SAVE/iter_0000100/                       a checkpoint, with files.json: name, size and SHA-256 of each of its files
+    SAVE/iter_0000100/                       a checkpoint, with files.json: size and SHA-256 of each of its files
     SAVE/iter_0000100.unfinished/            one that is being written, or whose writer was killed
     SAVE/iter_0000100.replaced/              the former one of the same iteration, until the new one is there
     SAVE/latest_checkpointed_iteration.txt   the one in force, as in Megatron-LM
 
 `files.json` is written when all other files are, and the folder renamed after that. So a folder that was left halfway,
-lost files since, or has files with other bytes than were written, is told from a good one. Digests are worked out by all
-ranks, each for its share of the files.
+lost files since, or holds other bytes than were written, is told from a good one. Digests are worked out by all ranks,
+each for its share of the files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..files import whole_file
+from ..files import digest_of, read_json, whole_file
+from .digests import sha256
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 MANIFEST = "files.json"
@@ -52,8 +52,7 @@ def digests_of(folder: Path, sizes: dict[str, int], rank: int = 0, world: int = 
     """SHA-256, hexadecimal, of this rank's share of some files: they are dealt out, the largest first."""
     found = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name))[rank::world]:
-        with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        found[name] = sha256(folder / name)
     return found
 
 
@@ -63,8 +62,8 @@ def finish(final: Path, sizes: dict[str, int], digests: dict[str, str], keep: in
     sizes, digests: from `contents` and `digests_of`, of every file.
     """
     unfinished, replaced = (final.with_name(final.name + ending) for ending in (_UNFINISHED, _REPLACED))
-    manifest = {name: {"bytes": size, "sha256": digests[name]} for name, size in sizes.items()}
-    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    files = {name: {"bytes": size, "sha256": digests[name]} for name, size in sizes.items()}
+    (unfinished / MANIFEST).write_text(json.dumps({"files": files, "sha256": digest_of(files)}, indent=1) + "\n")
     if final.exists():
         os.replace(final, replaced)
     os.replace(unfinished, final)
@@ -83,13 +82,15 @@ def fault_of(checkpoint: Path, rank: int = 0, world: int = 1) -> str | None:
     rank, world: every rank compares the sizes of all files, and the digests of its share of them.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        known = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in manifest.items()}
+        manifest = read_json((checkpoint / MANIFEST).read_bytes())
+        if manifest["sha256"] != digest_of(manifest["files"]):
+            raise ValueError(MANIFEST)
+        known = {name: (about["bytes"], about["sha256"]) for name, about in manifest["files"].items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so it was not written to its end"
     except OSError as error:
         return f"its {MANIFEST} can't be read ({error.strerror})"
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return f"its {MANIFEST} is damaged"
     sizes = {name: size for name, (size, _) in known.items()}
     try:
@@ -123,6 +124,10 @@ def candidates(folder: str | Path) -> tuple[list[Path], list[str]]:
             f"{tracker} holds {text[:40]!r} instead of a number: write the iteration to continue from there"
         )
     newer = [path for path in found if _iteration(path) > int(text)]
+    if found and len(newer) == len(found):
+        raise ValueError(
+            f"{tracker} says {text}, but the oldest checkpoint is {found[-1]}: write the iteration to go on from"
+        )
     return found[len(newer) :], [f"{path} is left out: {tracker} says {text}" for path in newer]
 
 

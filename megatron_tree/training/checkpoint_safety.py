@@ -42,7 +42,7 @@ def check_index(checkpoint: Path) -> None:
         with path.open("rb") as file:
             _IndexReader(file).load()
     except Exception as error:  # what a damaged pickle raises has no end
-        raise ValueError(f"{path} is not Megatron-core's index of a checkpoint: {error}; take another checkpoint") from error
+        raise ValueError(f"{path} is no index of a checkpoint of Megatron-core: {error}; take another one") from error
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..rendezvous import start_default_group
-from ..wire import share_all
+from ..wire import share_all, share_check
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -65,3 +67,26 @@ def require_equal(what: str, value: str) -> None:
     differing = [rank for rank, other in enumerate(values) if other != values[0]]
     if differing:
         raise ValueError(f"{what} differs between rank 0 and ranks {differing}: all ranks must see the same")
+
+
+def on_first_rank(action: Callable[[], Any]) -> Any:
+    """Run `action` on rank 0; all ranks return its result, of what JSON has, or raise the error."""
+    return share_check(action, _everybody())
+
+
+def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
+    """Run `action` everywhere; all ranks return all results, by rank, or raise a ValueError if one failed."""
+    try:
+        outcome = {"value": action()}
+    except (OSError, ValueError) as error:
+        outcome = {"error": str(error)}
+    outcomes = share_all(outcome, _everybody())
+    for rank, told in enumerate(outcomes):
+        if "error" in told:
+            raise ValueError(f"rank {rank}: {told['error']}")
+    return [told["value"] for told in outcomes]
+
+
+def _everybody():
+    """The default group; None, one rank alone, without it."""
+    return dist.group.WORLD if dist.is_initialized() else None
