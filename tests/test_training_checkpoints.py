@@ -68,9 +68,19 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
+        (
+            lambda c: flip(c / "common.pt"),
+            "common.pt holds other bytes than were written: its sha256 is d45b7c0bfd0e66f1...",
+        ),
         (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
         (lambda c: truncate(c / "__0_0.distcp"), "__0_0.distcp has 9 bytes instead of 10"),
         (lambda c: (c / MANIFEST).unlink(), f"it has no {MANIFEST}, so it was not written to its end"),
@@ -215,9 +225,10 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, text):
     ranks = run_distributed(_damaged, 2, tmp_path, options, kept, fresh=True)
     assert ranks[0] == ranks[1]
     expected = losses(tmp_path / "whole")
-    for name in ("truncated", "metadata"):
+    for name in ("flipped", "metadata"):
         assert losses(tmp_path / name) == {step: expected[step] for step in range(3, 7)}
-    assert "iter_0000004 is no good: __0_0.distcp has " in (tmp_path / "truncated.txt").read_text()
+    told = (tmp_path / "flipped.txt").read_text()
+    assert "iter_0000004 is no good: __0_0.distcp holds other bytes than were written" in told
     assert (
         "iter_0000004 is no good: .metadata is missing; taking the one before"
         in (tmp_path / "metadata.txt").read_text()
@@ -237,8 +248,8 @@ def _damaged(rank, world, folder, options, kept):
     newest, older = (checkpoint_folder(kept, iteration) for iteration in (4, 2))
     train_all(rank, world, [(folder / "whole", f"{options} --save {kept} --save-interval 2 --keep-checkpoints 3")])
     once(lambda: (kept / TRACKER).write_text("4\n"))
-    once(lambda: truncate(newest / "__0_0.distcp"))
-    train_all(rank, world, [(folder / "truncated", f"{options} --load {kept}")])
+    once(lambda: flip(newest / "__0_0.distcp"))
+    train_all(rank, world, [(folder / "flipped", f"{options} --load {kept}")])
     once(lambda: (newest / ".metadata").unlink())
     train_all(rank, world, [(folder / "metadata", f"{options} --load {kept}")])
     once(lambda: (older / "common.pt").unlink())

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from ..files import read_json
@@ -244,7 +243,7 @@ def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program of the model's
         raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
     return list(encoded["input_ids"])
 

@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ..integrations.megatron_compat import loading_torch_adam, no_manager_process
-from ..wire import share_all
 from .checkpoint_files import (
     begin,
     candidates,
@@ -61,7 +60,8 @@ def save_checkpoint(
     Returns: the checkpoint's folder, `folder`/iter_0000100.
     """
     final = checkpoint_folder(folder, iteration)
-    unfinished = Path(on_first_rank(lambda: str(begin(final))))
+    limit = args.distributed_timeout_minutes
+    unfinished = Path(on_first_rank(lambda: str(begin(final)), limit))
     state = {
         "iteration": iteration,
         "consumed_train_samples": samples,
@@ -75,10 +75,10 @@ def save_checkpoint(
     with no_manager_process():
         dist_checkpointing.save(state, str(unfinished))
     dist.barrier()
-    sizes = on_first_rank(lambda: contents(unfinished))
-    shares = on_all_ranks(lambda: digests_of(unfinished, sizes, dist.get_rank(), dist.get_world_size()))
+    sizes = on_first_rank(lambda: contents(unfinished), limit)
+    shares = on_all_ranks(lambda: digests_of(unfinished, sizes, dist.get_rank(), dist.get_world_size()), limit)
     digests = {name: digest for share in shares for name, digest in share.items()}
-    on_first_rank(lambda: finish(final, sizes, digests, args.keep_checkpoints))
+    on_first_rank(lambda: finish(final, sizes, digests, args.keep_checkpoints), limit)
     return final
 
 
@@ -93,8 +93,9 @@ def find_checkpoint(args: argparse.Namespace, say: Callable[[str], None]) -> Pat
     folder = args.save if args.resume else args.load
     if folder is None:
         return None
-    found, notes = on_first_rank(lambda: _listed(folder))
-    checkpoint, warnings = newest_good([Path(path) for path in found], _fault_by_ranks)
+    limit = args.distributed_timeout_minutes
+    found, notes = on_first_rank(lambda: _listed(folder), limit)
+    checkpoint, warnings = newest_good([Path(path) for path in found], lambda path: _fault_by_ranks(path, limit))
     for note in notes:
         say(note)
     for warning in warnings:
@@ -116,7 +117,7 @@ def load_checkpoint(
     Returns: (iteration, samples consumed, whether the random states were restored).
     Raises: ValueError if the checkpoint belongs to another model or other data, or its index is none.
     """
-    on_first_rank(lambda: check_index(checkpoint))
+    on_first_rank(lambda: check_index(checkpoint), args.distributed_timeout_minutes)
     with weights_only():
         return _load(checkpoint, trainee, args, digest)
 
@@ -193,7 +194,7 @@ def _listed(folder: str) -> tuple[list[str], list[str]]:
     return [str(path) for path in found], notes
 
 
-def _fault_by_ranks(checkpoint: Path) -> str | None:
+def _fault_by_ranks(checkpoint: Path, timeout_minutes: float) -> str | None:
     """What any rank finds wrong with a checkpoint; the same on all."""
-    faults = share_all(fault_of(checkpoint, dist.get_rank(), dist.get_world_size()), dist.group.WORLD)
+    faults = on_all_ranks(lambda: fault_of(checkpoint, dist.get_rank(), dist.get_world_size()), timeout_minutes)
     return next((fault for fault in faults if fault is not None), None)

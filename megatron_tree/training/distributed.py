@@ -69,18 +69,18 @@ def require_equal(what: str, value: str) -> None:
         raise ValueError(f"{what} differs between rank 0 and ranks {differing}: all ranks must see the same")
 
 
-def on_first_rank(action: Callable[[], Any]) -> Any:
+def on_first_rank(action: Callable[[], Any], timeout_minutes: float) -> Any:
     """Run `action` on rank 0; all ranks return its result, of what JSON has, or raise the error."""
-    return share_check(action, _everybody())
+    return share_check(action, _everybody(), timeout_s=60 * timeout_minutes)
 
 
-def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
+def on_all_ranks(action: Callable[[], Any], timeout_minutes: float) -> list[Any]:
     """Run `action` everywhere; all ranks return all results, by rank, or raise a ValueError if one failed."""
     try:
         outcome = {"value": action()}
     except (OSError, ValueError) as error:
         outcome = {"error": str(error)}
-    outcomes = share_all(outcome, _everybody())
+    outcomes = share_all(outcome, _everybody(), timeout_s=60 * timeout_minutes)
     for rank, told in enumerate(outcomes):
         if "error" in told:
             raise ValueError(f"rank {rank}: {told['error']}")

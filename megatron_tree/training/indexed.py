@@ -139,8 +139,8 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
         create_attention_mask=False,
     )
     if args.verify_data:
-        _verify(prefixes)
-    on_first_rank(lambda: _check_order(Path(cache)))
+        _verify(prefixes, args.distributed_timeout_minutes)
+    on_first_rank(lambda: _check_order(Path(cache)), args.distributed_timeout_minutes)
     config.split_matrix[2] = None  # the test part is not used
     if not args.eval_iters:
         config.split_matrix[1] = None
@@ -159,7 +159,7 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
     _require_enough("train_iters", args.train_iters, train, wanted[0])
     if valid is not None:
         _require_enough("eval_iters", args.eval_iters, valid, wanted[1])
-    on_first_rank(lambda: _note_order(Path(cache)))
+    on_first_rank(lambda: _note_order(Path(cache)), args.distributed_timeout_minutes)
     order = _order_fingerprint(train)
     return Corpus(
         train=IndexedSamples(train, vocab_size=args.vocab_size),
@@ -171,7 +171,7 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
     )
 
 
-def _verify(prefixes: list[str]) -> None:
+def _verify(prefixes: list[str], timeout_minutes: float) -> None:
     """Compare datasets that have a PREFIX.sha256, all ranks together. ValueError on all of them for other bytes."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -182,7 +182,7 @@ def _verify(prefixes: list[str]) -> None:
         ]
         check_digests(files[rank::world], "make the dataset anew, or leave this out with --no-verify-data")
 
-    on_all_ranks(check)
+    on_all_ranks(check, timeout_minutes)
 
 
 def _check_order(cache: Path) -> None:
