@@ -230,7 +230,7 @@ def test_torch_alone_lets_its_store_listen_on_all_interfaces():
     assert dict(map(reversed, first))[str(port)] in ("::", "0.0.0.0")
 
 
-def _listeners_of(process, until_line=None, seconds=280):
+def _listeners_of(process, until_line=None, seconds=600):
     """{(address, port): is it a rank's} of all processes below one, from its start to its end or a line it prints."""
     lines, found, stop, end = [], {}, threading.Event(), time.monotonic() + seconds
 
@@ -259,6 +259,7 @@ def _listeners_of(process, until_line=None, seconds=280):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("script", ["train_gpt", "generate", "serve"])
 def test_what_the_launch_scripts_listen_on(tmp_path, script):
     """The rendezvous, gloo's ports of the ranks and the HTTP server's: all on loopback, nothing else at any time."""
@@ -292,7 +293,7 @@ def test_what_the_launch_scripts_listen_on(tmp_path, script):
         found, output = _listeners_of(process, "serving " if script == "serve" else None)
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(120)
     assert ("127.0.0.1", port) in found, output
     assert {ip for ip, _ in found} == {"127.0.0.1"}, (found, output)
     assert all(found.values()), f"the launcher itself listens: {found}"
