@@ -255,7 +255,7 @@ def _listeners_of(process, until_line=None, seconds=600):
         if last:
             return found, "".join(lines)
         assert time.monotonic() < end, "".join(lines)
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 @pytest.mark.slow
