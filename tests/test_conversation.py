@@ -121,9 +121,9 @@ class TestTranscript:
 
 
 def _chat(rank, world, path):
-    from megatron_tree.inference.wire import share
     from megatron_tree.integrations.runner import Runner
     from megatron_tree.integrations.transformers import TreeCache
+    from megatron_tree.wire import share
 
     group = dist.group.WORLD if world > 1 else None
     tokenizer, model = byte_tokenizer(), byte_model()

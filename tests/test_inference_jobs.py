@@ -57,7 +57,7 @@ def _run(files, group=None, *, max_rows=3, tokenizer=True, **options):
 def _results(files):
     with open(files[1]) as file:
         header, *results = map(json.loads, file)
-    assert set(header) == {"job"}
+    assert set(header) == {"job", "crc32"}
     return sorted(results, key=lambda result: result["index"])
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from ..comm import group_rank
 from ..errors import TreeError
 from ..log import logger
+from ..wire import share, share_check
 from .planning import Planner
 from .requests import EventSink, Request, Serving, prompt_tensor
 from .rows import Rows, Runner
-from .wire import share, share_check
 
 
 class QueueFull(TreeError):

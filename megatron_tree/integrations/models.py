@@ -76,14 +76,18 @@ def _convert(source: Path, gguf_file: str, folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=gguf_file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            source,
+            gguf_file=gguf_file,
+            local_files_only=True,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
         )
         # not model.save_pretrained: it refuses what came from GGUF, and in a distributed job writes on rank 0 only
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(temporary)
         model.generation_config.save_pretrained(temporary)
         save_model(model, str(temporary / "model.safetensors"), metadata={"format": "pt"})
-        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, local_files_only=True).save_pretrained(temporary)
         temporary.chmod(0o755)
         temporary.rename(folder)
     except BaseException:
@@ -98,12 +102,20 @@ def hide_progress_bars() -> None:
 
 def load_config(folder: Path):
     """The configuration of the model in a folder, without its weights."""
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    with _naming(folder):
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def load_model(folder: Path, dtype: torch.dtype):
-    """The model in a folder, on the CPU, for inference."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    """The model in a folder, on the CPU, for inference. Its weights are safetensors: other files are not read."""
+    with _naming(folder):
+        options = {"dtype": dtype, "local_files_only": True}
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **options
+        )
+        if lacking := sorted(map(str, told["missing_keys"] or told["mismatched_keys"])):
+            raise ValueError(f"its weights lack {', '.join(lacking[:3])}")
+    return model.eval()
 
 
 def random_llama(*, layers: int, heads: int, kv_heads: int, head_dim: int, positions: int, seed: int = 0):
@@ -135,7 +147,22 @@ def random_llama(*, layers: int, heads: int, kv_heads: int, head_dim: int, posit
 
 def load_tokenizer(folder: Path):
     """The tokenizer in a folder."""
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with _naming(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path):
+    """What Transformers raises at damaged files has no end: it becomes a ``ValueError`` that names the folder."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model in {str(folder)!r} can't be loaded ({type(error).__name__}: {error}): its files are damaged or "
+            "missing, or of a kind that is not read here; weights must be .safetensors (save_pretrained writes them)"
+        ) from error
 
 
 def encode_question(tokenizer, text: str, question: str) -> Tensor:
