@@ -234,6 +234,21 @@ def test_dropout_is_drawn_anew_in_training_only():
     assert torch.equal(module(*tensors), core_attention()(*tensors))
 
 
+def test_tensor_parallel_ranks_drop_other_pairs():
+    """With sequence parallelism Megatron's random state for attention is the same on all of them."""
+    model, tensors, found = (
+        config(attention_dropout=0.5, tensor_model_parallel_size=2, sequence_parallel=True),
+        qkv(),
+        [],
+    )
+    for rank in (0, 1, 0):
+        groups = types.SimpleNamespace(tp=Group(2, rank), cp=Group(1))
+        module = tree.TreeDotProductAttention(model, 1, causal, "self", pg_collection=groups)
+        torch.manual_seed(0)
+        found.append(module(*tensors))
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
 def _bad_mask_on_one_rank(rank, world):
     rows = shard_positions(SEQ, rank, world)
     mask = causal_mask(SEQ)[:, :, rows].clone()
