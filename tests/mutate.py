@@ -43,6 +43,7 @@ REPO = Path(__file__).resolve().parent.parent
 LEAST_KILLED = 0.95
 FIELDS = {"name", "breaks", "file", "old", "new", "tests"}
 CAUGHT = 1  # pytest's exit status where a test failed
+_running: set[subprocess.Popen] = set()
 KILLED, TIMED_OUT, SURVIVED, NOT_RUN = "killed", "killed (time-out)", "survived", "not run"
 
 
@@ -119,11 +120,13 @@ def run_pytest(copy: Path, tests, limit_s: float) -> tuple[int | None, str]:
     command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, cwd=copy, env=environment, stdout=log, stderr=log, start_new_session=True)
+        _running.add(process)
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
+            _running.discard(process)
             _kill_group(process)
         log.seek(0)
         return status, log.read().decode(errors="replace")
@@ -188,7 +191,12 @@ def run(repo: Path, mutants: list[Mutant], *, limit_s: float, jobs: int = 1, pro
             bar.update()
             return result
 
-        return list(pool.map(one, mutants))
+        try:
+            return list(pool.map(one, mutants))
+        except BaseException:  # Ctrl-C among others: the pool waits for those that run
+            for process in list(_running):
+                _kill_group(process)
+            raise
 
 
 def rate(results: list[Result]) -> float:

@@ -66,6 +66,21 @@ def test_training_sends_what_the_design_says(world, dtype):
                 assert sum(s for _, s in backward.values()) == 4 * tokens * backward_words(back, shape)
 
 
+def _reduced_bytes(rank, world, comm_dtype):
+    q, k, v = (torch.randn(B, ROWS, *n).bfloat16().requires_grad_() for n in ((H, D), (H_KV, D), (H_KV, D_V)))
+    with comm.record() as log:
+        config = TreeConfig(grid=(world, 1), grid_backward=(1, world), comm_dtype=comm_dtype)
+        out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
+        out.backward(torch.ones_like(out))
+    return [sent.bytes for sent in log if sent.op == "all_to_all"]
+
+
+def test_partial_results_travel_in_fp32_if_asked_for():
+    out, lse, dkv = B * ROWS * H * D_V, B * ROWS * H, B * ROWS * H_KV * (D + D_V)
+    assert run_distributed(_reduced_bytes, 2, "auto")[0] == [2 * out + 4 * lse, 2 * dkv]
+    assert run_distributed(_reduced_bytes, 2, "fp32")[0] == [4 * out + 4 * lse, 4 * dkv]
+
+
 def _decode_traffic(rank, world):
     q, k, v = torch.randn(B, 1, H, D), torch.randn(B, ROWS, H_KV, D), torch.randn(B, ROWS, H_KV, D_V)
     found = {}
