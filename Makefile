@@ -15,7 +15,7 @@ test:            ## lint and the fast tests
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
 
-mutants:         ## plant faults in copies of the package: do the fast tests notice? (half an hour; see tests/mutate.py)
+mutants:         ## plant faults in copies of the package: do the fast tests notice? (an hour; see tests/mutate.py)
 	python tests/mutate.py --out runs/mutants
 
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
