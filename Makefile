@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test slow gpu audit lint format
+.PHONY: help setup quickstart test slow mutants gpu audit lint format
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -14,6 +14,9 @@ test:            ## lint and the fast tests
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
+
+mutants:         ## plant faults in copies of the package: do the fast tests notice? (an hour; see tests/mutate.py)
+	python tests/mutate.py --out runs/mutants
 
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
 	python -m pytest tests/gpu tests/test_triton.py tests/test_dropout.py

@@ -65,6 +65,11 @@ def seed_everything(seed=SEED):
     torch.manual_seed(seed)
 
 
+def largest(numbers):
+    """The largest of some errors; NaN if one of them is NaN, which `max` may lose: max(0.0, nan) is 0.0."""
+    return float(np.max([float(number) for number in numbers]))
+
+
 @contextlib.contextmanager
 def poisoned_empty():
     """Fill every uninitialised floating-point tensor with NaN, so that reading one shows."""

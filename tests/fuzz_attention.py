@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from fuzz_utils import DTYPES, EPSILON, TIMEOUT_S, check_close, largest, randn, told
+from fuzz_utils import DTYPES, EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 from megatron_tree import TreeConfig, energy, tree_attn_func, tree_attn_varlen_func
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
@@ -292,9 +292,9 @@ def check(call, results):
 
 
 def _allowed(call, expected, keep):
-    """{result: largest error}: 1e-10 in float64; in fp32 a few roundings; below, the rule: at most 2 (gradients: 3)
+    """{result: magnitude error}: 1e-10 in float64; in fp32 a few roundings; below, the rule: at most 2 (gradients: 3)
     times the error of torch's dense attention in that dtype, but never less than a few roundings of the result."""
-    sizes = {name: max(1.0, largest(x)) for name, x in expected.items()}
+    sizes = {name: max(1.0, magnitude(x)) for name, x in expected.items()}
     if call.dtype == torch.float64:
         return {name: 1e-10 * n for name, n in sizes.items()}
     logits = 1.0 + abs(dict(call.mask).get("softmax_scale", 1.0)) * max(1.0, call.head_dims[0] ** 0.5)
@@ -307,7 +307,7 @@ def _allowed(call, expected, keep):
     out = F.scaled_dot_product_attention(*leaves, **options)
     dense = [x.transpose(1, 2) for x in (out, *torch.autograd.grad(out, leaves, dout.transpose(1, 2)))]
     for name, x in zip(("out", "dq", "dk", "dv"), dense):
-        error = largest((x.double() - expected[name]).nan_to_num())  # a row that sees nothing may be NaN there
+        error = magnitude((x.double() - expected[name]).nan_to_num())  # a row that sees nothing may be NaN there
         factor = 2 if name == "out" else 3
         few[name] = max(factor * error, 4 * EPSILON[call.dtype] * sizes[name])
     return few

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from fuzz_utils import EPSILON, TIMEOUT_S, check_close, largest, randn, told
+from fuzz_utils import EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
 from megatron_tree.cache import CACHE_DTYPES, ShardedCache, quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
@@ -182,7 +182,7 @@ def check_decode(call, results):
 def _close(name, dtype, *pairs):
     allowed = 1e-10 if dtype == torch.float64 else 64 * EPSILON[torch.float32]
     for what, (found, truth) in zip(("out", "lse"), pairs):
-        check_close(f"{what} of {name}", found, truth, allowed * max(1.0, largest(truth)))
+        check_close(f"{what} of {name}", found, truth, allowed * max(1.0, magnitude(truth)))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

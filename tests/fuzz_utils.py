@@ -107,8 +107,8 @@ def randn(seed, *shape, dtype=torch.float64):
     return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
 
 
-def largest(x):
-    """The largest finite magnitude; 0 of nothing."""
+def magnitude(x):
+    """The magnitude finite magnitude; 0 of nothing."""
     x = x.detach().double().abs()
     x = x[x.isfinite()]
     return float(x.max()) if x.numel() else 0.0
@@ -120,5 +120,5 @@ def check_close(name, found, truth, allowed):
     found, truth = found.double(), truth.double()
     assert not found.isnan().any(), f"{name}: NaN"
     assert torch.equal(found.isinf(), truth.isinf()), f"{name}: another pattern of empty rows"
-    error = largest(torch.where(truth.isinf(), 0.0, found - truth))
+    error = magnitude(torch.where(truth.isinf(), 0.0, found - truth))
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"

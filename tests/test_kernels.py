@@ -130,6 +130,19 @@ def test_padding_and_hidden_rows(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_beyond_the_window_of_all_keys(backend):
+    """They share a block with rows that see something, and have gradients of 0."""
+    q, k, v, dout = inputs(12, 4)
+    options = dict(q_segments=(Segment(0, 0, 12),), k_segments=(Segment(0, 0, 4),), backend=backend)
+    options["spec"] = AttnSpec(softmax_scale=0.3, window_size=(3, 0))
+    out, lse = kernels.attn_fwd(q, k, v, **options)
+    assert (lse[..., 7:] == NEG_INF).all() and lse[..., :7].isfinite().all() and not out[:, 7:].any()
+    delta = (out * dout).sum(-1).transpose(1, 2)
+    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **options)
+    assert not dq[:, 7:].any() and all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_sequences(backend):
     """Documents side by side, the last one crossing chunks: each query sees its own document only."""
     spec = AttnSpec(softmax_scale=0.3)
@@ -186,6 +199,18 @@ def test_low_precision_backward_from_delta_alone(dtype):
     delta = (out.float() * dout.float()).sum(-1).transpose(1, 2)
     for ours, theirs, t in zip(kernels.attn_bwd(dout, q, k, v, lse, delta, **whole), dense, truth):
         assert (ours.double() - t).abs().max() <= 3 * (theirs.double() - t).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_delta_keeps_more_digits_than_its_dtype(dtype):
+    """The `out` that aten's backward is given has the global delta to twice the digits of one half-precision number."""
+    g = torch.Generator().manual_seed(5)
+    out, dout = (torch.randn(2, 50, 4, 32, generator=g, dtype=torch.float64) for _ in range(2))
+    dout = dout.to(dtype)
+    delta = (out * dout.double()).sum(-1).transpose(1, 2).float()
+    made = aten._out_with_delta(dout, delta)
+    error = (made.double() * dout.double()).sum(-1).transpose(1, 2) - delta
+    assert made.dtype == dtype and (error.abs() / delta.abs()).median() < torch.finfo(dtype).eps / 20
 
 
 def test_dispatch_says_why():

@@ -116,9 +116,10 @@ def test_draws_follow_the_exact_distribution(options):
 def test_the_ends_of_the_unit_interval_draw_what_has_a_probability(monkeypatch, point):
     logits = torch.full((40,), -200.0)  # behind 33 their weights round to nothing in the float64 sum
     logits[7], logits[21], logits[33] = 1.0, 1.1, 0.9
+    logits[:3] = -2000.0  # a weight of exactly 0
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(point, dtype=torch.float64))
     token = Sampler(SamplingParams(temperature=1.0, seed=1)).choose(logits).token
-    assert token == {0.0: 0, 1 - 2**-53: 33}[point]
+    assert token == {0.0: 3, 1 - 2**-53: 33}[point]
 
 
 def test_penalties_are_those_of_their_definitions():
