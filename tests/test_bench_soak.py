@@ -55,7 +55,7 @@ def good_record():
             at_s = 100.0 * n + 2 * i
             for who in ("parent", "0", "1", "2", "3"):
                 wobble = (i % 3) * 0.2 * MB
-                record.samples.append(Sample(at_s, n, who, 400 * MB + int(wobble), 120 * MB, 30, 55, 36))
+                record.samples.append(Sample(at_s, n, who, 400 * MB + int(wobble), 300 * MB, 120 * MB, 30, 55, 36))
         if work == "train":
             done = [str(step) for step in range(first + 1, end + 1)] + ["valid"] * (not kill)
             record.seen_losses += [(n, step, record.losses[step]) for step in done]
@@ -151,15 +151,15 @@ BAD = {
     ),
     "a leak": (
         lambda r: _sample(r, _rank_0(4), pss=lambda s: 120 * MB + int((s.at_s - 400) * 0.04 * MB)),
-        "memory: growth inside an incarnation, PSS",
+        "memory: growth inside an incarnation, pss",
     ),
     "a leak over incarnations": (
         lambda r: _sample(r, lambda s: s.who != "parent", rss=lambda s: (400 + 2 * s.incarnation) * MB),
-        "memory: growth over incarnations of train, RSS",
+        "memory: growth over incarnations of train, rss",
     ),
     "a leak in the parent": (
         lambda r: _sample(r, lambda s: s.who == "parent", rss=lambda s: int((400 + s.at_s * 0.02) * MB)),
-        "memory: growth of the parent, RSS",
+        "memory: growth of the parent, rss",
     ),
     "rising descriptors": (
         lambda r: _sample(r, lambda s: _rank_0(5)(s) and _second_half(s), fds=31),
@@ -199,7 +199,7 @@ def test_a_bad_record_fails(fault):
 def test_a_long_soak_without_a_long_incarnation_is_not_judged_well():
     record = copy.deepcopy(GOOD)
     record.incarnations = [x._replace(ready_s=None) for x in record.incarnations]
-    assert "memory: growth inside an incarnation, RSS" in [c.name for c in checks.judge(record) if not c.ok]
+    assert "memory: growth inside an incarnation, rss" in [c.name for c in checks.judge(record) if not c.ok]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ must be those of that run. Memory, descriptors, threads and ports must not grow,
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import pathlib
@@ -36,7 +37,12 @@ from .work import SCRIPTS, Generation, Options, Training, Work, answer
 
 EVERY_STOP = 4  # one loss in so many is a SIGSTOP, the others are SIGKILLs
 MOST_FAILURES = 3  # in a row, without our doing
-PRELOADED = ("training.loop", "integrations.megatron", "inference.run")  # so that forked ranks start at once
+PRELOADED = (  # so that forked ranks start at once, and share it
+    "megatron_tree.training.loop",
+    "megatron_tree.integrations.megatron",
+    "megatron_tree.inference.run",
+    "matplotlib.pyplot",
+)
 EXAMPLES = """\
 examples:
   python -m megatron_tree.bench soak                                            what docs/reliability.md shows
@@ -118,7 +124,9 @@ def _prepare_process(home: pathlib.Path, seed: int) -> None:
     torch.manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):  # that Megatron-core finds no Apex
         for name in PRELOADED:
-            importlib.import_module(f"megatron_tree.{name}")
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the ranks' collectors leave these objects alone, so that their pages stay shared
 
 
 def _soak(args, options: Options, record: Record, home: pathlib.Path, bar: Bar) -> set[int]:

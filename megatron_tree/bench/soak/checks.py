@@ -17,7 +17,7 @@ LOGPROB_ALLOWED = 1e-4  # absolute: a row's neighbours in the batch are others a
 WARM_S = 20.0  # of an incarnation's work, before its memory counts
 SHORTEST_S = 20.0  # of an incarnation beyond that, for a slope
 JUDGED_S = 300.0  # a soak so long must have incarnations whose memory can be judged
-GROWTH_ALLOWED = 0.02  # of the mean, over an incarnation, or from the first to the last one
+MEMORY = {"rss": 0.01, "anonymous": 0.01, "pss": 0.02}  # share by which it may grow: pages of a fork part with time
 SHOWN = 3
 ACCUSED = re.compile(r"\branks? \[?(\d+(?:, \d+)*)\]?,?[^.:;()]{0,60}?\b(?:is|are|has|have|did|does|do) ")
 
@@ -133,10 +133,14 @@ def _about_restarts(record: Record) -> Iterable[Check]:
 
 
 def growth(samples: list[Sample], field: str) -> float:
-    """Share of its mean by which a straight line through the samples' field rises from their first to their last."""
-    times, values = [s.at_s for s in samples], [float(getattr(s, field)) for s in samples]
-    slope = statistics.linear_regression(times, values).slope
-    return slope * (times[-1] - times[0]) / statistics.fmean(values)
+    """By how much of itself a field rises over the samples: from the median of their first third to that of the last.
+
+    These thirds' middles are two thirds of the time apart, so the rise is taken half as large again. Medians, because
+    a process that is forked for a checkpoint shares its parent's pages while it lives.
+    """
+    third = -(-len(samples) // 3)
+    first, last = (statistics.median(getattr(s, field) for s in part) for part in (samples[:third], samples[-third:]))
+    return 1.5 * (last / first - 1)
 
 
 def warm_samples(record: Record) -> dict[tuple[int, str], list[Sample]]:
@@ -152,30 +156,32 @@ def warm_samples(record: Record) -> dict[tuple[int, str], list[Sample]]:
 def _about_memory(record: Record) -> Iterable[Check]:
     warm = warm_samples(record)
     kinds = {x.number: x.work for x in record.incarnations}
-    for field in ("rss", "pss"):
-        inside = {f"rank {who} in incarnation {n}": growth(s, field) for (n, who), s in warm.items() if who != "parent"}
-        name, most = max(inside.items(), key=lambda x: x[1], default=("", 0.0))
+    for field, allowed in MEMORY.items():
+        inside = {key: growth(s, field) for key, s in warm.items() if key[1] != "parent"}
+        where, most = max(inside.items(), key=lambda x: x[1], default=(None, 0.0))
         if not inside and record.samples and record.samples[-1].at_s > JUDGED_S:
             most = float("nan")
-        text = f"of {field.upper()} by the fitted line, at most ({name}); {len(inside)} lines"
-        yield Check(f"memory: growth inside an incarnation, {field.upper()}", most, GROWTH_ALLOWED, text)
+        text = f"of itself, at most; {len(inside)} processes"
+        if where:
+            minutes = (warm[where][-1].at_s - warm[where][0].at_s) / 60
+            slope = most * statistics.median(getattr(s, field) for s in warm[where]) / minutes / 1e6
+            text += f"; {slope:+.3f} MB a minute in rank {where[1]} of incarnation {where[0]}"
+        yield Check(f"memory: growth inside an incarnation, {field}", most, allowed, text)
         for kind in dict.fromkeys(kinds.values()):
-            means: dict[int, list[Sample]] = defaultdict(list)
+            row = {n: [] for (n, who) in sorted(warm) if kinds[n] == kind}
             for (n, who), samples in warm.items():
                 if kinds[n] == kind and who != "parent":
-                    means[n] += samples
-            row = [
-                Sample(n, n, "", *(statistics.fmean(getattr(s, f) for s in means[n]) for f in ("rss", "pss")), 0, 0, 0)
-                for n in sorted(means)
-            ]
-            if len(row) > 2:
-                shown = ", ".join(f"{getattr(s, field) / 1e6:.0f}" for s in row)
-                name = f"memory: growth over incarnations of {kind}, {field.upper()}"
-                yield Check(name, growth(row, field), GROWTH_ALLOWED, f"means of a rank's MB: {shown}")
+                    row[n].append(statistics.median(getattr(s, field) for s in samples))
+            means = [statistics.fmean(values) for values in row.values()]
+            if len(means) > 2:
+                line = statistics.linear_regression(range(len(means)), means)
+                rise = line.slope * (len(means) - 1) / statistics.fmean(means)
+                text = f"a rank's MB: {', '.join(f'{x / 1e6:.1f}' for x in means)}"
+                yield Check(f"memory: growth over incarnations of {kind}, {field}", rise, allowed, text)
         parent = [s for s in record.samples if s.who == "parent" and s.at_s > WARM_S]
         if len(parent) > 2:
-            text = f"{getattr(parent[0], field) / 1e6:.0f} MB at first, {getattr(parent[-1], field) / 1e6:.0f} at last"
-            yield Check(f"memory: growth of the parent, {field.upper()}", growth(parent, field), GROWTH_ALLOWED, text)
+            text = f"{getattr(parent[0], field) / 1e6:.1f} MB at first, {getattr(parent[-1], field) / 1e6:.1f} at last"
+            yield Check(f"memory: growth of the parent, {field}", growth(parent, field), allowed, text)
 
 
 def _about_counts(record: Record) -> Iterable[Check]:

@@ -82,13 +82,14 @@ class Live:
                 self.ready_s = self.ready_s or now - self._began
             if self.ready_s is not None:
                 self.worked_s = now - self._began - self.ready_s
-            if failed := ranks.failed():
+            if ranks.failed():
                 self._wait_for(ranks, ranks.unfinished(), now)
-                return "\n".join(f"rank {r.number} ended with {r.status}: {self._said(r)}" for r in failed)
+                return "\n".join(f"rank {r.number}: status {r.status}: {self._said(r)}" for r in ranks.failed())
             if now - news > QUIET_S:
                 self._ask(ranks, ranks.unfinished())
                 return f"nothing new for {QUIET_S:g} s; rank 0 was here: {self._said(ranks.ranks[0])}"
-            if now - sampled >= SAMPLE_S and len(ranks.unfinished()) == len(ranks.ranks):
+            whole = len(ranks.unfinished()) == len(ranks.ranks) and self.done < self.work.total  # then plots are drawn
+            if whole and now - sampled >= SAMPLE_S:
                 sampled = now
                 self._sample(ranks)
             self._tell(f"{self.work.name}: {self.done} of {self.work.total} {self.work.unit}")

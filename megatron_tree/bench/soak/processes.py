@@ -15,7 +15,7 @@ SHARED_MEMORY = "/dev/shm/"
 def look(pid: int, *, at_s: float, incarnation: int, who: str) -> Sample:
     """A sample of one process. Raises: OSError if it is gone."""
     process = Path(f"/proc/{pid}")
-    kilobytes = {"Rss": 0, "Pss": 0}
+    kilobytes = {"Rss": 0, "Anonymous": 0, "Pss_Anon": 0}
     for line in (process / "smaps_rollup").read_text().splitlines()[1:]:
         name, value, *_ = line.split()
         if name[:-1] in kilobytes:
@@ -25,7 +25,8 @@ def look(pid: int, *, at_s: float, incarnation: int, who: str) -> Sample:
         incarnation=incarnation,
         who=who,
         rss=1024 * kilobytes["Rss"],
-        pss=1024 * kilobytes["Pss"],
+        anonymous=1024 * kilobytes["Anonymous"],
+        pss=1024 * kilobytes["Pss_Anon"],
         fds=len(os.listdir(process / "fd")),
         threads=len(os.listdir(process / "task")),
         ports=len(listening_ports(str(pid))),

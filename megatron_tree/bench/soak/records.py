@@ -15,7 +15,11 @@ class Sample(NamedTuple):
     who: str
     """A rank's number, or "parent"."""
     rss: int
+    anonymous: int
+    """Memory that is no file's: heaps and stacks."""
     pss: int
+    """The same, each page divided by the number of processes that share it since their fork. (Files' pages are shared
+    with whatever else runs on the machine: they would say nothing about the soak.)"""
     fds: int
     threads: int
     ports: int

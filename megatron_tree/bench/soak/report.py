@@ -36,8 +36,9 @@ class Row(NamedTuple):
     slowest_s: float | None
     named: int | None
     rss_mb: float | None
+    anonymous_mb: float | None
     pss_mb: float | None
-    pss_growth: float | None
+    growth: float | None
     fds: int | None
     threads: int | None
     ports: int | None
@@ -73,8 +74,9 @@ def _row(x: Incarnation, warm: dict) -> Row:
         slowest_s=round(max(times), 2) if times else None,
         named=sum(accused(s.said) == {kill.rank} for s in kill.survivors) if kill else None,
         rss_mb=round(mean("rss") / 1e6, 1) if seen else None,
+        anonymous_mb=round(mean("anonymous") / 1e6, 1) if seen else None,
         pss_mb=round(mean("pss") / 1e6, 1) if seen else None,
-        pss_growth=round(max(growth(s, "pss") for s in warm.values()), 5) if seen else None,
+        growth=round(max(growth(s, "anonymous") for s in warm.values()), 5) if seen else None,
         fds=min(s.fds for s in seen) if seen else None,
         threads=min(s.threads for s in seen) if seen else None,
         ports=min(s.ports for s in seen) if seen else None,
@@ -90,8 +92,8 @@ def line(r: Row) -> str:
     if r.at_s is not None:
         text += f" in {r.during or '?'}: survivors ended after {r.fastest_s} to {r.slowest_s} s, "
         text += f"{r.named} of {r.survivors} named it"
-    if r.pss_mb is not None:
-        text += f"; {r.pss_mb:.0f} MB a rank, {r.pss_growth:+.2%}"
+    if r.rss_mb is not None:
+        text += f"; {r.anonymous_mb:.0f} MB a rank, {r.growth:+.2%}"
     return text
 
 
@@ -150,8 +152,8 @@ def _draw(record: Record, path: pathlib.Path) -> None:
     for who in dict.fromkeys(s.who for s in record.samples):
         mine = [s for s in record.samples if s.who == who]
         name = "parent" if who == "parent" else f"rank {who}"
-        memory.plot([s.at_s / 60 for s in mine], [s.pss / 1e6 for s in mine], ".", markersize=2, label=name)
-    memory.set_ylabel("PSS (MB)")
+        memory.plot([s.at_s / 60 for s in mine], [s.anonymous / 1e6 for s in mine], ".", markersize=2, label=name)
+    memory.set_ylabel("memory but files (MB)")
     memory.set_ylim(bottom=0)
     for x in record.incarnations:
         for ax in (losses, memory, ends):
