@@ -151,6 +151,20 @@ def test_a_rank_that_differs_in_a_later_call(options, words):
     assert said[0][0] == said[2][0]
 
 
+def _refused_by_all(rank, world):
+    """Everybody's input is bad: an error everywhere, and the group goes on, also where ranks wait outside a call."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="softmax_scale"):
+            tree_attn_func(*(torch.ones(1, 4, 2, 8) for _ in "qkv"), cp_group=dist.group.WORLD, softmax_scale="big")
+    if rank == 1:
+        time.sleep(0.5)  # several looks at the news
+    return comm.broadcast(torch.tensor([float(rank + 1)]), dist.group.WORLD, 1).item()
+
+
+def test_what_all_refuse_does_no_harm():
+    assert run_distributed(_refused_by_all, 3) == [2.0, 2.0, 2.0]
+
+
 def _swapped(rank, world, check):
     """[20, 10] tokens on one rank, [10, 20] on the other: as many bytes."""
     b, s = ((2, 1), (1, 2))[rank]

@@ -44,6 +44,8 @@ class Watch:
         self.prefix = self.key(self.board.ask(self._count, 60.0))
         self.lock = threading.Lock()
         self.num_calls = 0
+        self.in_call: int | None = None
+        """Number of the call that is being carried out."""
         self.agreed: dict = {}
         """agree.py's calls that all ranks have agreed on."""
         self.doing = "an attention call"
@@ -74,8 +76,9 @@ class Watch:
     def tick(self, store):
         """Read the news: called by the clerk while the main thread waits."""
         self._alarmed = self._alarmed or store.check([self.key("failed")])
-        if self.told is None and store.check([self.key("refused", self.num_calls)]):
-            self.told = ValueError(store.get(self.key("refused", self.num_calls)).decode())
+        number = self.in_call
+        if number is not None and self.told is None and store.check([self.key("refused", number)]):
+            self.told = ValueError(store.get(self.key("refused", number)).decode())
         waiting = self.waiting
         if waiting is not None and (self._alarmed or self.told is not None):
             interrupt(waiting)
@@ -98,7 +101,8 @@ class Watch:
         """
         with self.lock:
             self._unasked[number] = request
-            self._unasked.pop(number - REMEMBERED, None)
+            if len(self._unasked) > REMEMBERED:
+                del self._unasked[next(iter(self._unasked))]
             return number not in self._asked
 
     def refuse(self, store, number: int, text: str):
@@ -179,11 +183,15 @@ class Task:
 
     def __enter__(self) -> None:
         if self._watch is not None:
+            self._watch.in_call = self._watch.num_calls
             self._watch.doing = f"{self._name}, call {self._watch.num_calls} of its group{_stage}"
 
     def __exit__(self, kind, error, trace) -> None:
         watch = self._watch
-        if watch is None or error is None or isinstance(error, CommError) or error is watch.told:
+        if watch is None:
+            return
+        watch.in_call = None
+        if error is None or isinstance(error, CommError) or error in (watch.told, watch.error):
             return
         text = f"rank {dist.get_rank()} in {watch.doing}: {error}"
         with contextlib.suppress(CommError):
