@@ -25,7 +25,8 @@ from test_grid import Hosts
 SEED = int(os.environ.get("TREE_FUZZ_SEED", "0"))
 CALLS = {"fast": 200, "slow": int(os.environ.get("TREE_FUZZ_CALLS", "2000"))}
 SESSION = 8  # calls of a session, at most
-MEAN_SESSION = 3  # about what hypothesis draws of them
+MEAN_SESSION = 3  # about what hypothesis draws of them, after
+FIRST = 5  # small sessions to begin with
 TIMEOUT_S = 60.0  # of a collective: a hang becomes a CommError; a busy machine does not
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = st.sampled_from([torch.float64] * 7 + [torch.float32, torch.bfloat16, torch.float16])
@@ -37,7 +38,7 @@ def attack(run, check, world, drawn_from, calls, shrink=True):
     run(rank, world, call) runs on every rank; check(call, results by rank) judges here.
     """
     count = 0
-    limits = dict(max_examples=-(-calls // MEAN_SESSION), deadline=None, database=None, print_blob=True)
+    limits = dict(max_examples=FIRST + calls // MEAN_SESSION, deadline=None, database=None, print_blob=True)
     phases = [Phase.generate, *([Phase.shrink] if shrink else [])]
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
