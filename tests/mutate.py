@@ -209,7 +209,7 @@ def markdown(results: list[Result]) -> str:
     killed = round(rate(results) * len(results))
     rows = [
         f"| {r.name} | `{r.file.removeprefix('megatron_tree/')}` | {_cell(r.breaks)} | {r.outcome} | "
-        f"{_cell(r.by.partition(' - ')[0])} | {r.seconds:g} |"
+        f"{_cell(r.by.partition(' - ')[0] if r.outcome == KILLED else r.by)} | {r.seconds:g} |"
         for r in sorted(results, key=lambda r: r.outcome in (KILLED, TIMED_OUT))
     ]
     head = ["| mutant | file | what it breaks | outcome | by | seconds |", "| --- | --- | --- | --- | --- | --- |"]
