@@ -49,11 +49,15 @@ def truth(q, k, v, dout, spec, keep, sinks=None):
 
 
 def magnitudes(q, k, v, dout, spec, keep):
-    """What (out, dq, dk, dv) would be if nothing cancelled: rounding is to be measured by these sums."""
+    """What (out, dq, dk, dv) would be if nothing cancelled: rounding is to be measured by these sums.
+
+    A weight in fp16 has no more digits below 6e-5: there it counts as that much.
+    """
+    smallest = torch.finfo(q.dtype).smallest_normal
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     (h, h_kv), d = (q.shape[2], k.shape[2]), q.shape[3]
-    p = torch.exp(s - energy.logsumexp(s)[..., None]) if (s := energy.scores(q, k, spec, keep)).numel() else s
-    p = p.nan_to_num(0.0)  # [b, h_kv, g, q, k]
+    s = energy.scores(q, k, spec, keep)  # [b, h_kv, g, q, k]
+    p = torch.exp(s - energy.logsumexp(s)[..., None]).clamp(min=smallest).where(s > float("-inf"), 0.0)
     q, dout = (x.unflatten(2, (h_kv, h // h_kv)).abs() for x in (q, dout))
     k, v = k.abs(), v.abs()
     out = torch.einsum("bngqk,bknd->bqngd", p, v)
