@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_tree
 from dist_utils import DistributedTestError, run_distributed
 from failing_ranks import HOWS, LIMIT, WHERES, call, die, lose, run_to_the_end, start_clock
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
@@ -149,6 +150,19 @@ def test_a_rank_that_differs_in_a_later_call(options, words):
         assert seconds < 2, said
         assert all(word in text for word in words[1 if rank == 1 and "refused" in words[0] else 0 :]), text
     assert said[0][0] == said[2][0]
+
+
+def _other_version(rank, world):
+    if rank == 1:
+        megatron_tree.__version__ = "0.0.1"
+    with pytest.raises(ValueError) as caught:
+        call("decode", world, rank)
+    return str(caught.value)
+
+
+def test_versions_are_compared():
+    said = run_distributed(_other_version, 2, fresh=True)
+    assert said[0] == said[1] and "rank 1 has megatron_tree='0.0.1'" in said[0]
 
 
 def _refused_by_all(rank, world):
