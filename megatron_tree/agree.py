@@ -64,7 +64,7 @@ def agree(group, name: str, *, check: str, timeout_s: float, also: dict | None =
     request = functools.partial(_compare, watch, Call(name, values, also or {}, timeout_s), number)
     if (check == "never" or (check == "first" and key in agreed)) and watch.remember(number, request):
         return
-    error = watch.board.ask(request, timeout_s + PATIENCE)
+    error = watch.board.ask(request, timeout_s)
     if error is not None:
         raise error if not isinstance(error, _Absent) else watch.fail(what=str(error), suspects=error.ranks)
     agreed[key] = None
@@ -84,7 +84,7 @@ def tell_failure(group, error: Exception) -> None:
         watch = Watch.of(group)
         watch.num_calls += 1
         number, text = watch.num_calls, f"rank {watch.rank} of cp_group refused its input: {error}"
-        watch.board.ask(lambda store: watch.refuse(store, number, text), 1.0)
+        watch.board.ask(lambda store: watch.refuse(store, number, text))
 
 
 @contextlib.contextmanager

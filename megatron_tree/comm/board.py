@@ -24,10 +24,13 @@ from ..errors import CommError
 
 TICK = 0.1  # seconds between two looks at the news while this rank waits for others
 SOONEST, LATEST = 1e-4, 0.05  # seconds between two steps of a request: the first pause, and the longest
-SLACK = 0.5  # seconds for the store's answers, beyond a request's own limit
-SILENCE = 1.5  # seconds without an answer after which the store counts as lost
+SILENCE = 1.5  # seconds that one question to the store may take, before it counts as lost
 
 Request = Callable[[object], Generator[None, None, object]]
+
+
+class _Silent(Exception):
+    """The store does not answer."""
 
 
 class Board:
@@ -58,15 +61,22 @@ class Board:
         """
         self._watches = [known for known in self._watches if known() is not None] + [weakref.ref(watch)]
 
-    def ask(self, request: Request, seconds: float):
-        """What the generator `request(store)` returns. Raises `CommError` where the store gives no answer in time."""
+    def ask(self, request: Request, seconds: float = 0.0):
+        """What the generator `request(store)` returns, however long it takes; it keeps its own time limit.
+
+        seconds: how long a store that does not answer is waited for, at least. Raises `CommError` then.
+        """
+        answer, end = self.start(request), time.monotonic() + seconds
         try:
-            if self._lost is not None:
-                raise self._lost
-            if time.monotonic() - self._asked_at > SILENCE:
-                raise TimeoutError
-            return self.start(request).result(seconds + SLACK)
-        except (TimeoutError, dist.DistError) as error:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    return answer.result(0.0 if self._lost else TICK)
+                if self._lost is not None:
+                    raise self._lost
+                now = time.monotonic()
+                if now > end and now - self._asked_at > SILENCE:
+                    raise _Silent("no answer")
+        except (_Silent, dist.DistError) as error:
             self._lost = error
             raise CommError(_lost_keeper(error)) from error
 
@@ -90,9 +100,7 @@ class Board:
                 del watches
             self._advance()
             pause = min(2 * pause, LATEST) if self._open else TICK / 2
-        while self._open or not self._inbox.empty():  # nobody answers any more
-            answer = (self._open.pop() if self._open else self._inbox.get())[1]
-            answer.set_exception(self._lost or dist.DistStoreError("the process group is gone"))
+        self._lost = self._lost or dist.DistStoreError("the process group is gone")
 
     def _advance(self) -> None:
         """One step of every open request."""
@@ -121,7 +129,7 @@ def set_first(store, key: str, value: str) -> str:
 
 
 def _lost_keeper(error: Exception) -> str:
-    reason = "no answer" if isinstance(error, TimeoutError) else str(error).splitlines()[0]
+    reason = str(error).splitlines()[0]
     keeper = "rank 0, whose process keeps it,"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         keeper = f"the launcher's agent on {os.environ.get('MASTER_ADDR', 'the first node')}, which keeps it,"

@@ -168,7 +168,7 @@ class Watch:
     def fail(self, **report) -> Exception:
         """`conclude`, by the clerk: the error that all ranks raise."""
         try:
-            self.error = self.board.ask(lambda store: self.conclude(store, **report), GATHER_REPORTS + LINGER)
+            self.error = self.board.ask(lambda store: self.conclude(store, **report))
         except CommError as lost:
             self.error = CommError(f"{report['what']}. Also {lost}")
         return self.error
@@ -196,7 +196,7 @@ class Task:
         text = f"rank {dist.get_rank()} in {watch.doing}: {error}"
         with contextlib.suppress(CommError):
             if isinstance(error, ValueError):
-                watch.board.ask(lambda store: watch.refuse(store, watch.num_calls, text), 1.0)
+                watch.board.ask(lambda store: watch.refuse(store, watch.num_calls, text))
             else:
                 watch.fail(what=f"{kind.__name__}: {error}, in {watch.doing}", cause="error")
 
