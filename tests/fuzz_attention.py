@@ -53,6 +53,8 @@ class Call:
         shapes = [(b, s, h, d), (b, n, h_kv, d), (b, n, h_kv, d_v), (b, s, h, d_v)]
         tensors = [randn(self.seed + i, *shape, dtype=self.dtype) for i, shape in enumerate(shapes)]
         dlse = randn(self.seed + 4, b, h, s, dtype=torch.promote_types(self.dtype, torch.float32))
+        if isinstance(self.layout, Packed):  # rows of padding give no gradients, not even a sink's
+            dlse = dlse.masked_fill(sequences_of(shard_segments(s, 0, 1, self.layout), s) < 0, 0.0)
         return *tensors, dlse, randn(self.seed + 5, h) if self.sinks else None
 
     @property
