@@ -25,6 +25,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -144,7 +145,11 @@ atexit.register(close_pools)
 def _session_store():
     global _store
     if _store is None:
-        _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # bound to IPv4: of a peer at ::ffff:127.0.0.1 the store asks the name server for the name, which may take 5 s
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            port = listener.getsockname()[1]
+            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+            _store = dist.TCPStore("127.0.0.1", port, **options)
     return _store
 
 

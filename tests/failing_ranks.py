@@ -5,7 +5,6 @@ assert outcomes[0].error == "CommError" and outcomes[0].code == 1
 """
 
 import contextlib
-import datetime
 import json
 import os
 import resource
