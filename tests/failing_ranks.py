@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import dist_utils
 from megatron_tree import TreeConfig, kernels, tree_attn_func, tree_decode, tree_prefill
+from megatron_tree.rendezvous import start_default_group
 from megatron_tree.shard import Segment
 
 LIMIT = 2.0  # seconds, of every collective
@@ -85,10 +86,8 @@ def _rank(rank, world, port, folder, path, fn, args):
     dist_utils.seed_everything()
     said, code = {}, 0
     try:
-        limit = datetime.timedelta(seconds=30)
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=limit
-        )
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        start_default_group("gloo", timeout_s=30.0)
         started = time.monotonic()
         said["value"] = fn(rank, world, *args)
     except BaseException as error:
