@@ -203,7 +203,7 @@ class Soak:
             self._cluster, work, number, folder, plan, self._record, began=self._began,
             tell=lambda text: self._bar.say(what + text),
         )  # fmt: skip
-        self._bar.line(report.line(report.rows(self._record)[-1]))
+        self._bar.line(report.line(report.row(self._record, found[0])))
         if found[0].failed:
             self._bar.line(found[0].failed)
         return found

@@ -143,11 +143,16 @@ def growth(samples: list[Sample], field: str) -> float:
     return 1.5 * (last / first - 1)
 
 
-def warm_samples(record: Record) -> dict[tuple[int, str], list[Sample]]:
-    """By incarnation and process: what was seen after its start, where it was long enough to tell a slope."""
+def warm_samples(record: Record, number: int | None = None) -> dict[tuple[int, str], list[Sample]]:
+    """By incarnation and process: what was seen after its start, where it was long enough to tell a slope.
+
+    number: of this incarnation alone; None: of all.
+    """
     ready = {x.number: x.ready_s for x in record.incarnations if x.ready_s is not None}
     found: dict[tuple[int, str], list[Sample]] = defaultdict(list)
     for s in record.samples:
+        if number not in (None, s.incarnation):
+            continue
         if s.incarnation in ready and s.at_s >= ready[s.incarnation] + WARM_S:
             found[s.incarnation, s.who].append(s)
     return {key: s for key, s in found.items() if s[-1].at_s - s[0].at_s >= SHORTEST_S}

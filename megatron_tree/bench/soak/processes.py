@@ -40,8 +40,8 @@ def shared_memory_of(pid: int) -> set[str]:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            found.add(line.split(maxsplit=5)[-1])
+        with open(f"/proc/{pid}/maps") as maps:  # long: line by line, or this process's heap would grow
+            found |= {line.split(maxsplit=5)[-1].strip() for line in maps if SHARED_MEMORY in line}
     return {name for name in found if name.startswith(SHARED_MEMORY) and not name.endswith(" (deleted)")}
 
 

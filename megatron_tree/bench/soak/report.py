@@ -46,14 +46,12 @@ class Row(NamedTuple):
 
 def rows(record: Record) -> list[Row]:
     """What the table and results.csv show."""
-    warm = warm_samples(record)
-    return [
-        _row(x, {who: s for (n, who), s in warm.items() if n == x.number and who != "parent"})
-        for x in record.incarnations
-    ]
+    return [row(record, x) for x in record.incarnations]
 
 
-def _row(x: Incarnation, warm: dict) -> Row:
+def row(record: Record, x: Incarnation) -> Row:
+    """One incarnation."""
+    warm = {who: samples for (_, who), samples in warm_samples(record, x.number).items() if who != "parent"}
     kill = x.kill
     times = [s.seconds for s in kill.survivors if s.seconds is not None] if kill else []
     seen = [s for samples in warm.values() for s in samples]
