@@ -153,11 +153,11 @@ BAD = {
         "restarts: not from the newest checkpoint",
     ),
     "a leak": (
-        lambda r: _sample(r, _rank_0(4), pss=lambda s: 120 * MB + int((s.at_s - 400) * 0.04 * MB)),
-        "memory: growth inside an incarnation, pss",
+        lambda r: _sample(r, _rank_0(4), anonymous=lambda s: int((300 + (s.at_s - 400) * 0.05) * MB)),
+        "memory: growth inside an incarnation, anonymous",
     ),
     "a leak over incarnations": (
-        lambda r: _sample(r, lambda s: s.who != "parent", rss=lambda s: (400 + 2 * s.incarnation) * MB),
+        lambda r: _sample(r, lambda s: s.who != "parent", rss=lambda s: (400 + s.incarnation) * MB),
         "memory: growth over incarnations of train, rss",
     ),
     "a leak in the parent": (

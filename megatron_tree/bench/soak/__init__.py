@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench soak`."""
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="after the undisturbed rounds (default: %(default)g)")
-    add("--kill-every", type=float, default=180.0, metavar="SECONDS", help="of work, on average (default: %(default)g)")
+    add("--kill-every", type=float, default=120.0, metavar="SECONDS", help="of work, on average (default: %(default)g)")
     add("--nodes", type=runs.nodes_by_ranks, default="2x2", metavar="NxM", help="emulated nodes and ranks on each "
         "(default: %(default)s)")  # fmt: skip
     add("--latency", type=runs.seconds, default="1ms", help="between nodes (default: %(default)s)")

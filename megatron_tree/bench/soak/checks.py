@@ -17,7 +17,8 @@ LOGPROB_ALLOWED = 1e-4  # absolute: a row's neighbours in the batch are others a
 WARM_S = 20.0  # of an incarnation's work, before its memory counts
 SHORTEST_S = 20.0  # of an incarnation beyond that, for a slope
 JUDGED_S = 300.0  # a soak so long must have incarnations whose memory can be judged
-MEMORY = {"rss": 0.01, "anonymous": 0.01, "pss": 0.02}  # share by which it may grow: pages of a fork part with time
+MEMORY = {"rss": 0.01, "anonymous": 0.01, "pss": 0.1}  # share by which it may grow: pages of a fork part with time
+PARENT_ALLOWED = 0.02
 SHOWN = 3
 ACCUSED = re.compile(r"\branks? \[?(\d+(?:, \d+)*)\]?,?[^.:;()]{0,60}?\b(?:is|are|has|have|did|does|do) ")
 
@@ -133,13 +134,13 @@ def _about_restarts(record: Record) -> Iterable[Check]:
 
 
 def growth(samples: list[Sample], field: str) -> float:
-    """By how much of itself a field rises over the samples: from the median of their first third to that of the last.
+    """By how much of itself a field's peak rises over the samples: from their first third to their last.
 
-    These thirds' middles are two thirds of the time apart, so the rise is taken half as large again. Medians, because
-    a process that is forked for a checkpoint shares its parent's pages while it lives.
+    These thirds' middles are two thirds of the time apart, so the rise is taken half as large again. Peaks, because a
+    process that is forked for a checkpoint shares its parent's pages while it lives.
     """
     third = -(-len(samples) // 3)
-    first, last = (statistics.median(getattr(s, field) for s in part) for part in (samples[:third], samples[-third:]))
+    first, last = (max(getattr(s, field) for s in part) for part in (samples[:third], samples[-third:]))
     return 1.5 * (last / first - 1)
 
 
@@ -159,8 +160,7 @@ def warm_samples(record: Record, number: int | None = None) -> dict[tuple[int, s
 
 
 def _about_memory(record: Record) -> Iterable[Check]:
-    warm = warm_samples(record)
-    kinds = {x.number: x.work for x in record.incarnations}
+    warm, kinds = warm_samples(record), {x.number: x.work for x in record.incarnations}
     for field, allowed in MEMORY.items():
         inside = {key: growth(s, field) for key, s in warm.items() if key[1] != "parent"}
         where, most = max(inside.items(), key=lambda x: x[1], default=(None, 0.0))
@@ -173,20 +173,29 @@ def _about_memory(record: Record) -> Iterable[Check]:
             text += f"; {slope:+.3f} MB a minute in rank {where[1]} of incarnation {where[0]}"
         yield Check(f"memory: growth inside an incarnation, {field}", most, allowed, text)
         for kind in dict.fromkeys(kinds.values()):
-            row = {n: [] for (n, who) in sorted(warm) if kinds[n] == kind}
-            for (n, who), samples in warm.items():
-                if kinds[n] == kind and who != "parent":
-                    row[n].append(statistics.median(getattr(s, field) for s in samples))
-            means = [statistics.fmean(values) for values in row.values()]
-            if len(means) > 2:
-                line = statistics.linear_regression(range(len(means)), means)
-                rise = line.slope * (len(means) - 1) / statistics.fmean(means)
-                text = f"a rank's MB: {', '.join(f'{x / 1e6:.1f}' for x in means)}"
-                yield Check(f"memory: growth over incarnations of {kind}, {field}", rise, allowed, text)
+            yield from _about_incarnations(record, kind, warm, field, allowed)
         parent = [s for s in record.samples if s.who == "parent" and s.at_s > WARM_S]
         if len(parent) > 2:
-            text = f"{getattr(parent[0], field) / 1e6:.1f} MB at first, {getattr(parent[-1], field) / 1e6:.1f} at last"
-            yield Check(f"memory: growth of the parent, {field}", growth(parent, field), allowed, text)
+            text = (
+                f"{getattr(parent[0], field) / 1e6:.1f} MB at first, {getattr(parent[-1], field) / 1e6:.1f} at last, "
+            )
+            rise = growth(parent, field)
+            yield Check(f"memory: growth of the parent, {field}", rise, PARENT_ALLOWED, f"{text}with all the records")
+
+
+def _about_incarnations(record: Record, kind: str, warm: dict, field: str, allowed: float) -> Iterable[Check]:
+    """What ranks hold beyond what they were forked with, by the straight line through all incarnations of a kind."""
+    forked = {s.incarnation: getattr(s, field) for s in reversed(record.samples) if s.who == "parent"}
+    peaks: dict[int, list[int]] = defaultdict(list)
+    for (n, who), samples in sorted(warm.items()):
+        if who != "parent" and record.incarnations[n].work == kind:
+            peaks[n].append(max(getattr(s, field) for s in samples))
+    own = [statistics.fmean(values) - (forked[n] if field != "pss" else 0) for n, values in peaks.items()]
+    if len(own) > 2:
+        rise = statistics.linear_regression(range(len(own)), own).slope * (len(own) - 1)
+        whole = statistics.fmean(max(values) for values in peaks.values())
+        text = f"a rank's MB{' beyond its parent' * (field != 'pss')}: {', '.join(f'{x / 1e6:.1f}' for x in own)}"
+        yield Check(f"memory: growth over incarnations of {kind}, {field}", rise / whole, allowed, text)
 
 
 def _about_counts(record: Record) -> Iterable[Check]:

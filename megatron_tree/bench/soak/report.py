@@ -144,19 +144,20 @@ def _draw(record: Record, path: pathlib.Path) -> None:
     ]
     if points:
         minutes, found, truth = zip(*points)
-        losses.plot(minutes, truth, ".", color="black", markersize=5, label="the undisturbed run's loss of that step")
+        losses.plot(minutes, truth, ".", color="black", markersize=6, label="the undisturbed run's loss of that step")
         losses.plot(minutes, found, ".", color="tab:cyan", markersize=2, label="the soak's")
     losses.set_ylabel("training loss (nats)")
-    for who in dict.fromkeys(s.who for s in record.samples):
+    forked = {s.incarnation: s.anonymous for s in reversed(record.samples) if s.who == "parent"}
+    for who in dict.fromkeys(s.who for s in record.samples if s.who != "parent"):
         mine = [s for s in record.samples if s.who == who]
-        name = "parent" if who == "parent" else f"rank {who}"
-        memory.plot([s.at_s / 60 for s in mine], [s.anonymous / 1e6 for s in mine], ".", markersize=2, label=name)
-    memory.set_ylabel("memory but files (MB)")
+        own = [(s.anonymous - forked[s.incarnation]) / 1e6 for s in mine]
+        memory.plot([s.at_s / 60 for s in mine], own, ".", markersize=2, label=f"rank {who}")
+    memory.set_ylabel("memory beyond what it\nwas forked with (MB)")
     memory.set_ylim(bottom=0)
     for x in record.incarnations:
         for ax in (losses, memory, ends):
             if x.work == "generate":
-                ax.axvspan(x.began_s / 60, x.ended_s / 60, color="tab:green", alpha=0.08, linewidth=0)
+                ax.axvspan(x.began_s / 60, x.ended_s / 60, color="tab:grey", alpha=0.15, linewidth=0)
             if x.kill:
                 colour = "tab:red" if x.kill.signal == "SIGKILL" else "tab:purple"
                 ax.axvline(x.kill.at_s / 60, color=colour, linewidth=1)
@@ -167,7 +168,7 @@ def _draw(record: Record, path: pathlib.Path) -> None:
             ends.plot([x.kill.at_s / 60] * len(took), took, "o", color="black", markersize=3)
     ends.axhline(record.limit_s + SLACK_S, color="grey", linestyle="--", label="time limit + 2 s")
     ends.set_ylabel("survivors ended\nafter (s)")
-    ends.set_xlabel("minutes (red: SIGKILL, purple: SIGSTOP; green: generation, white: training)")
+    ends.set_xlabel("minutes (red: SIGKILL, purple: SIGSTOP; shaded: generation, else training)")
     for ax in (losses, memory, ends):
         ax.grid(alpha=0.3)
         if ax.get_legend_handles_labels()[0]:
