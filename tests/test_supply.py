@@ -132,7 +132,7 @@ def test_the_check_sees_what_is_unsafe():
     fine = (
         "model.eval()\ntorch.load(f, weights_only=True)\nAutoModelForCausalLM.from_pretrained(f, use_safetensors=True)"
     )
-    assert not list(_unsafe("\n".join(fine)))
+    assert not list(_unsafe(fine))
 
 
 class _Evil:
