@@ -25,7 +25,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -48,7 +47,7 @@ WORKER_ENV = {
 # What the fork server imports beforehand; the optional ones only if the session has imported them already.
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest")
 PRELOAD_IF_IMPORTED = ("triton_interpreter", "hypothesis", "megatron.core", "transformers", "megatron_tree")
-POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
+POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class DistributedTestError(RuntimeError):
@@ -64,11 +63,6 @@ def seed_everything(seed=SEED):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def largest(numbers):
-    """The largest of some errors; NaN if one of them is NaN, which `max` may lose: max(0.0, nan) is 0.0."""
-    return float(np.max([float(number) for number in numbers]))
 
 
 @contextlib.contextmanager
@@ -87,8 +81,7 @@ def poisoned_empty():
 
         return poisoned
 
-    places = [(torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")]
-    places += [(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")]
+    places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), factory in zip(places, originals, strict=True):
         setattr(owner, name, wrap(factory))
@@ -145,11 +138,7 @@ atexit.register(close_pools)
 def _session_store():
     global _store
     if _store is None:
-        # bound to IPv4: of a peer at ::ffff:127.0.0.1 the store asks the name server for the name, which may take 5 s
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
-            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-            _store = dist.TCPStore("127.0.0.1", port, **options)
+        _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return _store
 
 

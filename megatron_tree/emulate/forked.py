@@ -47,8 +47,7 @@ class Forked:
         try:
             with Ranks() as ranks:
                 ranks.call_when_readable(returned[0], one_returned)
-                self._start(ranks, body)
-                self._wait(ranks, timeout_s)
+                self._start_and_wait(ranks, body, timeout_s)
                 if failed := ranks.failed():
                     raise RuntimeError("\n\n".join(map(self._describe, failed)))
             return [_load(result) for result in results]
@@ -56,17 +55,13 @@ class Forked:
             for fd in (*results, *returned, *leave):
                 os.close(fd)
 
-    def _start(self, ranks: Ranks, body: Callable[[int], int]) -> None:
-        """Start body(number) on every rank."""
+    def _start_and_wait(self, ranks: Ranks, body: Callable[[int], int], timeout_s: float) -> None:
+        """Run body(number) on every rank until all have ended or one has failed. RuntimeError at a time limit."""
         self._check()
         _require_forkable()
-        port = self._port()
+        (seconds, limit), port = self._time_limit(timeout_s), self._port()
         for number in range(self.world_size):
             ranks.start(number, lambda number=number: self._place_and_run(number, port, body))
-
-    def _wait(self, ranks: Ranks, timeout_s: float) -> None:
-        """Until all ranks have ended or one has failed. RuntimeError at a time limit."""
-        seconds, limit = self._time_limit(timeout_s)
         ranks.wait(seconds, self._check)
         if late := ranks.late:
             stacks = "\n\n".join(map(self._describe, late[:_SHOWN_RANKS]))

@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from ..integrations import models
 from ..integrations.generation import check_length
-from ..wire import share, share_all
 from .arguments import sampling_params
 from .conversation import Answer, Conversation
 from .jobs import JobOptions, run_job
 from .report import Progress, cache_table, time_figures, time_table, write_json
 from .scheduler import Scheduler
-from .start import WAIT_HOURS, Started, start
+from .start import Started, start
 
 
 class CheckError(RuntimeError):
@@ -124,12 +123,14 @@ def _gather_ranks(rank: int, result: Answer, cache, group) -> list[dict]:
         "cache_bytes": cache.nbytes,
         "prefill_s": result.prefill_s,
     }
-    return share_all(figures, group)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, figures, group=group)
+    return ranks
 
 
 def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> None:
     """Compare with the plain model, which rank 0 runs on all cores while the others wait for its verdict."""
-    verdict, limit = None, 3600.0 * WAIT_HOURS
+    verdict = [None]
     if ready.rank == 0:
         attention, engine = ready.plain_attention, ready.engine
         print(f"\ncheck: the plain model on rank 0 (attn_implementation={attention!r}) ...", flush=True)
@@ -146,13 +147,13 @@ def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> No
                 attn_implementation=attention,
             )
             torch.set_num_threads(threads)
-            verdict = _compare(result, tokens[0], logits, ready.tokenizer, figures, time.perf_counter() - begun)
+            verdict = [_compare(result, tokens[0], logits, ready.tokenizer, figures, time.perf_counter() - begun)]
         except Exception as error:
-            share(f"the plain model failed: {error}", ready.group, timeout_s=limit)
+            dist.broadcast_object_list([f"the plain model failed: {error}"], src=0, group=ready.group)
             raise
-    verdict = share(verdict, ready.group, timeout_s=limit)
-    if verdict is not None:
-        raise CheckError(verdict)
+    dist.broadcast_object_list(verdict, src=0, group=ready.group)
+    if verdict[0] is not None:
+        raise CheckError(verdict[0])
 
 
 def _compare(result: Answer, tokens, logits, tokenizer, figures: dict, seconds: float) -> str | None:
