@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,43 @@ def _typed(action: argparse.Action, value: Any, what: str) -> Any:
     if action.choices is not None and any(item not in action.choices for item in values):
         raise ValueError(f"{what} must be one of {', '.join(map(repr, action.choices))}")
     return values if isinstance(value, list) or action.nargs == "+" else values[0]
+
+
+def run_script(
+    name: str,
+    argv: list[str],
+    build_parser: Callable[[], argparse.ArgumentParser],
+    check_arguments: Callable[[argparse.Namespace, int], None],
+    load: Callable[[], tuple[Callable[[argparse.Namespace], None], tuple[type[Exception], ...]]],
+    *,
+    choices: bool = True,
+) -> int:
+    """The life of a launch script on one rank: read the options, run, and return the exit status.
+
+    load() imports what is slow to import, once the options are fine, and returns `run(args)` and the errors of it that
+    every rank has, whose text is enough. choices: tell which backend and schedule are chosen.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        args = parse_with_config(build_parser(), argv)
+        check_arguments(args, world)
+    except ValueError as error:  # found on every rank alike, before any communication
+        if rank == 0:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+        return 2
+    if choices:
+        tell_choices(rank)
+    expected: tuple[type[Exception], ...] = ()
+    try:
+        run, expected = load()
+        run(args)
+    except BaseException as error:
+        if not isinstance(error, expected):
+            exit_after_failure(rank, error)
+        if rank == 0:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 def tell_choices(rank: int) -> None:
