@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test slow gpu lint format
+.PHONY: help setup quickstart test slow mutants gpu audit lint format
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -15,9 +15,17 @@ test:            ## lint and the fast tests
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
 
+mutants:         ## plant faults in copies of the package: do the fast tests notice? (an hour; see tests/mutate.py)
+	python tests/mutate.py --out runs/mutants
+
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
 	python -m pytest tests/gpu tests/test_triton.py tests/test_dropout.py
 	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F)
+
+audit:           ## the pinned dependencies against the known vulnerabilities; needs a network that reaches PyPI itself
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && python3 -m venv "$$folder" && \
+	"$$folder/bin/pip" install -q pip-audit && \
+	"$$folder/bin/pip-audit" --strict --no-deps --disable-pip --progress-spinner off -r constraints.txt
 
 lint:            ## ruff
 	bash launch/test.sh --lint-only

@@ -47,8 +47,13 @@ done
 [ -f "$1" ] || die "no such script: $1"
 [ -n "$hostfile" ] || die "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"
 [ -f "$hostfile" ] || die "no such hostfile: $hostfile; configs/hostfile.example shows the format"
-hosts="$(grep -cE '^[^#[:space:]]+[[:space:]]+slots=[0-9]+' "$hostfile")" ||
-    die "$hostfile names no host: a line reads 'HOST slots=RANKS', see configs/hostfile.example"
+names="$(tr -d '\0' <"$hostfile" | sed -E 's/#.*//; s/[[:space:]]+$//' | grep -anv '^$')" || names=""
+[ -n "$names" ] || die "$hostfile names no host: a line reads 'HOST slots=RANKS', see configs/hostfile.example"
+hosts="$(grep -c . <<<"$names")"
+bad="$(grep -avE "^[0-9]+:[A-Za-z0-9_[][][A-Za-z0-9_.:@%-]*[[:space:]]+slots=[1-9][0-9]{0,4}$" <<<"$names" | head -n 1)" || true
+[ -z "$bad" ] || die "$hostfile, line ${bad%%:*}: '${bad#*:}' is not 'HOST slots=RANKS', see configs/hostfile.example"
+twice="$(sed -E 's/^[0-9]+:([^[:space:]]+).*/\1/' <<<"$names" | sort | uniq -d | head -n 1)"
+[ -z "$twice" ] || die "$hostfile names $twice twice: give a host one line, with the ranks of both"
 
 use_environment
 command -v deepspeed >/dev/null || die "no deepspeed in $VIRTUAL_ENV: run 'bash launch/setup.sh' first"

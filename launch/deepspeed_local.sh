@@ -7,8 +7,8 @@
 #   --port PORT         port of the rendezvous (default: a free one)
 #   --log-level LEVEL   of the launcher: debug, info, warning, error (default)
 #
-# Without a GPU the ranks run on the CPU (DS_ACCELERATOR=cpu, gloo over the loopback interface) and share the cores.
-# Variables that are set already are kept: DS_ACCELERATOR, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
+# Without a GPU the ranks run on the CPU (DS_ACCELERATOR=cpu) and share the cores. They talk over the loopback interface.
+# Variables that are set already are kept: DS_ACCELERATOR, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
 # Ends with the status of the first rank that failed. Ctrl-C or SIGTERM ends all ranks; they have STOP_SECONDS (5) for it:
 # set that variable to as long as a training run may need to write a checkpoint.
 # Example: bash launch/deepspeed_local.sh -n 4 launch/generate.py --help
@@ -43,10 +43,10 @@ if [ "${DS_ACCELERATOR:-}" = cpu ]; then
     ranks="${ranks:-2}"
     threads=$(($(num_cores) / ranks))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
-    loopback=lo
-    [ "$(uname -s)" = Darwin ] && loopback=lo0
-    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$loopback}"
 fi
+loopback=lo
+[ "$(uname -s)" != Darwin ] || loopback=lo0
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$loopback}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$loopback}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 if [ -z "$port" ]; then
     port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"

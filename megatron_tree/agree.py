@@ -1,56 +1,90 @@
 """Ranks compare what they are about to do before any payload moves: disagreement is an error, not a hang.
 
-The comparison goes through the process group's key-value store, not through a collective: it has a time limit of its
-own on every backend, can name who did not come, and leaves the group usable.
+Each rank puts a fingerprint of its call on the notice board (comm/board.py), once for every different call. That takes
+no collective: it has a time limit of its own on every backend, can name who did not come, and leaves the group usable.
+A rank that has made a call like this before goes on without asking. Where another one asks, and this rank turns out to
+wait for it in vain, its clerk answers for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from datetime import timedelta
+import dataclasses
+import functools
+import hashlib
+import sys
+import time
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
+import torch
 
-from .comm import group_rank, group_size
+from .comm import group_size
+from .comm.board import set_first
+from .comm.watch import Watch
 from .errors import CommError
 
-_OK = b"ok"
-MAX_SIGNATURES = 4096
-# by group, not by its name: a group that is made anew starts anew
-_rounds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+MAX_CALLS = 4096
+PATIENCE = 0.3  # seconds after which a rank that is waited for is asked, if it went on without asking
+SHOWN = 300  # characters of a value
 
 
-def agree(group, signature: str, *, check: str, timeout_s: float, values: str = "") -> None:
-    """Raise the same ``ValueError`` on every rank unless all ranks of the group pass the same `signature`.
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call: what must be equal on all ranks."""
 
-    check: "first" compares a signature once and then trusts it, "always", "never" (`TreeConfig.check`). values: what
-    must be equal, too, but is another in every call; it is compared when the signature is. Raises `CommError`, naming
-    the missing ranks, when some don't come within timeout_s.
+    name: str
+    values: dict
+    also: dict
+    """The same, but another in every call: compared when `values` are."""
+    timeout_s: float
+
+    def text(self) -> str:
+        package = sys.modules[__package__]
+        values = {"megatron_tree": package.__version__, "torch": torch.__version__, **self.values, **self.also}
+        return "\n".join([f"function={self.name}", *_lines(values)])
+
+
+def agree(group, name: str, *, check: str, timeout_s: float, also: dict | None = None, **values) -> None:
+    """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
+
+    Args:
+        name: of the function. values: what must be equal, hashable; dataclasses are compared field by field.
+        check: "first" compares a call once and then trusts it, "never" does not; otherwise it is always compared.
+        also: values that must be equal, too, but are others in every call; compared when `values` are.
+    Raises: ValueError with both values where two ranks differ. `CommError`, naming the missing ranks, when some don't
+        come within timeout_s.
     """
-    if group_size(group) == 1 or check == "never":
+    if group_size(group) == 1:
         return
-    agreed = _agreed.setdefault(group, {})
-    if check == "first" and signature in agreed:
+    watch = Watch.of(group)
+    if watch.error is not None or watch.told is not None:
+        raise _ended(watch)
+    watch.num_calls += 1
+    watch.doing, number = name, watch.num_calls
+    key, agreed = (name, *values.values()), watch.agreed
+    request = functools.partial(_compare, watch, Call(name, values, also or {}, timeout_s), number)
+    if (check == "never" or (check == "first" and key in agreed)) and watch.remember(number, request):
         return
-    verdict = _exchange(group, f"{signature}; {values}" if values else signature, timeout_s)
-    if verdict != _OK:
-        kind, _, text = verdict.decode().partition(":")
-        raise (ValueError if kind == "differ" else CommError)(text)
-    agreed[signature] = None
-    if len(agreed) > MAX_SIGNATURES:  # packed documents: a new one with every batch
+    error = watch.board.ask(request, timeout_s)
+    if error is not None:
+        raise error if not isinstance(error, _Absent) else watch.fail(what=str(error), suspects=error.ranks)
+    agreed[key] = None
+    if len(agreed) > MAX_CALLS:  # packed documents: a new one with every batch
         del agreed[next(iter(agreed))]  # the oldest, on every rank the same
 
 
+def _ended(watch: Watch) -> Exception:
+    error = watch.error or watch.fail(what=str(watch.told), cause="input")
+    advice = "this group can't be used any more: make a new one, and end the ranks that are stuck"
+    return type(error)(f"{error} ({advice})")
+
+
 def tell_failure(group, error: Exception) -> None:
-    """Tell the ranks that wait in `agree` that this rank's input was bad, so that they fail at once too."""
+    """Tell the ranks that wait for this one, or will, that its input was bad, so that they fail at once, too."""
     if group_size(group) > 1:
-        store, key = _next_round(group)
-        store.set(f"{key}/{group_rank(group)}", f"!{error}")
-        if group_rank(group) == 0:  # the others wait for its verdict
-            store.set(f"{key}/verdict", _refused(0, str(error)))
+        watch = Watch.of(group)
+        watch.num_calls += 1
+        number, text = watch.num_calls, f"rank {watch.rank} of cp_group refused its input: {error}"
+        watch.board.ask(lambda store: watch.refuse(store, number, text))
 
 
 @contextlib.contextmanager
@@ -63,53 +97,98 @@ def telling(cp_group):
         raise
 
 
-def _next_round(group):
-    _rounds[group] = _rounds.get(group, 0) + 1
-    return distributed_c10d._get_default_store(), f"megatron_tree/{group.group_name}/{_rounds[group]}"
+class _Absent(CommError):
+    def __init__(self, text: str, ranks: list[int]):
+        super().__init__(text)
+        self.ranks = ranks
 
 
-def _exchange(group, signature: str, timeout_s: float) -> bytes:
-    store, key = _next_round(group)
-    rank, world = group_rank(group), group_size(group)
-    limit = timedelta(seconds=timeout_s)
-    store.set(f"{key}/{rank}", signature)
-    if rank == 0:
-        store.set(f"{key}/verdict", _verdict(store, key, world, limit))
-    try:
-        store.wait([f"{key}/verdict"], limit + timedelta(seconds=1))
-    except dist.DistError as error:
-        raise CommError(
-            f"rank 0 of the group did not come to this attention call within {timeout_s:g} s: it has failed, "
-            "is stuck, or called it with a signature that it had used before"
-        ) from error
-    verdict = store.get(f"{key}/verdict")
-    if store.add(f"{key}/read", 1) == world and verdict == _OK:
-        for name in [*range(world), "verdict", "read"]:
-            store.delete_key(f"{key}/{name}")
-    return verdict
+def _compare(watch: Watch, call: Call, number: int, store):
+    """A clerk's request: compare call `number` with the other ranks'. Returns the error to raise, or None.
+
+    The first rank that comes says what the call is, all others whether theirs is the same.
+    """
+    key, text = watch.key("call", number), call.text()
+    store.set(f"{key}/at/{watch.rank}", "")
+    own = f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()} {watch.rank}"
+    fingerprint, first = set_first(store, f"{key}/first", own).split()
+    if fingerprint == own.split()[0]:
+        if store.add(f"{key}/agreed", 1) == watch.world:
+            set_first(store, f"{key}/verdict", "agreed")
+    else:
+        store.set(f"{key}/differs", "")
+    began, asks = time.monotonic(), True
+    while not store.check([f"{key}/verdict"]):
+        if store.check([f"{key}/differs"]):
+            yield from _show_both(watch, store, key, int(first), text, same=fingerprint == own.split()[0])
+        if store.check([watch.key("refused", number)]):
+            return ValueError(store.get(watch.key("refused", number)).decode())
+        if store.check([watch.key("failed")]):
+            return _Absent(f"{call.name}: this rank waits for all others to come", [])
+        waited = time.monotonic() - began
+        if asks and waited > PATIENCE:
+            asks = False
+            store.set(watch.key("asks", number), "")
+        if waited > call.timeout_s:
+            return _absent(watch, store, key, call)
+        yield
+    verdict = store.get(f"{key}/verdict").decode()
+    if verdict != "agreed":
+        return ValueError(verdict)
+    if store.add(f"{key}/read", 1) == watch.world:
+        watch.board.start(lambda store: _clear(store, key, watch.world))
+    return None
 
 
-def _verdict(store, key: str, world: int, limit: timedelta) -> bytes | str:
-    try:
-        store.wait([f"{key}/{r}" for r in range(world)], limit)
-    except dist.DistError:
-        missing = [r for r in range(world) if not store.check([f"{key}/{r}"])]
-        return (
-            f"missing:ranks {missing} of the group did not come to this attention call within "
-            f"{limit.total_seconds():g} s: they have failed, are stuck, or called it with a signature used before"
-        )
-    said = [store.get(f"{key}/{r}").decode() for r in range(world)]
-    failed = {r: s[1:] for r, s in enumerate(said) if s.startswith("!")}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        return _refused(rank, text)
-    other = next((r for r, s in enumerate(said) if s != said[0]), None)
-    if other is None:
-        return _OK
-    pairs = [(x, y) for x, y in zip(said[0].split("; "), said[other].split("; ")) if x != y]
-    here, there = "; ".join(x for x, _ in pairs), "; ".join(y for _, y in pairs)
-    return f"differ:ranks of cp_group call this with different arguments: rank 0 has {here}, rank {other} has {there}"
+def _show_both(watch: Watch, store, key: str, first: int, text: str, *, same: bool):
+    """The first rank shows its call, one that differs compares it with its own: that is the verdict."""
+    if first == watch.rank:
+        store.set(f"{key}/text", text)
+    elif not same:
+        while not store.check([f"{key}/text"]):
+            yield
+        theirs = store.get(f"{key}/text").decode()
+        set_first(store, f"{key}/verdict", _difference(first, theirs, watch.rank, text))
 
 
-def _refused(rank: int, text: str) -> str:
-    return f"differ:rank {rank} of cp_group refused its input: {text}"
+def _difference(first: int, theirs: str, rank: int, text: str) -> str:
+    lines, others = (dict(line.split("=", 1) for line in x.splitlines()) for x in (text, theirs))
+    names = [name for name in {**others, **lines} if others.get(name) != lines.get(name)]
+    if "function" in names:
+        names = ["function"]
+    shown = sorted([(first, _shown(names, others, lines)), (rank, _shown(names, lines, others))])
+    both = "; ".join(f"rank {r} has {text}" for r, text in shown)
+    return f"ranks of cp_group call this with different arguments: {both}"
+
+
+def _shown(names: list[str], values: dict, others: dict) -> str:
+    texts = []
+    for name in names:
+        value, other = values.get(name, "nothing"), others.get(name, "nothing")
+        if len(value) > SHOWN:  # packed documents: where they begin to differ
+            at = next((i for i, (x, y) in enumerate(zip(value, other)) if x != y), min(len(value), len(other)))
+            value = f"...{value[max(0, at - SHOWN // 2) : at + SHOWN // 2]}..."
+        texts.append(f"{name}={value}")
+    return ", ".join(texts)
+
+
+def _absent(watch: Watch, store, key: str, call: Call) -> _Absent:
+    missing = [r for r in range(watch.world) if not store.check([f"{key}/at/{r}"])]
+    names = [watch.ranks[r] for r in missing]
+    return _Absent(f"ranks {names} did not come to {call.name} within {call.timeout_s:g} s", missing)
+
+
+def _clear(store, key: str, world: int):
+    for name in [*(f"at/{r}" for r in range(world)), "first", "agreed", "verdict", "read"]:
+        store.delete_key(f"{key}/{name}")
+    yield
+
+
+def _lines(values: dict, prefix: str = ""):
+    """One line for each value, and for each field of a dataclass; those of a spec are arguments of the function."""
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            yield from _lines(fields, prefix="" if name == "spec" else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={value!r}"

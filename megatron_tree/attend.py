@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import comm
+from . import comm, kernels
 from .agree import agree, telling
 from .autograd import tree_attention
 from .config import AttnSpec, TreeConfig
@@ -18,7 +18,7 @@ from .log import say_once
 from .network import Network
 from .plan import Shape, plan_training
 from .shard import Layout, Packed, Sharding
-from .validate import check_sinks, check_ulysses
+from .validate import check_finite_shares, check_sinks, check_ulysses
 
 
 def attend(
@@ -36,23 +36,49 @@ def attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of checked tensors: agree, plan, and run, with Ulysses' exchanges around it if asked for."""
-    world, rank, u = comm.group_size(cp_group), comm.group_rank(cp_group), config.ulysses_size
+    world, u = comm.group_size(cp_group), config.ulysses_size
     with telling(cp_group):
         check_sinks(sinks, q)
         check_ulysses(u, world, q, k, queries)
+        kernels.choose(q, k, v, spec, config.backend)  # refuses what a named backend can't take
+        check_finite_shares(config, cp_group, queries, keys, q=q, k=k, v=v, sinks=sinks)
         network = Network.of(cp_group, q.device, config)
-    signature = (
-        f"{name}; batch={q.shape[0]}; seq_len={queries.seq_len}; seq_len_kv={keys.seq_len}; heads and head_dim="
-        f"{(q.shape[2], k.shape[2], q.shape[3], v.shape[3])}; dtype={q.dtype}; "
-        f"{dataclasses.replace(spec, dropout=None)}; sinks={sinks is not None}; layout={queries.layout!r}; "
-        f"layout_kv={keys.layout!r}; return_lse={return_lse}; {config}; topology={network.digest}"
+    agree(
+        cp_group,
+        name,
+        check=config.check,
+        timeout_s=config.timeout_s,
+        also=None if spec.dropout is None else spec.dropout._asdict(),
+        batch=q.shape[0],
+        seq_len=queries.seq_len,
+        seq_len_kv=keys.seq_len,
+        num_heads=q.shape[2],
+        num_heads_kv=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=q.dtype,
+        spec=dataclasses.replace(spec, dropout=None),
+        sinks=sinks is not None,
+        layout=queries.layout,
+        layout_kv=keys.layout,
+        return_lse=return_lse,
+        config=config,
+        topology=network.digest,
     )
-    drawn = "" if spec.dropout is None else f"dropout_p={spec.dropout.p}; dropout_seed={spec.dropout.seed}"
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s, values=drawn)
-    network = network.placed(cp_group, q.device, config)
-    if u == 1:
-        job = _job(q, k, v, spec, queries, keys, cp_group, config, network, tuple(range(world)))
-        return tree_attention(q, k, v, sinks, job)
+    with comm.Task(cp_group, name):
+        network = network.placed(cp_group, q.device, config)
+        call = (spec, queries, keys, cp_group, config, network)
+        if u == 1:
+            return tree_attention(q, k, v, sinks, _job(q, k, v, *call, tuple(range(world))))
+        return _attend_split(q, k, v, sinks, *call, return_lse)
+
+
+def _attend_split(
+    q, k, v, sinks, spec: AttnSpec, queries: Sharding, keys: Sharding, cp_group, config: TreeConfig, network: Network,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Ulysses x tree: exchange heads for tokens, attend among the ranks with the same heads, and exchange back."""
+    world, rank, u = comm.group_size(cp_group), comm.group_rank(cp_group), config.ulysses_size
     place = rank % u
     team = comm.Team(
         cp_group,

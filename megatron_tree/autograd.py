@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import comm, kernels
+from .agree import agree, telling
 from .grid import grid_bwd, grid_fwd
 from .job import Job
 from .merge import merge_sinks
 from .ring import ring_bwd, ring_fwd
+from .shard import sequences_of
+from .validate import check_finite_shares
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
@@ -37,10 +40,20 @@ class _TreeAttention(torch.autograd.Function):
         job = ctx.job
         # every rank takes part in the backward's collectives, with or without a gradient of its own
         dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype)
-        flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
-        delta = kernels.attn_delta(dout, out, flowing)
-        run = ring_bwd if job.plan.backward.schedule == "ring" else grid_bwd
-        dq, dk, dv = run(dout, q, k, v, lse, delta, job, flowing_lse=dlse is not None)
+        own = job.queries.segments([job.rank])
+        if sum(segment.length for segment in own) < q.shape[1]:  # rows of padding: their gradients may be NaN
+            padding = sequences_of(own, q.shape[1]).to(q.device) < 0
+            dout = dout.masked_fill(padding[:, None, None], 0)
+            dlse = None if dlse is None else dlse.masked_fill(padding, 0)
+        if job.config.check == "finite":
+            with telling(job.group):
+                check_finite_shares(job.config, job.group, job.queries, job.keys, dout=dout)
+            agree(job.group, "backward", check="finite", timeout_s=job.config.timeout_s)
+        with comm.Task(job.group, "the backward of tree attention"):
+            flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
+            delta = kernels.attn_delta(dout, out, flowing)
+            run = ring_bwd if job.plan.backward.schedule == "ring" else grid_bwd
+            dq, dk, dv = run(dout, q, k, v, lse, delta, job, flowing_lse=dlse is not None)
         dsinks = None
         if sinks is not None:
             seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))

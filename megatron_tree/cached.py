@@ -11,12 +11,20 @@ from torch import Tensor
 
 from . import comm, decode, kernels
 from .agree import agree, telling
-from .config import DECODE_SCHEDULES, TreeConfig, check_choice
+from .config import TreeConfig
 from .log import say_once
 from .network import Network
 from .plan import plan_decode
 from .shard import Segment
-from .validate import check_cache, check_paged, check_sinks, check_visible, make_spec
+from .validate import (
+    check_cache,
+    check_decode_schedule,
+    check_finite_cache,
+    check_paged,
+    check_sinks,
+    check_visible,
+    make_spec,
+)
 
 _DEFAULT = TreeConfig()
 
@@ -58,7 +66,7 @@ def tree_decode(
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
         schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
             (inside nodes first), "ring" (baseline).
-        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s and check are used.
+        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s, check and deterministic are used.
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
@@ -67,41 +75,55 @@ def tree_decode(
     config = config or _DEFAULT
     world = comm.group_size(cp_group)
     with telling(cp_group):
-        check_choice("schedule", schedule, DECODE_SCHEDULES)
+        check_decode_schedule(schedule, config)
         paged = check_paged(q, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
         if paged is None:
             check_cache(q, k_cache, v_cache)
-        spec = make_spec(q, True, softmax_scale, window_size, softcap)
+        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
-        if paged is not None:
+        if paged is None:
+            kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
+        else:
             kernels.check_pages(q, k_cache, v_cache, spec, config.backend)
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
+        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
         network = Network.of(cp_group, q.device, config)
     b, s_q, h, _ = q.shape
     h_kv, d_v = v_cache.shape[2:]
-    signature = (
-        f"tree_decode; q={tuple(q.shape)}; num_heads_kv={h_kv}; head_dim_v={d_v}; dtype={q.dtype}; {spec}; "
-        f"sinks={sinks is not None}; schedule={schedule!r}; positions={q_positions is not None}; "
-        f"paged={paged is not None}; memory_budget={config.memory_budget}; "
-        f"transport={network.topology.transport}; topology={network.digest}"
-    )
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
-    network = network.placed(cp_group, q.device, config)
-    topology, placement = network.topology, network.placement
-    plan = plan_decode(
-        world,
-        rows=b * s_q * h,
+    agree(
+        cp_group,
+        "tree_decode",
+        check=config.check,
+        timeout_s=config.timeout_s,
+        q=q.shape,
+        num_heads_kv=h_kv,
         head_dim_v=d_v,
-        kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
-        topology=topology,
-        placement=placement,
+        dtype=q.dtype,
+        spec=spec,
+        sinks=sinks is not None,
         schedule=schedule,
-        memory_budget=config.memory_budget,
+        positions=q_positions is not None,
+        paged=paged is not None,
+        config=config,
+        topology=network.digest,
     )
-    if schedule == "auto" and world > 1 and s_q == 1:
-        say_once(f"decode schedule: {plan.reason}")
-    with torch.no_grad():
+    with comm.Task(cp_group, "tree_decode"), torch.no_grad():
+        network = network.placed(cp_group, q.device, config)
+        topology, placement = network.topology, network.placement
+        plan = plan_decode(
+            world,
+            rows=b * s_q * h,
+            head_dim_v=d_v,
+            kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
+            topology=topology,
+            placement=placement,
+            schedule=schedule,
+            memory_budget=config.memory_budget,
+            deterministic=config.deterministic,
+        )
+        if schedule == "auto" and world > 1 and s_q == 1:
+            say_once(f"decode schedule: {plan.reason}")
         out, lse = decode.decode(
             q,
             k_cache,
@@ -146,7 +168,7 @@ def tree_prefill(
         key_segments: the positions of this rank's keys; without a window, keys before the chunk may stand in any order.
             Or by group rank those of all ranks' keys: then keys are gathered instead of queries, which sends less
             while they are few.
-        Others as in `tree_decode`; of config backend, comm_dtype, topology, transport, timeout_s and check are used.
+        Others as in `tree_decode`; of config comm_dtype is used, too.
     Returns: out [b, n, h, d_v] in q's dtype.
     Raises: as `tree_decode`.
     Source: Tree Attention's reduction (arXiv 2408.04093) on the grid of `world` x 1: docs/design.md.
@@ -154,7 +176,7 @@ def tree_prefill(
     config = config or _DEFAULT
     with telling(cp_group):
         check_cache(q, k_cache, v_cache)
-        spec = make_spec(q, True, softmax_scale, window_size, softcap)
+        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
         num_queries = [sum(count for _, count in runs) for runs in shares]
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
@@ -164,14 +186,27 @@ def tree_prefill(
         own = key_segments[rank] if gathers_keys else key_segments
         if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
+        kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
+        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         network = Network.of(cp_group, q.device, config)
-    signature = (
-        f"tree_prefill; batch={q.shape[0]}; heads={q.shape[2]}; num_heads_kv={k_cache.shape[2]}; "
-        f"head_dim={q.shape[3]}; head_dim_v={v_cache.shape[3]}; dtype={q.dtype}; {spec}; sinks={sinks is not None}; "
-        f"comm_dtype={config.comm_dtype}; transport={network.topology.transport}; shares={shares}; "
-        f"gathered={'keys' if gathers_keys else 'queries'}"
+    agree(
+        cp_group,
+        "tree_prefill",
+        check=config.check,
+        timeout_s=config.timeout_s,
+        batch=q.shape[0],
+        num_heads=q.shape[2],
+        num_heads_kv=k_cache.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v_cache.shape[3],
+        dtype=q.dtype,
+        spec=spec,
+        sinks=sinks is not None,
+        shares=str(shares),
+        gathered="keys" if gathers_keys else "queries",
+        config=config,
+        topology=network.digest,
     )
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
     call = dict(
         spec=spec,
         group=cp_group,
@@ -179,7 +214,7 @@ def tree_prefill(
         backend=config.backend,
         timeout_s=config.timeout_s,
     )
-    with torch.no_grad():
+    with comm.Task(cp_group, "tree_prefill"), torch.no_grad():
         if gathers_keys:
             queries = _segments(shares[rank : rank + 1], 0)
             call.update(q_segments=queries, k_segments=key_segments)

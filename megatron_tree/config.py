@@ -9,7 +9,7 @@ from typing import NamedTuple
 SCHEDULES = ("auto", "grid", "ring")
 BACKENDS = ("auto", "triton", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
-CHECKS = ("first", "always", "never")
+CHECKS = ("first", "always", "never", "finite")
 TRANSPORTS = ("auto", "direct", "builtin")
 DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
 
@@ -65,7 +65,17 @@ class TreeConfig:
     """Seconds that one collective may take before it becomes a `CommError`."""
 
     check: str = "first"
-    """When ranks compare the call's signature before any payload: at its "first" use, "always", or "never"."""
+    """When ranks compare the call's signature before any payload: at its "first" use, "always", or "never". "finite" is
+    "always", and each rank looks for NaN and infinities in q, k, v and sinks, and in the backward in dout (with
+    ulysses_size in that of its heads): one found, every rank raises a ``ValueError`` that names rank, tensor and place.
+    Padding may hold anything. It is for hunting a fault: every tensor is read once more, an accelerator waited for."""
+
+    deterministic: bool = False
+    """The same inputs give the same bits in every run, and a row of a decode batch the same bits alone and among others
+    as long as the schedule is the same (name one: "auto" may choose by the batch). What can't promise that is refused,
+    and left out by "auto": aten's kernels on CUDA, whose backward adds up in any order and whose decode is split by the
+    batch; the decode schedule "allreduce", whose order of summing is the backend's. Decoding costs more: Triton's
+    kernels split the keys every 1024 whatever the batch, the others attend row by row."""
 
     def __post_init__(self):
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -73,6 +83,7 @@ class TreeConfig:
         check_choice("comm_dtype", self.comm_dtype, COMM_DTYPES)
         check_choice("check", self.check, CHECKS)
         check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("deterministic", self.deterministic, (False, True))
         if not (isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
         for name in ("grid", "grid_backward"):
@@ -118,7 +129,7 @@ class Dropout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttnSpec:
-    """The mathematics of one attention call, the same on every rank and for every block of it."""
+    """The mathematics of one attention call, the same on every rank and for every block of it, down to the bits."""
 
     softmax_scale: float
     causal: bool = True
@@ -127,6 +138,8 @@ class AttnSpec:
     softcap: float = 0.0
     """Logits become softcap * tanh(logits / softcap); 0 turns it off."""
     dropout: Dropout | None = None
+    deterministic: bool = False
+    """As `TreeConfig.deterministic`."""
 
     def heads_from(self, first: int) -> AttnSpec:
         """The same call for tensors that hold its query heads from `first` on."""

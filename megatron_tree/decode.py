@@ -78,10 +78,11 @@ def _ring(q, k, v, visible, spec, group, order, backend: str, timeout_s: float) 
     if q_positions is None:
         q_positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
     if visible.lengths is not None:
-        slots = torch.arange(k.shape[1], device=k.device)
+        beyond = torch.arange(k.shape[1], device=k.device) >= visible.lengths[:, None]
         if positions is None:
             positions = torch.zeros(k.shape[:2], dtype=torch.int64, device=k.device)
-        positions = torch.where(slots < visible.lengths[:, None], positions, -1)
+        positions = positions.masked_fill(beyond, -1)
+        k, v = (x.masked_fill(beyond[..., None, None], 0) for x in (k, v))  # NaN may lie there
     shard = [x.contiguous() for x in (k, v, positions) if x is not None]
     coming = tell(k.shape[1], int(positions is not None)).wait().tolist()
     parts, buffers = {}, _TwoBuffers()

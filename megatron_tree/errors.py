@@ -7,3 +7,8 @@ class TreeError(RuntimeError):
 
 class CommError(TreeError):
     """A collective failed or ran past its time limit. The message names the operation and the ranks."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.ranks = ranks
+        """Global ranks that failed, where it is known."""

@@ -70,7 +70,7 @@ def tree_attn_func(
     """
     config = config or _DEFAULT
     with telling(cp_group):
-        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed)
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
         cross = spec.left is None and spec.right is None
         check_qkv(q, k, v, cross=cross)
         queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
@@ -116,7 +116,8 @@ def tree_attn_varlen_func(
         max_seqlen: length of the longest document of q; not needed, checked if given.
         Others as in `tree_attn_func`.
 
-    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing: out 0, lse -inf, and gradients 0.
+    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing but a sink: out 0 and gradients 0;
+        what they hold, and their dout, may be NaN.
     Raises: as `tree_attn_func`, and ValueError for a padded length that is no multiple of 2p.
     """
     config = config or _DEFAULT
@@ -127,7 +128,7 @@ def tree_attn_varlen_func(
         longest = max(documents.lengths, default=0)
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(f"max_seqlen={max_seqlen} is less than the longest document of cu_seqlens, {longest}")
-        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed)
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
         of_keys = documents
         if cu_seqlens_kv is not None:
             of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[0] * world)
@@ -167,7 +168,7 @@ def attend_gathered(
     Raises: ValueError for bad input.
     """
     config = config or _DEFAULT
-    spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed)
+    spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
     check_qkv(q, k, v, cross=True)
     check_sinks(sinks, q)
     queries = _sharding(q, "q", cp_group, layout)

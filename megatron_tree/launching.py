@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import logging
 import os
+import reprlib
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .files import read_yaml
 from .log import logger
 
 
@@ -27,11 +30,11 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
 
 def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Options in a YAML file, with the types of the command line."""
-    import yaml
-
     if not Path(path).is_file():
         raise ValueError(f"config={path!r} does not exist")
-    options = yaml.safe_load(Path(path).read_text()) or {}
+    options = read_yaml(path)
+    if options is None:
+        return {}
     if not isinstance(options, dict):
         raise ValueError(f"config={path!r} must hold options, one `name: value` a line")
     actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
@@ -39,13 +42,17 @@ def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     for name, value in options.items():
         dest = str(name).replace("-", "_")
         if dest not in actions:
-            raise ValueError(f"{path}: unknown option {name!r}; `{parser.prog} --help` lists them")
-        result[dest] = _typed(actions[dest], value, f"{path}: {name}={value!r}")
+            raise ValueError(f"{path}: unknown option {reprlib.repr(name)}; `{parser.prog} --help` lists them")
+        if dest in result:
+            raise ValueError(f"{path}: {name} is there twice, with underscores and with dashes")
+        result[dest] = _typed(actions[dest], value, f"{path}: {name}={reprlib.repr(value)}")
     return result
 
 
 def _typed(action: argparse.Action, value: Any, what: str) -> Any:
     if value is None:
+        if action.default is not None:
+            raise ValueError(f"{what} has no value: give one, or leave the line out")
         return None
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
@@ -58,6 +65,10 @@ def _typed(action: argparse.Action, value: Any, what: str) -> Any:
         raise ValueError(f"{what} must be a list of {action.nargs}")
     if any(isinstance(item, bool) for item in values):
         raise ValueError(f"{what} is no switch: give a value")
+    if not values or not all(isinstance(item, (str, int, float, datetime.date)) for item in values):
+        raise ValueError(f"{what} must be a value or a list of values")
+    if any("\0" in str(item) for item in values):
+        raise ValueError(f"{what} holds a NUL character")
     kind = action.type or str
     try:
         values = [kind(str(item)) for item in values]

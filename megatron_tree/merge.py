@@ -47,10 +47,9 @@ def merge_state(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Ten
 def merge_into(acc: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor]) -> None:
     """Merge `part` into the accumulator `acc` in place; out [..., d] and lse [...] of both line up."""
     (acc_out, acc_lse), (out, lse) = acc, part
-    new = torch.logaddexp(acc_lse, lse.to(acc_lse.dtype))
-    base = torch.where(new == NEG_INF, 0.0, new)
-    acc_out.mul_(torch.exp(acc_lse - base)[..., None])
-    acc_out.addcmul_(torch.exp(lse - base)[..., None], out.to(acc_out.dtype))
+    kept, joined, new = _weights(acc_lse, lse.to(acc_lse.dtype))
+    acc_out.mul_(kept[..., None])
+    acc_out.addcmul_(joined[..., None], out.to(acc_out.dtype))
     acc_lse.copy_(new)
 
 
@@ -59,9 +58,19 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
     out [..., d], lse [...], sinks broadcastable to lse, fp32.
     """
-    new = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
-    shrink = torch.exp(lse - torch.where(new == NEG_INF, 0.0, new))
-    return out * shrink[..., None], new
+    kept, _, new = _weights(lse, sinks.to(lse.dtype))
+    return out * kept[..., None], new
+
+
+def _weights(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What two states of lse a and b weigh in their merge, and its lse. Divided by their sum, not by exp(lse): near 1e4
+    an lse in fp32 is known to 1e-3 only, and so would the weights be."""
+    m = torch.maximum(a, b)
+    m = torch.where(m == NEG_INF, 0.0, m)
+    of_a, of_b = torch.exp(a - m), torch.exp(b - m)
+    den = of_a + of_b
+    safe = torch.where(den == 0, 1.0, den)
+    return of_a / safe, of_b / safe, m + torch.log(den)
 
 
 def pack_state(out: Tensor, lse: Tensor, wire: torch.dtype) -> Tensor:

@@ -41,8 +41,8 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
                 f"has {lengths[rank]} there: pass the seq_len of the whole sequence"
             )
     shape = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
-    signature = f"unshard_sequence; shape without dim={shape}; dtype={x.dtype}; seq_len={seq_len}; layout={layout!r}"
-    agree(cp_group, signature, check="first", timeout_s=_DEFAULT.timeout_s)
+    call = {"shape without dim": tuple(shape), "dtype": x.dtype, "seq_len": seq_len, "layout": layout}
+    agree(cp_group, "unshard_sequence", check="first", timeout_s=_DEFAULT.timeout_s, **call)
     rows = x.detach().movedim(dim, 0)
     rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
     whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))
@@ -64,8 +64,8 @@ def gather_shares(x: Tensor, cp_group, dim: int, *, config: TreeConfig | None = 
     if world == 1:
         return x
     config = config or _DEFAULT
-    signature = f"gather_shares; shape={tuple(x.shape)}; dtype={x.dtype}; dim={dim % x.dim()}"
-    agree(cp_group, signature, check=config.check, timeout_s=config.timeout_s)
+    call = {"shape": x.shape, "dtype": x.dtype, "dim": dim % x.dim()}
+    agree(cp_group, "gather_shares", check=config.check, timeout_s=config.timeout_s, **call)
     network = Network.of(cp_group, x.device, config).placed(cp_group, x.device, config)
     order, block = network.placement.order, network.placement.block
     ranks = tuple(order[place::block] for place in range(block))

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from .config import AttnSpec, Dropout
+from . import comm, kernels
+from .config import DECODE_SCHEDULES, AttnSpec, Dropout, TreeConfig, check_choice
 from .kernels import PagedKV, Visible
-from .shard import Packed, Sharding
+from .shard import Packed, Sharding, sequences_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -102,6 +103,7 @@ def make_spec(
     softcap: float,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
+    deterministic: bool = False,
 ) -> AttnSpec:
     """The call's `AttnSpec` from checked arguments; softmax_scale defaults to 1 / sqrt(head_dim)."""
     if softmax_scale is None:
@@ -123,6 +125,7 @@ def make_spec(
         window_size=tuple(window_size),
         softcap=float(softcap),
         dropout=_dropout(dropout_p, dropout_seed),
+        deterministic=deterministic,
     )
 
 
@@ -150,6 +153,16 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks is on device {sinks.device} but q is on {q.device}: move them to one device")
+
+
+def check_decode_schedule(schedule: str, config: TreeConfig) -> None:
+    """Whether the schedule exists, and is one whose bits config.deterministic can promise."""
+    check_choice("schedule", schedule, DECODE_SCHEDULES)
+    if config.deterministic and schedule == "allreduce":
+        raise ValueError(
+            "schedule='allreduce' leaves the order of its sum to the backend, which deterministic=True rules out: "
+            "choose 'allgather', 'butterfly', 'scatter' or 'two_level', or 'auto'"
+        )
 
 
 def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scale, v_scale, cache_seqlens):
@@ -235,3 +248,56 @@ def _rows(name: str, positions, b: int, n: int, device) -> Tensor:
     if positions.device != device:
         raise ValueError(f"{name} is on device {positions.device} but q is on {device}: move them to one device")
     return positions.to(torch.int64).expand(b, n)
+
+
+def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: Sharding, **tensors) -> None:
+    """With config.check "finite": raise ``ValueError`` for NaN or infinities in this rank's q, k, v, dout or sinks.
+
+    Rows of padding are not read, they may hold anything: those are the rows of no segment of the sharding (thd padding,
+    the ends of a padded batch's rows, what Megatron's padding mask hides).
+    """
+    if config.check != "finite":
+        return
+    rank = comm.group_rank(cp_group)
+    for name, x in tensors.items():
+        used = None
+        if name != "sinks" and x is not None:
+            segments = (keys if name in ("k", "v") else queries).segments([rank])
+            used = (sequences_of(segments, x.shape[1], device=x.device) >= 0)[None]
+        _check_finite(rank, name, x, used)
+
+
+def check_finite_cache(config: TreeConfig, cp_group, q, k_cache, v_cache, sinks, visible: Visible, paged=None) -> None:
+    """`check_finite_shares` for a cache: slots beyond cache_seqlens, of pages not owned and at position -1 may hold
+    anything. Of pages the index told is [row, slot, head, column], with slots counted through the row's pages."""
+    if config.check != "finite":
+        return
+    rank = comm.group_rank(cp_group)
+    _check_finite(rank, "q", q)
+    _check_finite(rank, "sinks", sinks)
+    for row in range(q.shape[0]):
+        length = None if visible.lengths is None else int(visible.lengths[row])
+        if paged is None:
+            found = (x[row : row + 1, :length] for x in (k_cache, v_cache))
+        else:
+            found = kernels.gather_row(k_cache, v_cache, paged, row, length, q.dtype)
+        for name, x in zip(("k_cache", "v_cache"), found):
+            used = None if visible.k_positions is None else visible.k_positions[row : row + 1, : x.shape[1]] >= 0
+            _check_finite(rank, name, x, used, row)
+
+
+def _check_finite(rank: int, name: str, x: Tensor | None, used: Tensor | None = None, first_row: int = 0) -> None:
+    """used: bool [b or 1, s], the rows of x [b, s, ...] that count."""
+    if x is None or not x.numel():
+        return
+    bad = ~torch.isfinite(x)
+    if used is not None:
+        bad &= used.unflatten(1, (used.shape[1], *(1 for _ in x.shape[2:])))
+    if bad.any():
+        at = bad.nonzero()[0].tolist()
+        value = x[tuple(at)].item()
+        at[0] += first_row
+        raise ValueError(
+            f"{name} on rank {rank} of cp_group holds NaN or infinities in {int(bad.sum())} places, the first at "
+            f"{name}{at} = {value}: look where that rank's {name} comes from (check='finite' looked)"
+        )

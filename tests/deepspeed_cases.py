@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from dist_utils import largest
 from hf_models import VOCAB, tiny_model
 
 STEPS = 4
@@ -169,7 +170,7 @@ def parameters(model, zero, *, master=False):
 
 
 def largest_difference(a, b):
-    return max(float((a[name] - b[name]).abs().max()) for name in b)
+    return largest(float((a[name] - b[name]).abs().max()) for name in b)
 
 
 @torch.no_grad()

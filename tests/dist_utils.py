@@ -25,6 +25,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -47,7 +48,7 @@ WORKER_ENV = {
 # What the fork server imports beforehand; the optional ones only if the session has imported them already.
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest")
 PRELOAD_IF_IMPORTED = ("triton_interpreter", "hypothesis", "megatron.core", "transformers", "megatron_tree")
-POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 
 
 class DistributedTestError(RuntimeError):
@@ -63,6 +64,11 @@ def seed_everything(seed=SEED):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def largest(numbers):
+    """The largest of some errors; NaN if one of them is NaN, which `max` may lose: max(0.0, nan) is 0.0."""
+    return float(np.max([float(number) for number in numbers]))
 
 
 @contextlib.contextmanager
@@ -81,7 +87,8 @@ def poisoned_empty():
 
         return poisoned
 
-    places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    places = [(torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")]
+    places += [(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")]
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), factory in zip(places, originals, strict=True):
         setattr(owner, name, wrap(factory))
@@ -138,7 +145,11 @@ atexit.register(close_pools)
 def _session_store():
     global _store
     if _store is None:
-        _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # bound to IPv4: of a peer at ::ffff:127.0.0.1 the store asks the name server for the name, which may take 5 s
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            port = listener.getsockname()[1]
+            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+            _store = dist.TCPStore("127.0.0.1", port, **options)
     return _store
 
 

@@ -10,14 +10,14 @@ from megatron_tree.integrations import megatron as tree
 
 
 class Group:
-    def __init__(self, size):
-        self._size = size
+    def __init__(self, size, rank=0):
+        self._size, self._rank = size, rank
 
     def size(self):
         return self._size
 
     def rank(self):
-        return 0
+        return self._rank
 
 
 def config(**options):

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from dist_utils import run_distributed
+from dist_utils import largest, run_distributed
 from megatron_tree.integrations import megatron as tree
 from megatron_utils import VOCAB, build_model, megatron, reference_of
 
@@ -105,5 +105,5 @@ def check(world, cases, *, tolerance=1e-4, same_tokens=True, options=None):
     """Logits of every case equal those of full forwards on one rank, relative to the largest."""
     for results in run_distributed(compare, world, cases, options or {}, timeout=200.0, fresh=True):
         for case, (errors, equal) in zip(cases, results, strict=True):
-            assert max(errors.values()) <= tolerance, f"{errors} in {case}"
+            assert largest(errors.values()) <= tolerance, f"{errors} in {case}"
             assert equal or not same_tokens, case

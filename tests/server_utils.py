@@ -9,10 +9,10 @@ import time
 import openai
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hf_models import SHAPE
 from megatron_tree.inference.scheduler import Scheduler
+from megatron_tree.integrations import models
 from megatron_tree.server.app import Service
 from megatron_tree.server.frontend import Frontend
 from megatron_tree.server.prompts import Prompts
@@ -30,13 +30,9 @@ TEMPLATE = (
 
 def byte_tokenizer(chat_template=TEMPLATE):
     """One token for each byte, and an end token; needs no files."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([END, *alphabet])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
-    fast.chat_template = chat_template
-    return fast
+    tokenizer = models.byte_tokenizer(end=END)
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def byte_model(seed=1):

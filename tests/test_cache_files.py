@@ -193,7 +193,7 @@ def _damage(folder, what):
         ("missing", "rank_00001.safetensors is missing"),
         ("no description", "cache.json is not there.*not written to its end"),
         ("description", "cache.json is damaged"),
-        ("another format", "format 99, this version reads format 1"),
+        ("another format", "format 99, this version reads format 2"),
         ("a field", "cache.json is damaged"),
     ],
 )

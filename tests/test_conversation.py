@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import run_distributed
+from dist_utils import largest, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -54,7 +54,7 @@ def _turns(rank, world, family):
         found.append(conversation.answer(tokens, GREEDY, keep_logits=True))
     cut = conversation.answer(first, GREEDY, cancelled=lambda: next(stop_after))
     assert [a.tokens for a in found] == [want, want2, want3]
-    assert max(float((a - b).abs().max()) for a, b in zip(found[0].logits, logits)) < 1e-3
+    assert largest(float((a - b).abs().max()) for a, b in zip(found[0].logits, logits)) < 1e-3
     assert runner.length(conversation._row) == len(conversation.held)
     assert (cut.tokens, cut.finish_reason) == (want[:3], "cancelled")
     return [(a.new_tokens, a.finish_reason, len(a.step_s)) for a in found]
@@ -121,9 +121,9 @@ class TestTranscript:
 
 
 def _chat(rank, world, path):
-    from megatron_tree.inference.wire import share
     from megatron_tree.integrations.runner import Runner
     from megatron_tree.integrations.transformers import TreeCache
+    from megatron_tree.wire import share
 
     group = dist.group.WORLD if world > 1 else None
     tokenizer, model = byte_tokenizer(), byte_model()

@@ -1,5 +1,7 @@
 """What goes into sharded training: how a batch is cut, the loss over ranks, and what is refused."""
 
+import types
+
 import pytest
 import torch
 
@@ -49,6 +51,17 @@ def test_packed_documents_are_cut_one_by_one():
     assert one["input_ids"][0, [0, 2, 4, 5]].tolist() == [10, 13, 14, 17]
     assert two["input_ids"][0, [0, 1, 4, 5]].tolist() == [11, 12, 15, 16]
     assert two["position_ids"][0, [0, 1, 4, 5]].tolist() == [1, 2, 1, 2]
+
+
+def test_every_layer_and_batch_drops_other_pairs():
+    found = []
+    for layer, seed in ((0, "5/0"), (1, "5/0"), (0, "5/1"), (0, "5/0")):
+        shard = training.shard_batch({"input_ids": prompt(1, 8)}, cp_group=None, dropout_seed=seed)["sequence_shard"]
+        module, (q, k, v) = types.SimpleNamespace(layer_idx=layer), torch.ones(3, 1, 8, 2, 4)
+        found.append(training.attend_to_shard(module, q, k, v, shard=shard, dropout=0.5, options={}))
+    first, of_another_layer, of_another_rank, again = found
+    assert torch.equal(first, again)
+    assert not torch.equal(first, of_another_layer) and not torch.equal(first, of_another_rank)
 
 
 def _loss(rank, world):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from emulation_utils import emulated
-from megatron_tree.emulate import bits_per_second, nodes_by_ranks, seconds
+from megatron_tree.emulate import Cluster, bits_per_second, nodes_by_ranks, seconds
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -158,3 +158,38 @@ def test_units():
     for parse, wrong in ((seconds, "1"), (seconds, "-1ms"), (bits_per_second, "0gbit"), (nodes_by_ranks, "4x0")):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}' is not"):
             parse(wrong)
+
+
+LISTENER = """\
+import os, socket, time
+with socket.socket() as listener:
+    if os.environ["RANK"] == "1":
+        listener.bind(("10.77.0.2", 7123))
+        listener.listen()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@emulated
+def test_the_caller_watches_the_ranks_and_sees_what_is_left(tmp_path):
+    script = tmp_path / "listener.py"
+    script.write_text(LISTENER)
+    said = []
+    with Cluster(nodes=2, latency_s=1e-3, rate_bits=1e9, lifetime_s=60) as cluster:
+        assert cluster.leftovers() == []
+        with cluster.start_script([str(script)], on_line=lambda rank, line: said.append(rank)) as ranks:
+            while sorted(said) != [0, 1]:
+                ranks.watch(0.5)
+            left = cluster.leftovers()
+            pids = [rank.pid for rank in ranks.ranks]
+            assert "port 7123 of node 1 is listened on" in left and len(left) == 3
+            assert all(any(f"process {pid} (" in line for line in left) for pid in pids)
+            os.kill(pids[1], signal.SIGKILL)
+            while len(ranks.unfinished()) > 1:
+                ranks.watch(0.5)
+            assert [rank.number for rank in ranks.failed()] == [1] and ranks.failed()[0].ended is not None
+            assert [rank.number for rank in ranks.unfinished()] == [0]
+        assert cluster.leftovers() == []
+        with pytest.raises(ValueError, match="no such script"):
+            cluster.run_script([str(tmp_path / "none.py")], on_line=print, timeout_s=1)

@@ -37,6 +37,20 @@ def closed_form(q, k, v, spec, keep, sinks, weights):
     return torch.einsum("bhqk,bkhd->bqhd", p if weights is None else p * weights, v), torch.logsumexp(s, -1)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("left", [-1, 0, 3])
+@pytest.mark.parametrize("right", [-1, 0, 2])
+def test_what_a_query_sees(causal, left, right):
+    """The rule of flash-attn's window_size, pair by pair: every other test takes `visible` for the truth."""
+    spec = AttnSpec(softmax_scale=1.0, causal=causal, window_size=(left, right))
+    q_positions, k_positions = torch.tensor([0, 5, 2, 9]), torch.arange(8)
+    expected = [
+        [(left < 0 or k >= q - left) and (right < 0 or k <= q + right) and (not causal or k <= q) for k in range(8)]
+        for q in q_positions.tolist()
+    ]
+    assert energy.visible(q_positions, k_positions, spec).tolist() == expected
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_first_and_second_derivative(variant):
     options = dict(VARIANTS[variant])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import run_distributed
+from dist_utils import largest, run_distributed
 from megatron_tree import TreeConfig, attend, comm, energy, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.plan import default_topology, place
@@ -29,10 +29,10 @@ class Hosts:
         self.hosts = hosts
 
     def __enter__(self):
-        self.real, comm.groups._this_host = comm.groups._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
+        self.real, comm.machines._this_host = comm.machines._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
 
     def __exit__(self, *_):
-        comm.groups._this_host = self.real
+        comm.machines._this_host = self.real
 
 
 def _nested(rank, world, hosts, transport):
@@ -54,12 +54,12 @@ def _nested(rank, world, hosts, transport):
             attend.plan_training = pinned
             try:
                 config = TreeConfig(grid=grid, head_groups=head_groups, transport=transport, timeout_s=30)
-                worst = max(worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth))
+                worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
             finally:
                 attend.plan_training = plan_training
             nested += inner != (1, 1)
         for config in (TreeConfig(schedule="ring"), TreeConfig(grid=(1, world), grid_backward=(world, 1))):
-            worst = max(worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth))
+            worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
     return worst, nested
 
 
@@ -77,14 +77,14 @@ def _uneven(rank, world):
     inputs = make_inputs(sum(layout), (4, 2))
     truth = oracle(*inputs)
     with Hosts((0, 0, 1, 1)):
-        return max(
+        return largest(
             worst_error(*run_one(inputs, layout, TreeConfig(grid=grid, head_groups=2), {}), truth)
             for grid in grids(world)
         )
 
 
 def test_uneven_shares_on_nested_grids():
-    assert max(run_distributed(_uneven, 4)) < 1e-12
+    assert largest(run_distributed(_uneven, 4)) < 1e-12
 
 
 def _low_precision(rank, world, dtype):
@@ -105,7 +105,7 @@ def _low_precision(rank, world, dtype):
 def test_two_levels_in_low_precision_keep_the_rule(dtype):
     for found in run_distributed(_low_precision, 4, dtype):
         for grid, (out, *grads) in found.items():
-            assert out <= 2 and max(grads) <= 3, (grid, out, grads)
+            assert out <= 2 and largest(grads) <= 3, (grid, out, grads)
 
 
 def _decode_over_hosts(rank, world, hosts):
@@ -122,7 +122,7 @@ def _decode_over_hosts(rank, world, hosts):
                 out = tree_decode(
                     q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule, config=config
                 )
-                worst = max(worst, (out - truth).abs().max().item())
+                worst = largest((worst, (out - truth).abs().max().item()))
                 everyone = [torch.empty_like(out) for _ in range(world)]
                 dist.all_gather(everyone, out)
                 assert all(torch.equal(out, other) for other in everyone), schedule
@@ -131,7 +131,7 @@ def _decode_over_hosts(rank, world, hosts):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_decode_over_hosts(place):
-    assert max(run_distributed(_decode_over_hosts, len(PLACES[place]), PLACES[place])) < 2e-6
+    assert largest(run_distributed(_decode_over_hosts, len(PLACES[place]), PLACES[place])) < 2e-6
 
 
 BAD = [

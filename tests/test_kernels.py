@@ -118,8 +118,6 @@ def test_padding_and_hidden_rows(backend, dtype):
     q_pos, k_pos = positions_of(q_segments, 12), positions_of(k_segments, 12)
     for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
         x[:, pos < 0] = float("nan")
-    if backend == "reference":  # multiplies padding by zero weights: it asks for finite padding
-        q, k, v, dout = (x.nan_to_num() for x in (q, k, v, dout))
     options = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
     out, lse = kernels.attn_fwd(q, k, v, **options)
     keep = energy.visible(q_pos, k_pos, spec) & (q_pos >= 0)[:, None] & (k_pos >= 0)
@@ -129,6 +127,19 @@ def test_padding_and_hidden_rows(backend, dtype):
     dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **options)
     assert not dq[:, ~sees].any() and not dk[:, ~keep.any(0)].any() and not dv[:, ~keep.any(0)].any()
     assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_beyond_the_window_of_all_keys(backend):
+    """They share a block with rows that see something, and have gradients of 0."""
+    q, k, v, dout = inputs(12, 4)
+    options = dict(q_segments=(Segment(0, 0, 12),), k_segments=(Segment(0, 0, 4),), backend=backend)
+    options["spec"] = AttnSpec(softmax_scale=0.3, window_size=(3, 0))
+    out, lse = kernels.attn_fwd(q, k, v, **options)
+    assert (lse[..., 7:] == NEG_INF).all() and lse[..., :7].isfinite().all() and not out[:, 7:].any()
+    delta = (out * dout).sum(-1).transpose(1, 2)
+    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **options)
+    assert not dq[:, 7:].any() and all(g.isfinite().all() for g in (dq, dk, dv))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,10 +161,15 @@ def test_packed_sequences(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_any_strides_and_masks(backend):
+@pytest.mark.parametrize("memory", ["heads side by side", "every second element", "head_dim first"])
+def test_any_strides_and_masks(memory, backend):
     spec = AttnSpec(softmax_scale=0.3)
-    big = torch.randn(11, 3, 4, 40, dtype=torch.float64)  # sequence first, heads side by side
+    big = torch.randn(11, 3, 4, 40, dtype=torch.float64)  # sequence first
     q, k, v = (big.transpose(0, 1)[..., i : i + 8] for i in (0, 8, 16))
+    if memory == "every second element":
+        q, k, v = (big.transpose(0, 1)[..., i : i + 16 : 2] for i in (0, 8, 17))
+    elif memory == "head_dim first":
+        q, k, v = (x.movedim(-1, 0).contiguous().movedim(0, -1) for x in (q, k, v))
     whole = dict(q_segments=(Segment(0, 0, 11),), k_segments=(Segment(0, 0, 11),), spec=spec, backend=backend)
     out, lse = kernels.attn_fwd(q, k, v, **whole)
     o, l = energy.attention(q, k, v, spec=spec, keep=torch.ones(11, 11, dtype=torch.bool).tril())
@@ -185,6 +201,18 @@ def test_low_precision_backward_from_delta_alone(dtype):
         assert (ours.double() - t).abs().max() <= 3 * (theirs.double() - t).abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_delta_keeps_more_digits_than_its_dtype(dtype):
+    """The `out` that aten's backward is given has the global delta to twice the digits of one half-precision number."""
+    g = torch.Generator().manual_seed(5)
+    out, dout = (torch.randn(2, 50, 4, 32, generator=g, dtype=torch.float64) for _ in range(2))
+    dout = dout.to(dtype)
+    delta = (out * dout.double()).sum(-1).transpose(1, 2).float()
+    made = aten._out_with_delta(dout, delta)
+    error = (made.double() * dout.double()).sum(-1).transpose(1, 2) - delta
+    assert made.dtype == dtype and (error.abs() / delta.abs()).median() < torch.finfo(dtype).eps / 20
+
+
 def test_dispatch_says_why():
     q, k, v, _ = inputs(4, 4, dtype=torch.float32)
     plain, capped = AttnSpec(softmax_scale=1.0), AttnSpec(softmax_scale=1.0, softcap=2.0)
@@ -194,6 +222,9 @@ def test_dispatch_says_why():
     assert "lse" in kernels.choose(q, k, v, plain, flowing_lse=True).reason
     with pytest.raises(ValueError, match="softcap"):
         kernels.choose(q, k, v, capped, "aten")
+    for scale in (0.0, -0.5):  # torch's kernel would multiply its -inf by them
+        choice = kernels.choose(q, k, v, AttnSpec(softmax_scale=scale))
+        assert choice.name == "reference" and f"softmax_scale={scale}" in choice.reason
 
 
 def test_grouped_heads_are_not_repeated_in_memory():

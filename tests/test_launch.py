@@ -252,7 +252,7 @@ def test_slurm_says_what_is_missing(rank_script, slurm):
         (["deepspeed_local.sh", "-n", "0", "launch/generate.py"], "-n 0: the number of ranks"),
         (["deepspeed_hostfile.sh", "launch/generate.py"], "no hostfile given"),
         (["deepspeed_hostfile.sh", "--hostfile", "no/such", "launch/generate.py"], "no such hostfile: no/such"),
-        (["deepspeed_hostfile.sh", "--hostfile", "LICENSE", "launch/generate.py"], "LICENSE names no host"),
+        (["deepspeed_hostfile.sh", "--hostfile", "LICENSE", "launch/generate.py"], "LICENSE, line 2: "),
         (["quickstart.sh", "--ranks", "x"], "--ranks x: must be a whole number"),
         (["quickstart.sh", "--train-only", "--generate-only"], "exclude each other"),
     ],

@@ -14,9 +14,9 @@ MAX_LINES = 350
 
 # From the bottom up. A module imports from its own layer and those below.
 LAYERS = (
-    {"errors", "config", "dropout", "energy", "merge", "shard", "log", "files"},
+    {"errors", "config", "dropout", "energy", "merge", "shard", "log", "files", "rendezvous"},
     {"kernels"},
-    {"comm", "agree", "plan"},
+    {"comm", "agree", "plan", "wire"},
     {"cache", "job", "network", "validate"},
     {"grid", "ring", "decode"},
     {"autograd", "exchange"},
@@ -31,6 +31,7 @@ FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "inference"}
 MAY_COMMUNICATE = {
     "comm",
+    "rendezvous",
     "agree",
     "integrations",
     "training",

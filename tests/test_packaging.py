@@ -169,3 +169,12 @@ def test_readme_example_runs(tmp_path):
 def test_readme_links_lead_to_files():
     links = re.findall(r"\]\(([\w./-]+)\)", (REPO / "README.md").read_text())
     assert [link for link in links if not (REPO / link).exists()] == []
+
+
+def test_tests_that_the_pages_name_are_there():
+    """docs/reliability.md gives a test for every promise."""
+    for page in sorted((REPO / "docs").glob("*.md")):
+        for file, name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?", page.read_text()):
+            path = REPO / "tests" / file
+            assert path.is_file(), f"{page.name} names {file}"
+            assert not name or f"def {name}(" in path.read_text(), f"{page.name} names {file}::{name}"

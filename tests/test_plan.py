@@ -208,6 +208,18 @@ def test_the_memory_budget_excludes_candidates():
     assert (tight.forward, tight.backward) != (free.forward, free.backward)
 
 
+def test_the_ring_hides_what_takes_less():
+    """Each shift runs under a share's compute, and the slower of the two counts, not their sum."""
+    fast = dataclasses.replace(ETHERNET, flops=1e18)
+    long, short, shifts = (
+        ring(training(8, MHA, topology, seq_len=n))[0].cost
+        for topology, n in ((ETHERNET, 1 << 22), (ETHERNET, 1 << 13), (fast, 1 << 13))
+    )
+    assert long.time_s == pytest.approx(long.compute_s), "all shifts are hidden"
+    assert short.compute_s / 8 < shifts.time_s / 7
+    assert short.time_s == pytest.approx(shifts.time_s + short.compute_s / 8), "all compute but the last share's is"
+
+
 def test_the_ring_is_the_last_resort():
     one = Shape(1, 1, 128, 128)  # nothing to divide into head groups
     kv = 2 * 1024 * 128 * 2

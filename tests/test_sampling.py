@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from megatron_tree.errors import TreeError
 from megatron_tree.inference.sampling import Choice, Sampler, SamplingParams, choose_tokens, derived_seed
-from megatron_tree.inference.wire import PACKET, share, share_check
+from megatron_tree.wire import PACKET, share, share_all, share_check
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 1.9, -math.inf, 0.31, 1.1, -3.0, 0.0, 1.05, -0.4, 0.7])
 
@@ -116,9 +116,10 @@ def test_draws_follow_the_exact_distribution(options):
 def test_the_ends_of_the_unit_interval_draw_what_has_a_probability(monkeypatch, point):
     logits = torch.full((40,), -200.0)  # behind 33 their weights round to nothing in the float64 sum
     logits[7], logits[21], logits[33] = 1.0, 1.1, 0.9
+    logits[:3] = -2000.0  # a weight of exactly 0
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(point, dtype=torch.float64))
     token = Sampler(SamplingParams(temperature=1.0, seed=1)).choose(logits).token
-    assert token == {0.0: 0, 1 - 2**-53: 33}[point]
+    assert token == {0.0: 3, 1 - 2**-53: 33}[point]
 
 
 def test_penalties_are_those_of_their_definitions():
@@ -166,6 +167,8 @@ def _shared(rank, world):
     values = [None, {"steps": []}, "x" * (PACKET - 10), "x" * (PACKET - 9), list(range(5000)), "ü€👍"]
     for value in values:
         assert share(value if rank == 0 else "other", group) == value
+        assert share(value if rank == 1 else "other", group, source=1) == value
+    assert share_all({"rank": rank}, group) == [{"rank": 0}, {"rank": 1}]
     assert share_check(lambda: [rank, 1.5], group) == [0, 1.5]
     for error in (ValueError("bad line"), FileNotFoundError("no file")):
         with pytest.raises(ValueError if rank else type(error), match=str(error)):

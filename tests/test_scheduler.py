@@ -198,6 +198,14 @@ def test_a_request_waits_until_rows_and_cache_suffice(model, page_size):
     assert told[-1].finish_reason == "error" and "rows" in told[-1].error and told[-1].last
 
 
+@pytest.mark.parametrize(("max_rows", "capacity"), [(3, None), (8, 64)])
+def test_all_answers_of_a_request_need_rows_and_room(model, max_rows, capacity):
+    scheduler, runner = make_scheduler(model, max_rows=max_rows, capacity=capacity)
+    events = serve(scheduler, [request(10, 20, n=2), request(10, 20, n=2)])  # 30 tokens in each of 4 rows
+    assert max(len(call[1]) for call in runner.calls if call[0] == "step") == 2
+    assert [len(tokens_of(e, answer)) for e in events for answer in (0, 1)] == [20] * 4
+
+
 def test_what_can_never_be_served_is_refused(model):
     scheduler, _ = make_scheduler(model, max_rows=2, max_waiting=2, capacity=100, page_size=8)
     for bad, message in (
@@ -227,6 +235,10 @@ def test_what_can_never_be_served_is_refused(model):
     for options in ({"max_rows": 0}, {"max_waiting": 1.5}, {"heartbeat_s": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             make_scheduler(model, **options)
+    runner = PlainRunner(model)
+    Scheduler(runner, max_rows=1, max_waiting=1, timeout_s=3.0)  # the heartbeat that nobody asked for fits
+    with pytest.raises(ValueError, match=r"heartbeat_s=10 must be more than 0 and less than timeout_s=3.0"):
+        Scheduler(runner, max_rows=1, max_waiting=1, timeout_s=3.0, heartbeat_s=10)
 
 
 def test_one_answer_with_broken_logits_ends_and_the_others_go_on(model):

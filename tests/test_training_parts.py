@@ -5,6 +5,7 @@ import math
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,27 @@ from megatron_tree.training.throughput import Throughput, flops_per_token, mean_
 
 def parse(text):
     return parse_arguments(text.split())
+
+
+# --- microbatches ---
+
+
+def test_labels_are_the_next_tokens(monkeypatch):
+    pytest.importorskip("megatron.core")
+    from megatron_tree.training import step
+
+    class Counting:
+        def batch(self, indices):
+            return np.stack([np.arange(10 * i, 10 * i + 5) for i in indices])
+
+    monkeypatch.setattr(step.parallel_state, "get_data_parallel_rank", lambda: 1)
+    monkeypatch.setattr(step.parallel_state, "get_data_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(step, "batch_on_this_cp_rank", lambda batch: batch)
+    args = argparse.Namespace(micro_batch_size=1, global_batch_size=4, seq_length=4)
+    first, second = step._batches(Counting(), args, 8, torch.device("cpu"))  # samples 8 .. 11, this rank's 9 and 11
+    assert first["tokens"].tolist() == [[90, 91, 92, 93]] and first["labels"].tolist() == [[91, 92, 93, 94]]
+    assert second["tokens"].tolist() == [[110, 111, 112, 113]] and second["labels"].tolist() == [[111, 112, 113, 114]]
+    assert first["position_ids"].tolist() == [[0, 1, 2, 3]] and first["loss_mask"].tolist() == [[1.0] * 4]
 
 
 # --- learning rate ---

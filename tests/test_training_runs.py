@@ -49,17 +49,19 @@ def test_every_schedule_gives_the_same_losses(tmp_path, text):
 
 
 def test_fp16_finds_its_loss_scale(tmp_path, text):
-    """From a scale that overflows: steps are skipped, parameters stay, the scale halves; then training goes on. A fixed
-    scale that overflows, and one that can't fall further, are errors."""
+    """From a scale that overflows: steps are skipped, parameters stay, the scale halves; then training goes on. Where
+    nothing overflows the scale doubles."""
     fp16 = "--fp16 --context-parallel-size 2 --hysteresis 1"
     runs = {
         "fp32": "--context-parallel-size 2",
-        "fp16": f"{fp16} --initial-loss-scale 256",
+        "fp16": f"{fp16} --initial-loss-scale 256 --loss-scale-window 2",
         "falls": f"{fp16} --initial-loss-scale {2.0**24} --train-iters 24 --lr-decay-style constant",
     }
     run(2, tmp_path, text, runs)
     assert not any(record["skipped"] for record in records(tmp_path / "fp16"))
     assert losses(tmp_path / "fp16") == {n: pytest.approx(x, rel=1e-3) for n, x in losses(tmp_path / "fp32").items()}
+    grown = {record["step"]: record["loss_scale"] for record in records(tmp_path / "fp16")}
+    assert grown == {n: 256 * 2.0 ** (n // 2) for n in grown} and len(grown) > 2
     steps = records(tmp_path / "falls")
     skipped = [step["skipped"] for step in steps]
     num_skipped = sum(skipped)

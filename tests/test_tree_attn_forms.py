@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import run_distributed
+from dist_utils import largest, run_distributed
 from megatron_tree import (
     TreeConfig,
     comm,
@@ -60,9 +60,9 @@ def run_form(inputs, q_rows, k_rows, call, sinks=None):
 
 def error(mine, truth, q_rows, k_rows):
     of_queries = worst_error(q_rows, mine[:3], truth[:3])
-    of_keys = max(float((x - t[:, k_rows]).abs().max()) if x.numel() else 0.0 for x, t in zip(mine[3:5], truth[3:5]))
+    of_keys = (float((x - t[:, k_rows]).abs().max()) if x.numel() else 0.0 for x, t in zip(mine[3:5], truth[3:5]))
     of_sinks = float((mine[5] - truth[5]).abs().max()) if len(mine) > 5 else 0.0
-    return max(of_queries, of_keys, of_sinks)
+    return largest((of_queries, *of_keys, of_sinks))
 
 
 def check(fn, world, *args, limit=1e-12):
@@ -259,7 +259,7 @@ def _gathered(rank, world):
         q, k, v = (x[:, rows].clone().requires_grad_() for x in inputs[:3])
         out, _ = call(q, k, v, None)
         mine = [out.detach(), *torch.autograd.grad((out * inputs[3][:, rows]).sum(), (q, k, v))]
-        errors[name] = max(float((x.detach() - t[:, rows]).abs().max()) for x, t in zip(mine, (truth[0], *truth[2:])))
+        errors[name] = largest((x.detach() - t[:, rows]).abs().max() for x, t in zip(mine, (truth[0], *truth[2:])))
     return errors
 
 

@@ -1,11 +1,14 @@
 """Where there is no GPU, decorate our Triton kernels for Triton's interpreter; the environment stays as it was.
 
+What a masked load leaves out without saying what it shall be is NaN here, where the interpreter has zeros.
+
 Triton reads TRITON_INTERPRET when a function is decorated, its own library included, so this must run before anything
 else imports triton.language (torch alone does not).
 """
 
 import os
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -28,6 +31,17 @@ if not torch.cuda.is_available():
             return _patch(fn)
 
         interpreter._patch_lang = _patch_once
+        _masked_load = interpreter.InterpreterBuilder.create_masked_load
+
+        def _poisoned_load(self, ptrs, mask, other, *options):
+            if other is None:
+                kind = ptrs.get_element_ty()
+                dtype = interpreter._get_np_dtype(kind)
+                poison = np.nan if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max
+                other = interpreter.TensorHandle(np.full(ptrs.data.shape, poison, dtype), kind)
+            return _masked_load(self, ptrs, mask, other, *options)
+
+        interpreter.InterpreterBuilder.create_masked_load = _poisoned_load
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

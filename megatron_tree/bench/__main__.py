@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
     "needle": "a fact hidden in long texts, asked for on 1, 2 and 4 ranks: the same answers everywhere",
     "train": "attention forward and backward on several ranks: ring, KV gather, pure tree, the planner's grid",
+    "soak": "half an hour of training and generation with the loss of a rank every few minutes: nothing may be lost",
     "simulate": "the same from the planner's costs, for thousands of ranks",
 }
 

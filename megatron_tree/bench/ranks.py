@@ -16,12 +16,12 @@ import os
 import socket
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..emulate.forked import Forked
+from ..rendezvous import start_default_group
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _fork = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
@@ -66,7 +66,7 @@ def join(timeout_s: float):
     """Make this process a gloo rank, as RANK and the other variables of its environment say; returns the group."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # sleeps end within 1 ns of their time, not 50 us
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    start_default_group("gloo", timeout_s=timeout_s)
     return dist.group.WORLD
 
 

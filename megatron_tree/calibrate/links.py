@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .. import comm
 from ..comm import Transfer
+from ..wire import share_all
 
 Pair = tuple[int, int]  # sender, receiver
 
@@ -39,10 +40,8 @@ class Links:
         self._early = comm.backend(dist.group.WORLD) == "gloo"  # NCCL runs a pair's messages in order: a receive blocks
 
     def share(self, value) -> list:
-        """Every rank's value, by rank. All ranks leave it at about the same time."""
-        values = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        """Every rank's value (of what JSON has), by rank. All ranks leave it at about the same time."""
+        return share_all(value, dist.group.WORLD, timeout_s=self.timeout_s)
 
     def median(self, seconds: float | None) -> float:
         """The median over the ranks that have a value."""
@@ -60,7 +59,7 @@ class Links:
         if mine:
             run = self._send if self.rank == mine[0] else self._receive
             found = run(mine[1] if self.rank == mine[0] else mine[0], num_bytes, count)
-        return {pair: times for pair, times in self.share((mine, found)) if times}
+        return {tuple(pair): Times(*times) for pair, times in self.share((mine, found)) if times}
 
     def reduce(self, schedule: str, latency_s: float) -> float:
         """Seconds that a decode step takes for reducing a tiny state over all ranks, step after step: a median.

@@ -1,7 +1,10 @@
 """Everything that leaves this rank: with agree.py the only caller of torch.distributed below the integrations.
 
-- groups.py       who is in a group, on which host, and teams: rows and columns of the grid, nested by node
-- work.py         messages and collectives under way, their time limits and failures
+- groups.py       who is in a group, and teams: rows and columns of the grid, nested by node
+- board.py        what ranks tell each other through the job's key-value store
+- watch.py        who has failed: how ranks that wait for one another find out
+- machines.py     on which host every rank runs
+- work.py         messages and collectives under way, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; plain all-reduce and broadcast
 - reductions.py   decode's reductions of one state per rank
 
@@ -10,13 +13,16 @@ is read through strides, without a copy. `record` lists what this rank sends.
 """
 
 from .collectives import all_reduce, broadcast, gather_sequence, start_all_to_all, start_gather, start_reduce_scatter
-from .groups import Sent, Team, backend, group_rank, group_size, hosts, record, resolve_transport
+from .groups import Sent, Team, backend, group_rank, group_size, record, resolve_transport
+from .machines import hosts
 from .reductions import start_reduction
+from .watch import Task, stage
 from .work import Pending, Transfer, start_shift
 
 __all__ = [
     "Pending",
     "Sent",
+    "Task",
     "Team",
     "Transfer",
     "all_reduce",
@@ -28,6 +34,7 @@ __all__ = [
     "hosts",
     "record",
     "resolve_transport",
+    "stage",
     "start_all_to_all",
     "start_gather",
     "start_reduce_scatter",

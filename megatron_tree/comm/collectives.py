@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .groups import Team, from_next, group_rank, group_size, note, resolve_transport, subgroup
-from .work import Mail, Pending, failure, run, wait_for
+from .watch import failure
+from .work import Mail, Pending, run, wait_for
 
 # the newer name; the older one warns from torch 2.13 on
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -121,9 +122,9 @@ def _builtin(op: str, team: Team, ranks, start):
     try:
         work = start(group=group)
         yield
-        wait_for(work, group, team.timeout_s)
+        wait_for(work, team.group, team.timeout_s, on=group)
     except RuntimeError as error:
-        raise failure(op, group, team.timeout_s, error) from error
+        raise failure(op, team.group, team.timeout_s, error, ranks) from error
 
 
 def gather_sequence(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:

@@ -1,19 +1,14 @@
-"""Who is in a group, on which host, and how messages to them travel."""
+"""Who is in a group, and how messages to them travel."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
-from ..errors import CommError
 
 
 class Sent(NamedTuple):
@@ -100,40 +95,6 @@ def resolve_transport(group, device, transport: str = "auto") -> str:
             f"tensors on {device.type}: use transport='builtin' or 'auto'"
         )
     return transport if transport != "auto" else "direct" if gloo else "builtin"
-
-
-_hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> host of every rank
-
-
-def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
-    """The host of every rank of the group; ranks are on one host when these are equal. Asked once per group.
-
-    A host is a name and a network namespace: containers of one name with networks of their own are different hosts.
-    Raises `CommError` naming the ranks that did not answer within timeout_s.
-    """
-    if group_size(group) == 1:
-        return (_this_host(),)
-    if group not in _hosts:
-        store, n = distributed_c10d._get_default_store(), group_size(group)
-        keys = [f"megatron_tree/hosts/{group.group_name}/{r}" for r in range(n)]
-        store.set(keys[group_rank(group)], _this_host())
-        try:
-            store.wait(keys, timedelta(seconds=timeout_s))
-        except dist.DistError as error:
-            missing = [r for r in range(n) if not store.check([keys[r]])]
-            raise CommError(
-                f"ranks {missing} of the group did not say within {timeout_s:g} s on which host they run: they have "
-                "failed or are stuck"
-            ) from error
-        _hosts[group] = tuple(store.get(key).decode() for key in keys)
-    return _hosts[group]
-
-
-def _this_host() -> str:
-    try:
-        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # not Linux
-        return socket.gethostname()
 
 
 def from_next(ranks: tuple[int, ...], own: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Messages and collectives under way: starting them, waiting within the time limit, and what a failure says."""
+"""Messages and collectives under way: starting them, waiting within the time limit, and the error if they fail."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CommError
 from .groups import backend, group_rank, group_size, note
+from .watch import Watch, failure
 
 TAGS = 1 << 30  # then they start again
 
@@ -25,36 +25,33 @@ def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
     """Start one asynchronous operation of torch.distributed and wait for it; failures become `CommError`."""
     note(op, group_size(group), num_bytes)
     try:
-        wait_for(start(), group, timeout_s)
+        wait_for(start(), group, timeout_s, on=group)
     except RuntimeError as error:
         raise failure(op, group, timeout_s, error) from error
 
 
-def wait_for(works, group, timeout_s: float) -> None:
-    """Wait for one operation or a list of them. With NCCL the current stream waits, not the host."""
-    for w in works if isinstance(works, list) else [works]:
-        if backend(group) == "nccl":
-            w.wait()  # NCCL's own watchdog keeps the time limit
-        else:
-            w.wait(timedelta(seconds=timeout_s))
-            _settle_at_exit()
+def wait_for(works, group, timeout_s: float, *, on) -> None:
+    """Wait for one operation or a list of them, on the group or `on`, a sub-group of it.
+
+    With NCCL the current stream waits, not the host.
+    """
+    watch = Watch.of(group)
+    before, watch.waiting = watch.waiting, on
+    try:
+        for w in works if isinstance(works, list) else [works]:
+            if backend(group) == "nccl":
+                w.wait()  # NCCL's own watchdog keeps the time limit
+            else:
+                w.wait(timedelta(seconds=timeout_s))
+                _settle_at_exit()
+    finally:
+        watch.waiting = before
 
 
 @functools.cache
 def _settle_at_exit() -> None:
     """gloo's threads drop finished work late; one that asks an ending interpreter for its lock aborts the process."""
     atexit.register(time.sleep, 0.1)
-
-
-def failure(op: str, group, timeout_s: float, error: Exception, ranks=None, peer: int | None = None) -> CommError:
-    """What to raise for an operation that failed; ranks and peer are those of the group."""
-    world = dist.get_process_group_ranks(group)
-    ranks = world if ranks is None else sorted(world[r] for r in ranks)
-    at = "" if peer is None else f", in a message with rank {world[peer]}"
-    return CommError(
-        f"{op} among ranks {ranks} failed on rank {dist.get_rank()} (time limit {timeout_s:g} s){at}: {error}. A peer "
-        "has died, is stuck or called something else; look at the first error of the other ranks"
-    )
 
 
 _tags: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> counter
@@ -90,11 +87,16 @@ class Mail:
 
     def wait(self, *receives: Message) -> None:
         """Wait for receives."""
-        for message in receives:
-            try:
-                message.work.wait(self._limit)
-            except RuntimeError as error:
-                raise self._failure(error, message.peer) from error
+        watch = Watch.of(self._group)
+        before, watch.waiting = watch.waiting, self._group
+        try:
+            for message in receives:
+                try:
+                    message.work.wait(self._limit)
+                except RuntimeError as error:
+                    raise self._failure(error, message.peer) from error
+        finally:
+            watch.waiting = before
         _settle_at_exit()
 
     def sent(self) -> None:
@@ -108,7 +110,7 @@ class Mail:
         except RuntimeError as error:
             raise self._failure(error, peer) from error
 
-    def _failure(self, error: RuntimeError, peer: int) -> CommError:
+    def _failure(self, error: RuntimeError, peer: int) -> Exception:
         return failure(self._op, self._group, self._timeout_s, error, self._ranks, peer)
 
 
@@ -164,7 +166,7 @@ class Transfer:
     """One tensor sent to a rank, another received (either may be None); `wait` gives what was received."""
 
     def __init__(self, send: Tensor | None, dst: int, recv: Tensor | None, src: int, group, timeout_s: float):
-        self._recv, self._send, self._group, self._timeout_s = recv, send, group, timeout_s
+        self._recv, self._send, self._src, self._group, self._timeout_s = recv, send, src, group, timeout_s
         self._name = f"send/receive with group ranks {sorted({dst, src})}"
         ops = []
         if recv is not None:
@@ -175,13 +177,13 @@ class Transfer:
         try:
             self._work = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise failure(self._name, group, timeout_s, error) from error
+            raise failure(self._name, group, timeout_s, error, peer=src) from error
 
     def wait(self) -> Tensor | None:
         try:
-            wait_for(self._work, self._group, self._timeout_s)
+            wait_for(self._work, self._group, self._timeout_s, on=self._group)
         except RuntimeError as error:
-            raise failure(self._name, self._group, self._timeout_s, error) from error
+            raise failure(self._name, self._group, self._timeout_s, error, peer=self._src) from error
         self._send = None
         return self._recv
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import runpy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .forked import Forked
@@ -85,14 +86,35 @@ class Cluster(Forked):
         argv: a script and its arguments, or "-m", a module and its arguments. on_line(rank, line) gets the output.
         Raises: ValueError if there is no such script. RuntimeError if a rank takes longer than timeout_s seconds.
         """
+        with self.start_script(argv, on_line=on_line) as ranks:
+            self._wait(ranks, timeout_s)
+            failed = ranks.failed()
+            return 0 if not failed else failed[0].status if failed[0].status > 0 else 128 - failed[0].status
+
+    @contextlib.contextmanager
+    def start_script(self, argv: list[str], *, on_line: Callable[[int, str], None]) -> Iterator[Ranks]:
+        """As `run_script`, but the caller watches the ranks (`Ranks.watch`), whatever becomes of some of them.
+
+        None is left when the block ends. Raises: ValueError if there is no such script.
+        """
         if not argv or argv == ["-m"]:
             raise ValueError("no script given: name a Python file, or -m and a module, after --")
         if argv[0] != "-m" and not Path(argv[0]).is_file():
             raise ValueError(f"no such script: {argv[0]}")
         with Ranks(on_line) as ranks:
-            self._start_and_wait(ranks, lambda number: _run_as_main(argv), timeout_s)
-            failed = ranks.failed()
-            return 0 if not failed else failed[0].status if failed[0].status > 0 else 128 - failed[0].status
+            self._start(ranks, lambda number: _run_as_main(argv))
+            yield ranks
+
+    @property
+    def namespaces(self) -> set[int]:
+        """The nodes' network namespaces, as /proc numbers them."""
+        self._check()
+        return self._network.inodes
+
+    def leftovers(self) -> list[str]:
+        """What is in the nodes that should not be there between two runs: processes and listening ports, in words."""
+        self._check()
+        return self._network.leftovers()
 
     def _time_limit(self, timeout_s: float) -> tuple[float, str]:
         left = self._end - time.monotonic()

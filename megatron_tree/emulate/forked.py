@@ -47,7 +47,8 @@ class Forked:
         try:
             with Ranks() as ranks:
                 ranks.call_when_readable(returned[0], one_returned)
-                self._start_and_wait(ranks, body, timeout_s)
+                self._start(ranks, body)
+                self._wait(ranks, timeout_s)
                 if failed := ranks.failed():
                     raise RuntimeError("\n\n".join(map(self._describe, failed)))
             return [_load(result) for result in results]
@@ -55,13 +56,17 @@ class Forked:
             for fd in (*results, *returned, *leave):
                 os.close(fd)
 
-    def _start_and_wait(self, ranks: Ranks, body: Callable[[int], int], timeout_s: float) -> None:
-        """Run body(number) on every rank until all have ended or one has failed. RuntimeError at a time limit."""
+    def _start(self, ranks: Ranks, body: Callable[[int], int]) -> None:
+        """Start body(number) on every rank."""
         self._check()
         _require_forkable()
-        (seconds, limit), port = self._time_limit(timeout_s), self._port()
+        port = self._port()
         for number in range(self.world_size):
             ranks.start(number, lambda number=number: self._place_and_run(number, port, body))
+
+    def _wait(self, ranks: Ranks, timeout_s: float) -> None:
+        """Until all ranks have ended or one has failed. RuntimeError at a time limit."""
+        seconds, limit = self._time_limit(timeout_s)
         ranks.wait(seconds, self._check)
         if late := ranks.late:
             stacks = "\n\n".join(map(self._describe, late[:_SHOWN_RANKS]))

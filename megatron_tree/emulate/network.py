@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("switch.c")
@@ -18,6 +20,7 @@ _START_S = 30.0
 _STOP_S = 10.0
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
+_LISTEN = "0A"  # in /proc/net/tcp
 
 
 class Unavailable(RuntimeError):
@@ -114,6 +117,19 @@ class Network:
         self._errors.seek(0)
         return self._errors.read().decode().strip() or f"the switch ended with status {status}"
 
+    @property
+    def inodes(self) -> set[int]:
+        """The namespaces, as /proc numbers them."""
+        return {os.fstat(namespace).st_ino for namespace in self.namespaces}
+
+    def leftovers(self) -> list[str]:
+        """Processes in the nodes, and ports that are listened on there, in words."""
+        return processes_in(self.inodes) + [
+            f"port {port} of node {node} is listened on"
+            for node, namespace in enumerate(self.namespaces)
+            for port in _inside(namespace, listening_ports)
+        ]
+
     def close(self) -> None:
         """Kill all processes in the nodes and take the network down."""
         self._switch.terminate()
@@ -128,6 +144,33 @@ class Network:
             with contextlib.suppress(OSError):
                 os.close(namespace)
         self.namespaces.clear()
+
+
+def processes_in(namespaces: set[int]) -> list[str]:
+    """Living processes in network namespaces, given by their inodes: "process PID (NAME) is in a node"."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may end at any moment
+            if os.stat(process / "ns/net").st_ino in namespaces:
+                found.append(f"process {process.name} ({(process / 'comm').read_text().strip()}) is in a node")
+    return found
+
+
+def listening_ports(process: str = "thread-self") -> list[int]:
+    """TCP ports that are listened on in the namespace of a process, given by its id in /proc."""
+    found = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{family}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == _LISTEN:
+                found.add(int(local.rpartition(":")[2], 16))
+    return sorted(found)
+
+
+def _inside(namespace: int, fn: Callable):
+    """fn() as seen in a network namespace, given as a file descriptor: by a thread, which alone goes there."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: (enter(namespace), fn())[1]).result()
 
 
 def die_with(parent: int) -> None:

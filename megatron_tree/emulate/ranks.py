@@ -33,6 +33,7 @@ class Rank:
     pidfd: int
     output: int
     status: int | None = None  # exit status, or minus the signal that ended it
+    ended: float | None = None  # when that was seen, as time.monotonic()
     last_output: bytearray = field(default_factory=bytearray)
     unfinished_line: bytes = b""
     reniced: set[str] = field(default_factory=set)
@@ -100,11 +101,15 @@ class Ranks:
             if left <= 0:
                 self._ask_where_they_are()
                 return
-            self._handle(min(left, _TICK_S))
+            self.watch(min(left, _TICK_S))
             check()
-            for rank in self.unfinished():
-                _calm_gloo(rank)
         self._handle(0)  # what failed at the same time, and what was said last
+
+    def watch(self, timeout_s: float) -> None:
+        """Take in what ranks say and which of them end; returns after the first news, or timeout_s seconds."""
+        self._handle(timeout_s)
+        for rank in self.unfinished():
+            _calm_gloo(rank)
 
     def unfinished(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.status is None]
@@ -128,6 +133,7 @@ class Ranks:
     def _reap(self, rank: Rank) -> None:
         if rank.status is None:
             rank.status = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
+            rank.ended = time.monotonic()
             self._selector.unregister(rank.pidfd)
         self._read(rank)
 

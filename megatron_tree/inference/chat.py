@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import whole_file
+from ..wire import share, share_check
 from .arguments import sampling_params
 from .conversation import Answer, Conversation
 from .report import Progress
@@ -17,7 +18,6 @@ from .sampling import SamplingParams
 from .start import Started, start
 from .terminal import Lines, NoInput, open_input
 from .transcript import Transcript
-from .wire import share, share_check
 
 HEARTBEAT_S = 10.0  # after which rank 0, while somebody thinks, sends the others a sign that it is there
 SHORT = 256  # tokens whose prefill needs no bar

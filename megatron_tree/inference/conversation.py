@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..comm import group_rank
+from ..wire import share_check
 from .sampling import Sampler, SamplingParams
 from .stopping import Stopper
-from .wire import share_check
 
 
 @dataclass

@@ -6,10 +6,12 @@ import fcntl
 import json
 import os
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files import read_json
 from .sampling import SamplingParams
 
 
@@ -45,19 +47,27 @@ class Output:
     def _read(self, data: bytes, seed: int | None) -> None:
         for number, line in enumerate(data.split(b"\n")[:-1], 1):
             try:
-                entry = json.loads(line)
-                if number == 1:
-                    self._check_header(entry["job"], seed)
-                else:
-                    self.done.add(key_of(entry["id"]))
-            except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+                entry = read_json(line)
+                header, found = (entry["job"], None) if number == 1 else (None, key_of(entry["id"]))
+            except (KeyError, TypeError, ValueError):
                 what = "the output of a job" if number == 1 else "a result: something else wrote it, or it is damaged"
-                raise ValueError(f"output {self._path!r}, line {number}, is not {what}; name another file") from None
+                raise ValueError(
+                    f"output {self._path!r}, line {number}, is not {what}; {_WAY_OUT[number == 1]}"
+                ) from None
+            if header is not None:
+                self._check_header(header, seed)
+            if _checksum(line[: line.rfind(_CHECKSUM)]) != entry.get("crc32"):
+                raise ValueError(
+                    f"output {self._path!r}, line {number}, holds other bytes than were written (its crc32 differs); "
+                    + _WAY_OUT[number == 1]
+                )
+            if found is not None:
+                self.done.add(found)
 
     def _check_header(self, found: Mapping[str, Any], seed: int | None) -> None:
         if seed is None:
-            self._header["sampling"]["seed"] = found["sampling"]["seed"]
-        now, then = _flat(self._header), _flat(found)
+            self._header["sampling"]["seed"] = _seed_of(found)
+        now, then = _flat(self._header), _flat(found if isinstance(found, dict) else {"job": found})
         other = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
         if other:
             told = "; ".join(f"{name}={then.get(name)!r} then, {now.get(name)!r} now" for name in other)
@@ -80,8 +90,9 @@ class Output:
                 os.close(folder)
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Write one line; it is on the disk when this returns."""
-        rest = memoryview(json.dumps(entry).encode() + b"\n")
+        """Write one line, a checksum of its bytes at the end; it is on the disk when this returns."""
+        text = json.dumps(entry).encode()[:-1]
+        rest = memoryview(text + _CHECKSUM + b': "' + _checksum(text).encode() + b'"}\n')
         while rest:
             rest = rest[os.write(self._fd, rest) :]
         os.fsync(self._fd)
@@ -91,9 +102,22 @@ class Output:
         os.close(self._fd)
 
 
+_CHECKSUM = b', "crc32"'
+_WAY_OUT = {True: "name another file", False: "delete that line, and its request is answered again"}
+
+
+def _checksum(data: bytes) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
 def key_of(identity: str | int) -> str:
     """What tells one id from another: 1 and "1" are two."""
     return json.dumps(identity)
+
+
+def _seed_of(header: object) -> object:
+    sampling = header.get("sampling") if isinstance(header, dict) else None
+    return sampling.get("seed") if isinstance(sampling, dict) else None
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

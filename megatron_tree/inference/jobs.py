@@ -5,14 +5,14 @@ The first line of the output says what it depends on; each other one is the resu
 they finish:
 
     {"index": 0, "id": 0, "prompt_tokens": 9, "completion_tokens": 4,
-     "answers": [{"text": "...", "finish_reason": "stop", "stop_reason": 2}]}
+     "answers": [{"text": "...", "finish_reason": "stop", "stop_reason": 2}], "crc32": "0b1c2d3e"}
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
+import reprlib
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
+from ..files import read_json
 from .job_output import Output, key_of
 from .requests import Event, Request
 from .sampling import SamplingParams, derived_seed
 from .scheduler import Scheduler
 
-VERSION = 1
+VERSION = 2
 TOLD_ERRORS = 10
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 OWN_FIELDS = ("id", "prompt", "messages", "n")
@@ -205,7 +205,7 @@ def read_tasks(data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling
 
 def _read_task(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> Task:
     try:
-        fields = json.loads(line)
+        fields = read_json(line)
     except ValueError as error:  # UnicodeDecodeError is one, too
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -230,18 +230,31 @@ def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:
         raise ValueError("must have one of 'prompt' and 'messages'")
     if "prompt" in fields:
         if not isinstance(fields["prompt"], str):
-            raise ValueError(f"prompt={fields['prompt']!r} must be a text")
+            raise ValueError(f"prompt={reprlib.repr(fields['prompt'])} must be a text")
+        _check_text("prompt", fields["prompt"])
         return tokenizer(fields["prompt"]).input_ids
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError("messages must be a list of {'role': text, 'content': text}, one or more")
+    for message in messages:
+        for value in message.values():
+            _check_text("messages", value)
     if not tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program of the model's
         raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
     return list(encoded["input_ids"])
+
+
+def _check_text(name: str, value: object) -> None:
+    """JSON can name halves of UTF-16 pairs, which are no characters and which no tokenizer takes."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: character {error.start} is half of a pair of UTF-16: write the whole one") from None
 
 
 def _is_message(message: object) -> bool:

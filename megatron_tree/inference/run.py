@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from ..integrations import models
 from ..integrations.generation import check_length
+from ..wire import share, share_all
 from .arguments import sampling_params
 from .conversation import Answer, Conversation
 from .jobs import JobOptions, run_job
 from .report import Progress, cache_table, time_figures, time_table, write_json
 from .scheduler import Scheduler
-from .start import Started, start
+from .start import WAIT_HOURS, Started, start
 
 
 class CheckError(RuntimeError):
@@ -123,14 +124,12 @@ def _gather_ranks(rank: int, result: Answer, cache, group) -> list[dict]:
         "cache_bytes": cache.nbytes,
         "prefill_s": result.prefill_s,
     }
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, figures, group=group)
-    return ranks
+    return share_all(figures, group)
 
 
 def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> None:
     """Compare with the plain model, which rank 0 runs on all cores while the others wait for its verdict."""
-    verdict = [None]
+    verdict, limit = None, 3600.0 * WAIT_HOURS
     if ready.rank == 0:
         attention, engine = ready.plain_attention, ready.engine
         print(f"\ncheck: the plain model on rank 0 (attn_implementation={attention!r}) ...", flush=True)
@@ -147,13 +146,13 @@ def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> No
                 attn_implementation=attention,
             )
             torch.set_num_threads(threads)
-            verdict = [_compare(result, tokens[0], logits, ready.tokenizer, figures, time.perf_counter() - begun)]
+            verdict = _compare(result, tokens[0], logits, ready.tokenizer, figures, time.perf_counter() - begun)
         except Exception as error:
-            dist.broadcast_object_list([f"the plain model failed: {error}"], src=0, group=ready.group)
+            share(f"the plain model failed: {error}", ready.group, timeout_s=limit)
             raise
-    dist.broadcast_object_list(verdict, src=0, group=ready.group)
-    if verdict[0] is not None:
-        raise CheckError(verdict[0])
+    verdict = share(verdict, ready.group, timeout_s=limit)
+    if verdict is not None:
+        raise CheckError(verdict)
 
 
 def _compare(result: Answer, tokens, logits, tokenizer, figures: dict, seconds: float) -> str | None:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ..errors import TreeError
-from .wire import share
+from ..wire import share
 
 MIN_TEMPERATURE = 1e-3  # below it fp32 logits divided by it may overflow
 MAX_LOGPROBS = 100

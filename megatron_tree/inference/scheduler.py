@@ -19,10 +19,10 @@ from torch import Tensor
 from ..comm import group_rank
 from ..errors import TreeError
 from ..log import logger
+from ..wire import share, share_check
 from .planning import Planner
 from .requests import EventSink, Request, Serving, prompt_tensor
 from .rows import Rows, Runner
-from .wire import share, share_check
 
 
 class QueueFull(TreeError):
@@ -56,7 +56,8 @@ class Scheduler:
         end_tokens: the model's end tokens; None: the tokenizer's.
         plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group beside NCCL; default
             the runner's token_group.
-        heartbeat_s: seconds after which an idle leader sends an empty plan, so that those who wait don't give up.
+        heartbeat_s: seconds after which an idle leader sends an empty plan, so that those who wait don't give up;
+            None: 10, or a quarter of timeout_s where that is less.
         timeout_s: seconds that one broadcast may take.
     Raises: ValueError.
     """
@@ -70,12 +71,14 @@ class Scheduler:
         max_waiting: int,
         end_tokens: Collection[int] | None = None,
         plan_group=None,
-        heartbeat_s: float = 10.0,
+        heartbeat_s: float | None = None,
         timeout_s: float = 600.0,
     ):
         for name, value in (("max_rows", max_rows), ("max_waiting", max_waiting)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
+        if heartbeat_s is None:
+            heartbeat_s = min(10.0, timeout_s / 4)
         if not 0 < heartbeat_s < timeout_s:
             raise ValueError(f"heartbeat_s={heartbeat_s!r} must be more than 0 and less than timeout_s={timeout_s!r}")
         if end_tokens is None:

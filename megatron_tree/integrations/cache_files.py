@@ -1,6 +1,7 @@
 """Rows of a sharded KV cache in files, so that a prompt is run once and used many times.
 
-    FOLDER/cache.json               what it is: layers, dtype, rows, fingerprint of the model, size and sha256 of files
+    FOLDER/cache.json               what it is: layers, dtype, rows, fingerprint of the model, size and sha256 of files,
+                                    and its own sha256
     FOLDER/rank_00000.safetensors   the tokens that rank 0 held; of each kind of layers `runs.KIND` int64 [m, 3] (row,
                                     first position, count), and of each layer k, v (and scales) [tokens, h_kv, ...]
 
@@ -25,8 +26,9 @@ from torch import Tensor
 from ..agree import agree, telling
 from ..cache import ShardedCache
 from ..comm import group_rank, group_size
+from ..files import digest_of, read_json
 
-FORMAT = 1
+FORMAT = 2
 DESCRIPTION = "cache.json"
 TIMEOUT_S = 1800.0  # for the slowest rank to write or check its files
 CHUNK = 4096  # tokens that are read at once
@@ -84,7 +86,8 @@ def save_rows(
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
     digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tokens)).hexdigest()[:16]
-    _agree(cp_group, f"save of {lengths} tokens to {folder}; digest of tokens={digest}; fingerprint={fingerprint!r}")
+    call = {"lengths": tuple(lengths), "folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
+    _agree(cp_group, "save of a cache", **call)
     with telling(cp_group), _naming(part / _file(rank)):
         written = _write(part / _file(rank), store, rows, tokens if rank == 0 else [])
         (part / f"{_file(rank)}.json").write_text(json.dumps(written))
@@ -114,7 +117,8 @@ def load_rows(
             _check_size(folder / name, about["files"][name]["bytes"])
         for name in names[rank::world]:
             _check_digest(folder / name, about["files"][name]["sha256"])
-    _agree(cp_group, f"load from {folder}; {about['lengths']} tokens; fingerprint={fingerprint!r}")
+    call = {"folder": str(folder), "lengths": tuple(about["lengths"]), "fingerprint": fingerprint}
+    _agree(cp_group, "load of a cache", **call)
     rows: list[int] = []
     try:
         with telling(cp_group), _naming(folder), contextlib.ExitStack() as stack:
@@ -179,7 +183,7 @@ def _describe(store: ShardedCache, part: Path, world: int, lengths: list[int], f
         files[_file(rank)] = json.loads(told.read_text())
         told.unlink()
         _check_size(part / _file(rank), files[_file(rank)]["bytes"])
-    return {
+    about = {
         "format": FORMAT,
         "world": world,
         "lengths": lengths,
@@ -188,6 +192,7 @@ def _describe(store: ShardedCache, part: Path, world: int, lengths: list[int], f
         "shapes": [{name: list(x.shape[2:]) for name, x in pages.tensors.items()} for pages in store.layers],
         "files": files,
     }
+    return {**about, "sha256": digest_of(about)}
 
 
 def _layers(store: ShardedCache) -> dict:
@@ -206,18 +211,28 @@ def _read_description(folder: Path) -> dict:
             f"{path} is not there: folder={str(folder)!r} holds no saved cache, or one not written to its end"
         )
     try:
-        about = json.loads(path.read_text())
-        if about["format"] != FORMAT:
-            raise ValueError(f"{path} has format {about['format']}, this version reads format {FORMAT}")
+        about = read_json(path.read_bytes())
+        if about["format"] != FORMAT and isinstance(about["format"], int):
+            raise _OtherFormat(f"{path} has format {about['format']}, this version reads format {FORMAT}")
+        if about.pop("sha256") != digest_of(about):
+            raise KeyError("sha256")
         names = [_file(rank) for rank in range(about["world"])]
         ok = all(isinstance(about["files"][name][what], kind) for name in names for what, kind in _OF_A_FILE)
         ok = ok and all(isinstance(n, int) and n >= 0 for n in about["lengths"])
         ok = ok and {"windows", "stored", "dtype", "shapes", "fingerprint"} <= about.keys()
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except _OtherFormat:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
         ok = False
     if not ok:
         raise ValueError(f"{path} is damaged: save the cache anew")
     return about
+
+
+class _OtherFormat(ValueError):
+    """A description that this version does not read."""
 
 
 _OF_A_FILE = (("bytes", int), ("sha256", str))
@@ -306,8 +321,8 @@ def _file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _agree(cp_group, what: str) -> None:
-    agree(cp_group, what, check="always", timeout_s=TIMEOUT_S)
+def _agree(cp_group, what: str, **call) -> None:
+    agree(cp_group, what, check="always", timeout_s=TIMEOUT_S, **call)
 
 
 @contextlib.contextmanager

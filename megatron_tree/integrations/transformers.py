@@ -227,14 +227,12 @@ def tree_mask(
     return None if attention_mask.all() else attention_mask
 
 
-def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str) -> None:
+def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str, **options) -> None:
     """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt."""
     config = cache.tree_config or TreeConfig()
     digest = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()[:16] if cache.world > 1 else ""
-    signature = (
-        f"{what}; input_ids={list(input_ids.shape)}; digest of input_ids={digest}; cached={cache.get_seq_length()}"
-    )
-    agree(cache.cp_group, signature, check=config.check, timeout_s=config.timeout_s)
+    call = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
+    agree(cache.cp_group, what, check=config.check, timeout_s=config.timeout_s, **call)
 
 
 def check_model(model) -> None:

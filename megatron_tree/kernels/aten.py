@@ -26,10 +26,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
         return "softcap"
     if spec.dropout:
         return "dropout"
+    if spec.softmax_scale <= 0:
+        return f"softmax_scale={spec.softmax_scale} (it hides keys by -inf before it scales)"
     if q.device.type == "cpu":
         return None if q.dtype in _CPU_DTYPES else f"dtype {q.dtype}"
     if q.device.type != "cuda":
         return f"device type {q.device.type}"
+    if spec.deterministic:
+        return "deterministic=True on CUDA (its backward adds up in any order, its decode is split by the batch)"
     if q.dtype not in _CUDA_DTYPES:
         return f"dtype {q.dtype} (flash on CUDA takes bf16 and fp16)"
     if max(q.shape[-1], v.shape[-1]) > 256:
@@ -89,9 +93,9 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
 def _out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """Some out [b, s, h, d_v] with rowsum(dout * out) = delta [b, h, s]: delta / dout at dout's largest entry.
 
-    |delta| <= |dout| |true out|, so the entry is at most sqrt(d_v) |true out|: it can't overflow. What rounding it to
-    out's dtype leaves goes to the second largest entry, unless dout is too small there: rows that see few keys have
-    dout.v - delta near 0, and need delta to more digits than a half-precision number has.
+    What rounding it to out's dtype leaves goes to the second largest entry, unless dout is too small there: rows that
+    see few keys have dout.v - delta near 0, and need delta to more digits than a half-precision number has. The entry
+    is at most sqrt(d_v) |true out|: where that is too much for fp16 all entries share delta.
     """
     where = dout.abs().topk(min(2, dout.shape[-1]), -1).indices
     top = dout.gather(-1, where).to(delta.dtype)
@@ -103,7 +107,13 @@ def _out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
             entry = torch.where(entry.abs() <= entries[0].abs(), entry, 0.0)
         entries.append(entry.to(dout.dtype))
         rest = rest - entries[-1].to(rest.dtype) * top[..., i : i + 1]
-    return torch.zeros_like(dout).scatter_(-1, where, torch.cat(entries, -1))
+    out = torch.zeros_like(dout).scatter_(-1, where, torch.cat(entries, -1))
+    delta = delta.transpose(1, 2)[..., None]
+    too_large = delta.abs() > torch.finfo(dout.dtype).max * top[..., :1].abs()
+    if dout.dtype == torch.float16 and too_large.any():
+        share = delta / dout.abs().sum(-1, keepdim=True, dtype=delta.dtype)
+        out = torch.where(too_large, dout.sign() * share.to(dout.dtype), out)
+    return out
 
 
 def _mask(block: Block, q: Tensor, spec: AttnSpec) -> Tensor | None:
@@ -119,8 +129,12 @@ def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _widen(d: int, *tensors: Tensor) -> list[Tensor]:
-    """Zero-pad the head dim to d: flash kernels want q, k and v equally wide (MLA's are not)."""
-    return [x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors]
+    """Zero-pad the head dim to d: flash kernels want q, k and v equally wide (MLA's are not).
+
+    They also want its elements side by side in memory; the CPU's forward reads anything else wrongly, without a word.
+    """
+    padded = (x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
 def _block_fwd(q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:

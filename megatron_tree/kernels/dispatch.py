@@ -37,6 +37,10 @@ class Visible(NamedTuple):
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
 
+    def row(self, some: slice) -> Visible:
+        """The same of some rows of the batch."""
+        return Visible(*(None if x is None else x[some] for x in self))
+
     def mask(self, num_slots: int, spec: AttnSpec) -> Tensor | None:
         """bool [b, 1 or s_q, num_slots], or None where every slot is seen."""
         keep = None
@@ -139,8 +143,11 @@ def attn_decode(
             )
         impl = reference
         say_once("attention backend reference: aten's flash kernels for accelerators take no mask")
-    if visible.lengths is not None:
-        k, v, visible = _cut(k, v, visible)
+    if spec.deterministic and q.shape[0] > 1:  # torch's matrix products depend on the batch
+        rows = (slice(i, i + 1) for i in range(q.shape[0]))
+        call = dict(spec=spec, backend=backend)
+        return torch.cat([attn_decode(q[i], k[i], v[i], visible=visible.row(i), **call) for i in rows])
+    k, v, visible = _without_padding(k, v, visible)
     out, lse = impl.attn_fwd_masked(q, k, v, keep=visible.mask(k.shape[1], spec), spec=spec)
     return pack_state(out, lse.transpose(1, 2), state_dtype(q.dtype))
 
@@ -152,7 +159,7 @@ def _decode_paged(q, k, v, visible: Visible, spec: AttnSpec, paged: PagedKV, bac
         return impl.attn_decode(q, k, v, visible=visible, spec=spec, **paged._asdict())
     states = []
     for row in range(q.shape[0]):
-        seen = Visible(*(None if x is None else x[row : row + 1] for x in visible))
+        seen = visible.row(slice(row, row + 1))
         keys, values = gather_row(k, v, paged, row, None if seen.lengths is None else int(seen.lengths), q.dtype)
         if seen.k_positions is not None:
             seen = seen._replace(k_positions=seen.k_positions[:, : keys.shape[1]])
@@ -189,16 +196,26 @@ def _index(x: Tensor, pages: Tensor) -> Tensor:
     return x.view(torch.uint8)[pages].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[pages]
 
 
-def _cut(k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor, Visible]:
-    """The cache up to the longest row, and zeros in other rows' slots beyond their length: NaN may lie there."""
-    lengths, n = visible.lengths, int(visible.lengths.max()) if visible.lengths.numel() else 0
-    k, v = k[:, :n], v[:, :n]
-    if visible.k_positions is not None:
-        visible = visible._replace(k_positions=visible.k_positions[:, :n])
-    if n == 0 or int(lengths.min()) == n:
-        return k, v, visible._replace(lengths=None)
-    beyond = (torch.arange(n, device=k.device) >= lengths[:, None])[..., None, None]
-    return k.masked_fill(beyond, 0), v.masked_fill(beyond, 0), visible
+def _without_padding(k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor, Visible]:
+    """The cache up to the longest row, with zeros in slots of padding, beyond a row's length or at position -1: NaN may
+    lie there. A single row loses them: then its bits don't depend on how it was padded."""
+    lengths, positions = visible.lengths, visible.k_positions
+    if lengths is not None:
+        n = int(lengths.max()) if lengths.numel() else 0
+        k, v = k[:, :n], v[:, :n]
+        positions = None if positions is None else positions[:, :n]
+        lengths = None if n == 0 or int(lengths.min()) == n else lengths
+        visible = Visible(lengths, visible.q_positions, positions)
+    padding = None if positions is None else positions < 0
+    if lengths is not None:
+        beyond = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
+        padding = beyond if padding is None else padding | beyond
+    if padding is None or not padding.any():
+        return k, v, visible
+    if len(k) == 1:
+        kept = ~padding[0]
+        return k[:, kept], v[:, kept], Visible(None, visible.q_positions, positions[:, kept])
+    return *(x.masked_fill(padding[..., None, None], 0) for x in (k, v)), visible
 
 
 def merge_packed(packed: Tensor) -> Tensor:
@@ -208,11 +225,15 @@ def merge_packed(packed: Tensor) -> Tensor:
     # `merge_states` in few operations: a decode step on a CPU is short
     out, lse = packed[..., :-1], packed[..., -1:]
     m = lse.amax(0).clamp_(min=torch.finfo(packed.dtype).min)  # finite where nothing was seen
-    weights = (lse - m).exp_()
-    den = weights.sum(0)
-    merged = torch.empty(packed.shape[1:], dtype=packed.dtype, device=packed.device)
-    torch.div((out * weights).sum(0), den.clamp(min=torch.finfo(packed.dtype).tiny), out=merged[..., :-1])
-    torch.add(m, den.log_(), out=merged[..., -1:])
+    terms = torch.empty_like(packed)
+    weights = torch.sub(lse, m, out=terms[..., -1:]).exp_()
+    torch.mul(out, weights, out=terms[..., :-1])
+    merged, *others = terms.unbind()
+    for x in others:  # one by one: in torch's sum the order would depend on where a row stands
+        merged.add_(x)
+    num, den = merged[..., :-1], merged[..., -1:]
+    num.div_(den.clamp(min=torch.finfo(packed.dtype).tiny))
+    torch.add(m, den.log(), out=den)
     return merged
 
 

@@ -146,6 +146,7 @@ def plan_decode(
     placement: Placement,
     schedule: str = "auto",
     memory_budget: int | None = None,
+    deterministic: bool = False,
 ) -> DecodePlan:
     """The plan of one decode step over `world` ranks.
 
@@ -162,6 +163,7 @@ def plan_decode(
         topology, placement: the machine, and the group's ranks in it.
         schedule: "auto", or the one to take; of "two_level" the better exchange across nodes is still chosen.
         memory_budget: bytes of communication buffers that a rank may use, None for any.
+        deterministic: "auto" leaves "allreduce" out, whose order of summing is the backend's.
 
     Raises: ValueError for an unknown schedule, and if nothing fits the budget.
     """
@@ -172,7 +174,8 @@ def plan_decode(
         weighed = [r for r in weighed if r.schedule != "ring"]
     if net.block == 1 and schedule != "two_level":  # there it is an all-gather
         weighed = [r for r in weighed if r.schedule != "two_level"]
-    allowed = [r for r in weighed if (r.schedule != "ring" if schedule == "auto" else r.schedule == schedule)]
+    never = ("ring", "allreduce") if deterministic else ("ring",)
+    allowed = [r for r in weighed if (r.schedule not in never if schedule == "auto" else r.schedule == schedule)]
     best = _choose(allowed, net, memory_budget, "decode step")
     table = _by_time(weighed)
     asked = "" if schedule == "auto" else " (as asked for)"

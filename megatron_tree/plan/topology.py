@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import reprlib
 from collections.abc import Hashable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
-from ..files import whole_file
+from ..files import read_yaml, whole_file
 
 TRANSPORTS = ("direct", "builtin")
+MAX_COUNT = 10**9
 _SHARE = "share/megatron_tree/topology"  # where a wheel puts the files of configs/topology
 
 
@@ -89,8 +91,8 @@ class Topology:
 
 
 def _check_count(where: str, name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{where}: {name}={value!r} must be an integer of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
+        raise ValueError(f"{where}: {name}={reprlib.repr(value)} must be an integer from {least} to {MAX_COUNT:,}")
 
 
 def _check_number(where: str, name: str, value: object, *, zero: bool) -> None:
@@ -207,18 +209,16 @@ def load_topology(name_or_path: str | Path) -> Topology:
             )
         path = _folder() / f"{name_or_path}.yaml"
     try:
-        import yaml
+        content = read_yaml(path)
     except ModuleNotFoundError:
         raise ValueError(f"topology file {path}: reading it needs pyyaml; install megatron_tree[launch]") from None
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"topology file {path}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"topology file {error}") from None
     try:
         content = _take(content, Topology)
         levels = content["levels"]
         if not isinstance(levels, list):
-            raise ValueError(f"levels={levels!r} must be a list, innermost level first")
+            raise ValueError(f"levels={reprlib.repr(levels)} must be a list, innermost level first")
         return Topology(**{**content, "levels": tuple(Level(**_take(level, Level)) for level in levels)})
     except ValueError as error:
         raise ValueError(f"topology file {path}: {error}") from None
@@ -237,9 +237,11 @@ def _take(content: object, kind: type) -> dict:
     for name, value in content.items():
         if names[name] == "float":
             try:
-                value = float(value)
-            except (TypeError, ValueError):
-                raise ValueError(f"{name}={value!r} must be a number") from None
+                value = float("no switch" if isinstance(value, bool) else value)
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(f"{name}={reprlib.repr(value)} must be a number") from None
+        if names[name] == "str" and not isinstance(value, str):
+            raise ValueError(f"{name}={reprlib.repr(value)} must be a text")
         found[name] = value
     return found
 

@@ -142,13 +142,17 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         )
 
 
+def _content(path: str) -> str:
+    return Path(path).read_bytes().decode("ascii", "replace").strip()
+
+
 def _api_key(args: argparse.Namespace) -> str | None:
     """The token out of the first place that is given: the option, the file, the environment variable."""
     if args.api_key is not None and args.api_key_file is not None:
         raise ValueError("--api-key and --api-key-file: pass one of the two")
     places = {
         "--api-key": args.api_key,
-        "--api-key-file": None if args.api_key_file is None else Path(args.api_key_file).read_text().strip(),
+        "--api-key-file": None if args.api_key_file is None else _content(args.api_key_file),
         KEY_VARIABLE: os.environ.get(KEY_VARIABLE),
     }
     for place, key in places.items():

@@ -19,8 +19,9 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> dict:
-        """The error object, ready for JSON."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        """The error object, ready for JSON; what is no UTF-8 in a text is escaped."""
+        message = self.message.encode("utf-8", "backslashreplace").decode()
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The whole response."""

@@ -46,8 +46,7 @@ class Guard:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         error = self._name_error(headers) or (None if scope["path"] in OPEN_PATHS else self._token_error(headers))
-        if error is None and int(headers.get("content-length", "0")) > self.max_body_bytes:
-            error = too_large(self.max_body_bytes)
+        error = error or self._length_error(headers.get("content-length", "0"))
         if error is None:
             await self.app(scope, self._counting(receive), send)
         else:
@@ -66,6 +65,11 @@ class Guard:
             return message
 
         return counted
+
+    def _length_error(self, length: str) -> ApiError | None:
+        if not length.isascii() or not length.isdecimal():
+            return ApiError(400, f"the header Content-Length: {length[:40]!r} must be a number of bytes")
+        return too_large(self.max_body_bytes) if int(length[:20]) > self.max_body_bytes else None
 
     def _name_error(self, headers: Headers) -> ApiError | None:
         name = _name_of(headers.get("host", ""))

@@ -147,6 +147,8 @@ def _add_data(add) -> None:
         metavar="DIR",
         help="for the order of indexed datasets; default: index-cache beside the first",
     )
+    add("--verify-data", action=argparse.BooleanOptionalAction, default=True,
+        help="compare indexed datasets with their SHA-256 first, where PREFIX.sha256 is there")  # fmt: skip
     add("--vocab-size", type=int, help="of indexed datasets")
     add("--tokenizer-model", metavar="NAME|DIR", help="Hugging Face tokenizer of the indexed datasets, instead")
     add("--eval-interval", type=int, default=0, help="iterations between validations; 0: at the end only")

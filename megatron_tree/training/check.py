@@ -53,6 +53,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
 
     Raises: ValueError that names the options, the values seen and the way out.
     """
+    for name, value in vars(args).items():
+        _require(not isinstance(value, float) or math.isfinite(value), f"{name}={value} must be a finite number")
     for name in POSITIVE:
         _require(getattr(args, name) > 0, f"{name}={getattr(args, name)} must be positive")
     for name in POSITIVE_IF_GIVEN:

@@ -17,7 +17,18 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ..integrations.megatron_compat import loading_torch_adam, no_manager_process
-from .checkpoint_files import begin, checkpoint_folder, finish, newest_good
+from .checkpoint_files import (
+    begin,
+    candidates,
+    checkpoint_folder,
+    contents,
+    digests_of,
+    fault_of,
+    finish,
+    newest_good,
+)
+from .checkpoint_safety import check_index, weights_only
+from .distributed import on_all_ranks, on_first_rank
 from .model import Trainee
 
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -49,7 +60,8 @@ def save_checkpoint(
     Returns: the checkpoint's folder, `folder`/iter_0000100.
     """
     final = checkpoint_folder(folder, iteration)
-    unfinished = _on_first_rank(lambda: begin(final))
+    limit = args.distributed_timeout_minutes
+    unfinished = Path(on_first_rank(lambda: str(begin(final)), limit))
     state = {
         "iteration": iteration,
         "consumed_train_samples": samples,
@@ -63,21 +75,29 @@ def save_checkpoint(
     with no_manager_process():
         dist_checkpointing.save(state, str(unfinished))
     dist.barrier()
-    _on_first_rank(lambda: finish(final, args.keep_checkpoints))
+    sizes = on_first_rank(lambda: contents(unfinished), limit)
+    shares = on_all_ranks(lambda: digests_of(unfinished, sizes, dist.get_rank(), dist.get_world_size()), limit)
+    digests = {name: digest for share in shares for name, digest in share.items()}
+    on_first_rank(lambda: finish(final, sizes, digests, args.keep_checkpoints), limit)
     return final
 
 
 def find_checkpoint(args: argparse.Namespace, say: Callable[[str], None]) -> Path | None:
-    """The newest good checkpoint in `load` (or with `resume` in `save`), chosen by rank 0. All ranks call it.
+    """The newest good checkpoint in `load` (or with `resume` in `save`). All ranks call it; each reads its share of the
+    files, to compare their digests.
 
-    Args: say: is told, on every rank, of each newer checkpoint that is damaged.
+    Args: say: is told, on every rank, of each newer checkpoint that is damaged, or that the tracker file leaves out.
     Returns: its folder; None if neither option is set, or with `resume` nothing has been saved yet.
     Raises: ValueError if `load` has no checkpoint, or there are only damaged ones.
     """
     folder = args.save if args.resume else args.load
     if folder is None:
         return None
-    checkpoint, warnings = _on_first_rank(lambda: newest_good(folder))
+    limit = args.distributed_timeout_minutes
+    found, notes = on_first_rank(lambda: _listed(folder), limit)
+    checkpoint, warnings = newest_good([Path(path) for path in found], lambda path: _fault_by_ranks(path, limit))
+    for note in notes:
+        say(note)
     for warning in warnings:
         say(f"warning: {warning}; taking the one before")
     if checkpoint is None and not args.resume:
@@ -95,8 +115,14 @@ def load_checkpoint(
 
     Args: checkpoint: a folder that `find_checkpoint` found.
     Returns: (iteration, samples consumed, whether the random states were restored).
-    Raises: ValueError if the checkpoint belongs to another model or other data.
+    Raises: ValueError if the checkpoint belongs to another model or other data, or its index is none.
     """
+    on_first_rank(lambda: check_index(checkpoint), args.distributed_timeout_minutes)
+    with weights_only():
+        return _load(checkpoint, trainee, args, digest)
+
+
+def _load(checkpoint: Path, trainee: Trainee, args: argparse.Namespace, digest: str) -> tuple[int, int, bool]:
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     _check_options(common, args, checkpoint, digest)
     same_layout = common["world_size"] == dist.get_world_size() and all(
@@ -129,9 +155,10 @@ def _sharded_state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _sharded_rng_state() -> ShardedObject:
+    kind, keys, *rest = np.random.get_state()
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, keys.tolist(), *rest),  # no arrays: `torch.load` of plain values and tensors reads it
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
@@ -162,15 +189,12 @@ def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint:
         )
 
 
-def _on_first_rank(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0; all ranks return its result, or raise the error."""
-    outcome = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [action(), None]
-        except (OSError, ValueError) as error:
-            outcome = [None, error]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+def _listed(folder: str) -> tuple[list[str], list[str]]:
+    found, notes = candidates(folder)
+    return [str(path) for path in found], notes
+
+
+def _fault_by_ranks(checkpoint: Path, timeout_minutes: float) -> str | None:
+    """What any rank finds wrong with a checkpoint; the same on all."""
+    faults = on_all_ranks(lambda: fault_of(checkpoint, dist.get_rank(), dist.get_world_size()), timeout_minutes)
+    return next((fault for fault in faults if fault is not None), None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..rendezvous import start_default_group
+from ..wire import share_all, share_check
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,16 +56,37 @@ def start_process_group(place: LaunchedRank, timeout_minutes: float) -> torch.de
     device = place.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    limit = datetime.timedelta(minutes=timeout_minutes)
-    kwargs = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit, **kwargs)
+    options = {"device_id": device} if device.type == "cuda" else {}
+    start_default_group("nccl" if device.type == "cuda" else "gloo", timeout_s=60 * timeout_minutes, **options)
     return device
 
 
 def require_equal(what: str, value: str) -> None:
     """Raise a ValueError on every rank if `value` is not the same on all of them."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = share_all(value, dist.group.WORLD)
     differing = [rank for rank, other in enumerate(values) if other != values[0]]
     if differing:
         raise ValueError(f"{what} differs between rank 0 and ranks {differing}: all ranks must see the same")
+
+
+def on_first_rank(action: Callable[[], Any], timeout_minutes: float) -> Any:
+    """Run `action` on rank 0; all ranks return its result, of what JSON has, or raise the error."""
+    return share_check(action, _everybody(), timeout_s=60 * timeout_minutes)
+
+
+def on_all_ranks(action: Callable[[], Any], timeout_minutes: float) -> list[Any]:
+    """Run `action` everywhere; all ranks return all results, by rank, or raise a ValueError if one failed."""
+    try:
+        outcome = {"value": action()}
+    except (OSError, ValueError) as error:
+        outcome = {"error": str(error)}
+    outcomes = share_all(outcome, _everybody(), timeout_s=60 * timeout_minutes)
+    for rank, told in enumerate(outcomes):
+        if "error" in told:
+            raise ValueError(f"rank {rank}: {told['error']}")
+    return [told["value"] for told in outcomes]
+
+
+def _everybody():
+    """The default group; None, one rank alone, without it."""
+    return dist.group.WORLD if dist.is_initialized() else None

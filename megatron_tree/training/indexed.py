@@ -14,12 +14,18 @@ from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from .data import Corpus
+from .digests import check_digests, read_digests, sha256, write_digests
+from .distributed import on_all_ranks, on_first_rank
 
 DEFAULT_SPLIT = "949,50,1"
+DIGESTS = ".sha256"  # after a prefix: SHA-256 of the two files, from preprocess
+_ORDER_DIGESTS = "files.sha256"  # in the cache
 CACHE = "index-cache"  # beside the first dataset: the order, laid out once and read by all ranks
 _ENDS = 1 << 20  # bytes at either end of a file that identify it
+_INDEX_HEADER = 34  # bytes of an .idx file before its tables
 _ORDER = 4096  # entries of an index that identify an order
 
 
@@ -87,9 +93,10 @@ class IndexedSamples:
             sample = self._dataset[index]
             rows.append(np.append(sample["tokens"].numpy(), sample["labels"][-1].item()))
         rows = np.stack(rows)
-        if rows.max() >= self._vocab_size:
+        if rows.max() >= self._vocab_size or rows.min() < 0:
+            wrong = rows.min() if rows.min() < 0 else rows.max()
             raise ValueError(
-                f"vocab_size={self._vocab_size}, but the data hold token {rows.max()}: "
+                f"vocab_size={self._vocab_size}, but the data hold token {wrong}: "
                 "give the vocabulary that they were made with (--vocab-size or --tokenizer-model)"
             )
         return rows
@@ -131,6 +138,9 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
+    if args.verify_data:
+        _verify(prefixes, args.distributed_timeout_minutes)
+    on_first_rank(lambda: _check_order(Path(cache)), args.distributed_timeout_minutes)
     config.split_matrix[2] = None  # the test part is not used
     if not args.eval_iters:
         config.split_matrix[1] = None
@@ -149,6 +159,7 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
     _require_enough("train_iters", args.train_iters, train, wanted[0])
     if valid is not None:
         _require_enough("eval_iters", args.eval_iters, valid, wanted[1])
+    on_first_rank(lambda: _note_order(Path(cache)), args.distributed_timeout_minutes)
     order = _order_fingerprint(train)
     return Corpus(
         train=IndexedSamples(train, vocab_size=args.vocab_size),
@@ -160,16 +171,46 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
     )
 
 
+def _verify(prefixes: list[str], timeout_minutes: float) -> None:
+    """Compare datasets that have a PREFIX.sha256, all ranks together. ValueError on all of them for other bytes."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def check():
+        listings = [Path(prefix + DIGESTS) for prefix in prefixes]
+        files = [
+            (listing.parent / name, digest) for listing in listings for name, digest in read_digests(listing).items()
+        ]
+        check_digests(files[rank::world], "make the dataset anew, or leave this out with --no-verify-data")
+
+    on_all_ranks(check, timeout_minutes)
+
+
+def _check_order(cache: Path) -> None:
+    files = [(cache / name, digest) for name, digest in read_digests(cache / _ORDER_DIGESTS).items()]
+    check_digests(files, f"delete the folder {cache}, it is made anew")
+
+
+def _note_order(cache: Path) -> None:
+    """Keep the digests of what Megatron has put into its cache."""
+    known = read_digests(cache / _ORDER_DIGESTS)
+    new = [path for path in sorted(cache.glob("*.npy")) if path.name not in known]
+    if new:
+        write_digests(cache / _ORDER_DIGESTS, known | {path.name: sha256(path) for path in new})
+
+
 def _examine(prefix: str, bounds: tuple[float, float], args: argparse.Namespace) -> dict:
     """Documents, tokens and fingerprint of one indexed dataset."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
     try:
         dataset = IndexedDataset(prefix)
-    except (AssertionError, ValueError, OSError) as error:
-        raise ValueError(f"data_path: {prefix}.idx is damaged ({error}): make it anew") from error
-    lengths = dataset.sequence_lengths
-    expected = int(lengths.sum(dtype=np.int64)) * DType.size(dataset.index.dtype)
+    except Exception as error:  # Megatron's, struct's and numpy's at sizes that can't be
+        raise ValueError(
+            f"data_path: {prefix}.idx is damaged ({type(error).__name__}: {error}): make it anew"
+        ) from error
+    lengths, itemsize = dataset.sequence_lengths, DType.size(dataset.index.dtype)
+    _check_index(prefix, dataset.index, itemsize)
+    expected = int(lengths.sum(dtype=np.int64)) * itemsize
     size = Path(prefix + ".bin").stat().st_size
     if size != expected:
         raise ValueError(
@@ -187,6 +228,18 @@ def _examine(prefix: str, bounds: tuple[float, float], args: argparse.Namespace)
                 + (", or eval_iters=0" if part == "validation" else "")
             )
     return {"documents": len(lengths), "train_tokens": tokens[0], "fingerprint": _file_fingerprint(prefix)}
+
+
+def _check_index(prefix: str, index, itemsize: int) -> None:
+    """Sequences must lie one after the other, documents be made of them, and tokens be whole numbers."""
+    lengths = np.asarray(index.sequence_lengths, dtype=np.int64)
+    documents = np.asarray(index.document_indices, dtype=np.int64)
+    rest = Path(prefix + ".idx").stat().st_size - _INDEX_HEADER - 12 * len(lengths) - 8 * len(documents)
+    fits = rest in (0, len(lengths)) and len(lengths) > 0 and int(lengths.min()) >= 0  # modes may follow, 1 byte each
+    fits = fits and np.array_equal(index.sequence_pointers, (np.cumsum(lengths) - lengths) * itemsize)
+    fits = fits and len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths)
+    if not fits or (np.diff(documents) < 0).any() or not np.issubdtype(index.dtype, np.integer):
+        raise ValueError(f"data_path: {prefix}.idx is damaged, places, lengths and documents don't fit: make it anew")
 
 
 def _file_fingerprint(prefix: str) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
+from .. import comm
 from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from .data import Corpus, open_corpus
 from .distributed import require_equal
@@ -67,7 +68,8 @@ def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> 
     saved_at, stopped = None, False
     while iteration < args.train_iters and not stopped:
         started = time.monotonic()
-        step = train_step(trainee, corpus.train, args, samples, device, stop)
+        with comm.stage(f"step {iteration + 1}"):
+            step = train_step(trainee, corpus.train, args, samples, device, stop)
         iteration += 1
         samples += args.global_batch_size
         figures = speed.figures(time.monotonic() - started)
@@ -77,11 +79,13 @@ def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> 
         last = iteration == args.train_iters
         stopped = step.stop and not last
         if corpus.valid is not None and args.eval_iters and _due(args.eval_interval, iteration, last) and not stopped:
-            reporter.validation(iteration, evaluate(trainee, corpus.valid, args, device))
+            with comm.stage(f"the validation after step {iteration}"):
+                reporter.validation(iteration, evaluate(trainee, corpus.valid, args, device))
         if args.save and _due(args.save_interval, iteration, last or stopped):
-            saved_at = save_checkpoint(
-                args.save, trainee, args, iteration=iteration, samples=samples, digest=corpus.digest
-            )
+            with comm.stage(f"the save after step {iteration}"):
+                saved_at = save_checkpoint(
+                    args.save, trainee, args, iteration=iteration, samples=samples, digest=corpus.digest
+                )
     outcome = Outcome(iteration, reporter.final_loss(), corpus.unigram, stopped)
     reporter.close()
     _conclude(reporter, args, outcome, saved_at)

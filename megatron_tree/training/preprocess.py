@@ -1,4 +1,4 @@
-"""Make an indexed dataset (PREFIX.bin and PREFIX.idx, Megatron's format) from text files.
+"""Make an indexed dataset (PREFIX.bin and PREFIX.idx, Megatron's format) from text files, and PREFIX.sha256 of both.
 
 A text file is one document; of a .jsonl file every line is one, the string under --json-key. Each ends with the
 tokenizer's end-of-text token. Both files are whole or not there: an interrupted run leaves none.
@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ..files import whole_file
+from .digests import sha256, write_digests
+from .indexed import DIGESTS
 from .tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 EXAMPLES = """\
@@ -86,7 +88,7 @@ def _text_of(record: object, json_key: str, where: str) -> str:
 
 
 def write_dataset(files: list[Path], prefix: str, tokenizer, *, json_key: str = "text", progress: bool = False) -> dict:
-    """Write PREFIX.bin and PREFIX.idx.
+    """Write PREFIX.bin and PREFIX.idx, and their SHA-256 in PREFIX.sha256.
 
     Args:
         files: see `find_files`. prefix: of the output. tokenizer: with encode(), eod and vocab_size.
@@ -126,6 +128,7 @@ def write_dataset(files: list[Path], prefix: str, tokenizer, *, json_key: str = 
             builder.finalize(str(index))
         finally:
             builder.data_file.close()
+    write_digests(Path(prefix + DIGESTS), {path.name: sha256(path) for path in paths})
     return count
 
 

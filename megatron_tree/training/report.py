@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..files import read_json
+
 LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
 PLOT_NAME = "loss.png"
@@ -61,6 +63,8 @@ class Reporter:
         if not enabled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        if first_step > 1:
+            _end_line(self.folder / LOG_NAME)
         self._file = (self.folder / LOG_NAME).open("a" if first_step > 1 else "w")
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -147,10 +151,28 @@ class Reporter:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a train.jsonl; a step that a resumed run did again counts once, with its later values."""
-    records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """All records of a train.jsonl; a step that a resumed run did again counts once, with its later values. Lines that
+    are none, such as the half of one that a crash has left, don't count."""
+    records = [record for line in Path(path).read_bytes().split(b"\n") if (record := _record(line))]
     steps = {record["step"]: record for record in records if "loss" in record and "event" not in record}
     return [record for record in records if "event" in record] + [steps[step] for step in sorted(steps)]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = read_json(line)
+    except ValueError:
+        return None
+    numbers = isinstance(found, dict) and all(isinstance(found.get(name, 0), (int, float)) for name in ("step", "loss"))
+    return found if numbers and ("step" in found or "event" in found) else None
+
+
+def _end_line(path: Path) -> None:
+    """What is appended must not go on with the half of a line that a crash has left."""
+    with path.open("a+b") as file:
+        file.seek(max(0, file.tell() - 1))
+        if file.read() not in (b"", b"\n"):
+            file.write(b"\n")
 
 
 def draw_losses(log: Path, picture: Path) -> None:
@@ -163,15 +185,20 @@ def draw_losses(log: Path, picture: Path) -> None:
     records = read_log(log)
     training = [record for record in records if "event" not in record]
     validation = [record for record in records if record.get("event") == "validation"]
-    starts = [record for record in records if record.get("event") == "start"]
+    start = next((record for record in reversed(records) if record.get("event") == "start"), {})
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot([r["step"] for r in training], [r["loss"] for r in training], linewidth=1.2, label="training")
     if validation:
         axes.plot([r["step"] for r in validation], [r["loss"] for r in validation], "o", label="validation")
-    unigram = starts[-1]["unigram_loss"]
+    unigram = start.get("unigram_loss")
     if unigram is not None:
         axes.axhline(unigram, color="grey", linestyle="--", label="byte unigram entropy")
-    axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, None), title=starts[-1].get("title", ""))
+    axes.set(
+        xlabel="step",
+        ylabel="loss, nats per token",
+        ylim=(0, None),
+        title=start.get("title", ""),
+    )
     axes.legend()
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)

@@ -80,6 +80,28 @@ def test_offsets_beyond_int32():
     assert abs(out[..., 5].item() - 7.0) < 1e-2
 
 
+def test_pages_beyond_int32():
+    """A paged cache of more than 2^31 elements: the row's last token, in the last page, is the one that matters."""
+    size, n = 256, (1 << 31) // (256 * 2 * 128) + 8
+    k = torch.zeros(n, size, 2, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.zeros_like(k)
+    q = torch.zeros(1, 1, 2, 128, device="cuda", dtype=torch.bfloat16)
+    q[..., 0], k[-1, 99, :, 0], v[-1, 99, :, 5] = 30.0, 30.0, 7.0
+    table = torch.tensor([[0, n // 2, n - 1]], dtype=torch.int32, device="cuda")
+    seen = Visible(lengths=torch.tensor([2 * size + 100], device="cuda"))
+    state = attn_decode(q, k, v, visible=seen, spec=AttnSpec(softmax_scale=1.0), block_table=table)
+    assert (state[..., 5] - 7.0).abs().max() < 1e-2
+
+
+def test_merging_states_beyond_int32():
+    """Five states of 2^29 elements, of which the last alone weighs anything."""
+    states = torch.zeros(5, 1 << 24, 32, device="cuda")
+    states[..., -1] = -100.0
+    states[4, :, :5], states[4, :, -1] = 3.0, 100.0
+    merged = kernels.merge_packed(states)
+    assert torch.equal(merged[:, :5], states[4, :, :5]) and (merged[:, -1] - 100.0).abs().max() < 1e-4
+
+
 def test_a_decode_step_in_a_cuda_graph():
     g = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16, generator=g)
@@ -108,3 +130,25 @@ def test_fp8_cache():
     exact = [x.double() * s.double()[..., None] for x, s in zip((k8, v8), scales)]
     out, _ = energy.attention(q.double(), *exact, spec=spec)
     assert (state[..., :-1] - out).abs().max() < 1e-2
+
+
+def test_bits_do_not_depend_on_the_batch_or_the_run():
+    """deterministic=True: a row of a decode batch alone and among others; forward and backward time after time."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(8, 1, 16, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    k, v = torch.randn(2, 8, 20_000, 4, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    lengths = torch.tensor([20_000, 1, 1024, 0, 777, 19_999, 5000, 64], device="cuda")
+    spec = AttnSpec(softmax_scale=128**-0.5, deterministic=True)
+    together = kernels.attn_decode(q, k, v, visible=Visible(lengths=lengths), spec=spec)
+    for i in (slice(n, n + 1) for n in range(8)):
+        alone = kernels.attn_decode(q[i], k[i], v[i], visible=Visible(lengths=lengths[i]), spec=spec)
+        assert torch.equal(alone, together[i])
+    q, k, v, dout = torch.randn(4, 2, 1000, 8, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+    whole = dict(q_segments=(Segment(0, 0, 1000),), k_segments=(Segment(0, 0, 1000),), spec=spec, backend="triton")
+
+    def results():
+        out, lse = kernels.attn_fwd(q, k, v, **whole)
+        return out, lse, *kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **whole)
+
+    first = results()
+    assert all(torch.equal(x, y) for _ in range(50) for x, y in zip(first, results()))

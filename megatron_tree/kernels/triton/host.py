@@ -61,7 +61,7 @@ def attn_fwd(
         fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
             q, k, v, out, lse, q_tiles, k_table,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
-            *_mask_arguments(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec),
+            *window_sides(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec),
             GROUP=h // k.shape[2], **_head_dims(d, e), M=config.m, N=config.n, **_mask_flags(spec),
             MERGE=state is not None,
             PRECISION=_precision(q), STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
@@ -88,7 +88,7 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
         return
     shared = dict(GROUP=h // h_kv, **_head_dims(d, e), **_mask_flags(spec), PRECISION=_precision(q))
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
-    numbers = (*lse2.stride()[:2], *_mask_arguments(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec))
+    numbers = (*lse2.stride()[:2], *window_sides(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec))
     config = _tiles("dq", q, v, spec)
     tiles, table = _tables(q_segments, k_segments, config.m, q.device)
     bwd.attn_bwd_dq_kernel[(tiles.shape[0], h, b)](
@@ -144,9 +144,10 @@ def _head_dims(d: int, e: int) -> dict:
     return dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1)
 
 
-def _mask_arguments(spec: AttnSpec) -> tuple[int, int]:
-    left = common.UNBOUNDED if spec.left is None else spec.left
-    return left, common.UNBOUNDED if spec.right is None else spec.right
+def window_sides(spec: AttnSpec) -> tuple[int, int]:
+    """(left, right) for the kernels, whose sums with positions below 2^30 must fit 32 bits."""
+    left, right = (common.UNBOUNDED if side is None else side for side in (spec.left, spec.right))
+    return min(left, common.UNBOUNDED), min(right, common.UNBOUNDED)
 
 
 def _mask_flags(spec: AttnSpec) -> dict:

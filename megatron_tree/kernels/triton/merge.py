@@ -21,16 +21,19 @@ def merge_states_kernel(
     valid = r < num_rows
     base = IN + r // inner * outer_stride + r % inner * (E + 1)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for i in range(num_states):
-        top = tl.maximum(top, tl.load(base + i * state_stride + E, mask=valid, other=float("-inf")))
+    at = base  # goes from state to state: i * state_stride would not fit 32 bits
+    for _ in range(num_states):
+        top = tl.maximum(top, tl.load(at + E, mask=valid, other=float("-inf")))
+        at += state_stride
     top = tl.where(top == float("-inf"), 0.0, top)
     den = tl.zeros((ROWS,), tl.float32)
     num = tl.zeros((ROWS, COLS), tl.float32)
-    for i in range(num_states):
-        at = base + i * state_stride
+    at = base
+    for _ in range(num_states):
         w = tl.math.exp2((tl.load(at + E, mask=valid, other=float("-inf")) - top) * LOG2E)
         den += w
         num += w[:, None] * tl.load(at[:, None] + c[None, :], mask=valid[:, None] & (c < E)[None, :], other=0.0)
+        at += state_stride
     safe = tl.where(den == 0.0, 1.0, den)
     lse = tl.where(den == 0.0, float("-inf"), top + tl.math.log2(safe) * LN2)
     to = OUT + r * (E + 1)

@@ -1,4 +1,4 @@
-"""One rank's JSON value on all ranks: how the scheduler's plans and the outcome of a check travel. No pickle."""
+"""JSON values between ranks: plans of the scheduler, figures, the outcome of a check. No pickle comes off a network."""
 
 from __future__ import annotations
 
@@ -7,36 +7,44 @@ from typing import Any
 
 import torch
 
-from ..comm import backend, broadcast, group_rank, group_size
-from ..errors import TreeError
+from .comm import backend, broadcast, group_rank, group_size
+from .errors import TreeError
 
 PACKET = 1024  # bytes of the first message; a usual decoding step needs no second one
 LENGTH = 8  # of them: the value's length
 
 
-def share(value: Any, group, *, device: torch.device | None = None, timeout_s: float = 600.0) -> Any:
-    """`value` of group rank 0 on all ranks of the group, made of what JSON has; other ranks pass anything.
+def share(value: Any, group, *, source: int = 0, device: torch.device | None = None, timeout_s: float = 600.0) -> Any:
+    """`value` of group rank `source` on all ranks of the group, made of what JSON has; other ranks pass anything.
 
     One broadcast of 1 KiB, and a second one for what does not fit into it. device: of the messages where the group's
-    backend needs one (NCCL); default the CPU. Raises: `CommError` when it fails or runs past timeout_s.
+    backend needs one (NCCL); default the current GPU. Raises: `CommError` when it fails or runs past timeout_s.
     """
     if group_size(group) == 1:
         return value
-    device = torch.device("cpu") if device is None or backend(group) == "gloo" else device
-    sends = group_rank(group) == 0
+    if backend(group) == "gloo":
+        device = torch.device("cpu")
+    elif device is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    sends = group_rank(group) == source
     data = json.dumps(value, separators=(",", ":")).encode() if sends else b""
     packet = (len(data).to_bytes(LENGTH, "little") + data[: PACKET - LENGTH]).ljust(PACKET, b"\0")
-    packet = _broadcast(packet, group, device, timeout_s)
+    packet = _broadcast(packet, group, source, device, timeout_s)
     length, first = int.from_bytes(packet[:LENGTH], "little"), packet[LENGTH:]
     if length > len(first):
         rest = data[len(first) :] if sends else bytes(length - len(first))
-        first += _broadcast(rest, group, device, timeout_s)
+        first += _broadcast(rest, group, source, device, timeout_s)
     return value if sends else json.loads(first[:length])
 
 
-def _broadcast(data: bytes, group, device: torch.device, timeout_s: float) -> bytes:
+def share_all(value: Any, group, *, timeout_s: float = 600.0) -> list[Any]:
+    """Every rank's `value` on all ranks, by group rank; a rank gets its own back as it is. See `share`."""
+    return [share(value, group, source=rank, timeout_s=timeout_s) for rank in range(group_size(group))]
+
+
+def _broadcast(data: bytes, group, source: int, device: torch.device, timeout_s: float) -> bytes:
     message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    return bytes(broadcast(message, group, 0, timeout_s=timeout_s).cpu().numpy())
+    return bytes(broadcast(message, group, source, timeout_s=timeout_s).cpu().numpy())
 
 
 def share_check(check, group, *, device: torch.device | None = None, timeout_s: float = 600.0) -> Any:

@@ -1,0 +1,235 @@
+"""Whether a soak went well: every rule on a record gives one line with what was found and what is allowed."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+from .incarnation import SLACK_S
+from .records import Kill, Record, Sample
+
+LOSS_ALLOWED = 1e-6  # relative
+LOGPROB_ALLOWED = 1e-4  # absolute: a row's neighbours in the batch are others after a restart
+WARM_S = 20.0  # of an incarnation's work, before its memory counts
+SHORTEST_S = 20.0  # of an incarnation beyond that, for a slope
+JUDGED_S = 300.0  # a soak so long must have incarnations whose memory can be judged
+MEMORY = {"rss": 0.01, "anonymous": 0.01, "pss": 0.1}  # share by which it may grow: pages of a fork part with time
+PARENT_ALLOWED = 0.02
+SHOWN = 3
+ACCUSED = re.compile(r"\branks? \[?(\d+(?:, \d+)*)\]?,?[^.:;()]{0,60}?\b(?:is|are|has|have|did|does|do) ")
+
+
+class Check(NamedTuple):
+    """A rule and how the record stands to it."""
+
+    name: str
+    found: float
+    allowed: float
+    """`found` may not be more."""
+    text: str
+
+    @property
+    def ok(self) -> bool:
+        return self.found <= self.allowed  # not so for nan
+
+
+def judge(record: Record) -> list[Check]:
+    """All checks of a record."""
+    found = [*_about_losses(record), *_about_answers(record), *_about_survivors(record), *_about_restarts(record)]
+    return [*found, *_about_memory(record), *_about_counts(record), *_about_leftovers(record)]
+
+
+def _about_losses(record: Record) -> Iterable[Check]:
+    if not record.losses:
+        return
+    wrong, errors, same = [], [0.0], 0
+    for number, step, loss in record.seen_losses:
+        expected = record.losses.get(step, float("nan"))
+        error = abs(loss - expected) / abs(expected)
+        same += loss == expected
+        errors.append(error)
+        if not error <= LOSS_ALLOWED:
+            wrong.append(f"step {step} in incarnation {number}: {loss!r} instead of {expected!r}")
+    total = len(record.seen_losses)
+    worst = max(errors) if all(e == e for e in errors) else float("nan")
+    text = f"{total} losses, {same} bit for bit those of the undisturbed run{_listed(wrong)}"
+    yield Check("losses: largest relative difference", worst, LOSS_ALLOWED, text)
+    done = {step for _, step, _ in record.seen_losses}
+    missing = sorted(set(record.losses) - done, key=str)
+    yield Check("losses: steps never done", len(missing), 0, f"of {len(record.losses)}{_listed(missing)}")
+
+
+def _about_answers(record: Record) -> Iterable[Check]:
+    if not record.answers:
+        return
+    by_round: dict[int, list] = defaultdict(list)
+    for number, answer in record.seen_answers:
+        by_round[number].append(answer)
+    lost, doubled, other, worst = [], [], [], 0.0
+    for number, answers in by_round.items():
+        counts = Counter(answer.id for answer in answers)
+        doubled += [f"{i} in round {number}" for i, n in counts.items() if n > 1]
+        lost += [f"{i} in round {number}" for i in record.answers.keys() - counts.keys()]
+        for answer in answers:
+            truth = record.answers.get(answer.id)
+            if truth is None or truth.tokens != answer.tokens:
+                other.append(f"{answer.id} in round {number}")
+                continue
+            pairs = zip(chain(*truth.logprobs), chain(*answer.logprobs), strict=True)
+            worst = max([worst, *(abs(x - y) for x, y in pairs)])
+    rounds = f"{len(record.seen_answers)} answers in {len(by_round)} finished rounds of {len(record.answers)}"
+    yield Check("answers: rounds never finished", int(not by_round), 0, rounds)
+    yield Check("answers: lost", len(lost), 0, f"{rounds}{_listed(lost)}")
+    yield Check("answers: doubled", len(doubled), 0, f"{rounds}{_listed(doubled)}")
+    yield Check("answers: other tokens", len(other), 0, f"than in the undisturbed run{_listed(other)}")
+    yield Check("answers: largest difference of a logprob", worst, LOGPROB_ALLOWED, "nats")
+
+
+def _about_survivors(record: Record) -> Iterable[Check]:
+    kills = [x.kill for x in record.incarnations if x.kill]
+    if not kills:
+        yield Check("kills: none", 1, 0, "no rank was lost: nothing was tested")
+        return
+    survivors = [(kill, x) for kill in kills for x in kill.survivors]
+    stuck = [f"rank {x.rank} at {_clock(kill)}" for kill, x in survivors if x.seconds is None]
+    yield Check("survivors: never ended", len(stuck), 0, f"of {len(survivors)}{_listed(stuck)}")
+    times = [x.seconds for _, x in survivors if x.seconds is not None]
+    killed = [x.seconds for kill, x in survivors if x.seconds is not None and kill.signal == "SIGKILL"]
+    text = f"after a kill within {max(killed, default=0):.1f} s, median {statistics.median(killed or [0]):.1f} s"
+    yield Check("survivors: seconds to the end of the slowest", max(times, default=0), record.limit_s + SLACK_S, text)
+    fine = [f"rank {x.rank} at {_clock(kill)}" for kill, x in survivors if x.status == 0]
+    yield Check("survivors: ended as if nothing had happened", len(fine), 0, f"of {len(survivors)}{_listed(fine)}")
+    silent = [f"rank {x.rank} at {_clock(kill)}" for kill, x in survivors if accused(x.said) != {kill.rank}]
+    text = f"of {len(survivors)} did not name the lost rank, and it alone{_listed(silent)}"
+    yield Check("survivors: without its name", len(silent), 0, text)
+
+
+def accused(text: str) -> set[int]:
+    """Ranks that an error says are dead, stuck, missing or failed."""
+    return {int(number) for numbers in ACCUSED.findall(text) for number in numbers.split(", ")}
+
+
+def _clock(kill: Kill) -> str:
+    return f"{kill.at_s:.0f} s"
+
+
+def _about_restarts(record: Record) -> Iterable[Check]:
+    failed = [f"incarnation {x.number}: {x.failed}" for x in record.incarnations if x.failed]
+    text = f"incarnations of {len(record.incarnations)} failed by themselves{_listed(failed)}"
+    yield Check("restarts: failures without a lost rank", len(failed), 0, text)
+    wrong, done = [], {}
+    for x in record.incarnations:
+        before = done.get((x.work, x.round), 0)
+        lost = before - x.expected_first
+        if x.first is not None and x.first != x.expected_first:
+            wrong.append(f"incarnation {x.number} went on from {x.first}, {x.expected_first} were on the disk")
+        if lost > (record.save_interval if x.work == "train" else 0):
+            wrong.append(f"incarnation {x.number}: {x.expected_first} on the disk of {before} that were done")
+        done[x.work, x.round] = max(before, x.last)
+    yield Check("restarts: not from the newest checkpoint", len(wrong), 0, f"incarnations{_listed(wrong)}")
+
+
+def growth(samples: list[Sample], field: str) -> float:
+    """By how much of itself a field's peak rises over the samples: from their first third to their last.
+
+    These thirds' middles are two thirds of the time apart, so the rise is taken half as large again. Peaks, because a
+    process that is forked for a checkpoint shares its parent's pages while it lives.
+    """
+    third = -(-len(samples) // 3)
+    first, last = (max(getattr(s, field) for s in part) for part in (samples[:third], samples[-third:]))
+    return 1.5 * (last / first - 1)
+
+
+def warm_samples(record: Record, number: int | None = None) -> dict[tuple[int, str], list[Sample]]:
+    """By incarnation and process: what was seen after its start, where it was long enough to tell a slope.
+
+    number: of this incarnation alone; None: of all.
+    """
+    ready = {x.number: x.ready_s for x in record.incarnations if x.ready_s is not None}
+    found: dict[tuple[int, str], list[Sample]] = defaultdict(list)
+    for s in record.samples:
+        if number not in (None, s.incarnation):
+            continue
+        if s.incarnation in ready and s.at_s >= ready[s.incarnation] + WARM_S:
+            found[s.incarnation, s.who].append(s)
+    return {key: s for key, s in found.items() if s[-1].at_s - s[0].at_s >= SHORTEST_S}
+
+
+def _about_memory(record: Record) -> Iterable[Check]:
+    warm, kinds = warm_samples(record), {x.number: x.work for x in record.incarnations}
+    for field, allowed in MEMORY.items():
+        inside = {key: growth(s, field) for key, s in warm.items() if key[1] != "parent"}
+        where, most = max(inside.items(), key=lambda x: x[1], default=(None, 0.0))
+        if not inside and record.samples and record.samples[-1].at_s > JUDGED_S:
+            most = float("nan")
+        text = f"of itself, at most; {len(inside)} processes"
+        if where:
+            minutes = (warm[where][-1].at_s - warm[where][0].at_s) / 60
+            slope = most * statistics.median(getattr(s, field) for s in warm[where]) / minutes / 1e6
+            text += f"; {slope:+.3f} MB a minute in rank {where[1]} of incarnation {where[0]}"
+        yield Check(f"memory: growth inside an incarnation, {field}", most, allowed, text)
+        for kind in dict.fromkeys(kinds.values()):
+            yield from _about_incarnations(record, kind, warm, field, allowed)
+        parent = [s for s in record.samples if s.who == "parent" and s.at_s > WARM_S]
+        if len(parent) > 2:
+            text = (
+                f"{getattr(parent[0], field) / 1e6:.1f} MB at first, {getattr(parent[-1], field) / 1e6:.1f} at last, "
+            )
+            rise = growth(parent, field)
+            yield Check(f"memory: growth of the parent, {field}", rise, PARENT_ALLOWED, f"{text}with all the records")
+
+
+def _about_incarnations(record: Record, kind: str, warm: dict, field: str, allowed: float) -> Iterable[Check]:
+    """What ranks hold beyond what they were forked with, by the straight line through all incarnations of a kind."""
+    forked = {s.incarnation: getattr(s, field) for s in reversed(record.samples) if s.who == "parent"}
+    peaks: dict[int, list[int]] = defaultdict(list)
+    for (n, who), samples in sorted(warm.items()):
+        if who != "parent" and record.incarnations[n].work == kind:
+            peaks[n].append(max(getattr(s, field) for s in samples))
+    own = [statistics.fmean(values) - (forked[n] if field != "pss" else 0) for n, values in peaks.items()]
+    if len(own) > 2:
+        rise = statistics.linear_regression(range(len(own)), own).slope * (len(own) - 1)
+        whole = statistics.fmean(max(values) for values in peaks.values())
+        text = f"a rank's MB{' beyond its parent' * (field != 'pss')}: {', '.join(f'{x / 1e6:.1f}' for x in own)}"
+        yield Check(f"memory: growth over incarnations of {kind}, {field}", rise / whole, allowed, text)
+
+
+def _about_counts(record: Record) -> Iterable[Check]:
+    """What comes and goes with a checkpoint must come down to where it was."""
+    warm = warm_samples(record)
+    for field in ("fds", "threads", "ports"):
+        rises, floors = [], []
+        for (n, who), samples in warm.items():
+            if who == "parent" and field == "ports":  # its ports are the machine's
+                continue
+            values = [getattr(s, field) for s in samples]
+            third = -(-len(values) // 3)
+            first, last = min(values[:third]), min(values[-third:])
+            floors.append(min(values))
+            if last > first:
+                rises.append(f"{who} in incarnation {n}: {first}, then {last}")
+        parent = [s for s in record.samples if s.who == "parent"]
+        firsts = {s.incarnation: getattr(s, field) for s in reversed(parent)}
+        if field != "ports" and len(firsts) > 2 and firsts[max(firsts)] > firsts[min(firsts)]:
+            rises.append(
+                f"the parent: {firsts[min(firsts)]} in the first incarnation, {firsts[max(firsts)]} in the last"
+            )
+        text = f"of processes, whose numbers were {min(floors, default=0)} to {max(floors, default=0)}{_listed(rises)}"
+        yield Check(f"rising numbers of {field}", len(rises), 0, text)
+
+
+def _about_leftovers(record: Record) -> Iterable[Check]:
+    left = [f"after incarnation {x.number}: {what}" for x in record.incarnations for what in x.left]
+    text = f"processes, ports, shared memory after {len(record.incarnations)} incarnations{_listed(left)}"
+    yield Check("left behind by an incarnation", len(left), 0, text)
+    text = f"processes, namespaces, shared memory and files after the end{_listed(record.left)}"
+    yield Check("left behind at the end", len(record.left), 0, text)
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return f": {'; '.join(items[:SHOWN])}{more}" if items else ""

@@ -1,0 +1,58 @@
+"""Checkpoints are read, never run: a file of somebody else's must not be able to start a program here.
+
+Megatron-core's format holds pickles in three places. `common.pt` and the tensors are read by `torch.load` with
+weights_only=True. Objects of single ranks (random states) are not, unless a variable of torch's forces it. The index
+`.metadata` is read by plain unpickling, so it is looked through before: only records of its own kind may be in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import pickle
+from pathlib import Path
+
+import torch
+
+INDEX = ".metadata"
+_RECORDS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
+_VALUES = (("torch", "Size"), ("torch.serialization", "_get_layout"))
+
+
+class _IndexReader(pickle.Unpickler):
+    """Knows what describes tensors and where they lie, and nothing else."""
+
+    def find_class(self, module: str, name: str):
+        if "." not in name:
+            found = super().find_class(module, name) if module in ("torch", *_RECORDS, "torch.serialization") else None
+            record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if (record and found.__module__ == module in _RECORDS) or (module, name) in _VALUES:
+                return found
+            if isinstance(found, torch.dtype):
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
+
+
+def check_index(checkpoint: Path) -> None:
+    """Raise ValueError if the index of a checkpoint holds anything but descriptions of tensors, or can't be read."""
+    path = checkpoint / INDEX
+    try:
+        with path.open("rb") as file:
+            _IndexReader(file).load()
+    except Exception as error:  # what a damaged pickle raises has no end
+        raise ValueError(f"{path} is no index of a checkpoint of Megatron-core: {error}; take another one") from error
+
+
+@contextlib.contextmanager
+def weights_only():
+    """While this is open `torch.load` makes tensors and plain values only, whatever its callers ask for."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ[names[0]] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[names[0]]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
