@@ -48,7 +48,7 @@ def attend(
         name,
         check=config.check,
         timeout_s=config.timeout_s,
-        also=None if spec.dropout is None else spec.dropout._asdict(),
+        also={f"dropout_{field}": value for field, value in spec.dropout._asdict().items()} if spec.dropout else None,
         batch=q.shape[0],
         seq_len=queries.seq_len,
         seq_len_kv=keys.seq_len,

@@ -303,7 +303,7 @@ def _refused(rank, world):
     q, k, v, _ = make_inputs(8, (4, 2))
     with pytest.raises(ValueError) as caught:  # all ranks must draw the same mask
         tree_attn_func(q, k, v, cp_group=dist.group.WORLD, dropout_p=0.1, dropout_seed=rank)
-    messages["dropout_seed=0, rank 1 has dropout_seed=1"] = str(caught.value)
+    messages["dropout_seed=0; rank 1 has dropout_seed=1"] = str(caught.value)
     cu_seqlens = torch.tensor([0, 4 + 4 * rank, 16])
     with pytest.raises(ValueError) as caught:
         tree_attn_varlen_func(q[0], k[0], v[0], cu_seqlens=cu_seqlens, cp_group=dist.group.WORLD)

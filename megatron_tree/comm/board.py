@@ -39,7 +39,7 @@ class Board:
     def __init__(self, group):
         self._group = weakref.ref(group)
         self._store = distributed_c10d._get_default_store().clone()
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox: queue.Queue = queue.Queue()  # CPython's SimpleQueue may wait forever if a time-out is short
         self._open: list[tuple[Generator, Future]] = []
         self._watches: list[weakref.ref] = []
         self._lost: Exception | None = None
