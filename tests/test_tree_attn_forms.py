@@ -307,7 +307,7 @@ def _refused(rank, world):
     cu_seqlens = torch.tensor([0, 4 + 4 * rank, 16])
     with pytest.raises(ValueError) as caught:
         tree_attn_varlen_func(q[0], k[0], v[0], cu_seqlens=cu_seqlens, cp_group=dist.group.WORLD)
-    messages["layout=2 documents"] = str(caught.value)
+    messages["layout.lengths=(4, 12)"] = str(caught.value)
     return messages
 
 
