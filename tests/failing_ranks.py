@@ -44,10 +44,10 @@ class Outcome(NamedTuple):
     value: object
 
 
-def run_to_the_end(fn, world, *args, victims=(), timeout=60.0, free=()):
+def run_to_the_end(fn, world, *args, victims=(), timeout=60.0, limit=30.0):
     """Run `fn(rank, world, *args)` on ranks until all but the victims have ended. Returns an `Outcome` of each.
 
-    free: environment variables to unset in the ranks.
+    limit: seconds, of the default group's collectives.
     """
     with tempfile.TemporaryDirectory(prefix="failing-") as folder, socket.socket() as free_port:
         free_port.bind(("127.0.0.1", 0))
@@ -56,7 +56,9 @@ def run_to_the_end(fn, world, *args, victims=(), timeout=60.0, free=()):
         context = dist_utils._context()
         with dist_utils._environment({**dist_utils.WORKER_ENV, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
             ranks = [
-                context.Process(target=_rank, args=(rank, world, port, folder, list(sys.path), fn, args), daemon=True)
+                context.Process(
+                    target=_rank, args=(rank, world, port, limit, folder, list(sys.path), fn, args), daemon=True
+                )
                 for rank in range(world)
             ]
             for process in ranks:
@@ -79,7 +81,7 @@ def _outcome(folder, rank, code):
     return Outcome(code, said.get("error", ""), said.get("text", ""), said.get("seconds", 0.0), said.get("value"))
 
 
-def _rank(rank, world, port, folder, path, fn, args):
+def _rank(rank, world, port, limit, folder, path, fn, args):
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.update(dist_utils.WORKER_ENV, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -87,7 +89,7 @@ def _rank(rank, world, port, folder, path, fn, args):
     said, code = {}, 0
     try:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        start_default_group("gloo", timeout_s=30.0)
+        start_default_group("gloo", timeout_s=limit)
         started = time.monotonic()
         said["value"] = fn(rank, world, *args)
     except BaseException as error:

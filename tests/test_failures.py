@@ -1,6 +1,7 @@
 """Dead and stuck peers: every survivor raises in time and says which rank it was, and the group can be rebuilt."""
 
 import datetime
+import itertools
 import time
 
 import pytest
@@ -11,6 +12,10 @@ import megatron_tree
 from dist_utils import DistributedTestError, run_distributed
 from failing_ranks import HOWS, LIMIT, WHERES, call, die, lose, run_to_the_end, start_clock
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
+from megatron_tree.training.checkpoint_files import TRACKER
+from training_utils import train_all, write_text
+
+SAVE_LIMIT = 5.0  # seconds: Megatron's own collectives at the start of a run need some
 
 IN_CI = {
     ("SIGKILL", "forward", 3),
@@ -82,6 +87,43 @@ def test_a_step_of_training_is_named(how, victim):
     outcomes = run_to_the_end(_steps, 4, how, victim, victims=(victim,) if how.startswith("SIG") else ())
     _check(outcomes, how, victim)
     assert all("in step 2" in outcomes[rank].text for rank in range(4) if rank != victim)
+
+
+def _saves(rank, world, how, victim, folder):
+    """A run of training whose second save one rank does not survive."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    number, prepare = itertools.count(1), FileSystemWriterAsync.prepare_write_data
+
+    def prepare_write_data(*args, **kwargs):
+        if next(number) == 2:
+            start_clock()
+            if rank == victim:
+                die(how)
+        return prepare(*args, **kwargs)
+
+    FileSystemWriterAsync.prepare_write_data = prepare_write_data
+    options = f"--context-parallel-size 2 --data-path {folder / 'text'} --save {folder / 'kept'} --save-interval 2"
+    minutes = f"--distributed-timeout-minutes {SAVE_LIMIT / 60}"
+    return train_all(rank, world, [(folder / "run", f"{options} {minutes} --eval-iters 0")])
+
+
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [("SIGSTOP", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("SIGKILL", 3), ("exception", 0)))],
+)
+def test_a_save_of_training_is_named(how, victim, tmp_path):
+    """Survivors of a save say who was lost in which save, in time, and the checkpoint before is in force."""
+    pytest.importorskip("megatron.core", reason="saves are Megatron's")
+    write_text(tmp_path / "text")
+    lost = (victim,) if how.startswith("SIG") else ()
+    outcomes = run_to_the_end(_saves, 4, how, victim, tmp_path, victims=lost, timeout=120.0, limit=SAVE_LIMIT)
+    for rank in {0, 1, 2, 3} - {victim}:
+        outcome = outcomes[rank]
+        assert outcome.code == 1 and outcome.error == "CommError", outcome
+        assert outcome.seconds < SAVE_LIMIT + 2, outcome
+        assert f"rank {victim}" in outcome.text and "in the save after step 4" in outcome.text, outcome.text
+    assert (tmp_path / "kept" / TRACKER).read_text() == "2\n"
 
 
 def _slow(rank, world):

@@ -154,7 +154,8 @@ class Watch:
         ranks = [self.ranks[r] for r in silent]
         who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks} are"
         text = f"{who} dead, stuck, or more than the time limit behind: " if ranks else "all answer, but do not meet: "
-        text += (reports.get(self.rank) or next(iter(reports.values())))["what"]
+        told = [reports[rank] for rank in sorted(reports)]
+        text += next((report for report in told if report["suspects"]), told[0])["what"]
         return json.dumps({"input": False, "ranks": ranks, "text": text})
 
     def _linger(self, store):
