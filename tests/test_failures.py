@@ -110,7 +110,13 @@ def _saves(rank, world, how, victim, folder):
 
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [("SIGSTOP", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("SIGKILL", 3), ("exception", 0)))],
+    [
+        ("SIGSTOP", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("SIGKILL", 3), ("exception", 0), ("out of memory", 2))
+        ),
+    ],
 )
 def test_a_save_of_training_is_named(how, victim, tmp_path):
     """Survivors of a save say who was lost in which save, in time, and the checkpoint before is in force."""
