@@ -1,5 +1,6 @@
 """The benchmark refuses speeds of wrong results, and writes its files."""
 
+import contextlib
 import csv
 import json
 
@@ -9,6 +10,7 @@ import torch
 from megatron_tree import kernels
 from megatron_tree.bench import __main__ as bench
 from megatron_tree.bench import kernels as bench_kernels
+from megatron_tree.bench.report import Row, results_kept
 
 
 def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
@@ -40,3 +42,25 @@ def test_no_speed_for_a_wrong_result(tmp_path, monkeypatch, capsys):
 def test_without_a_gpu_it_says_so(option, capsys):
     assert bench.main(["kernels", *option]) == 1
     assert "GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, OSError])
+def test_what_is_kept_of_a_run(tmp_path, capsys, error):
+    """Ctrl-C keeps the cases that are done; what else ends a run leaves no results that look whole."""
+
+    def plots(rows):
+        return {"plot.png": lambda path: path.write_text(f"{len(rows)} rows")}
+
+    expected = contextlib.nullcontext() if error is None else pytest.raises(error)
+    with expected, results_kept(tmp_path, {}, plots) as rows:
+        rows.append(Row("8k", "decode", "tree", 1.0, 2.0, "GB/s"))
+        if error is not None:
+            raise error
+        rows.append(Row("16k", "decode", "tree", 2.0, 2.0, "GB/s"))
+    if error is OSError:
+        assert not list(tmp_path.iterdir())
+        return
+    kept = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["case"] for row in kept] == (["8k", "16k"] if error is None else ["8k"])
+    assert (tmp_path / "plot.png").read_text() == f"{len(kept)} rows"
+    assert ("interrupted" in capsys.readouterr().err) == (error is not None)

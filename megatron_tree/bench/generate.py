@@ -7,9 +7,9 @@ schedules. All must give the same tokens on all ranks, and the same logits up to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pathlib
 import platform
-import sys
 import tempfile
 import time
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from .generate_rows import Outcome, plots, rows_of, table
 from .kernels import WrongResult
 from .progress import Progress
 from .ranks import CORES, Meeting, PeakMemory, join
-from .report import write_results
+from .report import results_kept
 from .runs import Machines, Settings
 
 SCHEDULES = ("auto", "ring", "allreduce")
@@ -122,9 +122,9 @@ def run(args: argparse.Namespace) -> None:
         "torch": torch.__version__,
     }
     print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
-    rows, title = [], f"generate, {cases[0].contenders}, cache {args.cache}, {how.network_text}"
+    title = f"generate, {cases[0].contenders}, cache {args.cache}, {how.network_text}"
     progress = Progress(len(cases) * (1 + len(how.schedules)))
-    try:
+    with results_kept(args.out, about, lambda rows: plots(rows, title)) as rows, contextlib.closing(progress):
         progress.line(f"{machines.label}: calibrating")
         topology = session.calibrated(machines, how)
         print(f"\n{session.describe(topology)}", flush=True)
@@ -137,14 +137,6 @@ def run(args: argparse.Namespace) -> None:
                 rows += _checked(case, found)
                 progress.case_done(1 + len(how.schedules))
                 print(table(case.label, rows[-len(found[0]) :]), flush=True)
-    except KeyboardInterrupt:
-        if rows:
-            print("\ninterrupted: the results of the cases that are done are kept", file=sys.stderr)
-            write_results(args.out, rows, about, plots=plots(rows, title))
-        raise
-    finally:
-        progress.close()
-    write_results(args.out, rows, about, plots=plots(rows, title))
 
 
 def _check_model(args) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import json
 import pathlib
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import torch
@@ -68,6 +70,23 @@ def write_results(folder: pathlib.Path, rows: list, about: dict, *, plots: dict 
         with whole_file(folder / name) as path:
             draw(path)
     print(f"\nresults.csv, results.json and {', '.join(plots)} are in {folder}")
+
+
+@contextlib.contextmanager
+def results_kept(folder: pathlib.Path, about: dict, plots: Callable[[list], dict]) -> Generator[list, None, None]:
+    """A list to put rows into, which `write_results` gets at the end, or when Ctrl-C ends a long run before.
+
+    plots: makes the plots of `write_results` of these rows.
+    """
+    rows: list = []
+    try:
+        yield rows
+    except KeyboardInterrupt:
+        if rows:
+            print("\ninterrupted: the results of the cases that are done are kept", file=sys.stderr)
+            write_results(folder, rows, about, plots=plots(rows))
+        raise
+    write_results(folder, rows, about, plots=plots(rows))
 
 
 def _plot(path: pathlib.Path, rows: list[Row], about: dict) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
 import platform
-import sys
 import tempfile
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from .measure import first_step, measure
 from .plots import plots
 from .progress import Progress
 from .ranks import CORES, Meeting, join
-from .report import write_results
+from .report import results_kept
 from .rows import Outcome, Row, row, schedule_rows, table
 from .runs import Case, Machines, Settings, cases, settings
 
@@ -36,7 +36,6 @@ def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
     Raises: ValueError for options that make no sense together. WrongResult, Unavailable, RuntimeError.
     """
     how, todo = settings(args), cases(args, lengths)
-    rows: list[Row] = []
     about = {
         "command": command,
         "network": how.network_text,
@@ -47,7 +46,7 @@ def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
     title = f"{command}, {how.network_text}, compute {how.compute}"
     print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
     progress = Progress(len(todo) * len(how.schedules))
-    try:
+    with results_kept(args.out, about, lambda rows: plots(rows, title)) as rows, contextlib.closing(progress):
         for machines, group in itertools.groupby(todo, key=lambda case: case.machines):
             group = list(group)
             progress.line(f"{machines.label}: calibrating")
@@ -62,14 +61,6 @@ def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
                     rows += found
                     progress.case_done(len(how.schedules))
                     print(table(case, found), flush=True)
-    except KeyboardInterrupt:
-        if rows:
-            print("\ninterrupted: the results of the cases that are done are kept", file=sys.stderr)
-            write_results(args.out, rows, about, plots=plots(rows, title))
-        raise
-    finally:
-        progress.close()
-    write_results(args.out, rows, about, plots=plots(rows, title))
 
 
 def time_limit(case: Case, how: Settings) -> float:
