@@ -44,7 +44,7 @@ def read_yaml(path: str | Path) -> Any:
 
     try:
         return Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
-    except (OSError, ValueError, OverflowError, yaml.YAMLError) as error:
+    except (OSError, ValueError, OverflowError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} can't be read as YAML: {error}") from error
     except RecursionError:
         raise ValueError(f"{path} can't be read as YAML: it is nested too deep") from None
@@ -64,6 +64,16 @@ def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a name stands in an object twice")
     return found
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise ``ValueError`` for a text with half of a UTF-16 pair: JSON can name it, but it is no character, and no
+    tokenizer takes it."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: character {error.start} is half of a pair of UTF-16: write the whole one") from None
 
 
 def digest_of(value: Any) -> str:

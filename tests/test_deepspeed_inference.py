@@ -56,7 +56,7 @@ def test_engine_equals_the_plain_model(world, tp_size, tmp_path):
         assert compiled == [], "DeepSpeed compiled an op"
 
 
-def _refusals(rank, world):
+def _refusals(rank, world, listing):
     from megatron_tree.integrations import deepspeed as tree_deepspeed
 
     said = []
@@ -70,6 +70,7 @@ def _refusals(rank, world):
         {"config": {"replace_with_kernel_inject": True}},
         {"config": {"tensor_parallel": {"tp_size": 2}}},
         {"config": "no/such/file.json"},
+        {"config": listing},
         {"enable_cuda_graph": True},
     ):
         with pytest.raises(ValueError) as error:
@@ -78,7 +79,8 @@ def _refusals(rank, world):
     return said
 
 
-def test_refusals_name_option_value_and_way_out():
+def test_refusals_name_option_value_and_way_out(tmp_path):
+    (tmp_path / "list.json").write_text("[1]")
     expected = (
         "tp_size=3 must be a positive integer that divides the 4 ranks",
         "sp_size=3 * tp_size=1 must be the number of ranks, 4",
@@ -89,9 +91,10 @@ def test_refusals_name_option_value_and_way_out():
         "replace_with_kernel_inject=True can't be used here",
         "pass tp_size=",
         "config='no/such/file.json' is no readable JSON file",
+        "in that file must be an object of DeepSpeed's options",
         "enable_cuda_graph=True can't be used here",
     )
-    for said in run_distributed(_refusals, 4, env=CPU, fresh=True):
+    for said in run_distributed(_refusals, 4, str(tmp_path / "list.json"), env=CPU, fresh=True):
         for text, part in zip(said, expected, strict=True):
             assert part in text
 

@@ -177,6 +177,7 @@ def _refusals(rank, world):
     with megatron(tp=1, pp=1, cp=world):
         note("p2p", build_model, Case(cp=world, mla="always", cp_comm_type="p2p"))
         note("grid", build_model, Case(cp=world, mla="always", tree_config=TreeConfig(grid=(2, 1))))
+        note("finite", build_model, Case(cp=world, mla="always", tree_config=TreeConfig(check="finite")))
         hidden = torch.zeros(SEQ_LENGTH // world, BATCH, 64)
         for latent in ("auto", "always"):
             layer = build_model(Case(cp=world, mla=latent)).decoder.layers[0].self_attention
@@ -197,6 +198,7 @@ def test_refusals():
     for messages in run_distributed(_refusals, 2):
         assert "latent=\"always\" in an MLA layer, but cp_comm_type='p2p': leave one of the two out" in messages["p2p"]
         assert 'latent="always" in an MLA layer, but grid=(2, 1) is pinned' in messages["grid"]
+        assert 'latent="always" in an MLA layer, but check="finite" looks at keys and values' in messages["finite"]
         for latent in ("auto", "always"):
             assert "run inference with context_parallel_size=1" in messages[f"{latent} inference"]
         for name in ("packed", "padded"):

@@ -32,8 +32,12 @@ LOGITS = torch.tensor([0.3, -1.2, 2.0, 1.9, -math.inf, 0.31, 1.1, -3.0, 0.0, 1.0
         ("top_p", 1.01),
         ("min_p", -0.1),
         ("min_p", 1.1),
+        ("temperature", 10**400),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-45),
+        ("repetition_penalty", 101),
         ("presence_penalty", math.inf),
+        ("frequency_penalty", -1e39),
         ("frequency_penalty", None),
         ("seed", -1),
         ("seed", 2**63),
@@ -68,6 +72,15 @@ def test_greedy_takes_the_likeliest_and_broken_rows_harm_no_others():
     assert isinstance(broken, TreeError) and "the largest logit is nan" in str(broken)
     with pytest.raises(TreeError, match="-inf"):
         samplers[0].choose(torch.full((4,), -math.inf))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_is_an_error_of_its_row(temperature):
+    params = SamplingParams(temperature=temperature, seed=1, repetition_penalty=0.01)
+    samplers = [Sampler(params, torch.arange(12)) for _ in range(2)]
+    broken, fine = choose_tokens(samplers, torch.stack([torch.full((12,), 1e37), torch.arange(12.0)]))
+    assert isinstance(broken, TreeError) and "the largest logit is inf" in str(broken)
+    assert fine.token == 11
 
 
 def _expected(logits, params):

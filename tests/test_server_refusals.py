@@ -1,5 +1,6 @@
 """What the HTTP server refuses, and in which words; keys, names and sizes; its options; how it stops and fails."""
 
+import asyncio
 import concurrent.futures
 import json
 
@@ -14,8 +15,10 @@ import openai
 
 from megatron_tree.launching import parse_with_config
 from megatron_tree.server.arguments import KEY_VARIABLE, build_parser, check_arguments
+from megatron_tree.server.errors import ApiError
 from megatron_tree.server.guard import is_loopback
-from megatron_tree.server.protocol import REFUSED
+from megatron_tree.server.prompts import Prompts
+from megatron_tree.server.protocol import REFUSED, ChatRequest
 from server_utils import NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
 
 TOKENIZER = byte_tokenizer()
@@ -55,7 +58,8 @@ BAD = [
     ("completion", {"top_k": 0}, "top_k", "greater than or equal to 1"),
     ("completion", {"min_p": 2}, "min_p", "less than or equal to 1"),
     ("completion", {"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
-    ("completion", {"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ("completion", {"repetition_penalty": 1e-45}, "repetition_penalty", "greater than or equal to 0.01"),
+    ("completion", {"repetition_penalty": 1e300}, "repetition_penalty", "less than or equal to 100"),
     ("completion", {"seed": -1}, "seed", "from 0 to"),
     ("completion", {"seed": 2**70}, "seed", "from 0 to"),
     ("completion", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -64,6 +68,8 @@ BAD = [
     ("completion", {"prompt": "x" * 256, "max_tokens": 1}, None, "a prompt of 256 tokens"),
     ("completion", {"prompt": ""}, "prompt", "is empty"),
     ("completion", {"prompt": []}, "prompt", "at least 1 item"),
+    ("completion", {"prompt": "a\ud800"}, "prompt", "character 1 is half of a pair"),
+    ("completion", {"prompt": ["a", "\udfff"]}, "prompt", "character 0 is half of a pair"),
     ("completion", {"prompt": ["a", ""]}, "prompt", "is empty"),
     ("completion", {"prompt": [["a"]]}, "prompt", "valid"),
     ("completion", {"prompt": [-1]}, "prompt", "greater than or equal to 0"),
@@ -82,6 +88,7 @@ BAD = [
     ("completion", {"messages": []}, "messages", "unknown field"),
     ("chat", {"messages": []}, "messages", "at least 1 item"),
     ("chat", {"messages": "hello"}, "messages", "valid list"),
+    ("chat", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "half of a pair"),
     ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "[0].role"),
     ("chat", {"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages", "unknown field"),
     ("chat", {"messages": [{"role": "user"}]}, "messages", "[0].content"),
@@ -96,6 +103,17 @@ BAD = [
     ("chat", {"max_completion_tokens": 3}, "max_tokens", "pass one of the two"),
     ("chat", {"prompt": "x"}, "prompt", "unknown field"),
 ]
+
+
+def test_a_template_with_a_fault():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content + 1 }}"
+    prompts = Prompts(tokenizer, vocab_size=257, max_model_len=256)
+    body = ChatRequest.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "x"}]})
+    with pytest.raises(ApiError, match="the model's chat template refuses them") as error:
+        asyncio.run(prompts.of_chat(body))
+    prompts.close()
+    assert error.value.status == 400
 
 
 @pytest.mark.parametrize(("kind", "change", "param", "words"), BAD, ids=lambda value: str(value)[:40])

@@ -84,6 +84,10 @@ def flip(file):
         (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
         (lambda c: truncate(c / "__0_0.distcp"), "__0_0.distcp has 9 bytes instead of 10"),
         (lambda c: (c / MANIFEST).unlink(), f"it has no {MANIFEST}, so it was not written to its end"),
+        (
+            lambda c: (c / MANIFEST).write_text('{"common.pt": 10}'),
+            f"its {MANIFEST} is of an older version, which kept no digests: save it anew with this one",
+        ),
         (lambda c: truncate(c / MANIFEST) or truncate(c / MANIFEST), f"its {MANIFEST} is damaged"),
     ],
 )

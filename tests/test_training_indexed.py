@@ -93,6 +93,9 @@ def test_a_hugging_face_tokenizer(tmp_path):
         ("--input .", "input='.' holds no file *.txt: name the ending with --suffix"),
         ("--input bad.jsonl", "bad.jsonl:2 has no text under 'text'"),
         ("--input broken.jsonl", "broken.jsonl:1 is not JSON"),
+        ("--input deep.jsonl", "deep.jsonl:1 is not JSON"),
+        ("--input long.jsonl", "long.jsonl:1 is not JSON"),
+        ("--input half.jsonl", "half.jsonl:2: character 1 is half of a pair"),
         ("--input latin", "latin is not UTF-8 text"),
         ("--input empty", "no file holds any text"),
         ("--input latin --output there", "there.bin exists; delete it or choose another prefix"),
@@ -104,6 +107,9 @@ def test_mistakes_are_explained_and_leave_no_files(tmp_path, monkeypatch, capsys
     (tmp_path / "folder").mkdir()
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
     (tmp_path / "broken.jsonl").write_text("{text}\n")
+    (tmp_path / "deep.jsonl").write_text('{"text": ' + "[" * 100_000)
+    (tmp_path / "long.jsonl").write_text('{"text": "fine", "id": ' + "7" * 5000 + "}\n")
+    (tmp_path / "half.jsonl").write_text('{"text": "fine"}\n{"text": "a\\ud83d"}\n')
     (tmp_path / "latin").write_bytes(b"gr\xf6\xdfer")
     (tmp_path / "empty").write_text("")
     (tmp_path / "there.bin").write_text("")
@@ -213,6 +219,19 @@ def test_damaged_files_are_named(dataset, tmp_path):
     index.write_bytes(index.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"a\.idx is damaged"):
         open_corpus(options)
+
+
+def test_a_list_of_digests_must_be_of_the_dataset(dataset, tmp_path):
+    """One that is cut, or of a dataset of another name, would leave the files unread."""
+    options, listing = f"--data-path {dataset[0]} --vocab-size 257", tmp_path / "a.sha256"
+    whole = listing.read_text()
+    for text, missing in (("", "idx"), (whole.replace(" a.", " old."), "idx"), (whole.splitlines()[1] + "\n", "bin")):
+        listing.write_text(text)
+        with pytest.raises(ValueError, match=rf"a\.sha256 does not list a\.{missing}: .*--no-verify-data"):
+            open_corpus(options)
+        open_corpus(f"{options} --no-verify-data")
+    listing.unlink()
+    open_corpus(options)
 
 
 def test_prefixes_and_splits():

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from ..files import read_json
+from ..files import check_text, read_json
 from .job_output import Output, key_of
 from .requests import Event, Request
 from .sampling import SamplingParams, derived_seed
@@ -231,14 +231,14 @@ def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:
     if "prompt" in fields:
         if not isinstance(fields["prompt"], str):
             raise ValueError(f"prompt={reprlib.repr(fields['prompt'])} must be a text")
-        _check_text("prompt", fields["prompt"])
+        check_text("prompt", fields["prompt"])
         return tokenizer(fields["prompt"]).input_ids
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError("messages must be a list of {'role': text, 'content': text}, one or more")
     for message in messages:
         for value in message.values():
-            _check_text("messages", value)
+            check_text("messages", value)
     if not tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
     try:
@@ -246,15 +246,6 @@ def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:
     except Exception as error:  # a template is a program of the model's
         raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
     return list(encoded["input_ids"])
-
-
-def _check_text(name: str, value: object) -> None:
-    """JSON can name halves of UTF-16 pairs, which are no characters and which no tokenizer takes."""
-    try:
-        if isinstance(value, str):
-            value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: character {error.start} is half of a pair of UTF-16: write the whole one") from None
 
 
 def _is_message(message: object) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import secrets
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from ..wire import share
 
 MIN_TEMPERATURE = 1e-3  # below it fp32 logits divided by it may overflow
 MAX_LOGPROBS = 100
+MAX_PENALTY = 100.0  # far beyond what is of use; fp32 logits overflow by much larger ones
 SEEDS = 2**63
 
 
@@ -48,11 +50,12 @@ class SamplingParams:
     min_p: float = 0.0
     """Choose among tokens with at least this times the likeliest one's probability; 0: among all."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the answer are divided by it (multiplied where negative); 1: none."""
+    """Logits of tokens in the prompt or the answer are divided by it (multiplied where negative), from 0.01 to 100; 1:
+    none."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that stands in the answer."""
+    """Taken from the logit of every token that stands in the answer, from -100 to 100."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit as often as it stands in the answer."""
+    """Taken from a token's logit as often as it stands in the answer, from -100 to 100."""
     seed: int | None = None
     """0 <= seed < 2**63: the same request gives the same tokens again. None: one is drawn."""
     stop: tuple[str, ...] = ()
@@ -73,9 +76,9 @@ class SamplingParams:
         _check_int("top_k", self.top_k, 0)
         _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
-        _check_number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
-        _check_number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        _check_number("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)
+        _check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_number("temperature", self.temperature, 0.0, math.inf)
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
@@ -125,8 +128,9 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (above and value == low):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    finite = number and abs(value) <= sys.float_info.max  # whole numbers may be larger
+    if not finite or not low <= value <= high or (above and value == low):
         border = "more than" if above else "at least"
         limits = [f"{border} {low:g}"] * math.isfinite(low) + [f"at most {high:g}"] * math.isfinite(high)
         raise ValueError(f"{name}={value!r} must be a finite number{', ' if limits else ''}{' and '.join(limits)}")
@@ -196,17 +200,19 @@ class Sampler:
         return choice
 
     def choose_finite(self, logits: Tensor) -> Choice:
-        """As `choose`, for logits that are known to hold a finite largest value."""
+        """As `choose`, for logits that are known to hold a finite largest value. Raises: `TreeError` where penalties or
+        the temperature make them overflow."""
         scores = logits.float()[None]
         if self._repetition is not None:
             scores = self._repetition(torch.cat((self._known, self._answer)).to(scores.device)[None], scores)
         if self._counts is not None:
             scores = self._counts(self._answer.to(scores.device)[None], scores)
-        token = int(scores[0].argmax()) if self.params.temperature == 0 else self._draw(scores)
-        return self.took(token, logits)
+        scores = self._warpers(self._answer, scores)[0]
+        if not math.isfinite(value := scores.max().item()):
+            raise _not_finite(value)
+        return self.took(int(scores.argmax()) if self.params.temperature == 0 else self._draw(scores), logits)
 
     def _draw(self, scores: Tensor) -> int:
-        scores = self._warpers(self._answer, scores)[0]
         kept = (scores > -math.inf).nonzero()[:, 0]
         weights = torch.softmax(scores[kept].cpu().double(), 0).cumsum(0)
         point = torch.rand((), generator=self._generator, dtype=torch.float64) * weights[-1]
@@ -228,7 +234,9 @@ class Sampler:
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
     """In the order of Transformers' own generate."""
     warpers = LogitsProcessorList()
-    if params.temperature not in (0, 1):
+    if params.temperature == 0:
+        return warpers
+    if params.temperature != 1:
         warpers.append(TemperatureLogitsWarper(float(params.temperature)))
     if params.top_k:
         warpers.append(TopKLogitsWarper(params.top_k))
@@ -249,8 +257,11 @@ def choose_tokens(samplers: Iterable[Sampler], logits: Tensor) -> list[Choice | 
     for row, (sampler, value, token) in enumerate(zip(samplers, top.tolist(), likeliest.tolist(), strict=True)):
         if not math.isfinite(value):
             chosen.append(_not_finite(value))
-        else:
+            continue
+        try:
             chosen.append(Choice(token) if sampler.is_plain else sampler.choose_finite(logits[row]))
+        except TreeError as error:
+            chosen.append(error)
     return chosen
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .. import comm
 from ..config import TreeConfig
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations import models
@@ -70,7 +71,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         schedule=args.schedule,
         tree_config=TreeConfig(backend=args.backend, topology=args.topology, timeout_s=timeout_s),
     )
-    dist.barrier(group=group)
+    comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
     if rank == 0:
         cache = "" if args.cache_dtype == "auto" else f" in {args.cache_dtype}"
         print(

@@ -174,10 +174,12 @@ def _merge_options(config: str | dict | None, options: dict) -> dict:
             config = read_json(Path(config).read_bytes())
         except (OSError, ValueError) as error:
             raise ValueError(f"config={config!r} is no readable JSON file: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"config={config!r} in that file must be an object of DeepSpeed's options")
     options = {**(config or {}), **options}
     for name, instead in REFUSED.items():
-        if options.get(name):
-            raise ValueError(f"DeepSpeed's option {name}={options[name]!r} can't be used here: {instead}")
+        if value := options.pop(name, None):
+            raise ValueError(f"DeepSpeed's option {name}={value!r} can't be used here: {instead}")
     return options
 
 

@@ -130,6 +130,8 @@ class LatentMLASelfAttention(MLASelfAttention):
         for name in ("schedule", "grid", "grid_backward", "head_groups", "ulysses_size", "comm_dtype"):
             if getattr(tree, name) != getattr(default, name):
                 return f"{name}={getattr(tree, name)!r} is pinned"
+        if tree.check == "finite":
+            return 'check="finite" looks at keys and values, which do not travel then'
         offloading = getattr(self.config, "fine_grained_activation_offloading", False)
         return "fine_grained_activation_offloading=True" if offloading else ""
 

@@ -6,8 +6,7 @@ import asyncio
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
-from jinja2 import TemplateError
-
+from ..files import check_text
 from .answers import TokenTexts
 from .errors import ApiError, bad_value
 from .protocol import ChatRequest, CompletionRequest
@@ -77,13 +76,24 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
+        for message in messages:
+            for value in message.values():
+                _check("messages", value)
         try:
             encoded = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except TemplateError as error:  # templates refuse what their model has not learned, such as a system message
+        except Exception as error:  # a program of the model's; it refuses what that has not learned
             raise bad_value("messages", f"the model's chat template refuses them: {error}") from error
         return list(encoded["input_ids"])
 
     def _encode(self, text: str, special: bool) -> list[int]:
+        _check("prompt", text)
         return self._tokenizer(text, add_special_tokens=special).input_ids
+
+
+def _check(param: str, text: str) -> None:
+    try:
+        check_text(param, text)
+    except ValueError as error:
+        raise bad_value(param, str(error).partition(": ")[2]) from None

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..inference.sampling import MAX_PENALTY
 from .errors import bad_value, refused
 
 MAX_CHOICES = 128
@@ -85,7 +86,7 @@ class GenerationRequest(Strict):
     # not OpenAI's
     top_k: Annotated[int, Field(ge=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1 / MAX_PENALTY, le=MAX_PENALTY)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
 

@@ -10,9 +10,11 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 import uvicorn
 
+from .. import comm
 from ..errors import TreeError
 from ..inference.scheduler import Scheduler
 from ..inference.start import start
@@ -164,6 +166,7 @@ def run(args: Namespace) -> None:
     """Serve, on this rank; collective over all ranks. Returns when the server was stopped by a signal to rank 0."""
     at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
     max_model_len, listener = at.prepared
+    timeout_s = 60 * args.distributed_timeout_minutes
     runner = Runner(
         at.engine.module,
         at.engine.new_cache(),
@@ -178,6 +181,7 @@ def run(args: Namespace) -> None:
         max_waiting=args.max_waiting,
         end_tokens=at.end_tokens or None,
         plan_group=at.group,
+        timeout_s=timeout_s,
     )
     if at.rank != 0:
         for number in STOPPING:  # they come to all ranks; the leader says when to stop
@@ -206,7 +210,7 @@ def run(args: Namespace) -> None:
 
         serve(scheduler, service, listener, grace=args.grace, ready=ready)
         print("stopped", flush=True)
-    dist.barrier(group=at.group)
+    comm.all_reduce(torch.zeros(1), at.group, timeout_s=timeout_s)  # none leaves before the others are done
 
 
 def _bound(args: Namespace) -> socket.socket | None:

@@ -83,6 +83,8 @@ def fault_of(checkpoint: Path, rank: int = 0, world: int = 1) -> str | None:
     """
     try:
         manifest = read_json((checkpoint / MANIFEST).read_bytes())
+        if manifest and "sha256" not in manifest and all(isinstance(size, int) for size in manifest.values()):
+            return f"its {MANIFEST} is of an older version, which kept no digests: save it anew with this one"
         if manifest["sha256"] != digest_of(manifest["files"]):
             raise ValueError(MANIFEST)
         known = {name: (about["bytes"], about["sha256"]) for name, about in manifest["files"].items()}

@@ -24,6 +24,8 @@ DEFAULT_SPLIT = "949,50,1"
 DIGESTS = ".sha256"  # after a prefix: SHA-256 of the two files, from preprocess
 _ORDER_DIGESTS = "files.sha256"  # in the cache
 CACHE = "index-cache"  # beside the first dataset: the order, laid out once and read by all ranks
+VERIFY_MINUTES = 24 * 60.0  # reading terabytes takes its time
+WAY_OUT = "make the dataset anew, or leave this out with --no-verify-data"
 _ENDS = 1 << 20  # bytes at either end of a file that identify it
 _INDEX_HEADER = 34  # bytes of an .idx file before its tables
 _ORDER = 4096  # entries of an index that identify an order
@@ -139,7 +141,7 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
         create_attention_mask=False,
     )
     if args.verify_data:
-        _verify(prefixes, args.distributed_timeout_minutes)
+        _verify(prefixes)
     on_first_rank(lambda: _check_order(Path(cache)), args.distributed_timeout_minutes)
     config.split_matrix[2] = None  # the test part is not used
     if not args.eval_iters:
@@ -171,18 +173,28 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
     )
 
 
-def _verify(prefixes: list[str], timeout_minutes: float) -> None:
+def _verify(prefixes: list[str]) -> None:
     """Compare datasets that have a PREFIX.sha256, all ranks together. ValueError on all of them for other bytes."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def check():
-        listings = [Path(prefix + DIGESTS) for prefix in prefixes]
-        files = [
-            (listing.parent / name, digest) for listing in listings for name, digest in read_digests(listing).items()
-        ]
-        check_digests(files[rank::world], "make the dataset anew, or leave this out with --no-verify-data")
+        files = [file for prefix in prefixes for file in _listed(prefix)]
+        files.sort(key=lambda file: (-file[0].stat().st_size, file))  # dealt out, the largest first
+        check_digests(files[rank::world], WAY_OUT)
 
-    on_all_ranks(check, timeout_minutes)
+    on_all_ranks(check, VERIFY_MINUTES)
+
+
+def _listed(prefix: str) -> list[tuple[Path, str]]:
+    """The dataset's files with their SHA-256; none where it has no list. Raises: ValueError for a list without them."""
+    listing, files = Path(prefix + DIGESTS), [Path(prefix + ending) for ending in (".idx", ".bin")]
+    if not listing.is_file():
+        return []
+    digests = read_digests(listing)
+    for file in files:
+        if file.name not in digests:
+            raise ValueError(f"{listing} does not list {file.name}: it is cut, or of another dataset: {WAY_OUT}")
+    return [(file, digests[file.name]) for file in files]
 
 
 def _check_order(cache: Path) -> None:

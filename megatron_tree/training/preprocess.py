@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import whole_file
+from ..files import check_text, whole_file
 from .digests import sha256, write_digests
 from .indexed import DIGESTS
 from .tokenizers import ByteTokenizer, HuggingFaceTokenizer
@@ -74,16 +74,21 @@ def read_documents(file: Path, json_key: str) -> Iterator[tuple[str, int]]:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _text_of(json.loads(line), json_key, f"{file}:{number}"), len(line)
+                    yield _text_of(line, json_key, f"{file}:{number}"), len(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}:{number} is not JSON: {error}") from error
 
 
-def _text_of(record: object, json_key: str, where: str) -> str:
+def _text_of(line: bytes, json_key: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON that can be read: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
         raise ValueError(f"{where} has no text under {json_key!r}: name the key with --json-key")
+    check_text(where, record[json_key])
     return record[json_key]
 
 
