@@ -16,10 +16,11 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 from .comm import group_size
 from .comm.board import set_first
-from .comm.watch import Watch
+from .comm.watch import TELL_S, Begun, Watch
 from .errors import CommError
 
 MAX_CALLS = 4096
@@ -55,18 +56,20 @@ def agree(group, name: str, *, check: str, timeout_s: float, also: dict | None =
     """
     if group_size(group) == 1:
         return
-    watch = Watch.of(group)
+    watch = Watch.of(group, timeout_s)
     if watch.error is not None or watch.told is not None:
         raise _ended(watch)
     watch.num_calls += 1
     watch.doing, number = name, watch.num_calls
     key, agreed = (name, *values.values()), watch.agreed
     request = functools.partial(_compare, watch, Call(name, values, also or {}, timeout_s), number)
-    if (check == "never" or (check == "first" and key in agreed)) and watch.remember(number, request):
+    if check == "never" or (check == "first" and key in agreed):
+        watch.begun.append(Begun(number, request))
         return
     error = watch.board.ask(request, timeout_s)
     if error is not None:
         raise error if not isinstance(error, _Absent) else watch.fail(what=str(error), suspects=error.ranks)
+    watch.begun.append(Begun(number))
     agreed[key] = None
     if len(agreed) > MAX_CALLS:  # packed documents: a new one with every batch
         del agreed[next(iter(agreed))]  # the oldest, on every rank the same
@@ -81,18 +84,22 @@ def _ended(watch: Watch) -> Exception:
 def tell_failure(group, error: Exception) -> None:
     """Tell the ranks that wait for this one, or will, that its input was bad, so that they fail at once, too."""
     if group_size(group) > 1:
-        watch = Watch.of(group)
-        watch.num_calls += 1
-        number, text = watch.num_calls, f"rank {watch.rank} of cp_group refused its input: {error}"
-        watch.board.ask(lambda store: watch.refuse(store, number, text))
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        with contextlib.suppress(CommError):  # the rank's own error says more
+            watch = Watch.of(group)
+            watch.num_calls += 1
+            number, text = watch.num_calls, f"rank {dist.get_rank()} refused its input: {kind}{error}"
+            watch.board.ask(lambda store: watch.refuse(store, number, text), TELL_S)
 
 
 @contextlib.contextmanager
 def telling(cp_group):
-    """A ``ValueError`` in here is told to the ranks that wait for this one, so that they fail at once, too."""
+    """What this rank raises in here, ahead of a call, is a ``ValueError`` of the ranks that wait for it."""
     try:
         yield
-    except ValueError as error:
+    except CommError:
+        raise
+    except Exception as error:
         tell_failure(cp_group, error)
         raise
 
@@ -117,18 +124,20 @@ def _compare(watch: Watch, call: Call, number: int, store):
             set_first(store, f"{key}/verdict", "agreed")
     else:
         store.set(f"{key}/differs", "")
-    began, asks = time.monotonic(), True
+    began, asks, seen = time.monotonic(), True, 0
     while not store.check([f"{key}/verdict"]):
         if store.check([f"{key}/differs"]):
-            yield from _show_both(watch, store, key, int(first), text, same=fingerprint == own.split()[0])
-        if store.check([watch.key("refused", number)]):
-            return ValueError(store.get(watch.key("refused", number)).decode())
-        if store.check([watch.key("failed")]):
-            return _Absent(f"{call.name}: this rank waits for all others to come", [])
+            _show_both(watch, store, key, int(first), text, same=fingerprint == own.split()[0])
+        if (news := watch.num_news(store)) != seen:
+            seen = news
+            if (refusal := watch.refusal(store, number)) is not None:
+                return refusal
+            if watch.has_failed(store):
+                return _Absent(f"{call.name}: this rank waits for all others to come", [])
         waited = time.monotonic() - began
         if asks and waited > PATIENCE:
             asks = False
-            store.set(watch.key("asks", number), "")
+            watch.ask_others(store, number)
         if waited > call.timeout_s:
             return _absent(watch, store, key, call)
         yield
@@ -136,7 +145,7 @@ def _compare(watch: Watch, call: Call, number: int, store):
     if verdict != "agreed":
         return ValueError(verdict)
     if store.add(f"{key}/read", 1) == watch.world:
-        watch.board.start(lambda store: _clear(store, key, watch.world))
+        watch.board.start(lambda store: _clear(watch, store, number))
     return None
 
 
@@ -144,11 +153,9 @@ def _show_both(watch: Watch, store, key: str, first: int, text: str, *, same: bo
     """The first rank shows its call, one that differs compares it with its own: that is the verdict."""
     if first == watch.rank:
         store.set(f"{key}/text", text)
-    elif not same:
-        while not store.check([f"{key}/text"]):
-            yield
+    elif not same and store.check([f"{key}/text"]):
         theirs = store.get(f"{key}/text").decode()
-        set_first(store, f"{key}/verdict", _difference(first, theirs, watch.rank, text))
+        set_first(store, f"{key}/verdict", _difference(watch.ranks[first], theirs, watch.ranks[watch.rank], text))
 
 
 def _difference(first: int, theirs: str, rank: int, text: str) -> str:
@@ -178,9 +185,10 @@ def _absent(watch: Watch, store, key: str, call: Call) -> _Absent:
     return _Absent(f"ranks {names} did not come to {call.name} within {call.timeout_s:g} s", missing)
 
 
-def _clear(store, key: str, world: int):
-    for name in [*(f"at/{r}" for r in range(world)), "first", "agreed", "verdict", "read"]:
-        store.delete_key(f"{key}/{name}")
+def _clear(watch: Watch, store, number: int):
+    for name in [*(f"at/{r}" for r in range(watch.world)), "first", "agreed", "verdict", "read"]:
+        store.delete_key(watch.key("call", number, name))
+    store.delete_key(watch.key("asks", number))
     yield
 
 

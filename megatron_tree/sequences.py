@@ -43,9 +43,10 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
     shape = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
     call = {"shape without dim": tuple(shape), "dtype": x.dtype, "seq_len": seq_len, "layout": layout}
     agree(cp_group, "unshard_sequence", check="first", timeout_s=_DEFAULT.timeout_s, **call)
-    rows = x.detach().movedim(dim, 0)
-    rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
-    whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))
+    with comm.Task(cp_group, "unshard_sequence"):
+        rows = x.detach().movedim(dim, 0)
+        rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
+        whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))
     out = rows.new_zeros(seq_len, *rows.shape[1:])
     for r in range(world):
         out[shard_positions(seq_len, r, world, layout, device=x.device)] = whole[r, : lengths[r]]
@@ -64,13 +65,16 @@ def gather_shares(x: Tensor, cp_group, dim: int, *, config: TreeConfig | None = 
     if world == 1:
         return x
     config = config or _DEFAULT
-    call = {"shape": x.shape, "dtype": x.dtype, "dim": dim % x.dim()}
+    with telling(cp_group):
+        network = Network.of(cp_group, x.device, config)
+    call = {"shape": x.shape, "dtype": x.dtype, "dim": dim % x.dim(), "topology": network.digest}
     agree(cp_group, "gather_shares", check=config.check, timeout_s=config.timeout_s, **call)
-    network = Network.of(cp_group, x.device, config).placed(cp_group, x.device, config)
-    order, block = network.placement.order, network.placement.block
-    ranks = tuple(order[place::block] for place in range(block))
-    team = comm.Team(cp_group, ranks, network.topology.transport, config.timeout_s, ("shares", block))
-    whole = gather_rows(x.movedim(dim, 0), team)
+    with comm.Task(cp_group, "gather_shares"):
+        network = network.placed(cp_group, x.device, config)
+        order, block = network.placement.order, network.placement.block
+        ranks = tuple(order[place::block] for place in range(block))
+        team = comm.Team(cp_group, ranks, network.topology.transport, config.timeout_s, ("shares", block))
+        whole = gather_rows(x.movedim(dim, 0), team)
     if team.order != tuple(range(world)):
         by_rank = [team.order.index(r) for r in range(world)]
         whole = whole.unflatten(0, (world, -1))[by_rank].flatten(0, 1)

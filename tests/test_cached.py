@@ -230,7 +230,7 @@ def _message(rank, world, what):
     [
         ("shares", "call this with different arguments.*shares="),
         ("softcap", "call this with different arguments.*softcap="),
-        ("fewer queries", r"rank 1 of cp_group refused.*q holds 2 queries, but shares say \[3, 3\]|q holds 2 queries"),
+        ("fewer queries", r"rank 1 refused.*q holds 2 queries, but shares say \[3, 3\]|q holds 2 queries"),
         ("fewer keys", "k_cache holds 2 keys"),
         ("world", r"shares say \[3\] for 2 ranks"),
         ("table", "block_table must be int32"),

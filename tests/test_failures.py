@@ -187,7 +187,7 @@ def _differ_later(rank, world, options):
     [
         ({"causal": False}, ["rank 1 has causal=False", "has causal=True"]),
         ({"config": TreeConfig(timeout_s=30, grid=(3, 1))}, ["config.grid=(3, 1)", "config.grid=None"]),
-        ({"softmax_scale": float("nan")}, ["rank 1 of cp_group refused its input", "softmax_scale=nan"]),
+        ({"softmax_scale": float("nan")}, ["rank 1 refused its input", "softmax_scale=nan"]),
     ],
     ids=["causal", "grid", "bad input"],
 )

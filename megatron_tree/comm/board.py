@@ -7,6 +7,7 @@ a time limit that holds even when the process that keeps the store is stopped, a
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import math
 import os
@@ -26,6 +27,8 @@ TICK = 0.1  # seconds between two looks at the news while this rank waits for ot
 SOONEST, LATEST = 1e-4, 0.05  # seconds between two steps of a request: the first pause, and the longest
 SILENCE = 1.5  # seconds that one question to the store may take, before it counts as lost
 
+CLERK_GONE = "the thread that talks to the job's store is not there: a forked process must make a group of its own"
+
 Request = Callable[[object], Generator[None, None, object]]
 
 
@@ -38,13 +41,14 @@ class Board:
 
     def __init__(self, group):
         self._group = weakref.ref(group)
-        self._store = distributed_c10d._get_default_store().clone()
+        self._shared_store = distributed_c10d._get_default_store()
         self._inbox: queue.Queue = queue.Queue()  # CPython's SimpleQueue may wait forever if a time-out is short
         self._open: list[tuple[Generator, Future]] = []
         self._watches: list[weakref.ref] = []
         self._lost: Exception | None = None
         self._asked_at = math.inf
-        threading.Thread(target=self._work, name="megatron_tree board", daemon=True).start()
+        self._clerk = threading.Thread(target=self._work, name="megatron_tree board", daemon=True)
+        self._clerk.start()
 
     @classmethod
     def here(cls) -> Board:
@@ -68,14 +72,18 @@ class Board:
         """
         answer, end = self.start(request), time.monotonic() + seconds
         try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    return answer.result(0.0 if self._lost else TICK)
+            while not answer.done():
+                concurrent.futures.wait([answer], timeout=TICK)
+                if answer.done():
+                    break
                 if self._lost is not None:
                     raise self._lost
+                if not self._clerk.is_alive():
+                    raise CommError(CLERK_GONE)
                 now = time.monotonic()
                 if now > end and now - self._asked_at > SILENCE:
                     raise _Silent("no answer")
+            return answer.result()
         except (_Silent, dist.DistError) as error:
             self._lost = error
             raise CommError(_lost_keeper(error)) from error
@@ -87,6 +95,16 @@ class Board:
         return answer
 
     def _work(self) -> None:
+        try:
+            self._serve()
+            self._lost = self._lost or dist.DistStoreError("the process group is gone")
+        except dist.DistError as error:
+            self._lost = error
+
+    def _serve(self) -> None:
+        self._asked_at = time.monotonic()
+        self._store = self._shared_store.clone()  # asks, and without a limit where the keeper is stopped
+        self._asked_at = math.inf
         pause, looked = TICK / 2, time.monotonic()
         while self._group() is not None and self._lost is None:
             with contextlib.suppress(queue.Empty):
@@ -100,7 +118,6 @@ class Board:
                 del watches
             self._advance()
             pause = min(2 * pause, LATEST) if self._open else TICK / 2
-        self._lost = self._lost or dist.DistStoreError("the process group is gone")
 
     def _advance(self) -> None:
         """One step of every open request."""

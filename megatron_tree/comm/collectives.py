@@ -118,8 +118,8 @@ def _reordered(x: Tensor, ranks: tuple[int, ...], *, rising: bool) -> Tensor:
 
 
 def _builtin(op: str, team: Team, ranks, start):
-    group = subgroup(team, ranks)
     try:
+        group = subgroup(team, ranks)
         work = start(group=group)
         yield
         wait_for(work, team.group, team.timeout_s, on=group)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import weakref
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 
@@ -172,10 +176,32 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
     made = _subgroups.setdefault(team.group, {})
     if (team.name, ranks) not in made:
         world = dist.get_process_group_ranks(team.group)
-        made[team.name, ranks] = dist.new_group(
+        make = functools.partial(
+            dist.new_group,
             [world[r] for r in ranks],
             backend=dist.get_backend(team.group),
             timeout=timedelta(seconds=team.timeout_s),
             use_local_synchronization=True,
         )
+        made[team.name, ranks] = _in_time(make, team.timeout_s)
     return made[team.name, ranks]
+
+
+def _in_time(make, timeout_s: float):
+    """make(), in a thread of its own: torch waits without a limit for a store whose keeper is stopped."""
+    answer: Future = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def work():
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            answer.set_result(make())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="megatron_tree new group", daemon=True).start()
+    try:
+        return answer.result(timeout_s + 0.2)  # torch's own error, which comes first, says more
+    except TimeoutError:
+        raise RuntimeError(f"a group of some of the ranks was not made within {timeout_s:g} s") from None

@@ -22,9 +22,11 @@ def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
     if group_size(group) == 1:
         return (_this_host(),)
     if group not in _hosts:
-        watch = Watch.of(group)
+        watch = Watch.of(group, timeout_s)
         found, missing = watch.board.ask(lambda store: _exchange(watch, store, timeout_s), timeout_s)
-        if missing:
+        if watch.told is not None:
+            raise watch.fail(what=str(watch.told), cause="input")
+        if not found:
             names = [watch.ranks[r] for r in missing]
             what = f"ranks {names} did not say within {timeout_s:g} s on which host they run"
             raise watch.fail(what=what, suspects=missing)
@@ -33,14 +35,17 @@ def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
 
 
 def _exchange(watch: Watch, store, timeout_s: float):
-    """Hosts by rank, and the ranks that did not say theirs."""
+    """Hosts by rank; none where not all have said theirs, and the ranks that did not in time."""
     keys = [watch.key("host", r) for r in range(watch.world)]
     store.set(keys[watch.rank], _this_host())
-    end = time.monotonic() + timeout_s
+    end, seen = time.monotonic() + timeout_s, 0
     while not store.check(keys):
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        if missing and time.monotonic() > end:
-            return [], missing
+        if (news := watch.num_news(store)) != seen:
+            seen, watch.told = news, watch.told or watch.refusal(store)
+            if watch.told is not None or watch.has_failed(store):
+                return [], []
+        if time.monotonic() > end:
+            return [], [r for r, key in enumerate(keys) if not store.check([key])]
         yield
     return [store.get(key).decode() for key in keys], []
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 import weakref
+from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -24,28 +25,36 @@ from .board import Board, Request, set_first
 from .groups import backend, group_rank, group_size
 
 GATHER_REPORTS = 0.8  # seconds in which others' reports are awaited
+TAKE_OVER = 0.5  # seconds more, after which the conclusion is not left to the first rank that reported
 LINGER = 0.7  # seconds that the keeper of the store stays for the others to read the conclusion
-REMEMBERED = 8  # latest calls that this rank can be asked about
+REMEMBERED = 8  # latest calls that this rank can be asked about, and may wait in
+TELL_S = 5.0  # seconds for the store to take note of a refusal
 NO_TAG = (1 << 31) - 1  # a tag that no message has
 EVERY_GROUP = object()
 
 _watches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> Watch
 
 
+@dataclass(eq=False)
+class Begun:
+    """A call that this rank has gone on with. answer: compares it, should another rank ask; at most once."""
+
+    number: int
+    answer: Request | None = None
+
+
 class Watch:
     """What this rank does in one group, for the other ranks to know; `Watch.of(group)` finds it."""
 
-    def __init__(self, group):
+    def __init__(self, group, timeout_s: float):
         self.rank, self.world = group_rank(group), group_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.board = Board.here()
         self.prefix = f"megatron_tree/{group.group_name}"
         # a group that is made anew in one job, by the same name, starts anew: all its ranks count alike
-        self.prefix = self.key(self.board.ask(self._count, 60.0))
-        self.lock = threading.Lock()
+        self.prefix = self.key(self.board.ask(self._count, timeout_s))
         self.num_calls = 0
-        self.in_call: int | None = None
-        """Number of the call that is being carried out."""
+        self.begun: deque[Begun] = deque(maxlen=REMEMBERED)
         self.agreed: dict = {}
         """agree.py's calls that all ranks have agreed on."""
         self.doing = "an attention call"
@@ -55,15 +64,16 @@ class Watch:
         """What this rank shall raise instead of what its wait fails with."""
         self.error: Exception | None = None
         """How the group ended: it is of no use any more."""
-        self._unasked: dict[int, Request] = {}
-        self._asked: set[int] = set()
-        self._alarmed = self._reported = False
+        self._looked_at: tuple[int, int] = (0, 0)
+        self._alarmed = self._has_read = False
+        self._report_number = 0
         self.board.watch(self)
 
     @classmethod
-    def of(cls, group) -> Watch:
+    def of(cls, group, timeout_s: float = 60.0) -> Watch:
+        """The group's watch, made at its first use, for which an answer of the store is awaited so long."""
         if (found := _watches.get(group)) is None:
-            found = _watches[group] = cls(group)
+            found = _watches[group] = cls(group, timeout_s)
         return found
 
     def key(self, *parts) -> str:
@@ -75,74 +85,91 @@ class Watch:
 
     def tick(self, store):
         """Read the news: called by the clerk while the main thread waits."""
-        self._alarmed = self._alarmed or store.check([self.key("failed")])
-        number = self.in_call
-        if number is not None and self.told is None and store.check([self.key("refused", number)]):
-            self.told = ValueError(store.get(self.key("refused", number)).decode())
+        # one question where there is nothing new: hundreds of ranks may be waiting
+        news = self.num_news(store), self.begun[-1].number if self.begun else 0
+        asked = []
+        if news[0] and news != self._looked_at:
+            self._looked_at = news
+            self._alarmed = self._alarmed or self.has_failed(store)
+            self.told = self.told or self.refusal(store)
+            asked = [x for x in list(self.begun) if x.answer and store.check([self.key("asks", x.number)])]
         waiting = self.waiting
         if waiting is not None and (self._alarmed or self.told is not None):
             interrupt(waiting)
-        for number in list(self._unasked):
-            if number not in self._asked and store.check([self.key("asks", number)]):
-                yield from self._take_question(store, number)
+        for call in asked:
+            request, call.answer = call.answer, None
+            error = yield from request(store)
+            if isinstance(error, ValueError):
+                self.told = self.told or error
 
-    def _take_question(self, store, number: int):
-        with self.lock:
-            self._asked.add(number)
-            request = self._unasked.get(number)
-        error = None if request is None else (yield from request(store))
-        if isinstance(error, ValueError):
-            self.told = self.told or error
+    def num_news(self, store) -> int:
+        """It grows with all that another rank may have to look at."""
+        return store.add(self.key("news"), 0)
 
-    def remember(self, number: int, request: Request) -> bool:
-        """This rank begins a call without asking the others, False where one of them asks already.
-
-        request: what answers, should one of them ask later; it returns a ``ValueError`` if they differ.
-        """
-        with self.lock:
-            self._unasked[number] = request
-            if len(self._unasked) > REMEMBERED:
-                del self._unasked[next(iter(self._unasked))]
-            return number not in self._asked
+    def ask_others(self, store, number: int) -> None:
+        """Have those answer that have gone on with call `number` without asking."""
+        store.set(self.key("asks", number), "")
+        store.add(self.key("news"), 1)
 
     def refuse(self, store, number: int, text: str):
         """This rank can't carry out call `number`: those that wait for it raise the same ``ValueError``."""
         yield
         set_first(store, self.key("refused", number), text)
+        store.add(self.key("news"), 1)
+
+    def refusal(self, store, *numbers: int) -> ValueError | None:
+        """What another rank has refused: one of the calls that this rank has gone on with, or of `numbers`."""
+        for number in (*[x.number for x in list(self.begun)], *numbers):
+            if store.check([self.key("refused", number)]):
+                return ValueError(store.get(self.key("refused", number)).decode())
+        return None
+
+    def has_failed(self, store) -> bool:
+        """Whether a rank has reported that it failed."""
+        return store.check([self.key("failed")])
 
     def report(self, store, *, what: str, suspects: list[int], cause: str | None):
         """Tell the others that this rank has failed. cause: "error" or "input" where it raised by itself."""
         yield
-        if not self._reported:
-            self._reported = True
-            store.set(self.key("failed", self.rank), json.dumps({"what": what, "suspects": suspects}))
-            if cause is not None:
-                set_first(store, self.key("cause"), json.dumps({"kind": cause, "rank": self.rank, "what": what}))
-            store.add(self.key("num_failed"), 1)
-            store.set(self.key("failed"), "1")
+        if self._report_number:
+            return
+        if cause is not None:
+            set_first(store, self.key("cause"), json.dumps({"kind": cause, "rank": self.rank, "what": what}))
+        self._report_number = store.add(self.key("num_reports"), 1)
+        report = {"rank": self.rank, "what": what, "suspects": suspects}
+        store.set(self.key("report", self._report_number), json.dumps(report))
+        store.set(self.key("failed"), "1")
+        store.add(self.key("news"), 1)
 
     def conclude(self, store, *, what: str, suspects: list[int] = (), cause: str | None = None):
-        """Report, hear the others, and return what all of them raise: a `CommError`, or a ``ValueError``."""
+        """Report, and return what all raise: a `CommError`, or a ``ValueError``. The first that reported concludes."""
         yield from self.report(store, what=what, suspects=list(suspects), cause=cause)
-        end, reports = time.monotonic() + GATHER_REPORTS, {}
+        end, reports, heard = time.monotonic() + GATHER_REPORTS, {}, set()
+        takes_over = end + TAKE_OVER if self._report_number > 1 else 0.0
         while not store.check([self.key("conclusion")]):
-            if store.add(self.key("num_failed"), 0) > len(reports):
-                self._read_reports(store, reports)
-            silent = {r for report in reports.values() for r in report["suspects"]} - set(reports)
-            complete = (len(silent) == 1 and len(reports) == self.world - 1) or len(reports) == self.world
-            if complete or store.check([self.key("cause")]) or time.monotonic() > end:
-                silent = silent or set(range(self.world)) - set(reports)
-                set_first(store, self.key("conclusion"), self._conclusion(store, reports, sorted(silent)))
+            if time.monotonic() > takes_over:
+                yield from self._hear(store, reports, heard)
+                silent = {r for report in reports.values() for r in report["suspects"]} - set(reports)
+                complete = (len(silent) == 1 and len(reports) == self.world - 1) or len(reports) == self.world
+                if complete or store.check([self.key("cause")]) or time.monotonic() > end:
+                    silent = silent or set(range(self.world)) - set(reports)
+                    set_first(store, self.key("conclusion"), self._conclusion(store, reports, sorted(silent)))
             yield
         said = json.loads(store.get(self.key("conclusion")))
-        store.add(self.key("num_read"), 1)
+        if not self._has_read:
+            self._has_read = True
+            store.add(self.key("num_read"), 1)
         yield from self._linger(store)
         return ValueError(said["text"]) if said["input"] else CommError(said["text"], tuple(said["ranks"]))
 
-    def _read_reports(self, store, reports: dict[int, dict]) -> None:
-        for rank in range(self.world):
-            if rank not in reports and store.check([self.key("failed", rank)]):
-                reports[rank] = json.loads(store.get(self.key("failed", rank)))
+    def _hear(self, store, reports: dict[int, dict], heard: set[int]):
+        for number in set(range(1, store.add(self.key("num_reports"), 0) + 1)) - heard:
+            if store.check([self.key("report", number)]):
+                report = json.loads(store.get(self.key("report", number)))
+                heard.add(number)
+                reports[report["rank"]] = report
+            if number % 64 == 0:
+                yield
 
     def _conclusion(self, store, reports: dict[int, dict], silent: list[int]) -> str:
         if store.check([self.key("cause")]):
@@ -162,7 +189,7 @@ class Watch:
         """Rank 0 usually keeps the store: with its process goes what the others have not read yet."""
         end = time.monotonic() + LINGER
         while self.ranks[self.rank] == 0 and time.monotonic() < end:
-            if store.add(self.key("num_read"), 0) == self.world:
+            if store.add(self.key("num_read"), 0) >= self.world:
                 return
             yield
 
@@ -183,23 +210,21 @@ class Task:
         self._name = name
 
     def __enter__(self) -> None:
-        if self._watch is not None:
-            self._watch.in_call = self._watch.num_calls
-            self._watch.doing = f"{self._name}, call {self._watch.num_calls} of its group{_stage}"
+        if (watch := self._watch) is not None:
+            self._call = watch.begun[-1] if watch.begun else None
+            watch.doing = f"{self._name}, call {watch.num_calls} of its group{_stage}"
 
     def __exit__(self, kind, error, trace) -> None:
         watch = self._watch
-        if watch is None:
-            return
-        watch.in_call = None
-        if error is None or isinstance(error, CommError) or error in (watch.told, watch.error):
+        if watch is None or error is None or isinstance(error, CommError) or error in (watch.told, watch.error):
             return
         text = f"rank {dist.get_rank()} in {watch.doing}: {error}"
         with contextlib.suppress(CommError):
-            if isinstance(error, ValueError):
-                watch.board.ask(lambda store: watch.refuse(store, watch.num_calls, text))
-            else:
+            if not isinstance(error, ValueError):
                 watch.fail(what=f"{kind.__name__}: {error}, in {watch.doing}", cause="error")
+            elif self._call in watch.begun:
+                watch.begun.remove(self._call)  # this rank does not wait in it, whoever else refuses it
+                watch.board.ask(lambda store: watch.refuse(store, self._call.number, text), TELL_S)
 
 
 _stage = ""  # where in the run this rank is
@@ -219,9 +244,11 @@ def stage(name: str):
     _stage, watch.waiting = f", in {name}", EVERY_GROUP
     try:
         yield
-    except CommError as error:  # found out in a smaller group
-        watch.fail(what=str(error), suspects=list(error.ranks))
-        raise
+    except CommError as error:  # found out in a smaller group, whose ranks may not be those that caused it
+        said = watch.fail(what=str(error), suspects=list(error.ranks))
+        if isinstance(said, CommError) and said.ranks == error.ranks:
+            raise
+        raise said from error
     except Exception as error:
         what = f"{type(error).__name__}: {error}, on rank {dist.get_rank()}{_stage}"
         if not _of_communication(error):

@@ -27,6 +27,7 @@ from ..agree import agree, telling
 from ..cache import ShardedCache
 from ..comm import group_rank, group_size
 from ..files import digest_of, read_json
+from ..wire import share_all
 
 FORMAT = 2
 DESCRIPTION = "cache.json"
@@ -97,6 +98,7 @@ def save_rows(
             (part / DESCRIPTION).write_text(json.dumps(_describe(store, part, world, lengths, fingerprint), indent=1))
             os.replace(part, folder)
     _agree(cp_group, "save: the folder has its name")
+    share_all(None, cp_group, timeout_s=TIMEOUT_S)  # rank 0 keeps what the others agree by, and may leave after this
 
 
 def load_rows(

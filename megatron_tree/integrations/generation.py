@@ -105,7 +105,7 @@ def generate(
         if keep_logits:
             result.logits.append(logits)
         token = logits.argmax(-1)
-        broadcast(token, runner.token_group, 0)
+        broadcast(token, runner.token_group, 0, timeout_s=runner.config.timeout_s)
         if len(ends):
             token = torch.where(done, ends[0], token)
             done |= torch.isin(token, ends)

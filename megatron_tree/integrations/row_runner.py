@@ -232,7 +232,7 @@ class RowRunner:
             owner = next(i for i, runs in enumerate(shares) if runs and sum(runs[-1]) == end)
             keep = len(positions) - 1 if owner == rank else 0
             logits = self._run(call, chunk[positions - first][None], positions[None], keep=keep)[0, -1]
-            return broadcast(logits.contiguous(), self.cp_group, owner)
+            return broadcast(logits.contiguous(), self.cp_group, owner, timeout_s=self.config.timeout_s)
 
     def _positions(self, call: CachedCall) -> Tensor:
         first = torch.tensor(call.append.first, device=self.device)[:, None]
