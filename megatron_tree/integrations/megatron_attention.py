@@ -203,7 +203,8 @@ class TreeDotProductAttention(MegatronModule):
             )
         s, b = query.shape[:2]
         sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0] if self.is_cross else s, cp_group=self.cp_group)
-        options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes)
+        limit = self.tree_config.timeout_s
+        options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if lengths is None:
             return self.attend(q, k, v, **options).transpose(0, 1).flatten(2)

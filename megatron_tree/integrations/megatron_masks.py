@@ -26,7 +26,14 @@ _read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, how 
 
 
 def read_mask(
-    mask: Tensor | None, mask_type: AttnMaskType, *, batch: int, num_queries: int, num_keys: int, cp_group
+    mask: Tensor | None,
+    mask_type: AttnMaskType,
+    *,
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    cp_group,
+    timeout_s: float = 600.0,
 ) -> tuple[bool, tuple[int, ...] | None]:
     """What a mask means: (causal, tokens of every batch row that its keys hold, or None where no row is padded).
 
@@ -34,7 +41,8 @@ def read_mask(
         mask: bool [b or 1, 1, rows, columns], True = hidden, or None. rows: this rank's queries, or 1; columns: all
             keys of the sequence, or this rank's.
         num_queries, num_keys: of this rank's share, zigzag.
-        cp_group: its ranks compare what they found, at the first sight of a mask: two all-reduces of b numbers.
+        cp_group: its ranks compare what they found, at the first sight of a mask: two all-reduces of b numbers, each
+            within timeout_s.
     Raises: ValueError, on every rank, for a mask that says anything else.
     """
     if mask is None:
@@ -44,11 +52,13 @@ def read_mask(
     how = (mask_type, batch, num_queries, num_keys, cp_group)
     known = _read.get(mask)
     if known is None or known[:2] != (mask._version, how):
-        known = _read[mask] = mask._version, how, _find(mask, *how)
+        known = _read[mask] = mask._version, how, _find(mask, *how, timeout_s)
     return known[2]
 
 
-def _find(mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, num_keys: int, cp_group):
+def _find(
+    mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, num_keys: int, cp_group, timeout_s: float
+):
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     q_pos, k_pos = (shard_positions(n * world, rank, world) for n in (num_queries, num_keys))
     if mask.dim() == 4 and mask.shape[-1] == num_keys * world:
@@ -62,12 +72,12 @@ def _find(mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, n
     seen = ~mask[:, 0]
     q_pos, k_pos = q_pos.to(mask.device), k_pos.to(mask.device)
     lengths = torch.where(seen.any(1), k_pos + 1, 0).amax(-1).expand(batch).contiguous()
-    comm.all_reduce(lengths, cp_group, op="max")
+    comm.all_reduce(lengths, cp_group, op="max", timeout_s=timeout_s)
     padded = (k_pos < lengths[:, None])[:, None]
     above = k_pos[None] <= q_pos[:, None] if mask.shape[2] == num_queries else torch.ones_like(padded)
     plain, causal = ((~seen.any(-1, keepdim=True) | (seen == x)).all() for x in (padded, padded & above))
     agreed = ~torch.stack((plain, causal))
-    found = comm.all_reduce(agreed.to(torch.int32), cp_group, op="max").tolist()
+    found = comm.all_reduce(agreed.to(torch.int32), cp_group, op="max", timeout_s=timeout_s).tolist()
     allowed = {
         AttnMaskType.causal: [(1, True)],
         AttnMaskType.padding_causal: [(1, True), (0, True)],

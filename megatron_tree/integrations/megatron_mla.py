@@ -201,8 +201,10 @@ class LatentMLASelfAttention(MLASelfAttention):
         return self.core_attention.tp_group.size() if self.config.sequence_parallel else 1
 
     def _is_padded(self, rows: int, batch: int) -> bool:
-        sizes = {"batch": batch, "num_queries": rows, "num_keys": rows, "cp_group": self.core_attention.cp_group}
-        return read_mask(self._attention_mask, self.attn_mask_type, **sizes)[1] is not None
+        core, sizes = self.core_attention, {"batch": batch, "num_queries": rows, "num_keys": rows}
+        limit = core.tree_config.timeout_s
+        found = read_mask(self._attention_mask, self.attn_mask_type, **sizes, cp_group=core.cp_group, timeout_s=limit)
+        return found[1] is not None
 
     def choice(self, rows: int, batch: int, dtype: torch.dtype, device: torch.device) -> Choice:
         """What "auto" chooses for shares of this size. Collective at the context-parallel group's first call."""

@@ -178,15 +178,16 @@ class _MeanOverRanks(torch.autograd.Function):
     """total / count, summed over all ranks; the gradient is that of the own total, times the number of ranks."""
 
     @staticmethod
-    def forward(ctx, total: Tensor, count: Tensor, group) -> Tensor:
-        total_of_all, count_of_all = all_reduce(torch.stack((total.double(), count.double())), group)
+    def forward(ctx, total: Tensor, count: Tensor, group, timeout_s: float) -> Tensor:
+        sums = torch.stack((total.double(), count.double()))
+        total_of_all, count_of_all = all_reduce(sums, group, timeout_s=timeout_s)
         count_of_all = count_of_all.clamp(min=1)
         ctx.scale = group_size(group) / count_of_all
         return (total_of_all / count_of_all).to(total.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad * ctx.scale.to(grad.dtype), None, None
+        return grad * ctx.scale.to(grad.dtype), None, None, None
 
 
 def loss_over_all_ranks(logits: Tensor, labels: Tensor, vocab_size: int, *, sequence_shard=None, **kwargs) -> Tensor:
@@ -199,7 +200,8 @@ def loss_over_all_ranks(logits: Tensor, labels: Tensor, vocab_size: int, *, sequ
     sequence_shard.used_by.add("loss")
     logits, labels = logits.float().flatten(0, -2), labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    return _MeanOverRanks.apply(total, (labels != IGNORED).sum(), sequence_shard.loss_group)
+    limit = (sequence_shard.config or TreeConfig()).timeout_s
+    return _MeanOverRanks.apply(total, (labels != IGNORED).sum(), sequence_shard.loss_group, limit)
 
 
 def train_on_shards(model: PreTrainedModel) -> None:
