@@ -27,9 +27,6 @@ NAMED = (
 )
 
 
-NAMELESS = "survivors: without its name"  # of a rank that is lost in one of Megatron's own collectives
-
-
 def _answer(number):
     return Answer(number, [[5, number]], [[-0.5, -1.0]])
 
@@ -161,7 +158,7 @@ BAD = {
         "memory: growth over incarnations of train, rss",
     ),
     "a leak in the parent": (
-        lambda r: _sample(r, lambda s: s.who == "parent", rss=lambda s: int((400 + s.at_s * 0.02) * MB)),
+        lambda r: _sample(r, lambda s: s.who == "parent", rss=lambda s: int((400 + s.at_s * 0.04) * MB)),
         "memory: growth of the parent, rss",
     ),
     "rising descriptors": (
@@ -267,7 +264,7 @@ def test_a_minute(tmp_path):
     told = json.loads((out / "results.json").read_text())
     failed = {c["name"] for c in told["checks"] if not c["ok"]}
     assert len(told["kills"]) >= 2 and (running.returncode == 1) == bool(failed), said
-    assert failed <= {NAMELESS}, said
+    assert not failed, said
     assert sorted(p.name for p in out.iterdir()) == sorted(
         ["results.csv", "results.json", "results.png", "losses.csv", "samples.csv"]
     )
