@@ -169,10 +169,10 @@ def test_survivors_go_on_in_a_new_group():
     assert all("rank 3" in outcome.value[0] for outcome in outcomes)
 
 
-def _differ_later(rank, world, options):
+def _differ_later(rank, world, options, transport):
     """One rank changes its mind in a later call, while the others do again what they have agreed on."""
     q, k, v = (torch.ones(1, 4, 2, 8) for _ in "qkv")
-    same = {"cp_group": dist.group.WORLD, "config": TreeConfig(timeout_s=30)}
+    same = {"cp_group": dist.group.WORLD, "config": TreeConfig(timeout_s=30, transport=transport)}
     for _ in range(3):
         tree_attn_func(q, k, v, **same)
     dist.barrier()
@@ -183,17 +183,18 @@ def _differ_later(rank, world, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "words", "transport"),
     [
-        ({"causal": False}, ["rank 1 has causal=False", "has causal=True"]),
-        ({"config": TreeConfig(timeout_s=30, grid=(3, 1))}, ["config.grid=(3, 1)", "config.grid=None"]),
-        ({"softmax_scale": float("nan")}, ["rank 1 refused its input", "softmax_scale=nan"]),
+        ({"causal": False}, ["rank 1 has causal=False", "has causal=True"], "auto"),
+        ({"causal": False}, ["rank 1 has causal=False", "has causal=True"], "builtin"),
+        ({"config": TreeConfig(timeout_s=30, grid=(3, 1))}, ["config.grid=(3, 1)", "config.grid=None"], "auto"),
+        ({"softmax_scale": float("nan")}, ["rank 1 refused its input", "softmax_scale=nan"], "auto"),
     ],
-    ids=["causal", "grid", "bad input"],
+    ids=["causal", "causal, builtin", "grid", "bad input"],
 )
-def test_a_rank_that_differs_in_a_later_call(options, words):
+def test_a_rank_that_differs_in_a_later_call(options, words, transport):
     """The others wait for it in a collective already: they are interrupted, and say the same."""
-    said = run_distributed(_differ_later, 3, options, fresh=True)
+    said = run_distributed(_differ_later, 3, options, transport, fresh=True)
     for rank, (text, seconds) in enumerate(said):
         assert seconds < 2, said
         assert all(word in text for word in words[1 if rank == 1 and "refused" in words[0] else 0 :]), text

@@ -141,6 +141,32 @@ def test_the_one_that_all_wait_for_is_named_not_the_next_one():
         assert outcome.error == "CommError" and outcome.text.startswith("rank 3 is dead"), outcome
 
 
+def _in_a_part_of_the_job(rank, world):
+    """Ranks 1 to 3 disagree, and then lose one."""
+    group = dist.new_group([1, 2, 3])
+    if rank == 0:
+        time.sleep(LIMIT + 3)  # it keeps the store
+        return ""
+    config = TreeConfig(timeout_s=LIMIT)
+    said, _ = _what(lambda: attend(config, group, causal=rank != 2))
+    attend(config, group)
+    start_clock()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(2):  # a rank that did not wait for the victim in the first one does in the next
+            attend(config, group)
+    except CommError as error:
+        return said, error.ranks, str(error)
+
+
+def test_ranks_are_named_by_their_number_in_the_job():
+    for outcome in run_to_the_end(_in_a_part_of_the_job, 4, victims=(2,))[1::2]:
+        said, ranks, text = outcome.value
+        assert "rank 2 has causal=False" in said, said
+        assert ranks == [2] and text.startswith("rank 2 is dead"), text
+
+
 def _without_a_sub_group(rank, world, victim, how):
     """The victim is lost where torch makes the groups of a grid's rows and columns."""
     dist.barrier()

@@ -282,7 +282,7 @@ def failure(op: str, group, timeout_s: float, error: Exception, ranks=None, peer
     said = watch.fail(what=own, suspects=suspects)
     if isinstance(said, ValueError) or own in str(said):
         return said
-    return CommError(f"{said}. Here: {own}")
+    return CommError(f"{said}. Here: {own}", said.ranks)
 
 
 def interrupt(on) -> None:
