@@ -87,6 +87,49 @@ def test_what_all_refuse_after_they_agreed_does_no_harm():
     assert all(run_distributed(_refused_in_the_task, 2))
 
 
+def _two_calls_ahead(rank, world):
+    """Rank 0 has gone on with two calls that all know; rank 1 differs in the first of them."""
+
+    def compare(name, size=3):
+        agree(dist.group.WORLD, name, check="first", timeout_s=20, size=size)
+
+    for name in "ab":
+        compare(name)
+    dist.barrier()
+    if rank == 1:
+        return _what(lambda: compare("a", size=4))
+    with comm.stage("step 1"):
+        for name in "ab":
+            compare(name)
+        time.sleep(1.5)
+    return "", 0.0
+
+
+def test_a_rank_answers_for_the_call_that_it_is_asked_about():
+    said, seconds = run_distributed(_two_calls_ahead, 2, fresh=True)[1]
+    assert "rank 0 has size=3; rank 1 has size=4" in said and seconds < 2
+
+
+def _made_anew(rank, world):
+    """torch gives a group of the same ranks the same name again once the former one is gone."""
+    first = dist.new_group([0, 1], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="softmax_scale=nan"):
+        attend(group=first, softmax_scale=float("nan") if rank == 1 else None)
+    name = first.group_name
+    dist.barrier()
+    dist.destroy_process_group(first)
+    del first
+    dist.barrier()
+    second = dist.new_group([0, 1], use_local_synchronization=True)
+    assert second.group_name == name
+    attend(group=second)
+    return True
+
+
+def test_a_group_made_anew_by_the_same_name():
+    assert all(run_distributed(_made_anew, 2))
+
+
 def _shares(rank, world):
     whole = torch.ones(1, 4, 2)
     unshard_sequence(whole, dist.group.WORLD, 1)
