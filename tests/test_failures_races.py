@@ -110,24 +110,14 @@ def test_a_rank_answers_for_the_call_that_it_is_asked_about():
     assert "rank 0 has size=3; rank 1 has size=4" in said and seconds < 2
 
 
-def _made_anew(rank, world):
+def _watched_anew(rank, world):
     """torch gives a group of the same ranks the same name again once the former one is gone."""
-    first = dist.new_group([0, 1], use_local_synchronization=True)
-    with pytest.raises(ValueError, match="softmax_scale=nan"):
-        attend(group=first, softmax_scale=float("nan") if rank == 1 else None)
-    name = first.group_name
-    dist.barrier()
-    dist.destroy_process_group(first)
-    del first
-    dist.barrier()
-    second = dist.new_group([0, 1], use_local_synchronization=True)
-    assert second.group_name == name
-    attend(group=second)
-    return True
+    return [Watch(dist.group.WORLD, 20.0).prefix for _ in range(2)]
 
 
-def test_a_group_made_anew_by_the_same_name():
-    assert all(run_distributed(_made_anew, 2))
+def test_a_group_of_a_former_ones_name_starts_anew():
+    (first, second), others = run_distributed(_watched_anew, 2)
+    assert first != second and others == [first, second]
 
 
 def _shares(rank, world):
