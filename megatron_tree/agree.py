@@ -68,7 +68,7 @@ def agree(group, name: str, *, check: str, timeout_s: float, also: dict | None =
         return
     error = watch.board.ask(request, timeout_s)
     if error is not None:
-        raise error if not isinstance(error, _Absent) else watch.fail(what=str(error), suspects=error.ranks)
+        raise error if not isinstance(error, _Absent) else watch.lose(what=str(error), suspects=error.ranks)
     watch.begun.append(Begun(number))
     agreed[key] = None
     if len(agreed) > MAX_CALLS:  # packed documents: a new one with every batch

@@ -164,13 +164,35 @@ def _in_rows_and_columns(rank, world):
         if rank == 1:
             dist.all_reduce(torch.ones(2), group=column)
         if rank == 2:
-            time.sleep(LIMIT + 1)
+            time.sleep(LIMIT / 2)
         attend(config, row)
 
 
 def test_the_one_that_all_wait_for_is_named_not_the_next_one():
     outcomes = run_to_the_end(_in_rows_and_columns, 4, victims=(3,))
     for outcome in outcomes[:3]:
+        assert outcome.error == "CommError" and outcome.text.startswith("rank 3 is dead"), outcome
+
+
+def _in_two_groups(rank, world):
+    """Some wait for plans and some for attention, in groups of the same ranks, as when generating."""
+    plans = dist.new_group([0, 1, 2, 3])
+    config = TreeConfig(timeout_s=LIMIT, grid=(4, 1))
+    attend(config)
+    comm.broadcast(torch.ones(1), plans, 0)
+    dist.barrier()
+    start_clock()
+    with comm.stage("generation"):
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            comm.broadcast(torch.ones(1), plans, 3)
+        for _ in range(2):
+            attend(config)
+
+
+def test_ranks_in_two_groups_find_out_together():
+    for outcome in run_to_the_end(_in_two_groups, 4, victims=(3,))[:3]:
         assert outcome.error == "CommError" and outcome.text.startswith("rank 3 is dead"), outcome
 
 

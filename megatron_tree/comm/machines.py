@@ -29,7 +29,7 @@ def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
         if not found:
             names = [watch.ranks[r] for r in missing]
             what = f"ranks {names} did not say within {timeout_s:g} s on which host they run"
-            raise watch.fail(what=what, suspects=missing)
+            raise watch.lose(what=what, suspects=missing)
         _hosts[group] = tuple(found)
     return _hosts[group]
 

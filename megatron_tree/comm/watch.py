@@ -201,6 +201,16 @@ class Watch:
             self.error = CommError(f"{report['what']}. Also {lost}")
         return self.error
 
+    def lose(self, *, what: str, suspects: list[int] = (), cause: str | None = None) -> Exception:
+        """`fail`; in a stage, where ranks may wait in other groups, all ranks of the job conclude together."""
+        if not _stage:
+            return self.fail(what=what, suspects=suspects, cause=cause)
+        with contextlib.suppress(CommError):  # those that wait in this group are interrupted, too
+            self.board.ask(lambda store: self.report(store, what=what, suspects=list(suspects), cause=cause))
+        job = Watch.of(dist.group.WORLD)
+        self.error = job.fail(what=what, suspects=[self.ranks[r] for r in suspects], cause=cause)
+        return self.error
+
 
 class Task:
     """One call's work, forward or backward: what this rank raises in it is told to those that wait for it."""
@@ -221,7 +231,7 @@ class Task:
         text = f"rank {dist.get_rank()} in {watch.doing}: {error}"
         with contextlib.suppress(CommError):
             if not isinstance(error, ValueError):
-                watch.fail(what=f"{kind.__name__}: {error}, in {watch.doing}", cause="error")
+                watch.lose(what=f"{kind.__name__}: {error}, in {watch.doing}", cause="error")
             elif self._call in watch.begun:
                 watch.begun.remove(self._call)  # this rank does not wait in it, whoever else refuses it
                 watch.board.ask(lambda store: watch.refuse(store, self._call.number, text), TELL_S)
@@ -279,7 +289,7 @@ def failure(op: str, group, timeout_s: float, error: Exception, ranks=None, peer
         f"(time limit {timeout_s:g} s){at}: {error}"
     )
     suspects = [r for r in ranks if r != watch.rank] if peer is None else [peer]
-    said = watch.fail(what=own, suspects=suspects)
+    said = watch.lose(what=own, suspects=suspects)
     if isinstance(said, ValueError) or own in str(said):
         return said
     return CommError(f"{said}. Here: {own}", said.ranks)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import comm
 from ..files import whole_file
 from ..wire import share, share_check
 from .arguments import sampling_params
@@ -28,6 +29,11 @@ def run(args: Namespace) -> None:
     """Chat until the end of the input; collective over all ranks."""
     params = sampling_params(args)
     ready = start(args, lambda tokenizer, config: Transcript(tokenizer, (), args.system))
+    with comm.stage("the chat"):
+        _run(args, params, ready)
+
+
+def _run(args: Namespace, params: SamplingParams, ready: Started) -> None:
     conversation = Conversation(
         ready.engine.new_runner(),
         ready.tokenizer,

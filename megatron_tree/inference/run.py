@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from argparse import Namespace
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .. import comm
 from ..integrations import models
 from ..integrations.generation import check_length
 from ..wire import share, share_all
@@ -35,10 +37,10 @@ def run(args: Namespace) -> None:
     Raises on every rank: `CheckError` when the check fails, `JobError` when prompts of a file failed, ValueError for
     prompts that can't be run.
     """
-    if args.prompts is not None:
-        _run_file(args, start(args, lambda tokenizer, config: None))
-    else:
-        _run_one(args)
+    of_file = args.prompts is not None
+    ready = start(args, (lambda *_: None) if of_file else functools.partial(_prompt, args))
+    with comm.stage("generation"):
+        (_run_file if of_file else _run_one)(args, ready)
 
 
 def _run_file(args: Namespace, ready: Started) -> None:
@@ -71,16 +73,15 @@ def _run_file(args: Namespace, ready: Started) -> None:
     dist.barrier(group=ready.group)
 
 
-def _run_one(args: Namespace) -> None:
+def _prompt(args: Namespace, tokenizer, config) -> torch.Tensor:
+    text = Path(args.prompt_file).read_text(errors="replace")
+    prompt = models.encode_question(tokenizer, text, args.question)
+    check_length(config, prompt.shape[1], args.max_new_tokens)
+    return prompt
+
+
+def _run_one(args: Namespace, ready: Started) -> None:
     """The answer to one question about a text."""
-
-    def prepare(tokenizer, config):
-        text = Path(args.prompt_file).read_text(errors="replace")
-        prompt = models.encode_question(tokenizer, text, args.question)
-        check_length(config, prompt.shape[1], args.max_new_tokens)
-        return prompt
-
-    ready = start(args, prepare)
     rank, engine, prompt = ready.rank, ready.engine, ready.prepared
     say = print if rank == 0 else lambda *_, **__: None
     say(f"{prompt.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)

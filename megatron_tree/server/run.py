@@ -17,7 +17,7 @@ import uvicorn
 from .. import comm
 from ..errors import TreeError
 from ..inference.scheduler import Scheduler
-from ..inference.start import start
+from ..inference.start import Started, start
 from ..integrations.runner import Runner
 from ..log import logger
 from .app import Service, create_app
@@ -165,6 +165,11 @@ def serve(
 def run(args: Namespace) -> None:
     """Serve, on this rank; collective over all ranks. Returns when the server was stopped by a signal to rank 0."""
     at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
+    with comm.stage("serving"):
+        _run(args, at)
+
+
+def _run(args: Namespace, at: Started) -> None:
     max_model_len, listener = at.prepared
     timeout_s = 60 * args.distributed_timeout_minutes
     runner = Runner(
