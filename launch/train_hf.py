@@ -18,7 +18,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    from megatron_tree.files import read_json
+    from megatron_tree.files import read_deepspeed_config
     from megatron_tree.launching import parse_with_config
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -42,13 +42,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     for name in ("seq_length", "micro_batch_size", "steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be 1 or more")
-    try:
-        config = read_json(Path(args.deepspeed_config).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"deepspeed_config={args.deepspeed_config!r} is no readable JSON file: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"deepspeed_config={args.deepspeed_config!r} must hold an object of DeepSpeed's options")
-    args.deepspeed_config = config
+    args.deepspeed_config = read_deepspeed_config("deepspeed_config", args.deepspeed_config)
     args.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     return args
 

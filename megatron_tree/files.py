@@ -59,6 +59,17 @@ def read_json(data: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+def read_deepspeed_config(option: str, path: str) -> dict[str, Any]:
+    """DeepSpeed's options in a JSON file. Raises: ``ValueError`` that names the option and the file."""
+    try:
+        config = read_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}={path!r} is no readable JSON file: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{option}={path!r} in that file must be an object of DeepSpeed's options")
+    return config
+
+
 def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import deepspeed
 import torch
@@ -20,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..files import read_json
+from ..files import read_deepspeed_config
 from ..rendezvous import start_default_group
 from .generation import Generation
 from .generation import generate as generate_with_model
@@ -170,12 +169,7 @@ def _token_group():
 def _merge_options(config: str | dict | None, options: dict) -> dict:
     """DeepSpeed's options from a dictionary or a JSON file and from keywords. ValueError for those that don't fit."""
     if isinstance(config, str):
-        try:
-            config = read_json(Path(config).read_bytes())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"config={config!r} is no readable JSON file: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"config={config!r} in that file must be an object of DeepSpeed's options")
+        config = read_deepspeed_config("config", config)
     options = {**(config or {}), **options}
     for name, instead in REFUSED.items():
         if value := options.pop(name, None):

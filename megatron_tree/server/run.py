@@ -18,7 +18,6 @@ from .. import comm
 from ..errors import TreeError
 from ..inference.scheduler import Scheduler
 from ..inference.start import Started, start
-from ..integrations.runner import Runner
 from ..log import logger
 from .app import Service, create_app
 from .frontend import Frontend
@@ -172,13 +171,7 @@ def run(args: Namespace) -> None:
 def _run(args: Namespace, at: Started) -> None:
     max_model_len, listener = at.prepared
     timeout_s = 60 * args.distributed_timeout_minutes
-    runner = Runner(
-        at.engine.module,
-        at.engine.new_cache(),
-        token_group=dist.group.WORLD,
-        chunk_size=args.prefill_chunk,
-        capacity_tokens=args.cache_tokens,
-    )
+    runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
     scheduler = Scheduler(
         runner,
         at.tokenizer,
