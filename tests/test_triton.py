@@ -53,7 +53,7 @@ def inputs(s_q, s_k, heads=(4, 2), d=16, d_v=16, batch=2, dtype=torch.float32, s
 
 def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
     q_segments, k_segments, s_q, s_k = CELLS[cell]
-    spec = AttnSpec(softmax_scale=d**-0.5, **options)
+    spec = AttnSpec(**dict(dict(softmax_scale=d**-0.5), **options))
     q, k, v, dout = inputs(s_q, s_k, heads, d, d_v, batch=1, dtype=dtype)
     q_pos, k_pos = (positions_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
     q_seq, k_seq = (sequences_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
@@ -78,6 +78,13 @@ def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
 @pytest.mark.parametrize("mask", SPECS)
 def test_masks_on_any_cell(mask, cell):
     check_cell(cell, SPECS[mask], (4, 2), 16, 16)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 4.0])
+def test_scales(scale, softcap):
+    """The forward takes the largest product before it scales: a scale below 0 turns the order around."""
+    check_cell("offsets", dict(softmax_scale=scale, softcap=softcap), (4, 2), 16, 16, limit=2e-5 if scale > 1 else 3e-6)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (6, 2)])
@@ -129,6 +136,28 @@ def test_merging_into_a_given_state_and_adding_gradients():
     torch.testing.assert_close(
         dq, energy.attention_grads(*exact, spec=spec, keep=keep)[0].float(), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("gpu", [1, 6, 1000])
+def test_slices_of_the_heads_of_a_kv_head(gpu, monkeypatch):
+    """dk and dv where a program takes all query heads of a KV head, half of them, or one; added to what is there."""
+    monkeypatch.setattr(host, "multiprocessors", lambda device: gpu)
+    s, spec = 40, AttnSpec(softmax_scale=0.25)
+    q, k, v, dout = inputs(s, s, (8, 2))
+    exact = [x.double() for x in (q, k, v, dout)]
+    keep = torch.ones(s, s, dtype=torch.bool, device=DEVICE).tril()
+    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
+    grads = tuple(torch.ones_like(x) for x in (q, k, v))
+    whole = dict(q_segments=(Segment(0, 0, s),), k_segments=(Segment(0, 0, s),), spec=spec)
+    host.accumulate_bwd(dout, q, k, v, lse.float(), attn_delta(dout, out.float()), grads, **whole)
+    for ours, truth in zip(grads, energy.attention_grads(*exact, spec=spec, keep=keep)):
+        assert (ours - 1 - truth).abs().max() < 1e-5
+
+
+def test_how_many_slices():
+    gpu = lambda n, group, deterministic=False: host._head_parts(n, group, torch.device(DEVICE), deterministic)  # noqa: E731
+    assert (DEVICE == "cuda") or [gpu(n, 12) for n in (1, 2, 3, 4, 100)] == [4, 2, 2, 1, 1]
+    assert gpu(10_000, 8) == 1 and gpu(10_000, 8, True) == 8 and gpu(0, 8) == 8 and gpu(1, 1) == 1
 
 
 def test_any_strides():
@@ -292,7 +321,7 @@ def test_dispatch_refuses_what_the_kernels_cannot_take():
 
 
 def test_config_table_covers_every_width():
-    for arch in ("sm80", "sm90", "sm100", "gfx942"):
+    for arch in configs.ARCHES:
         for kernel in ("fwd", "dq", "dkdv", "decode"):
             for width in (16, 32, 64, 128, 256):
                 for itemsize in (2, 4):

@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from megatron_tree.kernels.triton import resources
+from megatron_tree.kernels.triton import configs, resources
 
 REPO = Path(__file__).resolve().parent.parent
 PROGRAM = """
 import json, sys
-from megatron_tree.kernels.triton import resources
+from megatron_tree.kernels.triton import configs, resources
 cases = json.loads(sys.argv[1])
-print(json.dumps([resources.usage(k, resources.WIDTHS[w], a)._asdict() for k, w, a in cases]))
+print(json.dumps([resources.usage(k, resources.WIDTHS[w], a, *d)._asdict() for k, w, a, *d in cases]))
 """
 FAST = [
     ("fwd", 128, "sm90"),
@@ -28,6 +28,9 @@ FAST = [
     ("decode", 128, "sm90"),
     ("merge", 128, "sm90"),
     ("dq", 64, "gfx942"),
+    ("dkdv", 256, "sm86"),
+    ("dkdv", 256, "sm90", "fp32"),
+    ("decode", 256, "sm86", "fp32"),
 ]
 
 
@@ -65,7 +68,7 @@ triton.runtime.driver.set_active(AbsentGPU())
 run, compiled = triton.JITFunction.run, []
 triton.JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **dict(kwargs, warmup=True))
 triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
-decode._num_slots = lambda index: 396
+host._multiprocessors_of = lambda index: 132
 host._arch_of = lambda index: "sm90"
 """
 GROWING_CACHE = """
@@ -143,16 +146,29 @@ def check(rows):
     for row in rows:
         assert 0 < row["shared_bytes"] <= resources.SHARED_LIMIT[row["arch"]], row
         assert 0 <= row["spill_bytes"] <= resources.SPILL_LIMIT, row
+        assert 0 <= row["tensor_memory"] <= resources.TENSOR_MEMORY_LIMIT, row
         assert 16 <= row["registers"] <= (512 if row["arch"] == "gfx942" else 255), row
-        assert row["kernel"] == "merge" or row["matrix_ops"] > 0, row
+        if row["kernel"] == "merge" or row["dtype"] == "fp32":  # no matrix products, or none by matrix instructions
+            continue
+        assert row["matrix_ops"] > 0, row
+        if row["arch"] != "gfx942":
+            assert row["loop_instructions"] > 100, row
+            assert row["loop_spills"] <= resources.LOOP_SPILL_LIMIT * row["loop_instructions"], row
 
 
 def test_the_main_kernels_fit(tmp_path):
     check(usages(FAST, tmp_path))
 
 
+def test_every_nvidia_gpu_has_a_row():
+    """Consumer GPUs have less shared memory than the data centre's, and Blackwell's there no tensor memory."""
+    known = {(8, 0): "sm80", (8, 6): "sm86", (8, 9): "sm86", (9, 0): "sm90", (10, 0): "sm100", (12, 0): "sm86"}
+    assert {c: configs.arch_of(c) for c in known} == known
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", resources.TARGETS)
 def test_every_row_of_the_table_fits(arch, tmp_path):
-    check(usages([(k, w, arch) for k in resources.KERNELS for w in resources.WIDTHS], tmp_path))
+    cases = [(k, w, arch, d) for k in resources.KERNELS for w in resources.WIDTHS for d in ("bf16", "fp32")]
+    check(usages(cases, tmp_path))

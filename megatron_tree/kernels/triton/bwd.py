@@ -174,8 +174,12 @@ def _dkdv_range(
         if E1 > 0:
             do1 = load_tile(DOUT, q_row + n, sd, rows, M, E0, E1, E, MASK)
             dp = dot(v1, tl.trans(do1), dp, PRECISION)
-        lse2 = tl.load(LSE2 + q_row + n + cols, mask=cols < rows, other=float("inf"))
-        delta = tl.load(DELTA + q_row + n + cols, mask=cols < rows, other=0.0)
+        if MASK:
+            lse2 = tl.load(LSE2 + q_row + n + cols, mask=cols < rows, other=float("inf"))
+            delta = tl.load(DELTA + q_row + n + cols, mask=cols < rows, other=0.0)
+        else:
+            lse2 = tl.load(LSE2 + q_row + n + cols)
+            delta = tl.load(DELTA + q_row + n + cols)
         p, slope = _probabilities(s, lse2[None, :], scale, softcap, SOFTCAP)
         if MASK:
             ok = visible((q_pos + n + cols)[None, :], k_pos[:, None], in_k[:, None], left, right, CAUSAL, WINDOW)
@@ -196,18 +200,21 @@ def _dkdv_range(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head", "parts"])
 def attn_bwd_dkdv_kernel(
     Q, K, V, DOUT, LSE2, DELTA, DK, DV, k_tiles, q_segments,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, swb, sws, swh, slb, slh,
-    left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgp, sgb, sgs, sgh, swp, swb, sws, swh, slb, slh,
+    left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """DK, DV += this block's; k_tiles and q_segments as q_tiles and k_segments in `attn_fwd_kernel`."""
+    """DK, DV [parts] += this block's, a part from each slice of the query heads of a KV head; k_tiles and q_segments
+    as q_tiles and k_segments in `attn_fwd_kernel`.
+    """
     tile = tl.program_id(0)
-    h_kv = tl.program_id(1).to(tl.int64)
+    h_kv = (tl.program_id(1) // parts).to(tl.int64)
+    part = (tl.program_id(1) % parts).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     row = tl.load(k_tiles + 5 * tile)
     rows = tl.load(k_tiles + 5 * tile + 1)
@@ -233,8 +240,9 @@ def attn_bwd_dkdv_kernel(
         dv1 = tl.zeros((N, E1), tl.float32)
     from_segment = tl.load(k_tiles + 5 * tile + 3)
     num_segments = tl.load(k_tiles + 5 * tile + 4) - from_segment
-    for i in range(GROUP * num_segments):
-        h = h_kv * GROUP + i // num_segments
+    heads = GROUP // parts
+    for i in range(heads * num_segments):
+        h = h_kv * GROUP + part * heads + i // num_segments
         segment = q_segments + 4 * (from_segment + i % num_segments)
         q_row = tl.load(segment)
         q_len = tl.load(segment + 1)
@@ -267,8 +275,8 @@ def attn_bwd_dkdv_kernel(
         dv0 *= keep_weight
         if E1 > 0:
             dv1 *= keep_weight
-    g_base = DK + b * sgb + h_kv * sgh
-    w_base = DV + b * swb + h_kv * swh
+    g_base = DK + part * sgp + b * sgb + h_kv * sgh
+    w_base = DV + part * swp + b * swb + h_kv * swh
     store_tile(g_base, row, sgs, rows, dk0 * scale, True, N, 0, D0, D)
     store_tile(w_base, row, sws, rows, dv0, True, N, 0, E0, E)
     if D1 > 0:

@@ -37,6 +37,12 @@ def lower(x, like):
 
 
 @triton.jit
+def tile_at(base, row, stride):
+    """Where a row starts. A scalar: what differs between a tile's elements stays the same from tile to tile."""
+    return base + row.to(tl.int64) * stride
+
+
+@triton.jit
 def load_tile(
     base,
     row,
@@ -51,7 +57,7 @@ def load_tile(
     """[ROWS, COLS] of rows row.. and columns FROM..; beyond num_rows (if MASK) and beyond D: zeros."""
     r = tl.arange(0, ROWS)
     c = FROM + tl.arange(0, COLS)
-    p = base + (row + r).to(tl.int64)[:, None] * stride + c[None, :]
+    p = tile_at(base, row, stride) + (r.to(tl.int64)[:, None] * stride + c[None, :])
     if MASK:
         if FROM + COLS > D:
             return tl.load(p, mask=(r < num_rows)[:, None] & (c < D)[None, :], other=0.0)
@@ -80,7 +86,7 @@ def store_tile(
     """Store (or add, if ADD) x [ROWS, COLS] at rows row.. and columns FROM.., within num_rows and D."""
     r = tl.arange(0, ROWS)
     c = FROM + tl.arange(0, COLS)
-    p = base + (row + r).to(tl.int64)[:, None] * stride + c[None, :]
+    p = tile_at(base, row, stride) + (r.to(tl.int64)[:, None] * stride + c[None, :])
     mask = (r < num_rows)[:, None] & (c < D)[None, :]
     if ADD:
         x += tl.load(p, mask=mask, other=0.0).to(tl.float32)

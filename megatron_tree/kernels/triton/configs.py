@@ -1,8 +1,12 @@
 """Tile sizes per head_dim and architecture: a table, not an autotuner, so that nothing recompiles at run time.
 
-Why these: the score tile and the accumulators must stay in registers (M x (N + head_dim) fp32 over the warps), and K
-and V of STAGES tiles in shared memory (227 KiB on sm_90, 163 KiB on sm_80, 64 KiB on gfx942). Wide heads get narrower
-key tiles. docs/kernel-resources.md shows the compiled resources of every row.
+How they were chosen, from what the compiler makes of them (docs/kernels.md, docs/kernel-resources.md):
+- 128 queries or keys stay in registers where they fit: what passes by is read from L2 once for each of them.
+- Blocks of 4 warps, two to a multiprocessor, where their registers allow it: the softmax of one runs beside the matrix
+  products of the other. Else 8 warps and tiles as large as possible: fewest instructions for each product.
+- At least two stages, so that loads run ahead, within the shared memory of a block (227 KiB on sm_90 and sm_100, 163
+  on sm_80, 99 on sm_86, sm_89 and sm_120, 64 on gfx942).
+- No spilled registers in the loop over unmasked tiles, but for a few accesses where a tile without any would be slower.
 """
 
 from __future__ import annotations
@@ -21,25 +25,31 @@ class Tiles(NamedTuple):
 
 # the wider of the two head dims, at most -> tiles
 _SM90 = {
-    "fwd": {64: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 8, 3), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
-    "dq": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
-    "dkdv": {64: Tiles(64, 128, 8, 2), 128: Tiles(64, 64, 8, 2), 192: Tiles(32, 64, 8, 1), 256: Tiles(64, 32, 8, 1)},
+    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 64, 8, 2)},
+    "dq": {64: Tiles(128, 32, 8, 2), 128: Tiles(128, 64, 8, 2), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 2), 192: Tiles(32, 64, 4, 3), 256: Tiles(64, 32, 8, 2)},
 }
 _SM100 = {
-    "fwd": {64: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 8, 3), 192: Tiles(128, 32, 8, 2), 256: Tiles(128, 32, 8, 1)},
-    "dq": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 1), 256: Tiles(32, 32, 8, 1)},
-    "dkdv": {64: Tiles(64, 128, 8, 1), 128: Tiles(64, 64, 8, 1), 192: Tiles(32, 64, 8, 1), 256: Tiles(64, 32, 8, 1)},
+    "fwd": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 128, 8, 2), 256: Tiles(128, 64, 8, 2)},
+    "dq": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 2), 192: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
 }
 _SM80 = {
-    "fwd": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "dq": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "dkdv": {64: Tiles(64, 64, 8, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "fwd": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 32, 4, 2), 256: Tiles(64, 32, 4, 2)},
+    "dq": {64: Tiles(128, 32, 4, 2), 128: Tiles(64, 64, 4, 2), 192: Tiles(64, 32, 4, 2), 256: Tiles(64, 64, 8, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 192: Tiles(16, 64, 4, 2), 256: Tiles(64, 64, 8, 2)},
+}
+_SM86 = {
+    "fwd": _SM80["fwd"],
+    "dq": _SM80["dq"] | {256: Tiles(32, 32, 8, 2)},
+    "dkdv": _SM80["dkdv"] | {256: Tiles(32, 32, 8, 1)},
 }
 _GFX942 = {
     "fwd": {64: Tiles(128, 64, 4, 1), 128: Tiles(128, 32, 4, 1), 256: Tiles(64, 32, 4, 1)},
     "dq": {64: Tiles(64, 64, 4, 1), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
     "dkdv": {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1), 256: Tiles(16, 32, 4, 1)},
 }
+ARCHES = {"sm80": _SM80, "sm86": _SM86, "sm90": _SM90, "sm100": _SM100, "gfx942": _GFX942}
 _DECODE = Tiles(16, 64, 4, 3)  # all query heads of a KV head; more only where a group is larger
 _INTERPRETER = Tiles(16, 16, 4, 1)
 
@@ -47,18 +57,33 @@ _INTERPRETER = Tiles(16, 16, 4, 1)
 def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False) -> Tiles:
     """Tiles of "fwd", "dq", "dkdv" or "decode" for a head_dim of `width`.
 
-    arch: "sm80", "sm90", "sm100", "gfx942" or "interpreter".
+    arch: one of `ARCHES` or "interpreter".
 
-    fp32 inputs (itemsize 4) take twice the memory: they get the row of a head twice as wide, and no pipelining.
-    Dropout's random words want registers: 64 keys at most.
+    fp32 inputs (itemsize 4) are multiplied without matrix units, or with slow ones: small tiles, which don't spill.
+    Dropout's random words want registers: 64 keys at most, and 8 warps for tiles of 128 x 64.
     """
-    if kernel == "decode":  # the smaller shared memory of gfx942 holds one stage of wide heads, no pipeline
-        return _DECODE._replace(stages=1) if arch == "gfx942" else _DECODE
     if arch == "interpreter":
-        return _INTERPRETER
-    table = {"sm80": _SM80, "sm90": _SM90, "sm100": _SM100, "gfx942": _GFX942}[arch][kernel]
-    width = min(width * max(itemsize // 2, 1), 256)
+        return _DECODE if kernel == "decode" else _INTERPRETER
+    if kernel == "decode":
+        return _decode(width, arch, itemsize)
+    if itemsize > 2:
+        return Tiles(32, 32, 8, 1) if width <= 192 and arch != "gfx942" else Tiles(16, 16, 4, 1)
+    table = ARCHES[arch][kernel]
     found = next(table[w] for w in sorted(table) if width <= w)
     if dropout:
-        found = found._replace(n=min(found.n, 64))
-    return found if itemsize <= 2 else found._replace(stages=1)
+        found = found._replace(n=min(found.n, 64), warps=8 if found.m * found.n >= 128 * 64 else found.warps)
+    return found
+
+
+def _decode(width: int, arch: str, itemsize: int) -> Tiles:
+    """Less shared memory holds fewer stages of wide heads."""
+    if itemsize > 2:
+        return _DECODE._replace(stages=2) if width <= 128 and arch != "gfx942" else Tiles(16, 16, 4, 2)
+    return _DECODE._replace(stages=1 if arch == "gfx942" else 2 if arch == "sm86" and width > 192 else 3)
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The table's row for an NVIDIA GPU: they differ in shared memory and in matrix instructions."""
+    if capability in ((8, 6), (8, 9)) or capability[0] >= 12:
+        return "sm86"
+    return "sm80" if capability[0] < 9 else "sm90" if capability[0] == 9 else "sm100"

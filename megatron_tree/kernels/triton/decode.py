@@ -6,7 +6,6 @@ positions; the cache may be paged, and may hold int8 or fp8 with a scale per slo
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -19,10 +18,10 @@ from . import common, configs, host
 from .common import LN2, LOG2E, cap_logits, dot
 from .merge import merge_packed
 
-KEYS = 64  # keys per tile
+KEYS = 64  # a split is a multiple of these
 ROWS = 64  # of a tile: queries beyond that go into another launch
 PAGE_SIZES = (16, 32, 64, 128, 256)
-OCCUPANCY = 3  # blocks of this kernel that one multiprocessor of sm_90 holds (142 registers x 128 threads)
+OCCUPANCY = 3  # blocks of this kernel that one multiprocessor of sm_90 holds (70 KiB of shared memory each)
 SPLIT_KEYS = 1024  # keys of a split where the bits may not depend on the batch: 16 tiles, a fifth more than without
 SPLIT_COST = 4.0  # what a split costs beside its tiles, in tiles: prologue, partial state, merge
 
@@ -180,11 +179,6 @@ def check_pages(k: Tensor) -> None:
             )
 
 
-@functools.lru_cache
-def _num_slots(index: int) -> int:
-    return OCCUPANCY * torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _unit_rows(positions: Tensor) -> Tensor:
     """Positions [b, s] that the kernel can address: any row stride (0 for a shared row), unit column stride."""
     return positions if positions.stride(1) == 1 or positions.shape[1] == 1 else positions.contiguous()
@@ -237,8 +231,7 @@ def _launch(q, k, v, *, visible, spec: AttnSpec, block_table, k_scale, v_scale, 
         num_splits, keys_per_split = max(1, triton.cdiv(num_keys, SPLIT_KEYS)), SPLIT_KEYS
     else:
         if num_splits is None:
-            slots = 4 if host.interpreting() else _num_slots(q.device.index or 0)
-            num_splits = choose_splits(num_keys, b * h_kv, slots)
+            num_splits = choose_splits(num_keys, b * h_kv, OCCUPANCY * host.multiprocessors(q.device))
         keys_per_split = KEYS * max(1, triton.cdiv(triton.cdiv(num_keys, KEYS), num_splits))
     state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
     heads = host._head_dims(d, e)
@@ -253,7 +246,7 @@ def _launch(q, k, v, *, visible, spec: AttnSpec, block_table, k_scale, v_scale, 
         k_positions.stride(0) if k_positions is not None else 0, block_table.stride(0) if paged else 0,
         *(k_scale.stride()[:2] if scaled else (0, 0)),
         host.window_sides(spec)[0], spec.softmax_scale, spec.softcap,
-        GROUP=group, **heads, M=max(16, triton.next_power_of_2(group * s_q)), N=KEYS,
+        GROUP=group, **heads, M=max(16, triton.next_power_of_2(group * s_q)), N=config.n,
         HAS_LENGTHS=lengths is not None, HAS_POSITIONS=k_positions is not None, WINDOW=spec.left is not None,
         SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=scaled, PRECISION=host._precision(q), STAGES=config.stages,
         num_warps=config.warps, num_stages=config.stages,

@@ -23,18 +23,18 @@ def _fwd_range(
         s = dot(q0, tl.trans(k0), tl.zeros((q0.shape[0], N), tl.float32), PRECISION)
         if D1 > 0:
             s = dot(q1, tl.trans(load_tile(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK)), s, PRECISION)
+        factor = scale * LOG2E
         if SOFTCAP:
-            s = cap_logits(s * scale, softcap) * LOG2E
-        else:
-            s = s * (scale * LOG2E)
+            s = cap_logits(s * scale, softcap)
+            factor = LOG2E
         if MASK:
             ok = visible(
                 q_pos[:, None], (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW
             )
             s = tl.where(ok, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2(s - base[:, None])
+        p = tl.math.exp2(s * factor - base[:, None])
         shrink = tl.math.exp2(m - base)
         l = l * shrink + tl.sum(p, 1)
         if dropout is not None:

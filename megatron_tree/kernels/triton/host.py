@@ -51,17 +51,24 @@ def attn_fwd(
     """
     b, s_q, h, d = q.shape
     e = v.shape[-1]
-    out, lse = state if state is not None else empty_state((b, s_q, h, e), device=q.device)
-    if state is None:
-        lse = lse.transpose(1, 2).contiguous()
+    q, scale = _positive_scale(q, spec.softmax_scale)
     q, k, v = (_unit_last_stride(x) for x in (q, k, v))
     config = _tiles("fwd", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, config.m, q.device)
-    if q_tiles.shape[0] and k_table.shape[0] and b:
+    launch = bool(q_tiles.shape[0] and k_table.shape[0] and b)
+    if state is not None:
+        out, lse = state
+    elif launch and sum(s.length for s in q_segments) == s_q:  # the kernel writes every row
+        out = torch.empty((b, s_q, h, e), dtype=torch.float32, device=q.device)
+        lse = torch.empty((b, h, s_q), dtype=torch.float32, device=q.device)
+    else:
+        out, lse = empty_state((b, s_q, h, e), device=q.device)
+        lse = lse.transpose(1, 2).contiguous()
+    if launch:
         fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
             q, k, v, out, lse, q_tiles, k_table,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
-            *window_sides(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec),
+            *window_sides(spec), scale, spec.softcap, *_dropout_arguments(spec),
             GROUP=h // k.shape[2], **_head_dims(d, e), M=config.m, N=config.n, **_mask_flags(spec),
             MERGE=state is not None,
             PRECISION=_precision(q), STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
@@ -97,11 +104,28 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     )  # fmt: skip
     config = _tiles("dkdv", q, v, spec)
     tiles, table = _tables(k_segments, q_segments, config.n, q.device, heaviest_last=True)
-    bwd.attn_bwd_dkdv_kernel[(tiles.shape[0], h_kv, b)](
-        q, k, v, dout, lse2, delta, dk, dv, tiles, table, *inputs, *dk.stride()[:3], *dv.stride()[:3],
-        *numbers, **shared, M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps,
+    parts = _head_parts(tiles.shape[0] * h_kv * b, h // h_kv, q.device, spec.deterministic)
+    to = (dk[None], dv[None]) if parts == 1 else tuple(x.new_zeros(parts, *x.shape) for x in (dk, dv))
+    bwd.attn_bwd_dkdv_kernel[(tiles.shape[0], h_kv * parts, b)](
+        q, k, v, dout, lse2, delta, *to, tiles, table, *inputs, *to[0].stride()[:4], *to[1].stride()[:4],
+        *numbers, parts, **shared, M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
+    if parts > 1:
+        dk += to[0].sum(0)
+        dv += to[1].sum(0)
+
+
+def _head_parts(programs: int, group: int, device: torch.device, deterministic: bool) -> int:
+    """Into how many slices the query heads of a KV head go, so that dk's and dv's programs fill the GPU four times.
+
+    Four, as under a causal mask their lengths differ. Each slice has a buffer of its own, summed in order: no atomics.
+    deterministic: a slice per head, whatever the batch and the GPU.
+    """
+    if deterministic:
+        return group
+    wanted = 4 * multiprocessors(device)
+    return next((p for p in range(1, group) if group % p == 0 and p * programs >= wanted), group)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -116,6 +140,13 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
         E=e, COLS=triton.next_power_of_2(e), M=m, HAS_DLSE=dlse is not None,
     )  # fmt: skip
     return delta
+
+
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """q and a scale above 0 that give the same logits: the kernel takes the largest product, then scales it."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:
@@ -168,12 +199,21 @@ def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"  # read for fp32 products only
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of this GPU; 1 in the interpreter."""
+    return 1 if interpreting() else _multiprocessors_of(device.index or 0)
+
+
+@functools.lru_cache
+def _multiprocessors_of(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 @functools.lru_cache
 def _arch_of(index: int) -> str:
     if torch.version.hip:
         return "gfx942"
-    major = torch.cuda.get_device_capability(index)[0]
-    return "sm80" if major < 9 else "sm90" if major < 10 else "sm100"
+    return configs.arch_of(torch.cuda.get_device_capability(index))
 
 
 def _arch(device: torch.device) -> str:

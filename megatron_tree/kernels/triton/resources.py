@@ -23,40 +23,56 @@ from . import bwd, common, configs, decode, fwd, host, merge
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
+    "sm86": GPUTarget("cuda", 86, 32),
     "sm90": GPUTarget("cuda", 90, 32),
     "sm100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_LIMIT = {"sm80": 166912, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # bytes per block
-SPILL_LIMIT = 256  # bytes a thread may keep in local memory; docs/kernel-resources.md shows where there are any
+SHARED_LIMIT = {"sm80": 166912, "sm86": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # bytes per block
+TENSOR_MEMORY_LIMIT = 512  # columns, sm_100
+SPILL_LIMIT = 600  # bytes a thread may keep in local memory; docs/kernel-resources.md shows where there are any
+LOOP_SPILL_LIMIT = 0.06  # share of the instructions of the loop over unmasked tiles that may access it
 WIDTHS = {64: (64, 64), 128: (128, 128), 192: (192, 128), 256: (256, 256)}  # head_dim of q and k, of v (192/128: MLA)
 _BIN = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
+ABOUT = f"""bf16, causal, compiled by triton {triton.__version__}. loop: instructions of the loop over tiles that need
+no mask; loop spills: those of them that access spilled registers.
+"""
+
+
 class Usage(NamedTuple):
-    """What one compiled kernel needs; -1 where the tool does not say."""
+    """What one compiled kernel needs; -1 where the tool does not say.
+
+    The loop is the one over tiles that need no mask, where the time goes: its instructions, and how many of them read
+    or write spilled registers.
+    """
 
     kernel: str
+    dtype: str
     head_dim: str
     arch: str
     tiles: str
     registers: int
     spill_bytes: int
     shared_bytes: int
+    tensor_memory: int
     matrix_ops: int
+    loop_instructions: int
+    loop_spills: int
 
 
-def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
-    """The constexpr arguments of a launch: bf16, causal, GQA 4:1."""
+def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles, precision: str) -> dict:
+    """The constexpr arguments of a launch: causal, GQA 4:1."""
     heads = host._head_dims(*dims)
     mask = dict(CAUSAL=True, WINDOW=False, SOFTCAP=False, DROPOUT=kernel.endswith(_DROPOUT))
     if kernel == "decode":
         flags = dict(HAS_LENGTHS=True, HAS_POSITIONS=False, WINDOW=False, SOFTCAP=False, PAGE=0, SCALED=False)
-        return dict(GROUP=8, **heads, M=16, N=decode.KEYS, **flags, PRECISION="tf32", STAGES=tiles.stages)
+        return dict(GROUP=8, **heads, M=16, N=tiles.n, **flags, PRECISION=precision, STAGES=tiles.stages)
     if kernel == "merge":
         return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), ROWS=8)
     extra = dict(MERGE=False) if KERNELS[kernel] is fwd.attn_fwd_kernel else {}
-    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, **extra, PRECISION="tf32", STAGES=tiles.stages)
+    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, **extra, PRECISION=precision, STAGES=tiles.stages)
 
 
 _DROPOUT = "+dropout"
@@ -76,11 +92,12 @@ _INT32 = {"q_tiles", "k_tiles", "k_segments", "q_segments"}
 _UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE"}  # None in this launch
 
 
-def compile_kernel(kernel: str, dims: tuple[int, int], arch: str):
-    """The compiled kernel for head dims (of q and k, of v), as a bf16 launch on `arch` would have it."""
+def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16"):
+    """The compiled kernel for head dims (of q and k, of v), as a launch with inputs in bf16 or fp32 would have it."""
     row = "decode" if kernel == "merge" else kernel.removesuffix(_DROPOUT)
-    tiles = configs.tiles(row, host._width(*dims), arch, dropout=kernel.endswith(_DROPOUT))
-    values = constants(kernel, dims, tiles)
+    itemsize, precision = (4, "ieee") if dtype == "fp32" else (2, "tf32")
+    tiles = configs.tiles(row, host._width(*dims), arch, itemsize, kernel.endswith(_DROPOUT))
+    values = constants(kernel, dims, tiles, precision)
     function = KERNELS[kernel]
     signature, attributes = {}, {}
     for i, parameter in enumerate(function.params):
@@ -95,32 +112,48 @@ def compile_kernel(kernel: str, dims: tuple[int, int], arch: str):
         elif name in _FP32:
             signature[name] = "*fp32"
         elif name in ("Q", "K", "V", "DOUT"):
-            signature[name] = "*bf16"
+            signature[name] = f"*{dtype}"
         elif name in _FLOATS:
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-        if signature[name].startswith("*") or re.fullmatch(r"s[a-z][bsh]", name):
+        if signature[name].startswith("*") or re.fullmatch(r"s[a-z][pbsh]", name):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return triton.compile(source, target=TARGETS[arch], options=options), tiles
 
 
-def usage(kernel: str, dims: tuple[int, int], arch: str) -> Usage:
+def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") -> Usage:
     """Compile and read the resources."""
-    compiled, tiles = compile_kernel(kernel, dims, arch)
+    compiled, tiles = compile_kernel(kernel, dims, arch, dtype)
     shape = "-" if kernel == "merge" else f"{tiles.m}x{tiles.n} w{tiles.warps} s{tiles.stages}"
     dim = f"{dims[0]}" if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     if arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         found = {k: re.search(rf"\.{k}:\s*(\d+)", text) for k in ("vgpr_count", "vgpr_spill_count")}
         registers, spills = (int(m.group(1)) if m else -1 for m in found.values())
-        return Usage(kernel, dim, arch, shape, registers, 4 * spills, compiled.metadata.shared, text.count("v_mfma"))
+        return Usage(
+            kernel,
+            dtype,
+            dim,
+            arch,
+            shape,
+            registers,
+            4 * spills,
+            compiled.metadata.shared,
+            0,
+            text.count("v_mfma"),
+            -1,
+            -1,
+        )
     registers, spills = _nvidia_usage(compiled, arch)
     ptx = compiled.asm["ptx"]
     matrix = ptx.count("wgmma.mma_async") + ptx.count("mma.sync") + ptx.count("tcgen05.mma")
-    return Usage(kernel, dim, arch, shape, registers, spills, compiled.metadata.shared, matrix)
+    loop = _main_loop(compiled.asm["cubin"])
+    local = sum(instruction.startswith(("LDL", "STL")) for instruction in loop)
+    memory = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0
+    return Usage(kernel, dtype, dim, arch, shape, registers, spills, *memory, matrix, len(loop), local)
 
 
 def _nvidia_usage(compiled, arch: str) -> tuple[int, int]:
@@ -137,6 +170,24 @@ def _nvidia_usage(compiled, arch: str) -> tuple[int, int]:
     return max(map(int, registers), default=-1), max(map(int, spills), default=-1)
 
 
+def _main_loop(cubin: bytes) -> list[str]:
+    """The instructions of the loop over unmasked tiles: the shortest innermost one that has matrix products."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        said = subprocess.run([str(_BIN / "nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True)
+    code, labels, loops = [], {}, []
+    for line in said.stdout.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(\S.*?);", line):
+            code.append(found.group(1))
+            back = re.match(r"BRA.*`\((\.L_x_\d+)\)", code[-1])
+            if back and back.group(1) in labels:
+                loops.append(code[labels[back.group(1)] :])
+    return min((x for x in loops if any("MMA" in op for op in x)), key=len, default=[])
+
+
 def table(arches, kernels=tuple(KERNELS), widths=tuple(WIDTHS)) -> list[Usage]:
     """Usage of every row asked for."""
     assert not common.INTERPRET.value, "unset TRITON_INTERPRET: the interpreter compiles nothing"
@@ -145,12 +196,18 @@ def table(arches, kernels=tuple(KERNELS), widths=tuple(WIDTHS)) -> list[Usage]:
 
 def as_markdown(rows: list[Usage]) -> str:
     """A table for docs/."""
-    lines = ["| kernel | head_dim | arch | tiles | registers | spilled bytes | shared bytes |", "| --- " * 7 + "|"]
+    columns = "kernel", "head_dim", "arch", "tiles", "registers", "spilled bytes", "shared bytes", "loop", "loop spills"
+    lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     lines += [
-        f"| {r.kernel} | {r.head_dim} | {r.arch} | {r.tiles} | {r.registers} | {r.spill_bytes} | {r.shared_bytes} |"
+        f"| {r.kernel} | {r.head_dim} | {r.arch} | {r.tiles} | {r.registers} | {r.spill_bytes} | {r.shared_bytes} "
+        f"| {_or_dash(r.loop_instructions)} | {_or_dash(r.loop_spills)} |"
         for r in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _or_dash(number: int) -> str:
+    return "-" if number < 0 else str(number)
 
 
 def main() -> None:
@@ -164,9 +221,7 @@ def main() -> None:
     text = as_markdown(table(args.arch, args.kernel, args.head_dim))
     print(text, end="")
     if args.out:
-        args.out.write_text(
-            f"# Resources of the Triton kernels\n\nbf16, causal, compiled by triton {triton.__version__}.\n\n{text}"
-        )
+        args.out.write_text(f"# Resources of the Triton kernels\n\n{ABOUT}\n{text}")
 
 
 if __name__ == "__main__":
