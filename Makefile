@@ -1,5 +1,8 @@
 .PHONY: help setup quickstart test slow mutants gpu audit lint format
 
+# most of the GPU tests' time goes into compiling: with pytest-xdist in parallel, those that need much memory in one process
+GPU_WORKERS = $(shell python -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
+
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -19,7 +22,7 @@ mutants:         ## plant faults in copies of the package: do the fast tests not
 	python tests/mutate.py --out runs/mutants
 
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
-	python -m pytest tests/gpu tests/test_triton.py tests/test_dropout.py
+	python -m pytest $(GPU_WORKERS) tests/gpu tests/test_triton.py tests/test_dropout.py
 	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F)
 
 audit:           ## the pinned dependencies against the known vulnerabilities; needs a network that reaches PyPI itself

@@ -37,6 +37,26 @@ def test_no_speed_for_a_wrong_result(tmp_path, monkeypatch, capsys):
     assert "is wrong" in said.err and "FLOP/s" not in said.out and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("kind", "cache"), [("fwd", ""), ("bwd", ""), ("decode", ""), ("decode", "paged int8")])
+def test_no_speed_for_a_result_that_is_wrong_at_the_size_timed(tmp_path, monkeypatch, capsys, kind, cache):
+    monkeypatch.setattr(bench_kernels, "CHECKED", [])
+    monkeypatch.setattr(bench_kernels, "CPU_CASES", [bench_kernels.Case(kind, 2, 320, 4, 2, 32, cache)])
+    monkeypatch.setattr(bench_kernels, "clock", lambda call, device: 1e-3)
+    options = ["kernels", "--device", "cpu", "--dtype", "fp32"]
+    assert bench.main([*options, "--out", str(tmp_path / "right")]) == 0
+    right = getattr(kernels, f"attn_{kind}")
+
+    def wrong(x, *args, **kwargs):
+        result, factor = right(x, *args, **kwargs), 1.0 if x.dtype == torch.float64 else 1.01  # the truth stays
+        return result * factor if kind == "decode" else (result[0] * factor, *result[1:])
+
+    monkeypatch.setattr(kernels, f"attn_{kind}", wrong)
+    capsys.readouterr()
+    assert bench.main([*options, "--out", str(tmp_path / "wrong")]) == 1
+    said = capsys.readouterr()
+    assert "is wrong" in said.err and "ours / this" not in said.out and not (tmp_path / "wrong").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the message is for machines without one")
 @pytest.mark.parametrize("option", [["--device", "cuda"], ["--race"]])
 def test_without_a_gpu_it_says_so(option, capsys):

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from ..emulate import Unavailable
-from .kernels import WrongResult
+from .report import WrongResult
 
 COMMANDS = {
     "kernels": "attention kernels of one device",

@@ -27,10 +27,9 @@ from ..plan import save_topology
 from . import runs, session
 from .accelerator import Speed
 from .generate_rows import Outcome, plots, rows_of, table
-from .kernels import WrongResult
 from .progress import Progress
 from .ranks import CORES, Meeting, PeakMemory, join
-from .report import results_kept
+from .report import WrongResult, results_kept
 from .runs import Machines, Settings
 
 SCHEDULES = ("auto", "ring", "allreduce")

@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import platform
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from .. import energy, kernels
+from .. import kernels
 from ..config import AttnSpec
 from ..kernels import Visible
 from ..shard import Segment
+from .kernel_cases import CHECKED, CPU_CASES, GPU_CASES, Case, check, inputs, paged, verify
 from .report import Row, clock, write_results
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RULE = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  # allowed multiple of the dense low-precision error
-
-
-class WrongResult(RuntimeError):
-    """A kernel's result is further from the truth than the rule allows: no speed is printed."""
-
-
-class Case(NamedTuple):
-    """One shape; causal for "fwd" and "bwd", one query per row for "decode"."""
-
-    kind: str
-    b: int
-    s: int
-    h: int
-    h_kv: int
-    d: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind} b{self.b} s{self.s} h{self.h}/{self.h_kv} d{self.d}"
-
-    @property
-    def flops(self) -> float:
-        whole = 4 * self.b * self.h * self.s * self.s * self.d / 2
-        return {"fwd": whole, "bwd": 2.5 * whole, "decode": 4 * self.b * self.h * self.s * self.d}[self.kind]
-
-    def kv_bytes(self, dtype: torch.dtype) -> int:
-        return 2 * self.b * self.s * self.h_kv * self.d * dtype.itemsize
-
-
-GPU_CASES = [
-    *(Case(kind, 1, 16384, 32, 8, d) for kind in ("fwd", "bwd") for d in (64, 128)),
-    *(Case(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
-    Case("fwd", 1, 8192, 16, 16, 256),
-    *(Case("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
-    Case("decode", 32, 8192, 32, 8, 128),
-]
-RACED = [("fwd", 16384, 128), ("bwd", 16384, 128)]
-CPU_CASES = [Case("fwd", 1, 1024, 4, 2, 64), Case("bwd", 1, 1024, 4, 2, 64), Case("decode", 1, 16384, 8, 2, 64)]
-CHECKED = [Case("fwd", 1, 640, 4, 2, 64), Case("fwd", 1, 640, 4, 2, 128), Case("fwd", 1, 320, 2, 1, 256)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,72 +49,36 @@ def run(args: argparse.Namespace) -> None:
         if case.kind in args.only:
             rows += time_case(case, backends, device, dtype)
     if args.race:
-        from .race import race
+        from .race import RACED, race
 
-        rows += race([c for c in GPU_CASES if c.kind in args.only and (c.kind, c.s, c.d) in RACED], device, dtype)
+        rows += race([c for c in GPU_CASES if c.kind in args.only and c.s in RACED], device, dtype)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     write_results(args.out, rows, {"device": name, "dtype": args.dtype, "torch": torch.__version__})
 
 
-def inputs(case: Case, device, dtype) -> list[Tensor]:
-    """q, k, v, dout [b, s, heads, d]; one query for decode."""
-    g = torch.Generator(device).manual_seed(0)
-    s_q = 1 if case.kind == "decode" else case.s
-    shapes = ((s_q, case.h), (case.s, case.h_kv), (case.s, case.h_kv), (s_q, case.h))
-    return [torch.randn(case.b, s, h, case.d, device=device, dtype=dtype, generator=g) for s, h in shapes]
-
-
-def check(case: Case, backend: str, device, dtype) -> str:
-    """Compare forward and backward with float64 by the 2x/3x rule; returns a line, raises `WrongResult`."""
-    q, k, v, dout = inputs(case, device, dtype)
-    spec = AttnSpec(softmax_scale=case.d**-0.5)
-    whole = (Segment(0, 0, case.s),)
-    segments = dict(q_segments=whole, k_segments=whole, spec=spec, backend=backend)
-    out, lse = kernels.attn_fwd(q, k, v, **segments)
-    delta = (out.float() * dout.float()).sum(-1).transpose(1, 2).contiguous()
-    found = dict(zip(RULE, (out, *kernels.attn_bwd(dout, q, k, v, lse.float(), delta, **segments))))
-    keep = torch.ones(case.s, case.s, dtype=torch.bool, device=device).tril()
-    exact = [x.double() for x in (q, k, v, dout)]
-    truth = (
-        energy.attention(*exact[:3], spec=spec, keep=keep)[0],
-        *energy.attention_grads(*exact, spec=spec, keep=keep),
-    )
-    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    with sdpa_kernel(SDPBackend.MATH):
-        dense = sdpa(*leaves, is_causal=True, enable_gqa=True)
-    dense = [x.transpose(1, 2) for x in (dense, *torch.autograd.grad(dense, leaves, dout.transpose(1, 2)))]
-    ratios = {}
-    for (name, x), t, low in zip(found.items(), truth, dense):
-        allowed = max((low.double() - t).abs().max().item(), 4 * torch.finfo(dtype).eps * t.abs().max().item())
-        ratios[name] = (x.double() - t).abs().max().item() / allowed
-    line = f"{case.label}: error / dense error " + ", ".join(f"{n} {r:.2f}" for n, r in ratios.items())
-    if any(not r <= RULE[n] for n, r in ratios.items()):
-        raise WrongResult(f"{backend} is wrong: {line} (allowed: out 2, gradients 3)")
-    return line
-
-
-def contenders(case: Case, backends, device, dtype) -> dict[str, Callable[[], object]]:
-    """Everything that computes this case, by name; each a call without arguments."""
-    q, k, v, dout = inputs(case, device, dtype)
-    spec = AttnSpec(softmax_scale=case.d**-0.5)
-    whole = (Segment(0, 0, case.s),)
-    calls: dict[str, Callable[[], object]] = {}
+def contenders(case: Case, backends, given) -> dict[str, Callable[[], object]]:
+    """Everything that computes this case from `given` (q, k, v, dout), by name; each a call without arguments."""
+    q, k, v, dout = given
+    device, spec = q.device, AttnSpec(softmax_scale=case.d**-0.5)
     if case.kind == "decode":
-        for backend in backends:
-            if device.type != "cuda" or backend == "triton":
-                calls[f"ours, {backend}"] = lambda b=backend: kernels.attn_decode(
-                    q, k, v, visible=Visible(), spec=spec, backend=b
-                )
+        backends = [b for b in backends if device.type != "cuda" or b == "triton"]
+        if case.cache:
+            *pages, where = paged(case, k, v)
+            backends = [b for b in backends if b != "aten"]
+        else:
+            pages, where = (k, v), None
+        call = dict(visible=Visible(), spec=spec, paged=where)
+        calls = {f"ours, {b}": functools.partial(kernels.attn_decode, q, *pages, **call, backend=b) for b in backends}
+        if case.cache:
+            return calls
     else:
+        whole = (Segment(0, 0, case.s),)
         segments = dict(q_segments=whole, k_segments=whole, spec=spec)
-        for backend in backends:
-            if case.kind == "fwd":
-                calls[f"ours, {backend}"] = lambda b=backend: kernels.attn_fwd(q, k, v, **segments, backend=b)
-            else:
-                out, lse = kernels.attn_fwd(q, k, v, **segments, backend=backend)
-                delta = (out.float() * dout.float()).sum(-1).transpose(1, 2).contiguous()
-                state = (dout, q, k, v, lse.float(), delta)
-                calls[f"ours, {backend}"] = lambda b=backend, s=state: kernels.attn_bwd(*s, **segments, backend=b)
+        forwards = {b: functools.partial(kernels.attn_fwd, q, k, v, **segments, backend=b) for b in backends}
+        if case.kind == "fwd":
+            calls = {f"ours, {b}": call for b, call in forwards.items()}
+        else:
+            calls = {f"ours, {b}": _our_backward(given, call(), segments, b) for b, call in forwards.items()}
     rivals = {"torch flash": SDPBackend.FLASH_ATTENTION}
     if device.type == "cuda":
         rivals["torch cuDNN"] = SDPBackend.CUDNN_ATTENTION
@@ -164,6 +88,18 @@ def contenders(case: Case, backends, device, dtype) -> dict[str, Callable[[], ob
     if device.type == "cuda" and case.kind != "decode":
         calls["FlexAttention"] = _flex_call(case, leaves, dout.transpose(1, 2))
     return calls
+
+
+def _our_backward(given, state, segments, backend):
+    """The whole backward: delta, which torch's kernels compute as well, and the gradients."""
+    *inputs, dout = given
+    out, lse = state[0].float(), state[1].float()
+
+    def backward():
+        delta = kernels.attn_delta(dout, out)
+        return kernels.attn_bwd(dout, *inputs, lse, delta, **segments, backend=backend)
+
+    return backward
 
 
 def _sdpa_call(case: Case, backend: SDPBackend, leaves, dout):
@@ -202,8 +138,12 @@ def time_case(case: Case, backends, device, dtype) -> list[Row]:
     """Time every contender and the device's own limits (copy, matrix product); prints a table."""
     print(f"\n{case.label}, {str(dtype).removeprefix('torch.')}", flush=True)
     rows = []
-    for name, call in {**contenders(case, backends, device, dtype), **_limits(case, device, dtype)}.items():
+    given = inputs(case, device, dtype)
+    limits = _limits(case, device, dtype)
+    for name, call in {**contenders(case, backends, given), **limits}.items():
         try:
+            if name not in limits:
+                verify(case, name, call(), given)
             seconds = clock(call, device)
         except Exception as error:  # a rival that refuses this shape: each library has its own kind of error
             if name.startswith("ours"):

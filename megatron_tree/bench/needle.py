@@ -24,10 +24,9 @@ from ..integrations import models
 from ..integrations.generation import generate
 from ..integrations.transformers import TreeCache
 from . import runs
-from .kernels import WrongResult
 from .plots import save
 from .ranks import CORES, LocalRanks, join
-from .report import write_results
+from .report import WrongResult, write_results
 
 FACT = "The secret number of the lighthouse is {number}."
 QUESTION = "What is the secret number of the lighthouse? Answer with the number."

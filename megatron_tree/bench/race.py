@@ -8,12 +8,17 @@ from ..config import AttnSpec
 from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
 from ..shard import Segment
-from .report import Row, clock
+from .kernel_cases import inputs, verify
+from .report import Row, WrongResult, clock
 
+RACED = (16384,)  # sequence lengths of the cases that are raced
 CANDIDATES = {
-    "fwd": [Tiles(128, n, w, s) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3)],
-    "dq": [Tiles(m, n, 8, s) for m, n in ((128, 64), (64, 64), (128, 32), (64, 128)) for s in (1, 2, 3)],
-    "dkdv": [Tiles(m, n, 8, s) for m, n in ((64, 64), (32, 128), (64, 128), (32, 64)) for s in (1, 2, 3)],
+    "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (64, 4), (32, 4)) for s in (2, 3)]
+    + [Tiles(64, 64, 4, 3)],
+    "dq": [Tiles(m, n, w, 2) for m, n, w in ((128, 128, 8), (128, 64, 8), (128, 32, 8), (128, 64, 4), (64, 64, 4))]
+    + [Tiles(128, 64, 8, 3), Tiles(128, 32, 4, 3)],
+    "dkdv": [Tiles(m, n, w, 2) for m, n, w in ((64, 128, 8), (128, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4))]
+    + [Tiles(64, 128, 8, 3), Tiles(32, 128, 8, 3)],
 }
 
 
@@ -32,12 +37,16 @@ def race(cases, device, dtype) -> list[Row]:
     """Time every candidate that compiles; prints the ranking of each case and returns its rows."""
     rows = []
     for case in cases:
-        for kernel, call in _calls(case, device, dtype).items():
+        given = inputs(case, device, dtype)
+        for kernel, call in _calls(case, given).items():
             found = []
             for tiles in CANDIDATES[kernel]:
                 with pinned(kernel, tiles):
                     try:
-                        found.append((clock(call, device), tiles))
+                        verify(case, f"ours, {kernel} {tuple(tiles)}", call(), given)
+                        found.append((clock(call, device, seconds=0.25), tiles))
+                    except WrongResult:
+                        raise
                     except Exception as error:  # does not fit: triton raises its own kinds
                         print(f"  {kernel} {tuple(tiles)}: {type(error).__name__}")
             found.sort()
@@ -48,11 +57,9 @@ def race(cases, device, dtype) -> list[Row]:
     return rows
 
 
-def _calls(case, device, dtype) -> dict:
+def _calls(case, given) -> dict:
     """What is timed for each kernel of a case; dq and dkdv both as the whole backward."""
-    from .kernels import inputs
-
-    q, k, v, dout = inputs(case, device, dtype)
+    q, k, v, dout = given
     whole = (Segment(0, 0, case.s),)
     segments = dict(q_segments=whole, k_segments=whole, spec=AttnSpec(softmax_scale=case.d**-0.5))
     if case.kind == "fwd":

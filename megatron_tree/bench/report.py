@@ -18,6 +18,10 @@ import torch
 from ..files import whole_file
 
 
+class WrongResult(RuntimeError):
+    """A result is further from the truth than the rule allows: no speed is printed."""
+
+
 class Row(NamedTuple):
     """One measurement: the median time and the rate it means."""
 

@@ -15,12 +15,11 @@ from ..calibrate import calibrate
 from ..emulate import network_bytes
 from ..plan import Topology, save_topology
 from .accelerator import Accelerator, Speed
-from .kernels import WrongResult
 from .measure import first_step, measure
 from .plots import plots
 from .progress import Progress
 from .ranks import CORES, Meeting, join
-from .report import results_kept
+from .report import WrongResult, results_kept
 from .rows import Outcome, Row, row, schedule_rows, table
 from .runs import Case, Machines, Settings, cases, settings
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_tree import energy, kernels
-from megatron_tree.bench.kernels import CHECKED, check
+from megatron_tree.bench.kernel_cases import CHECKED, check
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
 from megatron_tree.kernels import Visible

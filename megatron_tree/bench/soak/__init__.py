@@ -27,8 +27,8 @@ import torch
 from ...emulate import Cluster
 from ...emulate.network import processes_in
 from .. import runs
-from ..kernels import WrongResult
 from ..ranks import CORES
+from ..report import WrongResult
 from . import processes, report
 from .checks import judge
 from .incarnation import Plan, incarnate
