@@ -126,23 +126,13 @@ def attn_bwd_dq_kernel(
         if DROPOUT:
             sequence = b.to(tl.int32) + tl.load(k_segments + 4 * i + 3)
             dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
-        lo, full_lo, full_hi, hi = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
-        if WINDOW:
+        bounds = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
+        for phase in tl.static_range(0 if WINDOW else 1, 3):
             dq0, dq1 = _dq_range(
-                dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, lo, full_lo, k_len, k_pos,
-                q_pos, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW,
-                SOFTCAP, PRECISION, STAGES,
+                dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, bounds[phase],
+                bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E,
+                E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
-        dq0, dq1 = _dq_range(
-            dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, full_lo, full_hi, k_len, k_pos,
-            q_pos, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW,
-            SOFTCAP, PRECISION, STAGES,
-        )  # fmt: skip
-        dq0, dq1 = _dq_range(
-            dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, full_hi, hi, k_len, k_pos, q_pos,
-            left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP,
-            PRECISION, STAGES,
-        )  # fmt: skip
     g_base = DQ + b * sgb + h * sgh
     store_tile(g_base, row, sgs, rows, dq0 * scale, True, M, 0, D0, D)
     if D1 > 0:
@@ -254,23 +244,13 @@ def attn_bwd_dkdv_kernel(
         q_base = Q + b * sqb + h * sqh
         d_base = DOUT + b * sdb + h * sdh
         l_at = b * slb + h * slh
-        lo, full_lo, full_hi, hi = query_range(first, first + rows - 1, q_pos, q_len, left, right, M, CAUSAL, WINDOW)
-        if CAUSAL or WINDOW:
+        bounds = query_range(first, first + rows - 1, q_pos, q_len, left, right, M, CAUSAL, WINDOW)
+        for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3):
             dk0, dk1, dv0, dv1 = _dkdv_range(
-                dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, lo,
-                full_lo, q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0,
-                E1, M, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+                dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds,
+                bounds[phase], bounds[phase + 1], q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight,
+                dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
-        dk0, dk1, dv0, dv1 = _dkdv_range(
-            dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, full_lo,
-            full_hi, q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1,
-            M, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
-        )  # fmt: skip
-        dk0, dk1, dv0, dv1 = _dkdv_range(
-            dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds, full_hi, hi,
-            q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E, E0, E1, M, True,
-            CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
-        )  # fmt: skip
     if DROPOUT:
         dv0 *= keep_weight
         if E1 > 0:

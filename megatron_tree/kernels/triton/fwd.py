@@ -92,21 +92,13 @@ def attn_fwd_kernel(
         if DROPOUT:
             sequence = b.to(tl.int32) + tl.load(k_segments + 4 * i + 3)
             dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
-        lo, full_lo, full_hi, hi = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
-        if WINDOW:
+        bounds = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
+        for phase in tl.static_range(0 if WINDOW else 1, 3):
             acc0, acc1, m, l = _fwd_range(
-                acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, lo, full_lo, k_len, k_pos, q_pos, left,
-                right, scale, softcap, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION,
-                STAGES,
+                acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, bounds[phase], bounds[phase + 1], k_len,
+                k_pos, q_pos, left, right, scale, softcap, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW,
+                SOFTCAP, PRECISION, STAGES,
             )  # fmt: skip
-        acc0, acc1, m, l = _fwd_range(
-            acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, full_lo, full_hi, k_len, k_pos, q_pos, left,
-            right, scale, softcap, dropout, D, D0, D1, E, E0, E1, N, False, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
-        )  # fmt: skip
-        acc0, acc1, m, l = _fwd_range(
-            acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, full_hi, hi, k_len, k_pos, q_pos, left, right,
-            scale, softcap, dropout, D, D0, D1, E, E0, E1, N, True, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
-        )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)
