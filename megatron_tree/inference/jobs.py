@@ -27,6 +27,7 @@ from .job_output import Output, key_of
 from .requests import Event, Request
 from .sampling import SamplingParams, derived_seed
 from .scheduler import Scheduler
+from .transcript import chat_tokens
 
 VERSION = 2
 TOLD_ERRORS = 10
@@ -236,16 +237,9 @@ def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError("messages must be a list of {'role': text, 'content': text}, one or more")
-    for message in messages:
-        for value in message.values():
-            check_text("messages", value)
     if not tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
-    try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except Exception as error:  # a template is a program of the model's
-        raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
-    return list(encoded["input_ids"])
+    return chat_tokens(tokenizer, messages)
 
 
 def _is_message(message: object) -> bool:

@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+from ..files import check_text
+
+
+def chat_tokens(tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens that the model's chat template makes of messages, up to where the answer begins.
+
+    Raises: ValueError for texts that are no Unicode, and for what the template, a program of the model's, refuses.
+    """
+    for message in messages:
+        for value in message.values():
+            check_text("messages", value)
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:  # each template has errors of its own
+        raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
+    return list(encoded["input_ids"])
+
 
 class Transcript:
     """Messages, and the tokens of the whole conversation so far.

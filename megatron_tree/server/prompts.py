@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
 from ..files import check_text
+from ..inference.transcript import chat_tokens
 from .answers import TokenTexts
 from .errors import ApiError, bad_value
 from .protocol import ChatRequest, CompletionRequest
@@ -76,24 +78,19 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
-        for message in messages:
-            for value in message.values():
-                _check("messages", value)
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # a program of the model's; it refuses what that has not learned
-            raise bad_value("messages", f"the model's chat template refuses them: {error}") from error
-        return list(encoded["input_ids"])
+        with _of_parameter("messages"):
+            return chat_tokens(self._tokenizer, messages)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        _check("prompt", text)
+        with _of_parameter("prompt"):
+            check_text("prompt", text)
         return self._tokenizer(text, add_special_tokens=special).input_ids
 
 
-def _check(param: str, text: str) -> None:
+@contextlib.contextmanager
+def _of_parameter(name: str):
+    """A ``ValueError`` about it ("name: what is wrong") becomes the answer 400."""
     try:
-        check_text(param, text)
+        yield
     except ValueError as error:
-        raise bad_value(param, str(error).partition(": ")[2]) from None
+        raise bad_value(name, str(error).partition(": ")[2]) from error
