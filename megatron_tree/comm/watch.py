@@ -83,6 +83,15 @@ class Watch:
         yield
         return store.add(self.key("epoch", self.rank), 1)
 
+    @contextlib.contextmanager
+    def waits(self, on):
+        """The main thread waits on the group or a sub-group of it: news of a failure ends that wait."""
+        before, self.waiting = self.waiting, on
+        try:
+            yield
+        finally:
+            self.waiting = before
+
     def tick(self, store):
         """Read the news: called by the clerk while the main thread waits."""
         # one question where there is nothing new: hundreds of ranks may be waiting

@@ -35,17 +35,13 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
 
     With NCCL the current stream waits, not the host.
     """
-    watch = Watch.of(group)
-    before, watch.waiting = watch.waiting, on
-    try:
+    with Watch.of(group).waits(on):
         for w in works if isinstance(works, list) else [works]:
             if backend(group) == "nccl":
                 w.wait()  # NCCL's own watchdog keeps the time limit
             else:
                 w.wait(timedelta(seconds=timeout_s))
                 _settle_at_exit()
-    finally:
-        watch.waiting = before
 
 
 @functools.cache
@@ -87,16 +83,12 @@ class Mail:
 
     def wait(self, *receives: Message) -> None:
         """Wait for receives."""
-        watch = Watch.of(self._group)
-        before, watch.waiting = watch.waiting, self._group
-        try:
+        with Watch.of(self._group).waits(self._group):
             for message in receives:
                 try:
                     message.work.wait(self._limit)
                 except RuntimeError as error:
                     raise self._failure(error, message.peer) from error
-        finally:
-            watch.waiting = before
         _settle_at_exit()
 
     def sent(self) -> None:
