@@ -104,7 +104,8 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     )  # fmt: skip
     config = _tiles("dkdv", q, v, spec)
     tiles, table = _tables(k_segments, q_segments, config.n, q.device, heaviest_last=True)
-    parts = _head_parts(tiles.shape[0] * h_kv * b, h // h_kv, q.device, spec.deterministic)
+    rows = 1 if spec.deterministic else b  # of the batch: bits must not depend on it
+    parts = _head_parts(tiles.shape[0] * h_kv * rows, h // h_kv, q.device)
     to = (dk[None], dv[None]) if parts == 1 else tuple(x.new_zeros(parts, *x.shape) for x in (dk, dv))
     bwd.attn_bwd_dkdv_kernel[(tiles.shape[0], h_kv * parts, b)](
         q, k, v, dout, lse2, delta, *to, tiles, table, *inputs, *to[0].stride()[:4], *to[1].stride()[:4],
@@ -116,14 +117,11 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
         dv += to[1].sum(0)
 
 
-def _head_parts(programs: int, group: int, device: torch.device, deterministic: bool) -> int:
+def _head_parts(programs: int, group: int, device: torch.device) -> int:
     """Into how many slices the query heads of a KV head go, so that dk's and dv's programs fill the GPU four times.
 
     Four, as under a causal mask their lengths differ. Each slice has a buffer of its own, summed in order: no atomics.
-    deterministic: a slice per head, whatever the batch and the GPU.
     """
-    if deterministic:
-        return group
     wanted = 4 * multiprocessors(device)
     return next((p for p in range(1, group) if group % p == 0 and p * programs >= wanted), group)
 
