@@ -22,8 +22,8 @@ mutants:         ## plant faults in copies of the package: do the fast tests not
 	python tests/mutate.py --out runs/mutants
 
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
-	python -m pytest $(GPU_WORKERS) tests/gpu tests/test_triton.py tests/test_dropout.py
-	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F)
+	python -m pytest $(GPU_WORKERS) tests/gpu tests/test_triton.py tests/test_triton_paged.py tests/test_dropout.py; tests=$$?; \
+	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F) && exit $$tests
 
 audit:           ## the pinned dependencies against the known vulnerabilities; needs a network that reaches PyPI itself
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && python3 -m venv "$$folder" && \

@@ -197,8 +197,9 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
     for name, scale, pages in (("k_scale", k_scale, k_cache), ("v_scale", v_scale, v_cache)):
         if scale is not None and (scale.shape != pages.shape[:3] or scale.dtype != torch.float32):
             raise ValueError(f"{name} {scale.dtype} {tuple(scale.shape)} must be fp32 {list(pages.shape[:3])}")
-    like = [x[:1].expand(q.shape[0], *x.shape[1:]) for x in (k_cache, v_cache)]
-    _check_heads(q, *(x.to(q.dtype) if scaled[0] else x for x in like), "k_cache", "v_cache")
+    dtypes = [q.dtype if scaled[0] else x.dtype for x in (k_cache, v_cache)]
+    rows = [x.new_empty((), dtype=t).expand(q.shape[0], *x.shape[1:]) for x, t in zip((k_cache, v_cache), dtypes)]
+    _check_heads(q, *rows, "k_cache", "v_cache")
     # on an accelerator the values stay there: reading them would stall every step
     if q.device.type == "cpu" and isinstance(cache_seqlens, Tensor) and cache_seqlens.shape == (q.shape[0],):
         used = torch.arange(block_table.shape[1]) * k_cache.shape[1] < cache_seqlens[:, None]

@@ -10,7 +10,7 @@ import torch
 from megatron_tree import kernels
 from megatron_tree.bench import __main__ as bench
 from megatron_tree.bench import kernels as bench_kernels
-from megatron_tree.bench.report import Row, results_kept
+from megatron_tree.bench.report import Row, WrongResult, results_kept
 
 
 def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
@@ -35,6 +35,20 @@ def test_no_speed_for_a_wrong_result(tmp_path, monkeypatch, capsys):
     assert bench.main(["kernels", "--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "is wrong" in said.err and "FLOP/s" not in said.out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "which"), [("fwd", 0), ("bwd", 0), ("bwd", 1), ("bwd", 2)])
+def test_late_rows_that_were_forgotten_are_noticed(kind, which):
+    """They are small beside the first rows of a causal mask: the worst row counts, of the last KV head as well."""
+    case = bench_kernels.Case(kind, 1, 4096, 4, 2, 32)
+    given = bench_kernels.inputs(case, torch.device("cpu"), torch.bfloat16)
+    truth = bench_kernels.truth_of(case, given)
+    calls = bench_kernels.contenders(case, ["reference"], given)
+    result = [x.clone() for x in calls["ours, reference"]()]
+    bench_kernels.verify(case, "ours", tuple(result), truth, torch.bfloat16)
+    result[which][:, 4000:, -1] = 0
+    with pytest.raises(WrongResult, match="off by"):
+        bench_kernels.verify(case, "ours", tuple(result), truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("fwd", ""), ("bwd", ""), ("decode", ""), ("decode", "paged int8")])

@@ -1,7 +1,9 @@
 """`bench soak`: its checks fail on every kind of bad record, and the command itself runs, stops and cleans up."""
 
+import contextlib
 import copy
 import csv
+import functools
 import json
 import os
 import signal
@@ -246,11 +248,18 @@ def test_bad_options(tmp_path, capfd, options, message):
     assert not (tmp_path / "out").exists()
 
 
+@contextlib.contextmanager
 def _start(out, *options):
+    """The soak, under way; what a test that fails leaves of it is stopped."""
     command = [sys.executable, "-m", "megatron_tree.bench", "soak", "--out", out, *options]
     env = os.environ | {"PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen([str(x) for x in command], cwd=out.parent, env=env, **pipe)
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in a background job
+    with subprocess.Popen([str(x) for x in command], cwd=out.parent, env=env, preexec_fn=heed, **pipe) as running:
+        try:
+            yield running
+        finally:
+            running.terminate()
 
 
 @pytest.mark.slow

@@ -86,6 +86,22 @@ def test_prefill_in_chunks(world, page_size):
         assert largest(worst.values()) < 3e-6, worst
 
 
+def _prefill_with_triton(rank, world):
+    q, k, v = make(1, 40, 40, dtype=torch.float32)
+    options, worst = dict(config=TreeConfig(backend="triton", timeout_s=60)), []
+    for gathers_keys in (False, True):
+        cache, row = cache_of(rank, world, {}, 4)
+        for new in (slice(0, 23), slice(23, 40)):
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+            truth = want(q[:, new], k[:, : new.stop], v[:, : new.stop], new.start)
+            worst.append((out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs().max().item())
+    return largest(worst)
+
+
+def test_prefill_with_triton_kernels():
+    assert largest(run_distributed(_prefill_with_triton, 2)) < 3e-6
+
+
 def _prefill_bf16(rank, world):
     q, k, v = make(1, 96, 96, (8, 2), 32, 32, torch.bfloat16)
     truth = want(q, k, v, 0)

@@ -322,6 +322,47 @@ def test_several_ranks_with_triton_kernels(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_lists_of_segments_and_gradients_of_another_dtype():
+    q, k, v, dout = inputs(40, 40)
+    spec, whole = AttnSpec(softmax_scale=0.25), [Segment(0, 0, 40)]
+    lists, tuples = (dict(q_segments=x, k_segments=x, spec=spec) for x in (whole, tuple(whole)))
+    out, lse = host.attn_fwd(q, k, v, **lists)
+    assert torch.equal(out, host.attn_fwd(q, k, v, **tuples)[0])
+    delta = attn_delta(dout, out)
+    ours = host.attn_bwd(dout.double(), q, k, v, lse, delta, **lists)
+    assert all(torch.equal(*x) for x in zip(ours, host.attn_bwd(dout, q, k, v, lse, delta, **tuples)))
+
+
+def test_unaligned_rows_are_copied():
+    """Triton loads 2 bytes at a time where strides are not multiples of 16; a head_dim that is none stays as it is."""
+    packed = torch.randn(1, 8, 2, 36, device=DEVICE)
+    assert host._aligned(packed[..., :32]).stride() == (512, 64, 32, 1)
+    for x in (packed[..., :24], torch.randn(1, 8, 2, 48, device=DEVICE)[..., :32]):
+        assert host._aligned(x) is x
+
+
+def test_strided_lengths_tables_and_scales():
+    q, k, v, _ = inputs(1, 192, batch=2)
+    spec = AttnSpec(softmax_scale=0.25)
+    lengths = torch.tensor([70, 9999], device=DEVICE)[:1].expand(2)
+    scales = [x.abs().amax(-1) / 127 for x in (k, v)]
+    k, v = ((x / s[..., None]).round().to(torch.int8) for x, s in zip((k, v), scales))
+    (k, table), (v, _), *scales = paged(k, 32, 2), paged(v, 32, 2), *(paged(s, 32, 2)[0] for s in scales)
+    expected = decode.attn_decode(
+        q, k, v, visible=Visible(lengths.clone()), spec=spec, block_table=table, k_scale=scales[0], v_scale=scales[1]
+    )
+    k_scale, v_scale = (s.transpose(0, 2).contiguous().transpose(0, 2) for s in scales)
+    strided = dict(block_table=table.t().contiguous().t(), k_scale=k_scale, v_scale=v_scale)
+    assert strided["block_table"].stride(1) != 1 and k_scale.stride(2) != 1
+    assert torch.equal(decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, **strided), expected)
+
+
+def test_nobody_decodes():
+    q, k, v, _ = inputs(1, 192, batch=0)
+    state = decode.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0), num_splits=3)
+    assert state.shape == (0, 1, 4, 17)
+
+
 def test_dispatch_refuses_what_the_kernels_cannot_take():
     spec = AttnSpec(softmax_scale=1.0)
     q, k, v, _ = inputs(4, 4, d=16)
@@ -331,6 +372,10 @@ def test_dispatch_refuses_what_the_kernels_cannot_take():
         kernels.choose(*wide, spec, "triton")
     with pytest.raises(ValueError, match="float64"):
         kernels.choose(*(x.double() for x in (q, k, v)), spec, "triton")
+    with pytest.raises(ValueError, match=r"q in torch.float32 with k in torch.float16"):
+        kernels.choose(q, k.half(), v, spec, "triton")
+    with pytest.raises(ValueError, match=r"a batch of 65536, above 65535"):
+        kernels.choose(*(x[:1].expand(65536, -1, -1, -1) for x in (q, k, v)), spec, "triton")
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match="bf16 in Triton's interpreter"):
             kernels.choose(*(x.bfloat16() for x in (q, k, v)), spec, "triton")
@@ -338,8 +383,10 @@ def test_dispatch_refuses_what_the_kernels_cannot_take():
 
 def test_config_table_covers_every_width():
     for arch in configs.ARCHES:
-        for kernel in ("fwd", "dq", "dkdv", "decode"):
-            for width in (16, 32, 64, 128, 256):
-                for itemsize in (2, 4):
-                    tiles = configs.tiles(kernel, width, arch, itemsize)
-                    assert all(x & (x - 1) == 0 for x in tiles[:3]), tiles
+        for width in (16, 32, 64, 128, 192, 256):
+            for itemsize in (2, 4):
+                found = [configs.tiles(kernel, width, arch, itemsize) for kernel in ("fwd", "dq", "dkdv")]
+                for rows in (1, 16, 17, 64, 100, 128):
+                    found.append(configs.decode_tiles(rows, width, arch, itemsize))
+                    assert found[-1].m >= rows
+                assert all(x & (x - 1) == 0 for tiles in found for x in tiles[:3]), found

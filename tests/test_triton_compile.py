@@ -45,7 +45,7 @@ def usages(cases, cache):
 
 
 COUNT_COMPILATIONS = """
-import torch, triton
+import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from megatron_tree.config import AttnSpec, Dropout
@@ -98,6 +98,22 @@ print(counts)
 """
 
 
+SHARED_MEMORY = """
+used = []
+warm_up = triton.JITFunction.run
+def run_and_note(self, *args, **kwargs):
+    kernel = warm_up(self, *args, **kwargs)
+    used.append(kernel.metadata.shared)
+    return kernel
+triton.JITFunction.run = run_and_note
+for dtype in (torch.float32, torch.bfloat16):
+    for s_q, heads in ((1, 8), (8, 8), (1, 128)):
+        q, k = torch.zeros(1, s_q, heads, 256, dtype=dtype), torch.zeros(1, 1000, 1, 256, dtype=dtype)
+        decode.attn_decode(q, k, k, visible=Visible(), spec=AttnSpec(softmax_scale=0.1))
+print(json.dumps(used))
+"""
+
+
 OTHER_SEEDS = """
 q, k = (torch.zeros(1, 256, h, 16, dtype=torch.bfloat16) for h in (4, 2))
 lse, counts = torch.zeros(1, 4, 256), []
@@ -128,6 +144,13 @@ def test_a_growing_cache_does_not_recompile(tmp_path):
     """Two decode variants (with and without lengths) and the merge: three compilations, whatever the length."""
     counts = compilations(GROWING_CACHE, tmp_path)
     assert counts == [3] * len(counts), counts
+
+
+@pytest.mark.slow
+def test_decoding_as_it_is_launched_fits(tmp_path):
+    """Wide heads in fp32, many queries, many heads of one KV head: a call launches what `resources` compiles."""
+    used = compilations(SHARED_MEMORY, tmp_path)
+    assert len(used) >= 6 and max(used) <= resources.SHARED_LIMIT["sm90"], used
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from ..cache.pages import quantize
 from ..config import AttnSpec
 from ..kernels import PagedKV, Visible
 from ..shard import Segment
+from .measure import relative_error
 from .report import WrongResult
 
 PAGE = 64  # tokens of a page
@@ -119,33 +120,50 @@ def check(case: Case, backend: str, device, dtype) -> str:
     return line
 
 
-def verify(case: Case, name: str, result, given: list[Tensor]) -> None:
-    """Compare what a contender computed of this very case with float64, over the first KV head and its queries.
+def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
+    """What `given` (q, k, v, dout) should lead to, in float64: the first and the last KV head and their queries.
 
-    result: out, (out, lse), a packed state, or (dq, dk, dv): ours [b, s, heads, d], torch's [b, heads, s, d].
-    given: q, k, v, dout. Raises `WrongResult` beyond 2 (gradients 3) times four units of the dtype and what sums of s
-    terms in fp32 lose, sqrt(s) of its units.
+    {"out": ...} or {"dq", "dk", "dv": ...}, [b, s, heads, d].
     """
-    group, spec = case.h // case.h_kv, AttnSpec(softmax_scale=case.d**-0.5)
-    q, k, v, dout = (x[:, :, :n] for x, n in zip(given, (group, 1, 1, group)))
+    spec = AttnSpec(softmax_scale=case.d**-0.5)
+    q, k, v, dout = (x[:, :, heads] for x, heads in zip(given, _heads(case)))
     if case.eight_bits:
         (k, k_scale), (v, v_scale) = quantize(k, case.eight_bits), quantize(v, case.eight_bits)
         k, v = k.double() * k_scale[..., None], v.double() * v_scale[..., None]
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    whole = dict(q_segments=(Segment(0, 0, q.shape[1]),), k_segments=(Segment(0, 0, case.s),), spec=spec)
     if case.kind == "decode":
-        truth = {"out": kernels.attn_decode(q, k, v, visible=Visible(), spec=spec, backend="reference")[..., : case.d]}
-    else:
-        out, lse = kernels.attn_fwd(q, k, v, **whole, backend="reference")
-        truth = {"out": out}
-    if case.kind == "bwd":
-        delta = (out * dout).sum(-1).transpose(1, 2)
-        truth = dict(zip(("dq", "dk", "dv"), kernels.attn_bwd(dout, q, k, v, lse, delta, **whole, backend="reference")))
+        state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec, backend="reference")
+        return {"out": state[..., : case.d]}
+    whole = (Segment(0, 0, case.s),)
+    options = dict(q_segments=whole, k_segments=whole, spec=spec, backend="reference")
+    out, lse = kernels.attn_fwd(q, k, v, **options)
+    if case.kind == "fwd":
+        return {"out": out}
+    delta = (out * dout).sum(-1).transpose(1, 2)
+    return dict(zip(("dq", "dk", "dv"), kernels.attn_bwd(dout, q, k, v, lse, delta, **options)))
+
+
+def verify(case: Case, name: str, result, truth: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Compare what a contender computed of this very case with `truth_of` it, row by row.
+
+    result: out, (out, lse), a packed state, or (dq, dk, dv): ours [b, s, heads, d], torch's [b, heads, s, d].
+    Raises `WrongResult` beyond 2 (gradients 3) times two units of the dtype and what sums of s terms in fp32 lose,
+    sqrt(s) of its units, of a row's norm and the rows' root mean square.
+    """
     results = result if isinstance(result, tuple) else (result,)
     if not name.startswith("ours"):
         results = [x.transpose(1, 2) for x in results]
+    of_queries, of_keys, *_ = _heads(case)
     for (which, t), x in zip(truth.items(), results):
-        error = (x[:, :, : t.shape[2], : case.d].double() - t).abs().max() / t.abs().max()
-        allowed = RULE[which] * (4 * torch.finfo(given[0].dtype).eps + case.s**0.5 * torch.finfo(torch.float32).eps)
+        error = relative_error(x[:, :, of_keys if which in ("dk", "dv") else of_queries, : case.d], t)
+        allowed = RULE[which] * (2 * torch.finfo(dtype).eps + case.s**0.5 * torch.finfo(torch.float32).eps)
         if not error <= allowed:
             raise WrongResult(f"{name} is wrong: {case.label}: {which} off by {error:.2g}, allowed {allowed:.2g}")
+
+
+def _heads(case: Case) -> tuple[list[int], ...]:
+    """The heads that are checked of q, k, v and dout."""
+    group = case.h // case.h_kv
+    of_keys = sorted({0, case.h_kv - 1})
+    of_queries = [h * group + i for h in of_keys for i in range(group)]
+    return of_queries, of_keys, of_keys, of_queries

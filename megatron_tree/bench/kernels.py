@@ -16,8 +16,8 @@ from .. import kernels
 from ..config import AttnSpec
 from ..kernels import Visible
 from ..shard import Segment
-from .kernel_cases import CHECKED, CPU_CASES, GPU_CASES, Case, check, inputs, paged, verify
-from .report import Row, clock, write_results
+from .kernel_cases import CHECKED, CPU_CASES, GPU_CASES, Case, check, inputs, paged, truth_of, verify
+from .report import Row, WrongResult, clock, write_results
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -40,20 +40,45 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--race needs a GPU: tile sizes of the Triton kernels mean nothing on a CPU")
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     backends = ("triton", "aten") if device.type == "cuda" else ("aten", "reference")
-    print(f"checking {', '.join(backends)} against float64 ({args.dtype}, {device}) ...", flush=True)
-    for backend in backends:
-        for case in CHECKED:
-            print(f"  {backend:>9} {check(case, backend, device, dtype)}", flush=True)
-    rows: list[Row] = []
-    for case in GPU_CASES if device.type == "cuda" else CPU_CASES:
-        if case.kind in args.only:
-            rows += time_case(case, backends, device, dtype)
-    if args.race:
-        from .race import RACED, race
-
-        rows += race([c for c in GPU_CASES if c.kind in args.only and c.s in RACED], device, dtype)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    write_results(args.out, rows, {"device": name, "dtype": args.dtype, "torch": torch.__version__})
+    about = {"device": name, "dtype": args.dtype, "torch": torch.__version__}
+    rows: list[Row] = []
+    wrong: list[str] = []  # of what is ours beside the first backend, without which nothing goes on
+    try:
+        backends = _right_ones(backends, device, dtype, wrong)
+        for case in GPU_CASES if device.type == "cuda" else CPU_CASES:
+            if case.kind in args.only:
+                rows += time_case(case, backends, device, dtype, wrong)
+        if args.race:
+            from .race import RACED, race
+
+            for case in GPU_CASES:
+                if case.kind in args.only and case.s in RACED:
+                    rows += race(case, device, dtype, wrong)
+    except BaseException as error:
+        if rows:  # an hour on a borrowed GPU is not lost
+            write_results(args.out, rows, {**about, "ended_by": f"{type(error).__name__}: {error}"})
+        raise
+    write_results(args.out, rows, about)
+    if wrong:
+        raise WrongResult("\n".join(wrong))
+
+
+def _right_ones(backends, device, dtype, wrong: list[str]) -> list[str]:
+    """The backends that pass the check of small shapes; the first one must."""
+    print(f"checking {', '.join(backends)} against float64 ({dtype}, {device}) ...", flush=True)
+    right = []
+    for backend in backends:
+        try:
+            for case in CHECKED:
+                print(f"  {backend:>9} {check(case, backend, device, dtype)}", flush=True)
+            right.append(backend)
+        except Exception as error:  # what an operator of torch raises on a device that it was not tried on
+            if backend == backends[0]:
+                raise
+            wrong.append(f"{backend}: {error}")
+            print(f"  {backend:>9} left out: {error}", flush=True)
+    return right
 
 
 def contenders(case: Case, backends, given) -> dict[str, Callable[[], object]]:
@@ -134,20 +159,28 @@ def _backward_of(forward, leaves, dout):
     return backward
 
 
-def time_case(case: Case, backends, device, dtype) -> list[Row]:
-    """Time every contender and the device's own limits (copy, matrix product); prints a table."""
+def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Row]:
+    """Time every contender and the device's own limits (copy, matrix product); prints a table.
+
+    wrong: gets what is ours and wrong, but for the first contender: what that one does is raised.
+    """
     print(f"\n{case.label}, {str(dtype).removeprefix('torch.')}", flush=True)
     rows = []
     given = inputs(case, device, dtype)
+    truth = truth_of(case, given)
     limits = _limits(case, device, dtype)
-    for name, call in {**contenders(case, backends, given), **limits}.items():
+    calls = contenders(case, backends, given)
+    first = next(iter(calls))
+    for name, call in {**calls, **limits}.items():
         try:
             if name not in limits:
-                verify(case, name, call(), given)
+                verify(case, name, call(), truth, dtype)
             seconds = clock(call, device)
         except Exception as error:  # a rival that refuses this shape: each library has its own kind of error
-            if name.startswith("ours"):
+            if name == first:
                 raise
+            if name.startswith("ours"):
+                wrong.append(f"{name}, {case.label}: {error}")
             print(f"  {name:<16} not available: {str(error).splitlines()[0][:90]}", flush=True)
             continue
         limit = _limit_rate(name, case, dtype, seconds)

@@ -8,7 +8,7 @@ from ..config import AttnSpec
 from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
 from ..shard import Segment
-from .kernel_cases import inputs, verify
+from .kernel_cases import inputs, truth_of, verify
 from .report import Row, WrongResult, clock
 
 RACED = (16384,)  # sequence lengths of the cases that are raced
@@ -33,27 +33,28 @@ def pinned(kernel: str, tiles: Tiles):
         configs.tiles = original
 
 
-def race(cases, device, dtype) -> list[Row]:
-    """Time every candidate that compiles; prints the ranking of each case and returns its rows."""
+def race(case, device, dtype, wrong: list[str]) -> list[Row]:
+    """Time every candidate that compiles; prints the ranking, returns its rows. wrong: gets those that miscompute."""
     rows = []
-    for case in cases:
-        given = inputs(case, device, dtype)
-        for kernel, call in _calls(case, given).items():
-            found = []
-            for tiles in CANDIDATES[kernel]:
-                with pinned(kernel, tiles):
-                    try:
-                        verify(case, f"ours, {kernel} {tuple(tiles)}", call(), given)
-                        found.append((clock(call, device, seconds=0.25), tiles))
-                    except WrongResult:
-                        raise
-                    except Exception as error:  # does not fit: triton raises its own kinds
-                        print(f"  {kernel} {tuple(tiles)}: {type(error).__name__}")
-            found.sort()
-            print(f"\nrace {kernel}, {case.label}: " + ", ".join(f"{tuple(t)} {s * 1e3:.3f} ms" for s, t in found[:4]))
-            for seconds, tiles in found:
-                name = f"{kernel} " + "x".join(map(str, tiles))
-                rows.append(Row(case.label, "race", name, seconds * 1e3, case.flops / seconds / 1e12, "TFLOP/s"))
+    given = inputs(case, device, dtype)
+    truth = truth_of(case, given)
+    for kernel, call in _calls(case, given).items():
+        found = []
+        for tiles in CANDIDATES[kernel]:
+            name = f"ours, {kernel} {tuple(tiles)}"
+            with pinned(kernel, tiles):
+                try:
+                    verify(case, name, call(), truth, dtype)
+                    found.append((clock(call, device, seconds=0.25), tiles))
+                except Exception as error:  # does not fit: triton raises its own kinds
+                    print(f"  {kernel} {tuple(tiles)}: {type(error).__name__}")
+                    if isinstance(error, WrongResult):
+                        wrong.append(str(error))
+        found.sort()
+        print(f"\nrace {kernel}, {case.label}: " + ", ".join(f"{tuple(t)} {s * 1e3:.3f} ms" for s, t in found[:4]))
+        for seconds, tiles in found:
+            name = f"{kernel} " + "x".join(map(str, tiles))
+            rows.append(Row(case.label, "race", name, seconds * 1e3, case.flops / seconds / 1e12, "TFLOP/s"))
     return rows
 
 

@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, torch sees none"),
 ]
+MUCH_MEMORY = pytest.mark.xdist_group("memory")
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten", "reference"])
@@ -52,6 +53,7 @@ def test_dropout_in_bf16(head_dim):
         assert (ours - truth).abs().max() < 1e-2 * truth.abs().max()
 
 
+@MUCH_MEMORY
 @pytest.mark.parametrize("s", [100_000, 1_000_003])
 def test_long_decode(s):
     g = torch.Generator("cuda").manual_seed(0)
@@ -62,10 +64,11 @@ def test_long_decode(s):
     out, lse = kernels.attn_decode(
         *(x.float() for x in (q, k, v)), visible=Visible(), spec=spec, backend="reference"
     ).split((128, 1), -1)
-    assert (state[..., :-1] - out).abs().max() < 2e-3 * out.abs().max().clamp(min=1)
+    assert (state[..., :-1] - out).abs().max() < 1e-2 * out.abs().max()
     assert (state[..., -1:] - lse).abs().max() < 1e-4
 
 
+@MUCH_MEMORY
 def test_offsets_beyond_int32():
     """The last of 2^31 and more elements is read where it is: a key that alone matters stands at the very end."""
     s = (1 << 31) // 128 + 1000
@@ -80,6 +83,7 @@ def test_offsets_beyond_int32():
     assert abs(out[..., 5].item() - 7.0) < 1e-2
 
 
+@MUCH_MEMORY
 def test_pages_beyond_int32():
     """A paged cache of more than 2^31 elements: the row's last token, in the last page, is the one that matters."""
     size, n = 256, (1 << 31) // (256 * 2 * 128) + 8
@@ -93,6 +97,7 @@ def test_pages_beyond_int32():
     assert (state[..., 5] - 7.0).abs().max() < 1e-2
 
 
+@MUCH_MEMORY
 def test_merging_states_beyond_int32():
     """Five states of 2^29 elements, of which the last alone weighs anything."""
     states = torch.zeros(5, 1 << 24, 32, device="cuda")
@@ -130,6 +135,18 @@ def test_fp8_cache():
     exact = [x.double() * s.double()[..., None] for x, s in zip((k8, v8), scales)]
     out, _ = energy.attention(q.double(), *exact, spec=spec)
     assert (state[..., :-1] - out).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize(("head_dim", "s_q", "dtype"), [(256, 1, torch.float32), (256, 8, torch.bfloat16)])
+def test_decode_of_wide_heads(head_dim, s_q, dtype):
+    """What takes most shared memory: fp32, and many queries in a tile."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(1, s_q, 16, head_dim, device="cuda", dtype=dtype, generator=g)
+    k, v = torch.randn(2, 1, 3000, 2, head_dim, device="cuda", dtype=dtype, generator=g)
+    spec = AttnSpec(softmax_scale=head_dim**-0.5)
+    state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec)
+    out, _ = energy.attention(*(x.double() for x in (q, k, v)), spec=spec)
+    assert (state[..., :-1] - out).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2) * out.abs().max()
 
 
 def test_bits_do_not_depend_on_the_batch_or_the_run():

@@ -52,21 +52,21 @@ def _dq_range(
     softcap, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, N)
     for n in tl.range(lo, hi, N, num_stages=STAGES):
         k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
         v0 = load_tile(V, k_row + n, sv, k_len - n, N, 0, E0, E, MASK)
         zero = tl.zeros((q0.shape[0], N), tl.float32)
-        s = dot(q0, tl.trans(k0), zero, PRECISION)
-        dp = dot(do0, tl.trans(v0), zero, PRECISION)
+        s = dot(q0, tl.trans(k0), zero)
+        dp = dot(do0, tl.trans(v0), zero)
         k1 = k0
         if D1 > 0:
             k1 = load_tile(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK)
-            s = dot(q1, tl.trans(k1), s, PRECISION)
+            s = dot(q1, tl.trans(k1), s)
         if E1 > 0:
-            dp = dot(do1, tl.trans(load_tile(V, k_row + n, sv, k_len - n, N, E0, E1, E, MASK)), dp, PRECISION)
+            dp = dot(do1, tl.trans(load_tile(V, k_row + n, sv, k_len - n, N, E0, E1, E, MASK)), dp)
         p, slope = _probabilities(s, lse2[:, None], scale, softcap, SOFTCAP)
         if MASK:
             ok = visible(
@@ -76,9 +76,9 @@ def _dq_range(
         if dropout is not None:
             dp = tl.where(kept(q_pos[:, None], (k_pos + n + cols)[None, :], dropout), dp * keep_weight, 0.0)
         ds = lower(p * (dp - delta[:, None]) * slope, k0)
-        dq0 = dot(ds, k0, dq0, PRECISION)
+        dq0 = dot(ds, k0, dq0)
         if D1 > 0:
-            dq1 = dot(ds, k1, dq1, PRECISION)
+            dq1 = dot(ds, k1, dq1)
     return dq0, dq1
 
 
@@ -89,7 +89,7 @@ def attn_bwd_dq_kernel(
     seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DQ += this block's dq; tables as in `attn_fwd_kernel`."""
     tile = tl.program_id(0)
@@ -131,7 +131,7 @@ def attn_bwd_dq_kernel(
             dq0, dq1 = _dq_range(
                 dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, bounds[phase],
                 bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E,
-                E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+                E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     g_base = DQ + b * sgb + h * sgh
     store_tile(g_base, row, sgs, rows, dq0 * scale, True, M, 0, D0, D)
@@ -145,7 +145,7 @@ def _dkdv_range(
     left, right, scale, softcap, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Transposed products [keys, queries]: the tile of keys stays, queries pass by."""
     cols = tl.arange(0, M)
@@ -154,16 +154,16 @@ def _dkdv_range(
         q0 = load_tile(Q, q_row + n, sq, rows, M, 0, D0, D, MASK)
         do0 = load_tile(DOUT, q_row + n, sd, rows, M, 0, E0, E, MASK)
         zero = tl.zeros((k0.shape[0], M), tl.float32)
-        s = dot(k0, tl.trans(q0), zero, PRECISION)
-        dp = dot(v0, tl.trans(do0), zero, PRECISION)
+        s = dot(k0, tl.trans(q0), zero)
+        dp = dot(v0, tl.trans(do0), zero)
         q1 = q0
         if D1 > 0:
             q1 = load_tile(Q, q_row + n, sq, rows, M, D0, D1, D, MASK)
-            s = dot(k1, tl.trans(q1), s, PRECISION)
+            s = dot(k1, tl.trans(q1), s)
         do1 = do0
         if E1 > 0:
             do1 = load_tile(DOUT, q_row + n, sd, rows, M, E0, E1, E, MASK)
-            dp = dot(v1, tl.trans(do1), dp, PRECISION)
+            dp = dot(v1, tl.trans(do1), dp)
         if MASK:
             lse2 = tl.load(LSE2 + q_row + n + cols, mask=cols < rows, other=float("inf"))
             delta = tl.load(DELTA + q_row + n + cols, mask=cols < rows, other=0.0)
@@ -181,12 +181,12 @@ def _dkdv_range(
             dp = tl.where(keep, dp * keep_weight, 0.0)
         ds = lower(p * (dp - delta[None, :]) * slope, q0)
         p = lower(dropped, do0)
-        dv0 = dot(p, do0, dv0, PRECISION)
-        dk0 = dot(ds, q0, dk0, PRECISION)
+        dv0 = dot(p, do0, dv0)
+        dk0 = dot(ds, q0, dk0)
         if E1 > 0:
-            dv1 = dot(p, do1, dv1, PRECISION)
+            dv1 = dot(p, do1, dv1)
         if D1 > 0:
-            dk1 = dot(ds, q1, dk1, PRECISION)
+            dk1 = dot(ds, q1, dk1)
     return dk0, dk1, dv0, dv1
 
 
@@ -197,7 +197,7 @@ def attn_bwd_dkdv_kernel(
     left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DK, DV [parts] += this block's, a part from each slice of the query heads of a KV head; k_tiles and q_segments
     as q_tiles and k_segments in `attn_fwd_kernel`.
@@ -249,7 +249,7 @@ def attn_bwd_dkdv_kernel(
             dk0, dk1, dv0, dv1 = _dkdv_range(
                 dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds,
                 bounds[phase], bounds[phase + 1], q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight,
-                dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP, PRECISION, STAGES,
+                dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     if DROPOUT:
         dv0 *= keep_weight

@@ -19,12 +19,12 @@ UNBOUNDED = 1 << 30  # a window side that never ends
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. The interpreter computes in fp32 whatever the inputs."""
+def dot(a, b, acc):
+    """acc + a @ b; "ieee" is read for fp32 alone. The interpreter computes in fp32 whatever the inputs."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

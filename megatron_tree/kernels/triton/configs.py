@@ -50,12 +50,11 @@ _GFX942 = {
     "dkdv": {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1), 256: Tiles(16, 32, 4, 1)},
 }
 ARCHES = {"sm80": _SM80, "sm86": _SM86, "sm90": _SM90, "sm100": _SM100, "gfx942": _GFX942}
-_DECODE = Tiles(16, 64, 4, 3)  # all query heads of a KV head; more only where a group is larger
 _INTERPRETER = Tiles(16, 16, 4, 1)
 
 
 def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False) -> Tiles:
-    """Tiles of "fwd", "dq", "dkdv" or "decode" for a head_dim of `width`.
+    """Tiles of "fwd", "dq" or "dkdv" for a head_dim of `width`.
 
     arch: one of `ARCHES` or "interpreter".
 
@@ -63,9 +62,7 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool =
     Dropout's random words want registers: 64 keys at most, and 8 warps for tiles of 128 x 64.
     """
     if arch == "interpreter":
-        return _DECODE if kernel == "decode" else _INTERPRETER
-    if kernel == "decode":
-        return _decode(width, arch, itemsize)
+        return _INTERPRETER
     if itemsize > 2:
         return Tiles(32, 32, 8, 1) if width <= 192 and arch != "gfx942" else Tiles(16, 16, 4, 1)
     table = ARCHES[arch][kernel]
@@ -75,11 +72,21 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool =
     return found
 
 
-def _decode(width: int, arch: str, itemsize: int) -> Tiles:
-    """Less shared memory holds fewer stages of wide heads."""
+def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2) -> Tiles:
+    """Tiles of decoding for a head_dim of `width`, where `rows` query heads and tokens share a KV head.
+
+    Memory is what counts: as many stages as fit beside the rows.
+    """
+    m = 1 << max(4, (rows - 1).bit_length())
+    warps = 8 if m > 64 else 4
     if itemsize > 2:
-        return _DECODE._replace(stages=2) if width <= 128 and arch != "gfx942" else Tiles(16, 16, 4, 2)
-    return _DECODE._replace(stages=1 if arch == "gfx942" else 2 if arch == "sm86" and width > 192 else 3)
+        small = width > 128 or m > 16 or arch == "gfx942"
+        return Tiles(m, 16, warps, 1 if m > 16 else 2) if small else Tiles(m, 64, warps, 2)
+    if arch == "gfx942":
+        return Tiles(m, 64, warps, 1)
+    if arch == "sm86" and width > 192:
+        return Tiles(m, 64 if m <= 64 else 32, warps, 2 if m == 16 else 1)
+    return Tiles(m, 64, warps, 3 if m == 16 or width <= 128 else 2)
 
 
 def arch_of(capability: tuple[int, int]) -> str:

@@ -6,6 +6,7 @@ positions; the cache may be paged, and may hold int8 or fp8 with a scale per slo
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -19,7 +20,7 @@ from .common import LN2, LOG2E, cap_logits, dot
 from .merge import merge_packed
 
 KEYS = 64  # a split is a multiple of these
-ROWS = 64  # of a tile: queries beyond that go into another launch
+ROWS = {2: 64, 4: 16}  # of a tile, by itemsize: queries beyond that go into another launch
 PAGE_SIZES = (16, 32, 64, 128, 256)
 OCCUPANCY = 3  # blocks of this kernel that one multiprocessor of sm_90 holds (70 KiB of shared memory each)
 SPLIT_KEYS = 1024  # keys of a split where the bits may not depend on the batch: 16 tiles, a fifth more than without
@@ -42,7 +43,7 @@ def attn_decode_kernel(
     sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, spb, stb, scb, scs, left, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tile row r is query r // GROUP of head h_kv * GROUP + r % GROUP. STATE fp32 [b, splits, s_q, h, E + 1]."""
@@ -95,12 +96,12 @@ def attn_decode_kernel(
         k0 = _load_keys(k_base, k_rows, 1, valid, 0, D0, D)
         if SCALED:
             k0 = k0.to(q0.dtype)
-        s = dot(q0, tl.trans(k0), tl.zeros((M, N), tl.float32), PRECISION)
+        s = dot(q0, tl.trans(k0), tl.zeros((M, N), tl.float32))
         if D1 > 0:
             k1 = _load_keys(k_base, k_rows, 1, valid, D0, D1, D)
             if SCALED:
                 k1 = k1.to(q0.dtype)
-            s = dot(q1, tl.trans(k1), s, PRECISION)
+            s = dot(q1, tl.trans(k1), s)
         if SCALED:
             s = s * tl.load(K_SCALE + scale_rows + h_kv, mask=valid, other=0.0)[None, :]
         if SOFTCAP:
@@ -120,18 +121,24 @@ def attn_decode_kernel(
         p = tl.math.exp2(s - base[:, None])
         shrink = tl.math.exp2(m - base)
         l = l * shrink + tl.sum(p, 1)
-        if SCALED:
-            p = p * tl.load(V_SCALE + scale_rows + h_kv, mask=valid, other=0.0)[None, :]
         v0 = _load_keys(v_base, v_rows, 1, valid, 0, E0, E)
         if SCALED:
-            v0 = v0.to(q0.dtype)
+            v_scale = tl.load(V_SCALE + scale_rows + h_kv, mask=valid, other=0.0)
+            if NARROW:  # p * v_scale would leave the range of fp16
+                v0 = (v0.to(tl.float32) * v_scale[:, None]).to(q0.dtype)
+            else:
+                p = p * v_scale[None, :]
+                v0 = v0.to(q0.dtype)
         p = common.lower(p, v0)
-        acc0 = dot(p, v0, acc0 * shrink[:, None], PRECISION)
+        acc0 = dot(p, v0, acc0 * shrink[:, None])
         if E1 > 0:
             v1 = _load_keys(v_base, v_rows, 1, valid, E0, E1, E)
             if SCALED:
-                v1 = v1.to(q0.dtype)
-            acc1 = dot(p, v1, acc1 * shrink[:, None], PRECISION)
+                if NARROW:
+                    v1 = (v1.to(tl.float32) * v_scale[:, None]).to(q0.dtype)
+                else:
+                    v1 = v1.to(q0.dtype)
+            acc1 = dot(p, v1, acc1 * shrink[:, None])
         m = m_new
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)
@@ -151,7 +158,11 @@ def choose_splits(num_keys: int, programs: int, num_slots: int) -> int:
 
     programs: programs of one split (batch x KV heads); every split costs its tiles and `SPLIT_COST`.
     """
-    tiles = max(1, -(-num_keys // KEYS))
+    return _best_splits(max(1, -(-num_keys // KEYS)), programs, num_slots)
+
+
+@functools.lru_cache(maxsize=1024)
+def _best_splits(tiles: int, programs: int, num_slots: int) -> int:
     best = None
     for splits in range(1, min(tiles, max(1, 4 * num_slots // max(programs, 1))) + 1):
         per_split = -(-tiles // splits)
@@ -184,6 +195,7 @@ def _unit_rows(positions: Tensor) -> Tensor:
     return positions if positions.stride(1) == 1 or positions.shape[1] == 1 else positions.contiguous()
 
 
+@host.on_its_device
 def attn_decode(
     q: Tensor,
     k: Tensor,
@@ -211,7 +223,7 @@ def attn_decode(
         check_pages(k)
     q, k, v = (host._unit_last_stride(x) for x in (q, k, v))
     options = dict(spec=spec, block_table=block_table, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits)
-    n = max(1, ROWS // (q.shape[2] // k.shape[2]))
+    n = max(1, ROWS[q.element_size()] // (q.shape[2] // k.shape[2]))
     states = []
     for some in (slice(i, i + n) for i in range(0, q.shape[1], n)):
         seen = visible if visible.q_positions is None else visible._replace(q_positions=visible.q_positions[:, some])
@@ -236,9 +248,11 @@ def _launch(q, k, v, *, visible, spec: AttnSpec, block_table, k_scale, v_scale, 
     state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
     heads = host._head_dims(d, e)
     scaled = k_scale is not None
-    config = configs.tiles("decode", host._width(d, e), host._arch(q.device))
+    config = configs.decode_tiles(group * s_q, host._width(d, e), host._arch(q.device), q.element_size())
     if q_positions is not None:
         q_positions, k_positions = q_positions.contiguous(), _unit_rows(k_positions)
+    lengths, k_scale, v_scale = (x if x is None else x.contiguous() for x in (lengths, k_scale, v_scale))
+    block_table = _unit_rows(block_table) if paged else None
     attn_decode_kernel[(num_splits, h_kv, b)](
         q, k, v, state, lengths, q_positions, k_positions, block_table, k_scale, v_scale,
         num_keys, keys_per_split, s_q, num_splits,
@@ -246,9 +260,9 @@ def _launch(q, k, v, *, visible, spec: AttnSpec, block_table, k_scale, v_scale, 
         k_positions.stride(0) if k_positions is not None else 0, block_table.stride(0) if paged else 0,
         *(k_scale.stride()[:2] if scaled else (0, 0)),
         host.window_sides(spec)[0], spec.softmax_scale, spec.softcap,
-        GROUP=group, **heads, M=max(16, triton.next_power_of_2(group * s_q)), N=config.n,
+        GROUP=group, **heads, M=config.m, N=config.n,
         HAS_LENGTHS=lengths is not None, HAS_POSITIONS=k_positions is not None, WINDOW=spec.left is not None,
-        SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=scaled, PRECISION=host._precision(q), STAGES=config.stages,
-        num_warps=config.warps, num_stages=config.stages,
+        SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=scaled, NARROW=scaled and q.dtype == torch.float16,
+        STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return state[:, 0] if num_splits == 1 else merge_packed(state, 1)

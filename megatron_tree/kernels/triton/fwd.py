@@ -14,15 +14,15 @@ def _fwd_range(
     dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys lo..hi of one segment; m and logits in base 2; l sums dropped pairs, too."""
     cols = tl.arange(0, N)
     for n in tl.range(lo, hi, N, num_stages=STAGES):
         k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
-        s = dot(q0, tl.trans(k0), tl.zeros((q0.shape[0], N), tl.float32), PRECISION)
+        s = dot(q0, tl.trans(k0), tl.zeros((q0.shape[0], N), tl.float32))
         if D1 > 0:
-            s = dot(q1, tl.trans(load_tile(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK)), s, PRECISION)
+            s = dot(q1, tl.trans(load_tile(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK)), s)
         factor = scale * LOG2E
         if SOFTCAP:
             s = cap_logits(s * scale, softcap)
@@ -41,10 +41,10 @@ def _fwd_range(
             p = tl.where(kept(q_pos[:, None], (k_pos + n + cols)[None, :], dropout), p, 0.0)
         v0 = load_tile(V, k_row + n, sv, k_len - n, N, 0, E0, E, MASK)
         p = lower(p, v0)
-        acc0 = dot(p, v0, acc0 * shrink[:, None], PRECISION)
+        acc0 = dot(p, v0, acc0 * shrink[:, None])
         if E1 > 0:
             v1 = load_tile(V, k_row + n, sv, k_len - n, N, E0, E1, E, MASK)
-            acc1 = dot(p, v1, acc1 * shrink[:, None], PRECISION)
+            acc1 = dot(p, v1, acc1 * shrink[:, None])
         m = m_new
     return acc0, acc1, m, l
 
@@ -56,7 +56,7 @@ def attn_fwd_kernel(
     seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q_tiles int32 [tiles, 5]: first row, rows, first position, and from which to which KV segment it looks;
     k_segments int32 [n, 4]: row, length, position, sequence.
@@ -97,7 +97,7 @@ def attn_fwd_kernel(
             acc0, acc1, m, l = _fwd_range(
                 acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, bounds[phase], bounds[phase + 1], k_len,
                 k_pos, q_pos, left, right, scale, softcap, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW,
-                SOFTCAP, PRECISION, STAGES,
+                SOFTCAP, STAGES,
             )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)

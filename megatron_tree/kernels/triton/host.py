@@ -15,6 +15,19 @@ from . import bwd, common, configs, fwd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
+MAX_BATCH = 65535  # of a grid's third dimension
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+
+
+def on_its_device(function):
+    """Triton launches on the current GPU: make that the one of the function's first tensor."""
+
+    @functools.wraps(function)
+    def call(x: Tensor, *args, **kwargs):
+        with torch.cuda.device_of(x):
+            return function(x, *args, **kwargs)
+
+    return call
 
 
 def interpreting() -> bool:
@@ -32,9 +45,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
         return "bf16 in Triton's interpreter, which computes it wrongly"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return f"head_dim {max(q.shape[-1], v.shape[-1])} above {MAX_HEAD_DIM}"
+    if any(x.dtype not in (q.dtype, *EIGHT_BITS) for x in (k, v)):
+        return f"q in {q.dtype} with k in {k.dtype} and v in {v.dtype}"
+    if q.shape[0] > MAX_BATCH:
+        return f"a batch of {q.shape[0]}, above {MAX_BATCH}"
     return None
 
 
+@on_its_device
 def attn_fwd(
     q: Tensor,
     k: Tensor,
@@ -52,7 +70,7 @@ def attn_fwd(
     b, s_q, h, d = q.shape
     e = v.shape[-1]
     q, scale = _positive_scale(q, spec.softmax_scale)
-    q, k, v = (_unit_last_stride(x) for x in (q, k, v))
+    q, k, v = (_aligned(x) for x in (q, k, v))
     config = _tiles("fwd", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, config.m, q.device)
     launch = bool(q_tiles.shape[0] and k_table.shape[0] and b)
@@ -70,8 +88,7 @@ def attn_fwd(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
             *window_sides(spec), scale, spec.softcap, *_dropout_arguments(spec),
             GROUP=h // k.shape[2], **_head_dims(d, e), M=config.m, N=config.n, **_mask_flags(spec),
-            MERGE=state is not None,
-            PRECISION=_precision(q), STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+            MERGE=state is not None, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
 
@@ -83,17 +100,18 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
     return grads
 
 
+@on_its_device
 def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, spec: AttnSpec) -> None:
     """Add this block's gradients to grads = (dq, dk, dv), fp32: cells computed one after another add up."""
     dq, dk, dv = grads
     b, _, h, d = q.shape
     h_kv, e = k.shape[2], v.shape[-1]
-    dout, q, k, v = (_unit_last_stride(x) for x in (dout, q, k, v))
+    dout, q, k, v = (_aligned(x) for x in (dout.to(q.dtype), q, k, v))
     lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value).contiguous()
     delta = delta.contiguous()
     if 0 in (b, len(q_segments), len(k_segments)):
         return
-    shared = dict(GROUP=h // h_kv, **_head_dims(d, e), **_mask_flags(spec), PRECISION=_precision(q))
+    shared = dict(GROUP=h // h_kv, **_head_dims(d, e), **_mask_flags(spec))
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     numbers = (*lse2.stride()[:2], *window_sides(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec))
     config = _tiles("dq", q, v, spec)
@@ -126,6 +144,7 @@ def _head_parts(programs: int, group: int, device: torch.device) -> int:
     return next((p for p in range(1, group) if group % p == 0 and p * programs >= wanted), group)
 
 
+@on_its_device
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """delta [b, h, s] = rowsum(dout * out) - dlse, fp32; dout and out [b, s, h, d_v], dlse [b, h, s]."""
     b, s, h, e = out.shape
@@ -149,6 +168,14 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 def _unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with strides that Triton can load 16 bytes at a time with: multiples of 16, where head_dim is one."""
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
+    if x.shape[-1] % 16 == 0 and any(stride % 16 for stride in strides):
+        return x.contiguous()
+    return _unit_last_stride(x)
 
 
 def _width(d: int, e: int) -> int:
@@ -193,10 +220,6 @@ def _dropout_arguments(spec: AttnSpec) -> tuple[int, int, int, int, float]:
     return *(w - (1 << 32) if w >> 31 else w for w in words), 1.0 / (1.0 - p)
 
 
-def _precision(q: Tensor) -> str:
-    return "ieee" if q.dtype == torch.float32 else "tf32"  # read for fp32 products only
-
-
 def multiprocessors(device: torch.device) -> int:
     """Of this GPU; 1 in the interpreter."""
     return 1 if interpreting() else _multiprocessors_of(device.index or 0)
@@ -218,8 +241,22 @@ def _arch(device: torch.device) -> str:
     return "interpreter" if interpreting() else _arch_of(device.index or 0)
 
 
-@functools.lru_cache(maxsize=256)
+_captured: list = []
+
+
 def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
+    """`_make_tables`, kept for the next calls; for good where a CUDA graph reads them.
+
+    They can't be made while a graph is captured: run the step once before.
+    """
+    tables = _make_tables(tuple(grid), tuple(loop), rows, device, heaviest_last)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(tables)
+    return tables
+
+
+@functools.lru_cache(maxsize=256)
+def _make_tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool) -> tuple[Tensor, Tensor]:
     """Tables for a kernel whose programs take tiles of the segments `grid` and loop over the segments `loop`.
 
     Returns int32 [tiles, 5]: first row, rows, first position, and the range of `loop` of the same sequence; and int32

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import LN2, LOG2E
+from .host import on_its_device
 
 
 @triton.jit(do_not_specialize=["num_states", "num_rows", "inner", "outer_stride", "state_stride"])
@@ -41,6 +44,7 @@ def merge_states_kernel(
     tl.store(to + E, lse, mask=valid)
 
 
+@on_its_device
 def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
     """Merge contiguous fp32 states packed [..., n, ..., E + 1] over `dim` in one launch; empty states do no harm.
 
@@ -49,7 +53,7 @@ def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
     assert packed.is_contiguous() and packed.dtype == torch.float32
     n, e = packed.shape[dim], packed.shape[-1] - 1
     out = torch.empty((*packed.shape[:dim], *packed.shape[dim + 1 :]), dtype=torch.float32, device=packed.device)
-    rows, inner = out.numel() // (e + 1), packed[(0,) * (dim + 1)].numel() // (e + 1)
+    rows, inner = out.numel() // (e + 1), math.prod(packed.shape[dim + 1 : -1])
     if rows:
         cols = triton.next_power_of_2(e)
         block = max(1, min(16, 2048 // cols))

@@ -62,17 +62,19 @@ class Usage(NamedTuple):
     loop_spills: int
 
 
-def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles, precision: str) -> dict:
+def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
     """The constexpr arguments of a launch: causal, GQA 4:1."""
     heads = host._head_dims(*dims)
     mask = dict(CAUSAL=True, WINDOW=False, SOFTCAP=False, DROPOUT=kernel.endswith(_DROPOUT))
-    if kernel == "decode":
-        flags = dict(HAS_LENGTHS=True, HAS_POSITIONS=False, WINDOW=False, SOFTCAP=False, PAGE=0, SCALED=False)
-        return dict(GROUP=8, **heads, M=16, N=tiles.n, **flags, PRECISION=precision, STAGES=tiles.stages)
+    if KERNELS[kernel] is decode.attn_decode_kernel:
+        flags = dict(
+            HAS_LENGTHS=True, HAS_POSITIONS=False, WINDOW=False, SOFTCAP=False, PAGE=0, SCALED=False, NARROW=False
+        )
+        return dict(GROUP=8, **heads, M=tiles.m, N=tiles.n, **flags, STAGES=tiles.stages)
     if kernel == "merge":
         return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), ROWS=8)
     extra = dict(MERGE=False) if KERNELS[kernel] is fwd.attn_fwd_kernel else {}
-    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, **extra, PRECISION=precision, STAGES=tiles.stages)
+    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, **extra, STAGES=tiles.stages)
 
 
 _DROPOUT = "+dropout"
@@ -84,8 +86,11 @@ KERNELS = {
     "dq+dropout": bwd.attn_bwd_dq_kernel,
     "dkdv+dropout": bwd.attn_bwd_dkdv_kernel,
     "decode": decode.attn_decode_kernel,
+    "decode, 64 rows": decode.attn_decode_kernel,
+    "decode, 128 rows": decode.attn_decode_kernel,
     "merge": merge.merge_states_kernel,
 }
+ROWS = {"decode": 8, "decode, 64 rows": 64, "decode, 128 rows": 128, "merge": 8}  # that share a KV head
 _FP32 = {"OUT", "LSE", "LSE2", "DELTA", "DQ", "DK", "DV", "STATE", "IN"}
 _FLOATS = {"scale", "softcap", "keep_weight"}
 _INT32 = {"q_tiles", "k_tiles", "k_segments", "q_segments"}
@@ -94,10 +99,13 @@ _UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE"}  # None in thi
 
 def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16"):
     """The compiled kernel for head dims (of q and k, of v), as a launch with inputs in bf16 or fp32 would have it."""
-    row = "decode" if kernel == "merge" else kernel.removesuffix(_DROPOUT)
-    itemsize, precision = (4, "ieee") if dtype == "fp32" else (2, "tf32")
-    tiles = configs.tiles(row, host._width(*dims), arch, itemsize, kernel.endswith(_DROPOUT))
-    values = constants(kernel, dims, tiles, precision)
+    itemsize, width = 4 if dtype == "fp32" else 2, host._width(*dims)
+    if kernel in ROWS:
+        tiles = configs.decode_tiles(ROWS[kernel] if dtype == "bf16" else 16, width, arch, itemsize)
+    else:
+        dropout = kernel.endswith(_DROPOUT)
+        tiles = configs.tiles(kernel.removesuffix(_DROPOUT), width, arch, itemsize, dropout)
+    values = constants(kernel, dims, tiles)
     function = KERNELS[kernel]
     signature, attributes = {}, {}
     for i, parameter in enumerate(function.params):
