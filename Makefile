@@ -3,6 +3,8 @@
 # most of the GPU tests' time goes into compiling: with pytest-xdist in parallel, those that need much memory in one process
 GPU_WORKERS = $(shell python -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
 
+GPU_TESTS = tests/test_triton.py tests/test_triton_decode.py tests/test_triton_paged.py tests/test_dropout.py
+
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -22,7 +24,7 @@ mutants:         ## plant faults in copies of the package: do the fast tests not
 	python tests/mutate.py --out runs/mutants
 
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
-	python -m pytest $(GPU_WORKERS) tests/gpu tests/test_triton.py tests/test_triton_paged.py tests/test_dropout.py; tests=$$?; \
+	python -m pytest $(GPU_WORKERS) tests/gpu $(GPU_TESTS); tests=$$?; \
 	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F) && exit $$tests
 
 audit:           ## the pinned dependencies against the known vulnerabilities; needs a network that reaches PyPI itself

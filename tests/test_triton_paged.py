@@ -10,7 +10,8 @@ from megatron_tree.cache import ShardedCache, quantize
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import decode
-from test_triton import DEVICE, inputs, paged
+from test_triton import DEVICE, inputs
+from test_triton_decode import paged
 
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
