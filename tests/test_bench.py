@@ -25,7 +25,8 @@ def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert {r["kind"] for r in rows} == {"fwd", "bwd", "decode"}
     assert {r["name"] for r in rows} >= {"ours, aten", "torch flash", "device copy", "matrix product"}
-    assert json.loads((tmp_path / "results.json").read_text())["dtype"] == "fp32"
+    told = json.loads((tmp_path / "results.json").read_text())
+    assert told["dtype"] == "fp32" and told["command"].startswith("python -m megatron_tree.bench kernels --device cpu")
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
             command.description, command.epilog = benchmark.__doc__, getattr(benchmark, "EXAMPLES", None)
             benchmark.add_arguments(command)
     args = parser.parse_args(argv)
+    args.argv = argv
     try:
         benchmark.run(args)
     except (ValueError, WrongResult, Unavailable) as error:

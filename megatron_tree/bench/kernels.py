@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
+import importlib.util
 import pathlib
 import platform
+import shlex
 from collections.abc import Callable
 
 import torch
@@ -19,6 +22,12 @@ from ..shard import Segment
 from .kernel_cases import CHECKED, CPU_CASES, GPU_CASES, Case, check, inputs, paged, truth_of, verify
 from .report import Row, WrongResult, clock, write_results
 
+EXAMPLES = """\
+examples:
+  python -m megatron_tree.bench kernels --device cpu
+  python -m megatron_tree.bench kernels --only decode --dtype fp16
+  python -m megatron_tree.bench kernels --race --out docs/gpu-results/today
+"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -41,7 +50,13 @@ def run(args: argparse.Namespace) -> None:
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     backends = ("triton", "aten") if device.type == "cuda" else ("aten", "reference")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    about = {"device": name, "dtype": args.dtype, "torch": torch.__version__}
+    about = {
+        "device": name,
+        "dtype": args.dtype,
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "command": shlex.join(["python", "-m", "megatron_tree.bench", *args.argv]),
+    }
     rows: list[Row] = []
     wrong: list[str] = []  # of what is ours beside the first backend, without which nothing goes on
     try:
@@ -56,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
                 if case.kind in args.only and case.s in RACED:
                     rows += race(case, device, dtype, wrong)
     except BaseException as error:
-        if rows:  # an hour on a borrowed GPU is not lost
+        if rows:  # what a GPU has measured is not lost, and says that it is not all
             write_results(args.out, rows, {**about, "ended_by": f"{type(error).__name__}: {error}"})
         raise
     write_results(args.out, rows, about)
@@ -103,7 +118,7 @@ def contenders(case: Case, backends, given) -> dict[str, Callable[[], object]]:
         if case.kind == "fwd":
             calls = {f"ours, {b}": call for b, call in forwards.items()}
         else:
-            calls = {f"ours, {b}": _our_backward(given, call(), segments, b) for b, call in forwards.items()}
+            calls = {f"ours, {b}": _our_backward(given, call, segments, b) for b, call in forwards.items()}
     rivals = {"torch flash": SDPBackend.FLASH_ATTENTION}
     if device.type == "cuda":
         rivals["torch cuDNN"] = SDPBackend.CUDNN_ATTENTION
@@ -115,14 +130,16 @@ def contenders(case: Case, backends, given) -> dict[str, Callable[[], object]]:
     return calls
 
 
-def _our_backward(given, state, segments, backend):
-    """The whole backward: delta, which torch's kernels compute as well, and the gradients."""
+def _our_backward(given, forward, segments, backend):
+    """The whole backward: delta, which torch's kernels compute as well, and the gradients. The state is made once."""
     *inputs, dout = given
-    out, lse = state[0].float(), state[1].float()
+    state = []
 
     def backward():
-        delta = kernels.attn_delta(dout, out)
-        return kernels.attn_bwd(dout, *inputs, lse, delta, **segments, backend=backend)
+        if not state:
+            state.extend(x.float() for x in forward())
+        delta = kernels.attn_delta(dout, state[0])
+        return kernels.attn_bwd(dout, *inputs, state[1], delta, **segments, backend=backend)
 
     return backward
 

@@ -251,8 +251,10 @@ def _launch(q, k, v, *, visible, spec: AttnSpec, block_table, k_scale, v_scale, 
     config = configs.decode_tiles(group * s_q, host._width(d, e), host._arch(q.device), q.element_size())
     if q_positions is not None:
         q_positions, k_positions = q_positions.contiguous(), _unit_rows(k_positions)
-    lengths, k_scale, v_scale = (x if x is None else x.contiguous() for x in (lengths, k_scale, v_scale))
+    lengths = lengths if lengths is None else lengths.contiguous()
     block_table = _unit_rows(block_table) if paged else None
+    if scaled and (k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1):
+        k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     attn_decode_kernel[(num_splits, h_kv, b)](
         q, k, v, state, lengths, q_positions, k_positions, block_table, k_scale, v_scale,
         num_keys, keys_per_split, s_q, num_splits,
