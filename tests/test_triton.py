@@ -52,7 +52,7 @@ def inputs(s_q, s_k, heads=(4, 2), d=16, d_v=16, batch=2, dtype=torch.float32, s
 
 def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
     q_segments, k_segments, s_q, s_k = CELLS[cell]
-    spec = AttnSpec(**dict(dict(softmax_scale=d**-0.5), **options))
+    spec = AttnSpec(**{"softmax_scale": d**-0.5} | options)
     q, k, v, dout = inputs(s_q, s_k, heads, d, d_v, batch=1, dtype=dtype)
     q_pos, k_pos = (positions_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
     q_seq, k_seq = (sequences_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))

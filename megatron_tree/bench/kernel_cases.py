@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from .. import energy, kernels
-from ..cache.pages import quantize
+from ..cache.pages import LayerPages, quantize
 from ..config import AttnSpec
 from ..kernels import PagedKV, Visible
 from ..shard import Segment
@@ -76,19 +76,11 @@ def inputs(case: Case, device, dtype) -> list[Tensor]:
 def paged(case: Case, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, PagedKV]:
     """k and v [b, s, h_kv, d] as pages in a random order, whole or in 8 bits, and where they are."""
     order = torch.randperm(case.b * case.s // PAGE, generator=torch.Generator().manual_seed(1)).to(k.device)
-    pages, scales = [], (None, None)
-    if case.eight_bits:
-        (k, k_scale), (v, v_scale) = quantize(k, case.eight_bits), quantize(v, case.eight_bits)
-        scales = k_scale, v_scale
-    for x in (k, v, *scales):
-        if x is None:
-            pages.append(None)
-            continue
-        to = torch.empty(len(order), PAGE, *x.shape[2:], dtype=x.dtype, device=x.device)
-        bits = torch.uint8 if x.dtype == torch.float8_e4m3fn else x.dtype  # torch can't index fp8 everywhere
-        to.view(bits)[order] = x.view(bits).reshape(to.shape)
-        pages.append(to)
-    return *pages[:2], PagedKV(order.view(case.b, -1).int(), *pages[2:])
+    pages = LayerPages(PAGE, case.eight_bits)
+    pages.reserve(len(order), k, v)
+    slots = order[:, None] * PAGE + torch.arange(PAGE, device=k.device)
+    pages.write(slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
+    return pages.k, pages.v, pages.paged(order.view(case.b, -1).int())
 
 
 def check(case: Case, backend: str, device, dtype) -> str:

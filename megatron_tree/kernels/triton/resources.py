@@ -56,10 +56,10 @@ class Usage(NamedTuple):
     registers: int
     spill_bytes: int
     shared_bytes: int
-    tensor_memory: int
     matrix_ops: int
-    loop_instructions: int
-    loop_spills: int
+    tensor_memory: int = 0
+    loop_instructions: int = -1
+    loop_spills: int = -1
 
 
 def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
@@ -141,27 +141,16 @@ def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") ->
         text = compiled.asm["amdgcn"]
         found = {k: re.search(rf"\.{k}:\s*(\d+)", text) for k in ("vgpr_count", "vgpr_spill_count")}
         registers, spills = (int(m.group(1)) if m else -1 for m in found.values())
-        return Usage(
-            kernel,
-            dtype,
-            dim,
-            arch,
-            shape,
-            registers,
-            4 * spills,
-            compiled.metadata.shared,
-            0,
-            text.count("v_mfma"),
-            -1,
-            -1,
-        )
+        matrix = text.count("v_mfma")
+        return Usage(kernel, dtype, dim, arch, shape, registers, 4 * spills, compiled.metadata.shared, matrix)
     registers, spills = _nvidia_usage(compiled, arch)
     ptx = compiled.asm["ptx"]
     matrix = ptx.count("wgmma.mma_async") + ptx.count("mma.sync") + ptx.count("tcgen05.mma")
     loop = _main_loop(compiled.asm["cubin"])
     local = sum(instruction.startswith(("LDL", "STL")) for instruction in loop)
-    memory = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0
-    return Usage(kernel, dtype, dim, arch, shape, registers, spills, *memory, matrix, len(loop), local)
+    shared, tensor_memory = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0
+    found = registers, spills, shared, matrix, tensor_memory, len(loop), local
+    return Usage(kernel, dtype, dim, arch, shape, *found)
 
 
 def _nvidia_usage(compiled, arch: str) -> tuple[int, int]:
