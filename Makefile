@@ -3,7 +3,7 @@
 # most of the GPU tests' time goes into compiling: with pytest-xdist in parallel, those that need much memory in one process
 GPU_WORKERS = $(shell python -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
 
-GPU_TESTS = tests/test_triton.py tests/test_triton_decode.py tests/test_triton_paged.py tests/test_dropout.py
+GPU_TESTS = tests/kernels/test_triton.py tests/kernels/test_triton_decode.py tests/kernels/test_triton_paged.py tests/kernels/test_dropout.py
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

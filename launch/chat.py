@@ -11,12 +11,12 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    from megatron_tree.inference.chat_arguments import build_parser, check_arguments
     from megatron_tree.launching import run_script
+    from megatron_tree.serving.chat_arguments import build_parser, check_arguments
 
     def load():
-        from megatron_tree.inference.chat import run
-        from megatron_tree.inference.terminal import NoInput
+        from megatron_tree.serving.chat import run
+        from megatron_tree.serving.terminal import NoInput
 
         return run, (NoInput,)
 

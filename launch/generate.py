@@ -11,11 +11,11 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    from megatron_tree.inference.arguments import build_parser, check_arguments
     from megatron_tree.launching import run_script
+    from megatron_tree.serving.arguments import build_parser, check_arguments
 
     def load():
-        from megatron_tree.inference.run import CheckError, JobError, run
+        from megatron_tree.serving.run import CheckError, JobError, run
 
         return run, (CheckError, JobError)
 

@@ -12,10 +12,10 @@ import sys
 
 def main(argv: list[str]) -> int:
     from megatron_tree.launching import run_script
-    from megatron_tree.server.arguments import build_parser, check_arguments
+    from megatron_tree.serving.http.arguments import build_parser, check_arguments
 
     def load():
-        from megatron_tree.server.run import run
+        from megatron_tree.serving.http.run import run
 
         return run, ()
 

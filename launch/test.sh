@@ -7,7 +7,7 @@
 #   --format      let ruff fix and format the sources, no tests
 #
 # Without -m among pytest's arguments the tests marked slow are left out: bash launch/test.sh -m slow runs those,
-# bash launch/test.sh -m '' all. Example: bash launch/test.sh tests/test_decode.py -k ring -x
+# bash launch/test.sh -m '' all. Example: bash launch/test.sh tests/core/test_decode.py -k ring -x
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
             import torch.distributed as dist
 
             device = start_process_group(place, args.distributed_timeout_minutes)
-            from megatron_tree.integrations.megatron_cpu import megatron_on_cpu
+            from megatron_tree.integrations.megatron.cpu import megatron_on_cpu
 
             with megatron_on_cpu():
                 from megatron_tree.integrations import megatron as tree

@@ -51,9 +51,9 @@ def load(args: argparse.Namespace):
     """(model, PackedText) on the CPU; tokens are bytes for tiny, else those of the model's tokenizer."""
     import numpy as np
     import torch
-    import transformers
 
-    from megatron_tree.integrations import models
+    import transformers
+    from megatron_tree.integrations.transformers import models
     from megatron_tree.training.data import VOCAB_SIZE, PackedText, load_corpus, standard_library
 
     if args.model == "tiny":
@@ -76,12 +76,12 @@ def load(args: argparse.Namespace):
 
 def run(args: argparse.Namespace) -> None:
     """Train, on this rank; collective over all ranks."""
-    import deepspeed
     import torch
 
+    import deepspeed
     from megatron_tree import TreeConfig
-    from megatron_tree.integrations.deepspeed import init_distributed
-    from megatron_tree.integrations.deepspeed_training import register_sequence_parallel
+    from megatron_tree.integrations.deepspeed.inference import init_distributed
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
     from megatron_tree.training.data import microbatch_indices
 
     device = init_distributed()

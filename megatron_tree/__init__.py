@@ -1,18 +1,18 @@
 """Tree Attention for Megatron-core and DeepSpeed: exact attention over a sequence sharded across ranks."""
 
-from .cached import tree_decode, tree_prefill
+from .attention.cached import tree_decode, tree_prefill
+from .attention.functional import tree_attn_func, tree_attn_varlen_func
+from .attention.sequences import shard_sequence, unshard_sequence
 from .config import TreeConfig
 from .errors import CommError, TreeError
-from .functional import tree_attn_func, tree_attn_varlen_func
-from .sequences import shard_sequence, unshard_sequence
-from .shard import packed_layout, shard_positions
+from .layout import packed_layout, shard_positions
 
 __version__ = "0.1.0"
 
 
 def init_inference(model, **options):
     """A model for long contexts, its KV cache sharded over ranks: see `integrations.deepspeed.init_inference`."""
-    from .integrations.deepspeed import init_inference as init  # imports deepspeed
+    from .integrations.deepspeed.inference import init_inference as init  # imports deepspeed
 
     return init(model, **options)
 

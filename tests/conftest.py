@@ -1,9 +1,9 @@
-import triton_interpreter  # noqa: F401, I001  first: see its docstring
+from support import triton_interpreter  # noqa: F401, I001  first: see its docstring
 
 import pytest
 import torch
 
-from dist_utils import close_pools, poisoned_empty, seed_everything
+from support.dist_utils import close_pools, poisoned_empty, seed_everything
 
 
 def pytest_configure(config):

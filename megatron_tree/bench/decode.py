@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import comm, energy, kernels
-from ..cached import tree_decode
+from ..attention.cached import tree_decode
 from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode

@@ -19,10 +19,10 @@ import torch
 from .. import comm
 from ..config import DECODE_SCHEDULES, TreeConfig
 from ..emulate import network_bytes
-from ..integrations import models, plain
-from ..integrations.generation import generate
-from ..integrations.runner import Runner
-from ..integrations.transformers import TreeCache
+from ..integrations.transformers import models, plain
+from ..integrations.transformers.attention import TreeCache
+from ..integrations.transformers.generation import generate
+from ..integrations.transformers.runner import Runner
 from ..plan import save_topology
 from . import runs, session
 from .accelerator import Speed

@@ -13,7 +13,7 @@ from .. import energy, kernels
 from ..cache.pages import LayerPages, quantize
 from ..config import AttnSpec
 from ..kernels import PagedKV, Visible
-from ..shard import Segment
+from ..layout import Segment
 from .measure import relative_error
 from .report import WrongResult
 

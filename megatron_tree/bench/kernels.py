@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from .. import kernels
 from ..config import AttnSpec
 from ..kernels import Visible
-from ..shard import Segment
+from ..layout import Segment
 from .kernel_cases import CHECKED, CPU_CASES, GPU_CASES, Case, check, inputs, paged, truth_of, verify
 from .report import Row, WrongResult, clock, write_results
 

@@ -20,9 +20,9 @@ import torch
 
 from .. import comm
 from ..files import whole_file
-from ..integrations import models
-from ..integrations.generation import generate
-from ..integrations.transformers import TreeCache
+from ..integrations.transformers import models
+from ..integrations.transformers.attention import TreeCache
+from ..integrations.transformers.generation import generate
 from . import runs
 from .plots import save
 from .ranks import CORES, LocalRanks, join

@@ -7,7 +7,7 @@ import contextlib
 from ..config import AttnSpec
 from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
-from ..shard import Segment
+from ..layout import Segment
 from .kernel_cases import inputs, truth_of, verify
 from .report import Row, WrongResult, clock
 

@@ -20,8 +20,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from ..comm.rendezvous import start_default_group
 from ..emulate.forked import Forked
-from ..rendezvous import start_default_group
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _fork = multiprocessing.get_context("fork") if hasattr(os, "fork") else None

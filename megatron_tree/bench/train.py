@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
+from ..attention.functional import tree_attn_func
 from ..config import AttnSpec, TreeConfig
-from ..functional import tree_attn_func
 from ..kernels import reference
+from ..layout import Segment, shard_positions, shard_segments
 from ..plan import Shape, Topology, place, plan_training
-from ..shard import Segment, shard_positions, shard_segments
 from . import runs, session
 from .accelerator import attention_flops, visible_pairs
 from .decode import uneven

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..shard import Segment
+from ..layout import Segment
 
 
 class Write(NamedTuple):

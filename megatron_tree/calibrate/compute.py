@@ -8,7 +8,7 @@ import torch
 
 from ..config import AttnSpec
 from ..kernels import Visible, attn_decode, attn_fwd
-from ..shard import Segment
+from ..layout import Segment
 from .links import now
 
 _REPEATS = 5

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import comm
 from ..comm import Transfer
-from ..wire import share_all
+from ..comm.wire import share_all
 
 Pair = tuple[int, int]  # sender, receiver
 

@@ -14,9 +14,9 @@ is read through strides, without a copy. `record` lists what this rank sends.
 
 from .collectives import all_reduce, broadcast, gather_sequence, start_all_to_all, start_gather, start_reduce_scatter
 from .groups import Sent, Team, backend, group_rank, group_size, record, resolve_transport
+from .health.watch import Task, stage
 from .machines import hosts
 from .reductions import start_reduction
-from .watch import Task, stage
 from .work import Pending, Transfer, start_shift
 
 __all__ = [

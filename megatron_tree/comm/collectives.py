@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .groups import Team, from_next, group_rank, group_size, note, resolve_transport, subgroup
-from .watch import failure
+from .health.watch import failure
 from .work import Mail, Pending, run, wait_for
 
 # the newer name; the older one warns from torch 2.13 on

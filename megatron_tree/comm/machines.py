@@ -8,7 +8,7 @@ import time
 import weakref
 
 from .groups import group_size
-from .watch import Watch
+from .health.watch import Watch
 
 _hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> host of every rank
 

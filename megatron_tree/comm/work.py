@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .groups import backend, group_rank, group_size, note
-from .watch import Watch, failure
+from .health.watch import Watch, failure
 
 TAGS = 1 << 30  # then they start again
 

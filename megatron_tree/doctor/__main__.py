@@ -7,7 +7,7 @@ import json
 import sys
 
 from ..config import BACKENDS
-from ..integrations.megatron_compat import CP_COMM_TYPES
+from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..plan import known_topologies
 from . import configuration, machine
 from .findings import Section, as_json, as_text, missing

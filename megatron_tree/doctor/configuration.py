@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..config import AttnSpec
-from ..integrations import megatron_compat as compat
-from ..integrations import megatron_fusions
+from ..integrations.megatron import compat as compat
+from ..integrations.megatron import fusions as megatron_fusions
 from ..kernels.dispatch import choose
 from ..plan import Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
 from ..plan.plans import seconds, size

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..config import AttnSpec
-from ..shard import Segment
+from ..layout import Segment
 
 FULL, DIAGONAL, MASKED = "full", "diagonal", "masked"
 STRIP = 512  # query rows per masked block: bounds the mask's memory

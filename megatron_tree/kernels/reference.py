@@ -12,8 +12,8 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..dropout import keep_weights
 from ..energy import scores, visible
+from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, empty_state, state_dtype
-from ..shard import positions_of, sequences_of
 
 STRIP = 256  # query rows at a time
 DROPOUT_STRIP = 64  # with dropout: its mask takes several int64 words per pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..integrations.megatron_compat import CP_COMM_TYPES
+from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..launching import parse_with_config
 from ..plan import parse_grid
 from .data import VOCAB_SIZE, is_indexed

@@ -7,7 +7,7 @@ import importlib.util
 import math
 from typing import Any
 
-from ..integrations.megatron_compat import CP_COMM_TYPES
+from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..plan import load_topology
 from .data import VOCAB_SIZE, is_indexed
 from .indexed import parse_data_path, parse_split

@@ -16,17 +16,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from ..integrations.megatron_compat import loading_torch_adam, no_manager_process
-from .checkpoint_files import (
-    begin,
-    candidates,
-    checkpoint_folder,
-    contents,
-    digests_of,
-    fault_of,
-    finish,
-    newest_good,
-)
+from ..integrations.megatron.compat import loading_torch_adam, no_manager_process
+from .checkpoint_files import begin, candidates, checkpoint_folder, contents, digests_of, fault_of, finish, newest_good
 from .checkpoint_safety import check_index, weights_only
 from .distributed import on_all_ranks, on_first_rank
 from .model import Trainee

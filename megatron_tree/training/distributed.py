@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..rendezvous import start_default_group
-from ..wire import share_all, share_check
+from ..comm.rendezvous import start_default_group
+from ..comm.wire import share_all, share_check
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..config import TreeConfig
 from ..integrations import megatron as tree
-from ..integrations.megatron_fusions import fusion_options
-from ..integrations.megatron_norm import use_sequence_parallel_norm
+from ..integrations.megatron.fusions import fusion_options
+from ..integrations.megatron.norm import use_sequence_parallel_norm
 from .schedule import build_scheduler
 
 

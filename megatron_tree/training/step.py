@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from ..integrations.megatron_compat import batch_on_this_cp_rank
+from ..integrations.megatron.compat import batch_on_this_cp_rank
 from .data import Samples, microbatch_indices
 from .model import Trainee
 from .stop import StopRequest

@@ -9,7 +9,7 @@ from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
 from megatron_tree.kernels import Visible
 from megatron_tree.kernels.triton import attn_decode
-from megatron_tree.shard import Segment
+from megatron_tree.layout import Segment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def test_the_default_backend_is_triton():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dropout_in_bf16(head_dim):
-    """Compiled kernels drop what the formula drops; tests/test_dropout.py holds the rest, on this device, too."""
+    """Compiled kernels drop what the formula drops; tests/kernels/test_dropout.py has the rest."""
     s, h = 200, 4
     spec = AttnSpec(softmax_scale=head_dim**-0.5, dropout=Dropout(0.2, 1 << 40 | 3))
     g = torch.Generator("cuda").manual_seed(0)

@@ -40,7 +40,7 @@ MOST_FAILURES = 3  # in a row, without our doing
 PRELOADED = (  # so that forked ranks start at once, and share it
     "megatron_tree.training.loop",
     "megatron_tree.integrations.megatron",
-    "megatron_tree.inference.run",
+    "megatron_tree.serving.run",
     "matplotlib.pyplot",
 )
 EXAMPLES = """\

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ...integrations import models
+from ...integrations.transformers import models
 from ...training.checkpoint_files import MANIFEST
 from .records import Answer
 

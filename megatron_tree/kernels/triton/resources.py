@@ -2,7 +2,8 @@
 
     python -m megatron_tree.kernels.triton.resources --arch sm90 --out docs/kernel-resources.md
 
-Every row of the table in configs.py is compiled as a launch would compile it; tests/test_triton_compile.py fails when
+Every row of the table in configs.py is compiled as a launch would compile it; tests/kernels/test_triton_compile.py
+fails when
 one goes beyond the limits below.
 """
 

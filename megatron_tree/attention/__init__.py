@@ -1,0 +1,10 @@
+"""Tree attention: what users call, and the schedules underneath. Read `functional.py` first.
+
+- functional.py, cached.py   public functions: training, and over a sharded KV cache
+- sequences.py               a sequence and its shares
+- call.py                    one checked collective call: agree, plan, run
+- validate.py                checks of arguments
+- autograd.py                forward and backward of training
+- grid.py, ring.py           the schedules of training; heads.py: exchanges of heads around them
+- decode.py                  decoding and prefill over a cache
+"""

@@ -1,0 +1,238 @@
+"""The public functions over a KV cache that is sharded across ranks: decoding, and prefill in chunks. No gradients.
+
+`tree_decode` is attention of a few replicated queries, `tree_prefill` of a chunk of queries that are sharded, too. What
+travels are queries and partial results, never the cache. Bad input is treated as in functional.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import comm, kernels
+from ..comm.health.agree import agree, telling
+from ..config import TreeConfig
+from ..layout import Segment
+from ..log import say_once
+from ..plan import plan_decode
+from . import decode
+from .network import Network
+from .validate import (
+    check_cache,
+    check_decode_schedule,
+    check_finite_cache,
+    check_paged,
+    check_sinks,
+    check_visible,
+    make_spec,
+)
+
+_DEFAULT = TreeConfig()
+
+
+def tree_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cp_group,
+    cache_seqlens: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    cache_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    schedule: str = "auto",
+    config: TreeConfig | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of a few queries over a KV cache sharded across ranks. Collective over cp_group; no gradients.
+
+    Args:
+        q: [b, s_q, h, d], the same on every rank.
+        k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: this rank's slots, in any order; s_local
+            may differ between ranks and may be 0. The new tokens' own keys are already in the cache of one rank.
+        cp_group: the process group the cache is sharded over; None for one rank.
+        cache_seqlens: int [b], how many leading slots of this rank's shard are valid; default all.
+        q_positions, cache_positions: int64 [b, s_q] or [s_q], and [b, s_local] or [s_local]. A slot is seen when
+            0 <= its position <= the query's, within the window; -1 hides it (padding). Needed for s_q > 1 and for
+            windows; without them every query sees every valid slot.
+        block_table: int32 [b, n]: k_cache and v_cache are pages [pages, page_size, h_kv, d] and [.., d_v], and row i's
+            slots are those of the pages block_table[i], in order: s_local = n * page_size. cache_seqlens is needed.
+        k_scale, v_scale: fp32 [pages, page_size, h_kv], for pages in int8 or fp8 (`cache.quantize`).
+        softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
+        schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
+            (inside nodes first), "ring" (baseline).
+        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s, check and deterministic are used.
+        return_lse: also return lse [b, h, s_q], fp32, natural log.
+
+    Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
+    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
+    """
+    config = config or _DEFAULT
+    world = comm.group_size(cp_group)
+    with telling(cp_group):
+        check_decode_schedule(schedule, config)
+        paged = check_paged(q, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
+        if paged is None:
+            check_cache(q, k_cache, v_cache)
+        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
+        check_sinks(sinks, q)
+        if paged is None:
+            kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
+        else:
+            kernels.check_pages(q, k_cache, v_cache, spec, config.backend)
+        slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
+        visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
+        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
+        network = Network.of(cp_group, q.device, config)
+    b, s_q, h, _ = q.shape
+    h_kv, d_v = v_cache.shape[2:]
+    agree(
+        cp_group,
+        "tree_decode",
+        check=config.check,
+        timeout_s=config.timeout_s,
+        q=q.shape,
+        num_heads_kv=h_kv,
+        head_dim_v=d_v,
+        dtype=q.dtype,
+        spec=spec,
+        sinks=sinks is not None,
+        schedule=schedule,
+        positions=q_positions is not None,
+        paged=paged is not None,
+        config=config,
+        topology=network.digest,
+    )
+    with comm.Task(cp_group, "tree_decode"), torch.no_grad():
+        network = network.placed(cp_group, q.device, config)
+        topology, placement = network.topology, network.placement
+        plan = plan_decode(
+            world,
+            rows=b * s_q * h,
+            head_dim_v=d_v,
+            kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
+            topology=topology,
+            placement=placement,
+            schedule=schedule,
+            memory_budget=config.memory_budget,
+            deterministic=config.deterministic,
+        )
+        if schedule == "auto" and world > 1 and s_q == 1:
+            say_once(f"decode schedule: {plan.reason}")
+        out, lse = decode.decode(
+            q,
+            k_cache,
+            v_cache,
+            sinks,
+            visible=visible,
+            spec=spec,
+            group=cp_group,
+            schedule=plan.schedule,
+            across=plan.across,
+            transport=topology.transport,
+            placement=placement,
+            backend=config.backend,
+            timeout_s=config.timeout_s,
+            paged=paged,
+        )
+    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
+
+
+def tree_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cp_group,
+    shares: list[list[tuple[int, int]]],
+    key_segments: list[Segment] | list[list[Segment]],
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    config: TreeConfig | None = None,
+) -> Tensor:
+    """Exact causal attention of a chunk of a prompt over a cache, both sharded. Collective; no gradients.
+
+    Args:
+        q: [b, n, h, d], this rank's queries of the chunk; n may differ between ranks, and may be 0.
+        k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: all keys that this rank holds, the chunk's
+            own among them.
+        cp_group: the process group that both are sharded over; None for one rank.
+        shares: by group rank, the positions of its queries, in order, as runs (first position, count).
+        key_segments: the positions of this rank's keys; without a window, keys before the chunk may stand in any order.
+            Or by group rank those of all ranks' keys: then keys are gathered instead of queries, which sends less
+            while they are few.
+        Others as in `tree_decode`; of config comm_dtype is used, too.
+    Returns: out [b, n, h, d_v] in q's dtype.
+    Raises: as `tree_decode`.
+    Source: Tree Attention's reduction (arXiv 2408.04093) on the grid of `world` x 1: docs/design.md.
+    """
+    config = config or _DEFAULT
+    with telling(cp_group):
+        check_cache(q, k_cache, v_cache)
+        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
+        check_sinks(sinks, q)
+        num_queries = [sum(count for _, count in runs) for runs in shares]
+        rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
+        if len(shares) != world or num_queries[rank] != q.shape[1]:
+            raise ValueError(f"q holds {q.shape[1]} queries, but shares say {num_queries} for {world} ranks")
+        gathers_keys = bool(key_segments) and isinstance(key_segments[0], list)
+        own = key_segments[rank] if gathers_keys else key_segments
+        if sum(segment.length for segment in own) != k_cache.shape[1]:
+            raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
+        kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
+        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
+        network = Network.of(cp_group, q.device, config)
+    agree(
+        cp_group,
+        "tree_prefill",
+        check=config.check,
+        timeout_s=config.timeout_s,
+        batch=q.shape[0],
+        num_heads=q.shape[2],
+        num_heads_kv=k_cache.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v_cache.shape[3],
+        dtype=q.dtype,
+        spec=spec,
+        sinks=sinks is not None,
+        shares=str(shares),
+        gathered="keys" if gathers_keys else "queries",
+        config=config,
+        topology=network.digest,
+    )
+    call = dict(
+        spec=spec,
+        group=cp_group,
+        transport=network.topology.transport,
+        backend=config.backend,
+        timeout_s=config.timeout_s,
+    )
+    with comm.Task(cp_group, "tree_prefill"), torch.no_grad():
+        if gathers_keys:
+            queries = _segments(shares[rank : rank + 1], 0)
+            call.update(q_segments=queries, k_segments=key_segments)
+            out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **call)
+        else:
+            wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
+            call.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments)
+            out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, wire=wire, **call)
+    return out.to(q.dtype)
+
+
+def _segments(shares: list[list[tuple[int, int]]], rows: int) -> list[Segment]:
+    """Queries of several ranks, one below the other, `rows` rows for each."""
+    segments = []
+    for i, runs in enumerate(shares):
+        row = i * rows
+        for position, count in runs:
+            segments.append(Segment(row, position, count))
+            row += count
+    return segments

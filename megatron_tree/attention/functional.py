@@ -1,0 +1,187 @@
+"""The public functions: check the input, plan, run. Start reading here.
+
+`tree_attn_func` is attention over a sequence sharded across cp_group, `tree_attn_varlen_func` the same for packed
+documents; those over a sharded KV cache are in cached.py. Tensors are [batch, sequence, heads, head_dim] as in
+flash-attn. Bad input raises ``ValueError`` before anything is sent, and ranks whose arguments differ all get one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from .. import comm
+from ..comm.health.agree import telling
+from ..config import TreeConfig
+from ..layout import Layout, Sharding, check_layout, packed_layout, shard_lengths
+from .call import attend, attend_here
+from .validate import check_cross_documents, check_packed, check_qkv, check_sinks, make_spec
+
+_DEFAULT = TreeConfig()
+
+
+def tree_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp_group,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    layout: Layout = "zigzag",
+    config: TreeConfig | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence sharded across ranks; differentiable. Collective over cp_group.
+
+    Args:
+        q: [b, s/p, h, d], this rank's share of the queries; any strides, fp32, bf16, fp16 or fp64.
+        k, v: [b, s/p, h_kv, d] and [b, s/p, h_kv, d_v]; h_kv divides h (GQA, MQA). In cross attention (causal=False, no
+            window) the share of another sequence, of any length.
+        cp_group: the process group the sequence is sharded over; None for one rank.
+        causal: a query sees keys at its own and earlier positions.
+        softmax_scale: default 1 / sqrt(d).
+        window_size: (left, right) keys seen to either side of the query's own position; -1 is unbounded.
+        softcap: logits become softcap * tanh(logits / softcap); 0 turns it off.
+        sinks: [h] logits with value 0 that join every query's softmax. Their gradient is this rank's share: sum it over
+            cp_group as for any replicated parameter.
+        dropout_p: probability that a weight is dropped. The mask depends on dropout_seed, batch row, head and positions
+            alone: it is the same for any number of ranks, schedule and backend. lse is that without dropout.
+        dropout_seed: integer, the same on all ranks, another one in every call.
+        layout: "zigzag" (Megatron's), "contiguous" (equal shares), or a tuple of every rank's length (contiguous).
+        config: `TreeConfig`; the default lets the planner choose.
+        return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
+
+    Returns: out [b, s/p, h, d_v] in q's dtype (and lse).
+    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
+    Source: Tree Attention (arXiv 2408.04093), spread over a grid of ranks as docs/design.md derives.
+    """
+    config = config or _DEFAULT
+    with telling(cp_group):
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
+        cross = spec.left is None and spec.right is None
+        check_qkv(q, k, v, cross=cross)
+        queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
+    call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
+    out, lse = attend("tree_attn_func", q, k, v, sinks, **call)
+    return (out, lse) if return_lse else out
+
+
+def tree_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    cu_seqlens_padded: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cp_group,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    config: TreeConfig | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tree_attn_func` for documents packed one after another: no query sees a key of another document.
+
+    Every document is sharded zigzag on its own, as Megatron and TransformerEngine do it: padded to a multiple of 2p
+    tokens and cut into 2p chunks, of which rank r holds chunks r and 2p-1-r; `shard_sequence` with
+    `packed_layout(...)` makes these shares. Documents may be empty.
+
+    Args:
+        q: [t/p, h, d], this rank's share of all t rows, padding included. k: [t/p, h_kv, d], v: [t/p, h_kv, d_v].
+        cu_seqlens: integers [n + 1], from 0: where the documents would begin and end without padding.
+        cu_seqlens_padded: the same of the documents with their padding; default without padding. Rows after the last
+            document are padding.
+        cu_seqlens_kv, cu_seqlens_kv_padded: of k and v in cross attention (causal=False, no window), where document i
+            of q sees document i of k; default those of q.
+        max_seqlen: length of the longest document of q; not needed, checked if given.
+        Others as in `tree_attn_func`.
+
+    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing but a sink: out 0 and gradients 0;
+        what they hold, and their dout, may be NaN.
+    Raises: as `tree_attn_func`, and ValueError for a padded length that is no multiple of 2p.
+    """
+    config = config or _DEFAULT
+    with telling(cp_group):
+        check_packed(q, k, v)
+        world = comm.group_size(cp_group)
+        documents = packed_layout(cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world)
+        longest = max(documents.lengths, default=0)
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(f"max_seqlen={max_seqlen} is less than the longest document of cu_seqlens, {longest}")
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
+        of_keys = documents
+        if cu_seqlens_kv is not None:
+            of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[0] * world)
+            check_cross_documents(documents, of_keys, spec)
+        q, k, v = (x[None] for x in (q, k, v))
+        check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
+        queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
+    call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
+    out, lse = attend("tree_attn_varlen_func", q, k, v, sinks, **call)
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+def attend_gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp_group,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    layout: Layout = "zigzag",
+    config: TreeConfig | None = None,
+) -> Tensor:
+    """Attention of this rank's queries over keys of the whole sequence that are here already; nothing is sent.
+
+    Args:
+        q: [b, s/p, h, d], this rank's share.
+        k, v: [b, s, h_kv, d] and [b, s, h_kv, d_v], the shares of all ranks of cp_group, rank by rank, as
+            `gather_shares` lays them out.
+        Others as in `tree_attn_func`; of config the backend counts.
+    Returns: out [b, s/p, h, d_v]. The gradients of k and v are those of this rank's queries alone.
+    Raises: ValueError for bad input.
+    """
+    config = config or _DEFAULT
+    spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
+    check_qkv(q, k, v, cross=True)
+    check_sinks(sinks, q)
+    queries = _sharding(q, "q", cp_group, layout)
+    if k.shape[1] != queries.seq_len or queries.rows != q.shape[1]:
+        raise ValueError(
+            f"k holds {k.shape[1]} tokens: it must hold all shares, {queries.seq_len}, which must be equally long"
+        )
+    keys = dataclasses.replace(queries, fused=queries.world)
+    return attend_here(q, k, v, sinks, spec, queries, keys, cp_group, config.backend)[0]
+
+
+def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:
+    """How the sequence of which x [b, s/p, ...] is this rank's share is sharded."""
+    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    layout = tuple(layout) if isinstance(layout, list) else layout
+    check_layout(layout, world)
+    if not isinstance(layout, tuple):
+        shard_lengths(x.shape[1] * world, world, layout)  # zigzag wants an even share
+        return Sharding(seq_len=x.shape[1] * world, world=world, layout=layout)
+    if x.shape[1] != layout[rank]:
+        raise ValueError(f"{name} holds {x.shape[1]} tokens on rank {rank} but layout={layout} says {layout[rank]}")
+    return Sharding(seq_len=sum(layout), world=world, layout=layout)

@@ -1,0 +1,74 @@
+"""Differentiable exchanges around attention: Ulysses' all-to-all, tokens for heads, and the gather of shares.
+
+Before attention over u neighbouring ranks each of them gives away (u - 1) / u of its heads and gets the other ranks'
+tokens of the heads it keeps; afterwards it is put back. The backward of each exchange is the other one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..merge import state_dtype
+from .grid import SumReducer
+
+
+def heads_to_tokens(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """[b, s, h, d] of this rank's tokens -> [b, u * s, h / u, d]: the team's tokens, this rank's part of the heads."""
+    return _HeadsToTokens.apply(team, *tensors)
+
+
+def tokens_to_heads(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """[b, u * s, h / u, d] -> [b, s, h, d]: back from `heads_to_tokens`."""
+    return _TokensToHeads.apply(team, *tensors)
+
+
+def gather_rows(x: Tensor, team: comm.Team) -> Tensor:
+    """All-gather x [s, ...], equally long on all ranks, to [n * s, ...]; backward, gradients are summed in fp32."""
+    return _GatherRows.apply(team, x)
+
+
+def _to_tokens(team: comm.Team, tensors) -> tuple[Tensor, ...]:
+    n = team.size
+    started = [comm.start_all_to_all(x.unflatten(2, (n, -1)).permute(2, 1, 0, 3, 4), team) for x in tensors]
+    return tuple(pending.wait().flatten(0, 1).transpose(0, 1) for pending in started)  # of [u, s, b, h / u, d]
+
+
+def _to_heads(team: comm.Team, tensors) -> tuple[Tensor, ...]:
+    started = [comm.start_all_to_all(x.transpose(0, 1).unflatten(0, (team.size, -1)), team) for x in tensors]
+    return tuple(pending.wait().permute(2, 1, 0, 3, 4).flatten(2, 3) for pending in started)
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, team, *tensors):
+        ctx.team = team
+        return _to_tokens(team, tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_to_heads(ctx.team, grads)
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, team, *tensors):
+        ctx.team = team
+        return _to_heads(team, tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_to_tokens(ctx.team, grads)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, team, x):
+        ctx.team = team
+        return comm.start_gather(x, team).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        reducer = SumReducer(grad.dtype, state_dtype(grad.dtype))
+        return None, comm.start_reduce_scatter(grad, ctx.team, reducer).wait().to(grad.dtype)

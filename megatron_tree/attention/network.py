@@ -1,0 +1,64 @@
+"""The network of a group: the topology that the planner reckons with, and where the group's ranks stand in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+import zlib
+from typing import NamedTuple
+
+import torch
+
+from .. import comm
+from ..config import TreeConfig
+from ..plan import Placement, Topology, default_topology, load_topology, place
+
+_networks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {(topology, transport, device): Network}
+
+
+class Network(NamedTuple):
+    """What the planner reckons with, and in `topology.transport` how messages will really travel."""
+
+    topology: Topology
+    digest: str
+    """Name and checksum of the topology: files of one name may differ between hosts."""
+    hosts: tuple[str, ...] = ()
+    placement: Placement | None = None
+
+    @classmethod
+    def of(cls, group, device: torch.device, config: TreeConfig) -> Network:
+        """The network of a group; its placement is not known before `placed`. Raises ``ValueError``."""
+        made, key = _networks.get(group, {}) if group is not None else {}, cls._key(device, config)
+        if key in made:
+            return made[key]
+        backend = comm.backend(group)
+        topology = default_topology(backend) if config.topology is None else load_topology(config.topology)
+        wanted = config.transport
+        if wanted == "auto" and config.topology is not None and topology.transport == "builtin":
+            wanted = "builtin"  # measured, or meant for another backend
+        topology = dataclasses.replace(topology, transport=comm.resolve_transport(group, device, wanted))
+        return cls(topology, f"{topology.name} ({zlib.crc32(repr(topology).encode()):08x})")
+
+    def placed(self, group, device: torch.device, config: TreeConfig) -> Network:
+        """The same with its ranks on their hosts; collective at the group's first call."""
+        if self.placement is not None:
+            return self
+        hosts = comm.hosts(group, timeout_s=config.timeout_s)
+        network = self._replace(hosts=hosts, placement=place(self.topology, hosts))
+        if group is not None:
+            _networks.setdefault(group, {})[self._key(device, config)] = network
+        return network
+
+    def placement_of(self, ranks: tuple[int, ...]) -> Placement:
+        """Some of the group's ranks alone, numbered from 0."""
+        if len(ranks) == len(self.hosts):
+            return self.placement
+        return _place(self.topology, tuple(self.hosts[r] for r in ranks))
+
+    @staticmethod
+    def _key(device: torch.device, config: TreeConfig) -> tuple:
+        return config.topology, config.transport, device.type
+
+
+_place = functools.lru_cache(maxsize=64)(place)

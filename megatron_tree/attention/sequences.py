@@ -1,0 +1,81 @@
+"""A sequence and its shares: cut it, and put it together again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..comm.health.agree import agree, telling
+from ..config import TreeConfig
+from ..layout import Layout, check_layout, shard_lengths, shard_positions
+from .heads import gather_rows
+from .network import Network
+
+_DEFAULT = TreeConfig()
+
+
+def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag") -> Tensor:
+    """This rank's share of x, which holds the whole sequence along `dim`. Differentiable; nothing is sent.
+
+    Raises ``ValueError`` when the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
+    """
+    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    return x.index_select(dim, shard_positions(x.shape[dim], rank, world, layout, device=x.device))
+
+
+def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", seq_len: int | None = None) -> Tensor:
+    """The whole sequence, on every rank, from the shares that `shard_sequence` made. One all-gather; no gradients.
+
+    seq_len: the whole length; needed for an uneven "contiguous" layout, default p times this rank's share.
+    """
+    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    with telling(cp_group):
+        check_layout(layout, world)
+        if seq_len is None:
+            seq_len = sum(layout) if isinstance(layout, (tuple, list)) else x.shape[dim] * world
+        lengths = shard_lengths(seq_len, world, layout)
+        if x.shape[dim] != lengths[rank]:
+            raise ValueError(
+                f"x holds {x.shape[dim]} tokens along dim {dim} on rank {rank}; layout={layout!r}, seq_len={seq_len} "
+                f"has {lengths[rank]} there: pass the seq_len of the whole sequence"
+            )
+    shape = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
+    call = {"shape without dim": tuple(shape), "dtype": x.dtype, "seq_len": seq_len, "layout": layout}
+    agree(cp_group, "unshard_sequence", check="first", timeout_s=_DEFAULT.timeout_s, **call)
+    with comm.Task(cp_group, "unshard_sequence"):
+        rows = x.detach().movedim(dim, 0)
+        rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
+        whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))
+    out = rows.new_zeros(seq_len, *rows.shape[1:])
+    for r in range(world):
+        out[shard_positions(seq_len, r, world, layout, device=x.device)] = whole[r, : lengths[r]]
+    return out.movedim(0, dim)
+
+
+def gather_shares(x: Tensor, cp_group, dim: int, *, config: TreeConfig | None = None) -> Tensor:
+    """All ranks' shares along `dim`, equally long, rank by rank, on every rank. One all-gather; differentiable.
+
+    The gradient of a share is the sum of all ranks' gradients of it, formed in fp32: one reduce-scatter. Over several
+    nodes both have two levels, so that a share crosses to another node once.
+
+    config: `TreeConfig`; topology, transport, timeout_s and check are used.
+    """
+    world = comm.group_size(cp_group)
+    if world == 1:
+        return x
+    config = config or _DEFAULT
+    with telling(cp_group):
+        network = Network.of(cp_group, x.device, config)
+    call = {"shape": x.shape, "dtype": x.dtype, "dim": dim % x.dim(), "topology": network.digest}
+    agree(cp_group, "gather_shares", check=config.check, timeout_s=config.timeout_s, **call)
+    with comm.Task(cp_group, "gather_shares"):
+        network = network.placed(cp_group, x.device, config)
+        order, block = network.placement.order, network.placement.block
+        ranks = tuple(order[place::block] for place in range(block))
+        team = comm.Team(cp_group, ranks, network.topology.transport, config.timeout_s, ("shares", block))
+        whole = gather_rows(x.movedim(dim, 0), team)
+    if team.order != tuple(range(world)):
+        by_rank = [team.order.index(r) for r in range(world)]
+        whole = whole.unflatten(0, (world, -1))[by_rank].flatten(0, 1)
+    return whole.movedim(0, dim)

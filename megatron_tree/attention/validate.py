@@ -1,0 +1,304 @@
+"""Checks of the public functions' arguments: every message names the argument, the values seen and the way out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import comm, kernels
+from ..config import DECODE_SCHEDULES, AttnSpec, Dropout, TreeConfig, check_choice
+from ..kernels import PagedKV, Visible
+from ..layout import Packed, Sharding, sequences_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
+    """q [b, s, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], of one dtype, on one device.
+
+    cross: k and v may be of another sequence, with another length than q.
+    """
+    _check_heads(q, k, v, "k", "v")
+    if k.shape[1] != v.shape[1] or (k.shape[1] != q.shape[1] and not cross):
+        raise ValueError(
+            f"q, k and v must hold equally many tokens of this rank's share: q has {q.shape[1]}, k {k.shape[1]}, "
+            f"v {v.shape[1]} (shapes are [batch, sequence, heads, head_dim]); only k and v of cross attention, with "
+            "causal=False and no window_size, may be of another length than q"
+        )
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v of packed documents: [t, heads, head_dim] each."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a 3-D tensor [tokens, heads, head_dim] of packed documents, got {seen}")
+
+
+def check_cross_documents(queries: Packed, keys: Packed, spec: AttnSpec) -> None:
+    """Whether packed queries may look at packed keys of other lengths."""
+    if queries == keys:
+        return
+    if spec.left is not None or spec.right is not None:
+        raise ValueError(
+            f"cu_seqlens_kv differs from cu_seqlens with causal={spec.causal} and window_size={spec.window_size}: "
+            "other documents for k and v are cross attention, which needs causal=False and no window"
+        )
+    counts = [len(x.lengths) for x in (queries, keys)]
+    if counts[0] != counts[1]:
+        raise ValueError(f"cu_seqlens has {counts[0]} documents and cu_seqlens_kv {counts[1]}: they must be as many")
+
+
+def check_ulysses(size: int, world: int, q: Tensor, k: Tensor, queries: Sharding) -> None:
+    """Whether heads can be split over `size` of `world` ranks."""
+    h, h_kv = q.shape[2], k.shape[2]
+    if world % size:
+        raise ValueError(f"ulysses_size={size} must divide the {world} ranks of cp_group")
+    if h % size or (h_kv % size and size % h_kv):
+        raise ValueError(
+            f"ulysses_size={size} must divide the {h} query heads, and divide the {h_kv} KV heads or be a multiple of "
+            "them: choose another size, or 1 for tree attention alone"
+        )
+    if size > 1 and isinstance(queries.layout, tuple):
+        raise ValueError(f"ulysses_size={size} needs equal shares; layout={queries.layout} gives every rank its own")
+
+
+def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """q [b, s_q, h, d], caches [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v], of one dtype, on one device."""
+    _check_heads(q, k_cache, v_cache, "k_cache", "v_cache")
+    if k_cache.shape[1] != v_cache.shape[1]:
+        raise ValueError(f"k_cache holds {k_cache.shape[1]} slots and v_cache {v_cache.shape[1]}: they must be equal")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str) -> None:
+    for name, x in (("q", q), (k_name, k), (v_name, v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a 4-D tensor [batch, sequence, heads, head_dim], got {seen}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {x.dtype}: attention takes fp32, bf16, fp16 or fp64")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} but q has {q.dtype}: cast them to one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on device {x.device} but q is on {q.device}: move them to one device")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch size {x.shape[0]} but q has {q.shape[0]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"{k_name} has {k.shape[2]} heads but {v_name} has {v.shape[2]}")
+    if not k.shape[2] or not q.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads and {k_name} {k.shape[2]}: the number of KV heads must divide the query heads"
+        )
+    if k.shape[3] != q.shape[3] or not q.shape[3]:
+        raise ValueError(f"{k_name} has head_dim {k.shape[3]} but q has {q.shape[3]}: they must be equal and positive")
+
+
+def make_spec(
+    q: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size,
+    softcap: float,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = False,
+) -> AttnSpec:
+    """The call's `AttnSpec` from checked arguments; softmax_scale defaults to 1 / sqrt(head_dim)."""
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    if (
+        isinstance(softmax_scale, bool)
+        or not isinstance(softmax_scale, (int, float))
+        or not math.isfinite(softmax_scale)
+    ):
+        raise ValueError(f"softmax_scale={softmax_scale!r} must be a finite number (or None for 1 / sqrt(head_dim))")
+    if not isinstance(softcap, (int, float)) or not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap={softcap!r} must be a number >= 0; 0 turns it off")
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or any(not isinstance(n, int) or isinstance(n, bool) or n < -1 for n in window_size):
+        raise ValueError(f"window_size={window_size!r} must be (left, right), each an integer >= 0 or -1 for unbounded")
+    return AttnSpec(
+        softmax_scale=float(softmax_scale),
+        causal=bool(causal),
+        window_size=tuple(window_size),
+        softcap=float(softcap),
+        dropout=_dropout(dropout_p, dropout_seed),
+        deterministic=deterministic,
+    )
+
+
+def _dropout(p: float, seed: int | None) -> Dropout | None:
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise ValueError(f"dropout_p={p!r} must be a probability, 0 <= dropout_p < 1; 0 turns it off")
+    if p == 0:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ValueError(
+            f"dropout_seed={seed!r} must be an integer from 0 to 2**63 - 1 when dropout_p={p}: draw a new one for "
+            "every call, the same on all ranks of cp_group"
+        )
+    return Dropout(float(p), seed)
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """sinks [h] on q's device, floating point, or None."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[2],) or not sinks.is_floating_point():
+        seen = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(
+            f"sinks must be a floating-point tensor of one logit per query head, [{q.shape[2]}], got {seen}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on device {sinks.device} but q is on {q.device}: move them to one device")
+
+
+def check_decode_schedule(schedule: str, config: TreeConfig) -> None:
+    """Whether the schedule exists, and is one whose bits config.deterministic can promise."""
+    check_choice("schedule", schedule, DECODE_SCHEDULES)
+    if config.deterministic and schedule == "allreduce":
+        raise ValueError(
+            "schedule='allreduce' leaves the order of its sum to the backend, which deterministic=True rules out: "
+            "choose 'allgather', 'butterfly', 'scatter' or 'two_level', or 'auto'"
+        )
+
+
+def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scale, v_scale, cache_seqlens):
+    """`PagedKV` of checked arguments, None without a block_table."""
+    if block_table is None:
+        if k_scale is not None or v_scale is not None:
+            raise ValueError("k_scale and v_scale come with pages: pass block_table, too")
+        return None
+    ok = isinstance(block_table, Tensor) and block_table.dtype == torch.int32
+    if not ok or block_table.dim() != 2 or block_table.shape[0] != q.shape[0] or not block_table.shape[1]:
+        seen = f"{block_table.dtype} {tuple(block_table.shape)}" if isinstance(block_table, Tensor) else block_table
+        raise ValueError(f"block_table must be int32 [{q.shape[0]}, pages per row], got {seen}")
+    if cache_seqlens is None:
+        raise ValueError("block_table needs cache_seqlens, the number of valid slots of each row")
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in (k_cache, v_cache)]
+    if [len(shape) for shape in shapes] != [4, 4] or shapes[0][:2] != shapes[1][:2] or 0 in shapes[0][:2]:
+        raise ValueError(
+            f"k_cache {shapes[0]} and v_cache {shapes[1]} must be pages [pages, page_size, heads, head_dim], equally "
+            "many, at least one"
+        )
+    for name, x in (("block_table", block_table), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(x, Tensor) and x.device != q.device:
+            raise ValueError(f"{name} is on device {x.device} but q is on {q.device}: move them to one device")
+    scaled = [scale is not None for scale in (k_scale, v_scale)]
+    eight_bits = [x.dtype in (torch.int8, torch.float8_e4m3fn) for x in (k_cache, v_cache)]
+    if scaled != eight_bits or len(set(scaled)) > 1:
+        given = " and ".join(name for name, there in zip(("k_scale", "v_scale"), scaled) if there) or "no scale"
+        raise ValueError(
+            f"k_cache in {k_cache.dtype} and v_cache in {v_cache.dtype} come with {given}: pages in int8 or fp8 need "
+            "both k_scale and v_scale, others neither"
+        )
+    for name, scale, pages in (("k_scale", k_scale, k_cache), ("v_scale", v_scale, v_cache)):
+        if scale is not None and (scale.shape != pages.shape[:3] or scale.dtype != torch.float32):
+            raise ValueError(f"{name} {scale.dtype} {tuple(scale.shape)} must be fp32 {list(pages.shape[:3])}")
+    dtypes = [q.dtype if scaled[0] else x.dtype for x in (k_cache, v_cache)]
+    rows = [x.new_empty((), dtype=t).expand(q.shape[0], *x.shape[1:]) for x, t in zip((k_cache, v_cache), dtypes)]
+    _check_heads(q, *rows, "k_cache", "v_cache")
+    # on an accelerator the values stay there: reading them would stall every step
+    if q.device.type == "cpu" and isinstance(cache_seqlens, Tensor) and cache_seqlens.shape == (q.shape[0],):
+        used = torch.arange(block_table.shape[1]) * k_cache.shape[1] < cache_seqlens[:, None]
+        if bool((used & ((block_table < 0) | (block_table >= len(k_cache)))).any()):
+            raise ValueError(f"block_table={block_table.tolist()} names pages beyond the {len(k_cache)} of k_cache")
+    return PagedKV(block_table, k_scale, v_scale)
+
+
+def check_visible(q: Tensor, s_local: int, q_positions, cache_positions, cache_seqlens, spec: AttnSpec) -> Visible:
+    """What the queries see of this rank's slots, from checked arguments; positions as [b, s_q] and [b, s_local]."""
+    b, s_q = q.shape[:2]
+    if (q_positions is None) != (cache_positions is None):
+        given = "q_positions" if cache_positions is None else "cache_positions"
+        raise ValueError(f"only {given} is given: pass q_positions and cache_positions, or neither")
+    if q_positions is None and (s_q > 1 or spec.left is not None):
+        raise ValueError(
+            f"q holds {s_q} tokens with window_size={spec.window_size}: pass q_positions and cache_positions, to say "
+            "what each query may see (without them one query sees every valid slot)"
+        )
+    if q_positions is not None:
+        q_positions = _rows("q_positions", q_positions, b, s_q, q.device)
+        cache_positions = _rows("cache_positions", cache_positions, b, s_local, q.device)
+    if cache_seqlens is not None:
+        ok = isinstance(cache_seqlens, Tensor) and not cache_seqlens.is_floating_point()
+        if not ok or tuple(cache_seqlens.shape) != (b,):
+            seen = (
+                f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
+                if isinstance(cache_seqlens, Tensor)
+                else cache_seqlens
+            )
+            raise ValueError(f"cache_seqlens must be an integer tensor of one length per batch row, [{b}], got {seen}")
+        if cache_seqlens.device != q.device:
+            raise ValueError(f"cache_seqlens is on device {cache_seqlens.device} but q is on {q.device}")
+        # on an accelerator the values stay there: reading them would stall every step
+        if q.device.type == "cpu" and b and not 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= s_local:
+            raise ValueError(f"cache_seqlens={cache_seqlens.tolist()} must be within 0 and the cache's {s_local} slots")
+    return Visible(lengths=cache_seqlens, q_positions=q_positions, k_positions=cache_positions)
+
+
+def _rows(name: str, positions, b: int, n: int, device) -> Tensor:
+    ok = isinstance(positions, Tensor) and positions.dtype in (torch.int64, torch.int32)
+    if not ok or tuple(positions.shape) not in ((n,), (b, n), (1, n)):
+        seen = (
+            f"{positions.dtype} {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+        )
+        raise ValueError(f"{name} must be an integer tensor of shape [{n}] or [{b}, {n}], got {seen}")
+    if positions.device != device:
+        raise ValueError(f"{name} is on device {positions.device} but q is on {device}: move them to one device")
+    return positions.to(torch.int64).expand(b, n)
+
+
+def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: Sharding, **tensors) -> None:
+    """With config.check "finite": raise ``ValueError`` for NaN or infinities in this rank's q, k, v, dout or sinks.
+
+    Rows of padding are not read, they may hold anything: those are the rows of no segment of the sharding (thd padding,
+    the ends of a padded batch's rows, what Megatron's padding mask hides).
+    """
+    if config.check != "finite":
+        return
+    rank = comm.group_rank(cp_group)
+    for name, x in tensors.items():
+        used = None
+        if name != "sinks" and x is not None:
+            segments = (keys if name in ("k", "v") else queries).segments([rank])
+            used = (sequences_of(segments, x.shape[1], device=x.device) >= 0)[None]
+        _check_finite(rank, name, x, used)
+
+
+def check_finite_cache(config: TreeConfig, cp_group, q, k_cache, v_cache, sinks, visible: Visible, paged=None) -> None:
+    """`check_finite_shares` for a cache: slots beyond cache_seqlens, of pages not owned and at position -1 may hold
+    anything. Of pages the index told is [row, slot, head, column], with slots counted through the row's pages."""
+    if config.check != "finite":
+        return
+    rank = comm.group_rank(cp_group)
+    _check_finite(rank, "q", q)
+    _check_finite(rank, "sinks", sinks)
+    for row in range(q.shape[0]):
+        length = None if visible.lengths is None else int(visible.lengths[row])
+        if paged is None:
+            found = (x[row : row + 1, :length] for x in (k_cache, v_cache))
+        else:
+            found = kernels.gather_row(k_cache, v_cache, paged, row, length, q.dtype)
+        for name, x in zip(("k_cache", "v_cache"), found):
+            used = None if visible.k_positions is None else visible.k_positions[row : row + 1, : x.shape[1]] >= 0
+            _check_finite(rank, name, x, used, row)
+
+
+def _check_finite(rank: int, name: str, x: Tensor | None, used: Tensor | None = None, first_row: int = 0) -> None:
+    """used: bool [b or 1, s], the rows of x [b, s, ...] that count."""
+    if x is None or not x.numel():
+        return
+    bad = ~torch.isfinite(x)
+    if used is not None:
+        bad &= used.unflatten(1, (used.shape[1], *(1 for _ in x.shape[2:])))
+    if bad.any():
+        at = bad.nonzero()[0].tolist()
+        value = x[tuple(at)].item()
+        at[0] += first_row
+        raise ValueError(
+            f"{name} on rank {rank} of cp_group holds NaN or infinities in {int(bad.sum())} places, the first at "
+            f"{name}{at} = {value}: look where that rank's {name} comes from (check='finite' looked)"
+        )

@@ -1,0 +1,275 @@
+"""Runs a model over the rows of a sharded KV cache, whatever framework the model is from.
+
+`CachedCall` is what the model's attention layers call while it runs; a `RowRunner` cuts prompts into chunks, gives
+every rank its tokens and their positions, and takes tokens back when a run fails. A framework adds `RowRunner._run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..attention.cached import tree_decode, tree_prefill
+from ..comm import broadcast, group_size
+from ..comm.health.agree import agree, telling
+from ..config import DECODE_SCHEDULES, TreeConfig, check_choice
+from ..kernels import gather_row
+from . import Append, ShardedCache, View
+
+CHUNK_SIZE = 2048
+
+
+@dataclass
+class CachedCall:
+    """One run of a model over new tokens of some rows."""
+
+    store: ShardedCache
+    cp_group: object
+    schedule: str
+    rows: tuple[int, ...]
+    append: Append
+    progress: Callable[[int, int], None] | None = None
+    written: set[int] = field(default_factory=set)
+    """Layers that have stored their tokens."""
+    views: dict[int, View] = field(default_factory=dict)
+    """By kind of layer: where the kernels find the rows."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the longest row, the new ones among them."""
+        return max(self.append.first) + self.append.num_tokens
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, config: TreeConfig, **options) -> Tensor:
+        """Store a layer's new keys and values, and attend to all that the ranks hold of the rows. Collective.
+
+        Args:
+            layer: its number, from 0; every layer once per call.
+            q: [b, n, h, d]; k, v: [b, n, h_kv, d] and [b, n, h_kv, d_v], positions already applied: the new tokens of
+                each row; in a sharded prefill this rank's share of the one row's, or one token if it has none.
+            config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks.
+        Returns: [b, n, h, d_v] in q's dtype.
+        """
+        store, kind = self.store, self.store.kind_of[layer]
+        self.written.add(layer)
+        store.write(layer, self.append, k, v)
+        if kind not in self.views:
+            self.views[kind] = store.view(kind, self.rows, q.device)
+        run = self._prefill if self.append.shares is not None else self._decode
+        out = run(layer, self.views[kind], q, config=config, cp_group=self.cp_group, **options)
+        if self.progress is not None:
+            self.progress(len(self.written), len(store.layers))
+        return out
+
+    def _prefill(self, layer: int, view: View, q: Tensor, *, cp_group, **options) -> Tensor:
+        store, append, rank = self.store, self.append, self.store.book.rank
+        pages, kind = store.layers[layer], store.kind_of[layer]
+        own = sum(count for _, count in append.shares[rank])
+        # queries and partial results are as wide as keys and values: the fewer travel
+        gather_keys = store.book.num_visible(append, kind) * pages.k.shape[2] <= append.num_tokens * q.shape[2]
+        segments = store.key_segments(append, kind, of_all_ranks=gather_keys)
+        held = sum(segment.length for segment in (segments[rank] if gather_keys else segments))
+        k, v = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype)
+        options.update(cp_group=cp_group, shares=append.shares, key_segments=segments)
+        out = tree_prefill(q[:, :own], k, v, **options)
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))
+
+    def _decode(self, layer: int, view: View, q: Tensor, *, window_size: tuple[int, int], **options) -> Tensor:
+        pages, num_queries = self.store.layers[layer], q.shape[1]
+        if num_queries > 1 or window_size != (-1, -1):
+            first = torch.tensor(self.append.first, device=q.device)[:, None]
+            options["q_positions"] = first + torch.arange(num_queries, device=q.device)
+            options["cache_positions"] = view.positions
+        return tree_decode(
+            q,
+            pages.k,
+            pages.v,
+            cache_seqlens=view.lengths,
+            block_table=view.block_table,
+            k_scale=pages.k_scale,
+            v_scale=pages.v_scale,
+            window_size=window_size,
+            schedule=self.schedule,
+            **options,
+        )
+
+
+class RowRunner:
+    """A model and the rows that it runs over. Every rank calls the same methods in the same order with equal arguments.
+
+    Args:
+        store: the sharded cache, one layer for each attention layer. cp_group: the group that it is sharded over.
+        token_group: the ranks that run the same tokens: those of cp_group, and tensor-parallel ones.
+        device, vocab_size, max_positions: of the model; max_positions None = no limit.
+        chunk_size: tokens of a prompt that are run at once; it bounds the memory of activations.
+        capacity_tokens: tokens that the cache may hold on all ranks together; None = it grows as needed. It is up to
+            the caller not to exceed it: see `free_tokens`.
+        schedule: how partial attention is merged, see `tree_decode`.
+        config: `TreeConfig`; its check and timeout_s are used to compare prompts.
+    Raises: ValueError for an unknown schedule or sizes below 1.
+    """
+
+    def __init__(
+        self,
+        store: ShardedCache,
+        *,
+        cp_group,
+        token_group,
+        device: torch.device,
+        vocab_size: int,
+        max_positions: int | None,
+        chunk_size: int = CHUNK_SIZE,
+        capacity_tokens: int | None = None,
+        schedule: str = "auto",
+        config: TreeConfig | None = None,
+    ):
+        check_choice("schedule", schedule, DECODE_SCHEDULES)
+        for name, value in (("chunk_size", chunk_size), ("capacity_tokens", capacity_tokens)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a positive number of tokens")
+        self.store, self.cp_group, self.token_group = store, cp_group, token_group
+        self.device, self.vocab_size, self.max_positions = device, vocab_size, max_positions
+        self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
+        self.config = config or TreeConfig()
+        self._book = store.book
+
+    def add(self) -> int:
+        """A new, empty row; returns its id."""
+        return self._book.add()
+
+    def length(self, row: int) -> int:
+        """Tokens that the cache holds of a row."""
+        return self._book.rows[row].length
+
+    def crop(self, row: int, length: int) -> None:
+        """Forget a row's tokens at position `length` and later. Raises ValueError, see `RowBook.crop`."""
+        self.store.crop(row, length)
+
+    def fork(self, row: int) -> int:
+        """A copy of a row, which shares its memory until one of the two goes on; returns its id."""
+        return self._book.fork(row)
+
+    def remove(self, row: int) -> None:
+        """Forget a row; its memory is free for others."""
+        self.store.remove(row)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; a row takes whole pages."""
+        return self._book.page_size
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that still fit into the cache, in whole pages; None = it grows."""
+        if self.capacity_tokens is None:
+            return None
+        return (self.capacity_tokens // self._book.page_size - sum(self._book.loads)) * self._book.page_size
+
+    @torch.no_grad()
+    def prefill(self, row: int, tokens: Tensor, *, sharded: bool = True, progress=None) -> Tensor:
+        """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
+
+        Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
+        with sharded=False, are run on every rank. A failure takes back the tokens of the chunk that it happened in;
+        those of the chunks before stay.
+
+        Args:
+            tokens: int64 [n], n >= 1.
+            progress: called as progress(tokens done, all of them) while the ranks work, layer by layer.
+        Returns: fp32 logits [vocab_size] of the last token, the same on all ranks of the cache's group.
+        Raises: ValueError for tokens of another shape or dtype, more than the model has positions for, or ranks that
+            disagree.
+        """
+        with telling(self.token_group):
+            self._check([row], tokens, dims=1)
+        tokens = tokens.to(self.device)
+        self._agree_on_prompt(row, tokens)
+        total, world = tokens.shape[0], self._book.world
+        for begin in range(0, total, self.chunk_size):
+            chunk = tokens[begin : begin + self.chunk_size]
+            tell = None
+            if progress is not None:
+                done, n = begin, len(chunk)
+                tell = lambda layer, layers, done=done, n=n: progress(done + n * layer // layers, total)  # noqa: E731
+            if sharded and world > 1 and len(chunk) >= world * self._book.page_size:
+                logits = self._sharded_chunk(row, chunk, tell)
+            else:
+                with self._calling([row], len(chunk), progress=tell) as call:
+                    logits = self._run(call, chunk[None], self._positions(call), keep=len(chunk) - 1)[0, -1]
+        return logits.float()
+
+    @torch.no_grad()
+    def step(self, rows: list[int], tokens: Tensor) -> Tensor:
+        """Append tokens to some rows, each at its own end. Collective; a failure takes them back.
+
+        Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation.
+        Returns: fp32 logits [len(rows), n, vocab_size].
+        Raises: ValueError as `prefill`, and for another number of rows.
+        """
+        with telling(self.cp_group):
+            self._check(rows, tokens, dims=2)
+        with self._calling(rows, tokens.shape[1]) as call:
+            return self._run(call, tokens.to(self.device), self._positions(call), keep=None).float()
+
+    def _run(self, call: CachedCall, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+        """Run the model over tokens [b, n] at positions [b, n], int64; its attention layers call `call.attend`.
+
+        Returns: logits [b, n, vocab_size], or [b, 1, vocab_size] of the token at index `keep`.
+        """
+        raise NotImplementedError
+
+    def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
+        """Logits of the chunk's last token."""
+        with self._calling([row], len(chunk), sharded=True, progress=progress) as call:
+            first, shares, rank = call.append.first[0], call.append.shares, self._book.rank
+            runs = shares[rank] or [(first, 1)]  # a rank without tokens runs one all the same
+            positions = torch.cat([torch.arange(start, start + count) for start, count in runs]).to(self.device)
+            end = first + len(chunk)
+            owner = next(i for i, runs in enumerate(shares) if runs and sum(runs[-1]) == end)
+            keep = len(positions) - 1 if owner == rank else 0
+            logits = self._run(call, chunk[positions - first][None], positions[None], keep=keep)[0, -1]
+            return broadcast(logits.contiguous(), self.cp_group, owner, timeout_s=self.config.timeout_s)
+
+    def _positions(self, call: CachedCall) -> Tensor:
+        first = torch.tensor(call.append.first, device=self.device)[:, None]
+        return first + torch.arange(call.append.num_tokens, device=self.device)
+
+    @contextlib.contextmanager
+    def _calling(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+        append = self.store.append(rows, num_tokens, sharded=sharded)
+        call = CachedCall(self.store, self.cp_group, self.schedule, tuple(rows), append, progress)
+        try:
+            yield call
+        except BaseException:
+            for row, length in zip(rows, append.first, strict=True):
+                self.store.crop(row, length)
+            raise
+
+    def _check(self, rows, tokens: Tensor, dims: int) -> None:
+        if tokens.dim() != dims or 0 in tokens.shape or tokens.dtype != torch.int64:
+            wanted = "[tokens]" if dims == 1 else "[rows, tokens]"
+            raise ValueError(f"tokens must be int64 {wanted}, got {list(tokens.shape)} {tokens.dtype}")
+        unknown = [row for row in rows if row not in self._book.rows]
+        if unknown or not rows or len(set(rows)) != len(rows) or (dims == 2 and len(rows) != tokens.shape[0]):
+            raise ValueError(
+                f"rows={list(rows)} with tokens {list(tokens.shape)}: give each row of the cache once, with its tokens"
+                + (f"; {unknown} are not there" if unknown else "")
+            )
+        longest = max(map(self.length, rows)) + tokens.shape[-1]
+        if self.max_positions is not None and longest > self.max_positions:
+            raise ValueError(
+                f"a row would hold {longest} tokens, but the model has {self.max_positions} positions: end it before, "
+                "or build the model for longer sequences"
+            )
+
+    def _agree_on_prompt(self, row: int, tokens: Tensor) -> None:
+        digest = ""
+        if group_size(self.token_group) > 1:
+            digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]
+        call = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
+        call["digest of tokens"] = digest
+        agree(self.token_group, "prefill", check=self.config.check, timeout_s=self.config.timeout_s, **call)

@@ -1,0 +1,1 @@
+"""Ranks that differ, fail or hang: found out together and named."""

@@ -1,0 +1,62 @@
+"""How the ranks of a job meet: a store on MASTER_ADDR, not on every interface of the machine."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..log import say_once
+
+BACKLOG = 2048  # every rank connects, and some do so more than once
+
+
+def start_default_group(backend: str, *, timeout_s: float, **options: Any) -> None:
+    """Initialize the default process group as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+
+    Torch lets the store listen on all interfaces. Here it listens on MASTER_ADDR alone where that is an address or
+    "localhost"; a name may mean another address on another host, so with one torch does as it always does. So does
+    torchrun, whose agent holds the store. options: of `torch.distributed.init_process_group`.
+    Raises: ``ValueError`` on rank 0 when the port can't be had.
+    """
+    limit = timedelta(seconds=timeout_s)
+    address, rank, world = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_address(address):
+        dist.init_process_group(backend, timeout=limit, **options)
+        return
+    port = int(os.environ["MASTER_PORT"])
+    listener = _listen(address, port) if rank == 0 else None
+    store = dist.TCPStore(address, port, world, rank == 0, limit, master_listen_fd=listener)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, **options)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return text == "localhost"
+    return True
+
+
+def _listen(address: str, port: int) -> int | None:
+    """A listening socket, which the caller owns; None where the address is another's and only leads to this machine."""
+    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(place)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise ValueError(
+                    f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks can't meet there ({error}): choose another "
+                    "port (--port of the launch scripts)"
+                ) from error
+            say_once(f"MASTER_ADDR={address} is no address of this machine: the store listens on all interfaces")
+            return None
+        return listener.detach()

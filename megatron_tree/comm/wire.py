@@ -1,0 +1,73 @@
+"""JSON values between ranks: plans of the scheduler, figures, the outcome of a check. No pickle comes off a network."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from ..errors import TreeError
+from . import backend, broadcast, group_rank, group_size
+
+PACKET = 1024  # bytes of the first message; a usual decoding step needs no second one
+LENGTH = 8  # of them: the value's length
+
+
+def share(value: Any, group, *, source: int = 0, device: torch.device | None = None, timeout_s: float = 600.0) -> Any:
+    """`value` of group rank `source` on all ranks of the group, made of what JSON has; other ranks pass anything.
+
+    One broadcast of 1 KiB, and a second one for what does not fit into it. device: of the messages where the group's
+    backend needs one (NCCL); default the current GPU. Raises: `CommError` when it fails or runs past timeout_s.
+    """
+    if group_size(group) == 1:
+        return value
+    if backend(group) == "gloo":
+        device = torch.device("cpu")
+    elif device is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    sends = group_rank(group) == source
+    data = json.dumps(value, separators=(",", ":")).encode() if sends else b""
+    packet = (len(data).to_bytes(LENGTH, "little") + data[: PACKET - LENGTH]).ljust(PACKET, b"\0")
+    packet = _broadcast(packet, group, source, device, timeout_s)
+    length, first = int.from_bytes(packet[:LENGTH], "little"), packet[LENGTH:]
+    if length > len(first):
+        rest = data[len(first) :] if sends else bytes(length - len(first))
+        first += _broadcast(rest, group, source, device, timeout_s)
+    return value if sends else json.loads(first[:length])
+
+
+def share_all(value: Any, group, *, timeout_s: float = 600.0) -> list[Any]:
+    """Every rank's `value` on all ranks, by group rank; a rank gets its own back as it is. See `share`."""
+    return [share(value, group, source=rank, timeout_s=timeout_s) for rank in range(group_size(group))]
+
+
+def _broadcast(data: bytes, group, source: int, device: torch.device, timeout_s: float) -> bytes:
+    message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    return bytes(broadcast(message, group, source, timeout_s=timeout_s).cpu().numpy())
+
+
+def share_check(check, group, *, device: torch.device | None = None, timeout_s: float = 600.0) -> Any:
+    """What `check()` returns on group rank 0, on all ranks; it runs there only, and its value must fit into JSON.
+
+    Raises: the ``ValueError`` of rank 0 on every rank; an ``OSError`` of rank 0 as it is there, and as a ``ValueError``
+        with its text elsewhere; what else fails there is a `TreeError` elsewhere.
+    """
+    options = {"device": device, "timeout_s": timeout_s}
+    if group_rank(group) != 0:
+        told = share(None, group, **options)
+        if "error" in told:
+            raise ValueError(told["error"])
+        if "failed" in told:
+            raise TreeError(f"rank 0 failed: {told['failed']}")
+        return told["value"]
+    try:
+        value = check()
+    except (ValueError, OSError) as error:
+        share({"error": str(error)}, group, **options)
+        raise
+    except BaseException as error:
+        share({"failed": f"{type(error).__name__}: {error}"}, group, **options)
+        raise
+    share({"value": value}, group, **options)
+    return value

@@ -1,0 +1,140 @@
+"""DeepSpeed training of Transformers models with the sequence sharded by tree attention, ZeRO 0 to 3.
+
+    init_distributed()                                          # integrations/deepspeed.py; under the launcher
+    parallel = register_sequence_parallel(model, sp_size=4)     # the other factor of the ranks is data parallel
+    engine, *_ = deepspeed.initialize(model=model, mpu=parallel, config=config, model_parameters=model.parameters())
+    for batch in batches:                                       # equal on the ranks of one sequence group
+        loss = engine(**parallel.shard_batch(batch)).loss       # the mean over all tokens of all ranks
+        engine.backward(loss)
+        engine.step()
+
+Why the mpu tells DeepSpeed of no sequence ranks. Given `get_sequence_parallel_world_size`, ZeRO 0, 1 and 2 divide the
+sum of the gradients by data-parallel ranks alone, while ZeRO 3 divides its reduce-scatter by all ranks: results differ
+by a factor of sp_size. And ZeRO 3 partitions parameters, and so reduces gradients, over `get_data_parallel_group`: if
+that is not all ranks, sequence ranks keep gradients of their own. So here DeepSpeed averages over all ranks, at every
+stage, and the loss is scaled for that (`transformers_training.loss_over_all_ranks`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import Tensor
+
+from ...comm import group_rank, group_size
+from ...comm.health.agree import agree, telling
+from ...config import TreeConfig
+from .. import transformers  # noqa: F401  registers "tree"
+from ..transformers.training import shard_batch, train_on_shards
+from .inference import init_comm
+
+
+def register_sequence_parallel(
+    model, *, sp_size: int | None = None, tree_config: TreeConfig | None = None
+) -> SequenceParallel:
+    """Make a Transformers model train on sharded sequences. Collective over all ranks.
+
+    Args:
+        model: a decoder-only causal language model, before `deepspeed.initialize`; its attention becomes "tree".
+        sp_size: ranks that share a sequence, neighbours; default all. The others are data parallel.
+        tree_config: of the attention; `TreeConfig(ulysses_size=2)` splits the heads over pairs of neighbours.
+    Returns: what `deepspeed.initialize(mpu=...)` takes, with `shard_batch`.
+    Raises: ValueError before any group is made: no process group yet, a size that doesn't divide the ranks, a model
+        that can't be trained on shards.
+    """
+    if not dist.is_initialized():
+        raise ValueError("there is no process group: call integrations.deepspeed.init_distributed() first")
+    world = dist.get_world_size()
+    sp_size = world if sp_size is None else sp_size
+    if not isinstance(sp_size, int) or isinstance(sp_size, bool) or sp_size < 1 or world % sp_size:
+        raise ValueError(f"sp_size={sp_size!r} must be a positive integer that divides the {world} ranks")
+    tree_config = tree_config or TreeConfig()
+    train_on_shards(model)
+    init_comm(tree_config.timeout_s)
+    return SequenceParallel(sp_size, tree_config)
+
+
+class SequenceParallel:
+    """This rank's place among sequence x data-parallel ranks, and what DeepSpeed calls an mpu.
+
+    Rank = data-parallel rank * sp_size + sequence rank.
+    """
+
+    def __init__(self, sp_size: int, tree_config: TreeConfig):
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.dp_size, self.sp_size = world // sp_size, sp_size
+        self.dp_rank, self.sp_rank = divmod(rank, sp_size)
+        self.sp_group = _group_of_neighbours(sp_size)
+        self.tree_config = tree_config
+        self._alone = _group_of_neighbours(1)
+        self._compared = False
+
+    def shard_batch(self, batch: dict[str, Tensor], *, dropout_seed: int | None = None) -> dict:
+        """This rank's share of a batch that all ranks of its sequence group hold; see `transformers_training`.
+
+        dropout_seed: needed if the model has attention dropout: a number that is new for every batch (of gradient
+            accumulation, too) and the same on all ranks. Data-parallel ranks draw different masks from it.
+        Raises: ValueError for bad batches, for an engine that was not given this mpu and, at the first batch, for ranks
+            of a sequence group that hold different ones.
+        """
+        if dropout_seed is not None and (not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool)):
+            raise ValueError(f"dropout_seed={dropout_seed!r} must be an integer, for instance the batch's number")
+        if groups.mpu not in (None, self):
+            raise ValueError(
+                "deepspeed.initialize has another mpu than this: hand it this one, mpu=..., and configure no "
+                "tensor_parallel, which makes one of its own"
+            )
+        seed = None if dropout_seed is None else f"{dropout_seed}/{self.dp_rank}"
+        options = {"loss_group": dist.group.WORLD, "tree_config": self.tree_config, "dropout_seed": seed}
+        with telling(self.sp_group):
+            sharded = shard_batch(batch, cp_group=self.sp_group, **options)
+        if not self._compared:
+            self._compared = True
+            digest = hashlib.sha256(batch["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16]
+            call = {"input_ids": batch["input_ids"].shape, "digest of input_ids": digest}
+            agree(self.sp_group, "shard_batch", check="always", timeout_s=self.tree_config.timeout_s, **call)
+        return sharded
+
+    # what DeepSpeed asks: batch sizes and samplers go by data-parallel ranks, ...
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.dp_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.dp_rank
+
+    # ... gradients are averaged, and states partitioned, over all ranks, ...
+
+    def get_data_parallel_group(self):
+        return dist.group.WORLD
+
+    def get_sequence_data_parallel_group(self):
+        return dist.group.WORLD
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return group_size(dist.group.WORLD)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return group_rank(dist.group.WORLD)
+
+    # ... and every rank has all weights: a group of one, since DeepSpeed takes None for all ranks in places
+
+    def get_model_parallel_group(self):
+        return self._alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+def _group_of_neighbours(size: int):
+    """This rank's group of `size` ranks next to one another. All ranks make all groups."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if size == world:
+        return dist.group.WORLD
+    made = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+    return made[rank // size]

@@ -1,0 +1,43 @@
+"""Tree attention for Megatron-core: what users import.
+
+The shortest way, any layer spec, also under Megatron-LM's `--cp-comm-type tree`:
+
+    from megatron_tree.integrations import megatron as tree
+    tree.install()
+    config = TransformerConfig(..., context_parallel_size=4, cp_comm_type="tree", attention_dropout=0.0)
+
+or by the spec, without touching Megatron's classes; then "p2p" (ring) and "all_gather" (KV gather) are ours as well:
+
+    model = GPTModel(config=config, transformer_layer_spec=tree.get_gpt_layer_tree_spec(), ...)
+    model = GPTModel(config=config, transformer_layer_spec=tree.use_tree_attention(your_spec), ...)
+
+A trained model decodes and takes prompts with its KV cache sharded over the same ranks: `MegatronRunner`.
+Megatron-LM's own scripts: docs/megatron-lm.md has three ways, with and without a change to its sources.
+On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
+"""
+
+from .attention import TreeDotProductAttention, tree_config_for
+from .compat import CP_COMM_TYPES, UnsupportedMegatronError
+from .cpu import megatron_on_cpu
+from .inference import MegatronRunner
+from .mla import use_mla_latent
+from .norm import SequenceParallelNorm, use_sequence_parallel_norm
+from .spec import core_attention_for_tree, get_gpt_layer_tree_spec, install, is_installed, uninstall, use_tree_attention
+
+__all__ = [
+    "CP_COMM_TYPES",
+    "MegatronRunner",
+    "SequenceParallelNorm",
+    "TreeDotProductAttention",
+    "UnsupportedMegatronError",
+    "core_attention_for_tree",
+    "get_gpt_layer_tree_spec",
+    "install",
+    "is_installed",
+    "megatron_on_cpu",
+    "tree_config_for",
+    "uninstall",
+    "use_mla_latent",
+    "use_sequence_parallel_norm",
+    "use_tree_attention",
+]

@@ -1,0 +1,273 @@
+"""Megatron-core's core attention, over a sequence that is sharded across the context-parallel group."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.functional import tree_attn_func, tree_attn_varlen_func
+from ...config import TreeConfig
+from . import compat as compat
+
+compat.megatron_version()  # a clear error before the imports below fail
+
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+
+from .masks import read_mask  # noqa: E402
+
+
+def tree_config_for(
+    cp_comm_type: str | None, cp_sizes: tuple[int, int], tree_config: TreeConfig | None = None
+) -> TreeConfig:
+    """What a layer's `cp_comm_type` means.
+
+    Args:
+        cp_comm_type: "tree" or None: `tree_config` as it is (by default the planner chooses the grid); "p2p": KV is
+            passed round a ring; "all_gather": KV is gathered, queries stay, the grid (1, cp); "a2a": heads are split
+            over all ranks (Ulysses); "a2a+tree", "a2a+p2p": over the first of `cp_sizes`, the rest as said.
+        cp_sizes: (Ulysses ranks, rest) of the context-parallel group, for types of two parts; else (1, cp).
+        tree_config: backend, wire format and checks of all layers, and the grid of the "tree" layers.
+    Raises: ValueError for any other `cp_comm_type`.
+    """
+    base, cp_size = tree_config if tree_config is not None else TreeConfig(), math.prod(cp_sizes)
+    ring = dict(schedule="ring", grid=None, grid_backward=None, head_groups=None)
+    if cp_comm_type is None or cp_comm_type == "tree":
+        return base
+    if cp_comm_type == "p2p":
+        return dataclasses.replace(base, **ring, ulysses_size=1)
+    if cp_comm_type == "all_gather":
+        return dataclasses.replace(base, schedule="grid", grid=(1, cp_size), grid_backward=None, ulysses_size=1)
+    if cp_comm_type == "a2a":
+        return dataclasses.replace(base, schedule="grid", grid=None, grid_backward=None, ulysses_size=cp_size)
+    if cp_comm_type == "a2a+tree":
+        return dataclasses.replace(base, ulysses_size=cp_sizes[0])
+    if cp_comm_type == "a2a+p2p":
+        return dataclasses.replace(base, **ring, ulysses_size=cp_sizes[0])
+    raise ValueError(
+        f"cp_comm_type={cp_comm_type!r} is not supported by tree attention: choose one of "
+        f"{', '.join(map(repr, compat.CP_COMM_TYPES))}, or leave this layer's core attention as TransformerEngine's"
+    )
+
+
+class TreeDotProductAttention(MegatronModule):
+    """Drop-in for `DotProductAttention` and `TEDotProductAttention` with context parallelism of any schedule.
+
+    The sequence is sharded as Megatron's `get_batch_on_this_cp_rank` does it (zigzag; packed documents each on their
+    own). Supported: causal and full attention, padded and packed (thd) batches, cross attention, MHA, GQA, MQA, value
+    heads of another size, sliding windows (`window_size`, `window_attn_skip_freq`), attention sinks (`softmax_type`
+    "off-by-one" and "learnable"), dropout, tensor and pipeline parallelism, activation recomputation.
+
+    Args:
+        config: TransformerConfig. `context_parallel_size` must equal the size of the context-parallel group.
+        layer_number: 1-based number of the layer.
+        attn_mask_type: causal, padding, padding_causal, no_mask, or arbitrary with a mask that is one of these.
+        attention_type: "self" or "cross".
+        attention_dropout: default `config.attention_dropout`. The mask is drawn by a seed from Megatron's random state
+            and is the same for any number of context-parallel ranks.
+        softmax_scale: default 1 / sqrt(head_dim).
+        cp_comm_type: "tree" (also None), "p2p", "all_gather", "a2a", "a2a+tree" or "a2a+p2p"; see `tree_config_for`.
+        pg_collection: process groups `tp` and `cp`; default: those of Megatron's parallel state.
+        model_comm_pgs: the older name of `pg_collection`.
+        k_channels, v_channels: head sizes of keys and values where they differ (MLA).
+        tree_config: TreeConfig, to pin the grid or the backend. Passed by `use_tree_attention`.
+    Raises: ValueError for options that would change the result and can't be honoured.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        model_comm_pgs: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        *,
+        tree_config: TreeConfig | None = None,
+        **newer_arguments: Any,
+    ):
+        super().__init__(config=config)
+        compat.refuse_unknown_arguments("the constructor of TreeDotProductAttention", newer_arguments)
+        self.tp_group, self.cp_group = compat.process_groups(pg_collection, model_comm_pgs)
+        cp_size = config.context_parallel_size
+        if cp_size == 1:
+            self.cp_group = None  # Megatron's configuration counts, whatever group exists
+        elif self.cp_group.size() != cp_size:
+            raise ValueError(
+                f"context_parallel_size={cp_size} in the TransformerConfig, but the context-parallel group has "
+                f"{self.cp_group.size()} ranks: initialize Megatron's parallel state with the same size"
+            )
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.cp_comm_type = cp_comm_type
+        two_parts = cp_comm_type is not None and "+" in cp_comm_type
+        sizes = compat.hierarchical_sizes(config, self.cp_group) if two_parts else (1, cp_size)
+        self.tree_config = tree_config_for(cp_comm_type, sizes, tree_config)
+        places = cp_size // self.tree_config.ulysses_size
+        for name in ("grid", "grid_backward"):
+            grid = getattr(self.tree_config, name)
+            if grid is not None and math.prod(grid) != places:
+                raise ValueError(
+                    f"{name}={grid} has {math.prod(grid)} places, but context_parallel_size={cp_size} leaves {places} "
+                    f"(ulysses_size={self.tree_config.ulysses_size})"
+                )
+        _refuse_unsupported(config, attention_type)
+        self.is_cross = self.takes_other_keys = attention_type == "cross"  # keys of another length than the queries
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        # apply_query_key_layer_scaling needs nothing here: it divides the scores by the layer number and multiplies
+        # them again inside the softmax, against fp16 overflow; our scores are fp32.
+        head_dim = k_channels if k_channels is not None else config.kv_channels
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
+        self.window_size = compat.window_of_layer(config, self.layer_number)
+        self.softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
+        self.current_max_attn_logits = None
+        self.serving: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        """While the model is served: what attends to its KV cache in place of `forward` (`megatron_inference`)."""
+        self._add_sinks(config)
+
+    def _add_sinks(self, config: Any) -> None:
+        softmax_type = getattr(config, "softmax_type", "vanilla")
+        if softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        num_heads = config.num_attention_heads // self.tp_group.size()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        sinks = torch.zeros(num_heads, dtype=config.params_dtype, device=device)
+        if softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", sinks, persistent=False)
+        elif softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+        else:
+            raise ValueError(f"softmax_type={softmax_type!r} in the TransformerConfig is unknown to tree attention")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **newer_arguments: Any,
+    ) -> Tensor:
+        """Attention of this rank's queries over the whole sequence.
+
+        Args:
+            query: [s/cp, b, heads/tp, d]. key: [s/cp, b, kv_heads/tp, d]. value: [s/cp, b, kv_heads/tp, d_v]. Of packed
+                documents [t/cp, heads/tp, d] and so on.
+            attention_mask: None, or a mask that hides later keys, padding at the end of rows, or both; see
+                `megatron_masks.read_mask`. It is read once per tensor. None costs nothing.
+            attn_mask_type: overrides the constructor's.
+            packed_seq_params: documents of a packed batch, format "thd".
+        Returns: [s/cp, b, heads/tp * d_v], packed [t/cp, heads/tp * d_v], dtype of `query`.
+        Raises: ValueError for a bias, another mask, another packing, or keys of another length in self attention.
+        """
+        compat.refuse_unknown_arguments("the forward of TreeDotProductAttention", newer_arguments)
+        if attention_bias is not None:
+            raise ValueError("attention_bias is set: tree attention adds no bias to the scores; pass None")
+        if self.serving is not None:
+            return self.serving(query, key, value)
+        mask_type = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
+        options = dict(
+            cp_group=self.cp_group,
+            softmax_scale=self.softmax_scale,
+            window_size=self.window_size,
+            softcap=self.softcap,
+            sinks=self.softmax_offset,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            dropout_seed=self._dropout_seed() if self.training and self.dropout_p else None,
+            config=self.tree_config,
+        )
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, attention_mask, mask_type, packed_seq_params, options)
+        if query.dim() != 4 or (key.shape[:2] != query.shape[:2] and not self.takes_other_keys):
+            raise ValueError(
+                f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected "
+                "[s, b, heads, d] with equal s and b in self attention (to decode with a KV cache use MegatronRunner)"
+            )
+        s, b = query.shape[:2]
+        sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0] if self.is_cross else s, cp_group=self.cp_group)
+        limit = self.tree_config.timeout_s
+        options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        if lengths is None:
+            return self.attend(q, k, v, **options).transpose(0, 1).flatten(2)
+        # rows of a padded batch are documents one after another
+        of_keys = _documents(lengths, key.shape[0] * self.config.context_parallel_size)
+        of_queries = of_keys
+        if self.is_cross:
+            whole = s * self.config.context_parallel_size
+            of_queries = _documents((whole,) * b, whole)
+            options |= dict(cu_seqlens_kv=of_keys[0], cu_seqlens_kv_padded=of_keys[1])
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out = tree_attn_varlen_func(q, k, v, cu_seqlens=of_queries[0], cu_seqlens_padded=of_queries[1], **options)
+        return out.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        """q [b, s/cp, heads/tp, d], k, v and out alike, of rows without padding; `options` of `tree_attn_func`."""
+        return tree_attn_func(q, k, v, **options)
+
+    def _packed(self, query, key, value, attention_mask, mask_type: AttnMaskType, packed: Any, options: dict) -> Tensor:
+        compat.refuse_other_packings(packed)
+        if packed.qkv_format != "thd":
+            raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: tree attention takes 'thd'")
+        if attention_mask is not None:
+            raise ValueError("attention_mask is set beside packed_seq_params: pass None, the documents say it all")
+        options["causal"], _ = read_mask(None, mask_type, batch=1, num_queries=0, num_keys=0, cp_group=None)
+        if query.dim() == 4:
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if self.is_cross:
+            options |= dict(cu_seqlens_kv=packed.cu_seqlens_kv, cu_seqlens_kv_padded=packed.cu_seqlens_kv_padded)
+        out = tree_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens=packed.cu_seqlens_q,
+            cu_seqlens_padded=packed.cu_seqlens_q_padded,
+            **options,
+        )
+        return out.flatten(1)
+
+    def _dropout_seed(self) -> int:
+        """A number from the random state of Megatron's own attention dropout, another one on every tp rank."""
+        with contextlib.nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork():
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            drawn = int(torch.randint(1 << 62, (), device=device))
+        return (drawn + self.tp_group.rank() * 0x9E3779B97F4A7C15) % (1 << 63)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> dict:
+        """The learnable sinks, sharded over the tensor-parallel ranks; same key as Megatron's own core attention."""
+        return compat.sharded_parameters(self, prefix, {"softmax_offset": 0}, sharded_offsets, metadata, self.tp_group)
+
+
+def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[int]]:
+    """(cu_seqlens, cu_seqlens_padded) of rows of these lengths, all padded to one."""
+    return [0, *itertools.accumulate(lengths)], [padded * i for i in range(len(lengths) + 1)]
+
+
+def _refuse_unsupported(config: Any, attention_type: str) -> None:
+    if attention_type not in ("self", "cross"):
+        raise ValueError(f"attention_type={attention_type!r}: tree attention is 'self' or 'cross' attention")
+    for name in ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention"):
+        if getattr(config, name, False):
+            raise ValueError(
+                f"{name}=True in the TransformerConfig is not supported by tree attention: set it to False"
+            )

@@ -1,0 +1,229 @@
+"""How tree attention gets into a Megatron model: by its layer spec, or by `cp_comm_type="tree"` alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from ...config import TreeConfig
+from ...errors import TreeError
+from . import compat as compat
+from .attention import TreeDotProductAttention
+
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module  # isort: skip
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # isort: skip
+
+
+def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
+    """A copy of a layer or block spec in which every `core_attention` is TreeDotProductAttention.
+
+    Which schedule a layer uses is then chosen by its `cp_comm_type` ("tree", also where it is None; "p2p";
+    "all_gather").
+
+    Args:
+        layer_spec: ModuleSpec, block submodules, or any nesting of them in dataclasses, lists, dicts and
+            functools.partial. It is not changed; parts without attention are shared with the result.
+        tree_config: TreeConfig, to pin grid, backend or wire format of these layers.
+    Returns: the same type as `layer_spec`; the very object if nothing has to change.
+    Raises: ValueError if there is no core attention in it, or one that is not plain dense attention.
+    """
+    walk = _SpecWalk(tree_config)
+    result = walk(layer_spec)
+    if not walk.found:
+        raise ValueError(
+            f"no core_attention found in {type(layer_spec).__name__}: pass a layer spec, a block spec or a list of them"
+        )
+    return result
+
+
+class TreeGPTLayer(BaseTransformerLayer):
+    """Building one gives the very layer that Megatron builds for this config, with tree attention in it.
+
+    What it is made of is decided when the config is known, so one spec serves every model.
+    """
+
+    def __new__(cls, *, config: Any, layer_number: int = 1, **kwargs):
+        for name in ("heterogeneous_block_specs", "experimental_attention_variant"):
+            if getattr(config, name, None):
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r} with get_gpt_layer_tree_spec, a spec of plain GPT layers: "
+                    "use install(), or the patch, with Megatron's own spec"
+                )
+        groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
+        specs = compat.decoder_layer_specs(
+            config, vp_stage=kwargs.get("vp_stage"), pp_group=getattr(groups, "pp", None)
+        )
+        spec = use_tree_attention(specs[layer_number - 1])  # layer_number is 1-based, counted in this pipeline stage
+        return build_module(spec, config=config, layer_number=layer_number, **kwargs)
+
+
+class _TreeLayerSpec(ModuleSpec):
+    """The spec of a layer that follows the model's config; see `get_gpt_layer_tree_spec`."""
+
+    def __call__(self, *args, tree_config: TreeConfig | None = None, **kwargs) -> Any:
+        """Megatron's `get_gpt_layer_local_spec(...)`, same arguments, with tree attention in it."""
+        if "config" in kwargs:  # Megatron builds a module by calling its spec
+            return build_module(self, *args, **kwargs)
+        local_spec = compat.lookup("megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec")
+        return use_tree_attention(local_spec(*args, **kwargs), tree_config=tree_config)
+
+
+get_gpt_layer_tree_spec = _TreeLayerSpec(module=TreeGPTLayer)
+"""Two in one: call it, with the arguments of Megatron's `get_gpt_layer_local_spec`, for that spec with tree attention.
+Or hand it over as it is, which is what Megatron-LM does under `--spec megatron_tree.integrations.megatron
+get_gpt_layer_tree_spec`: then the layers follow the model's config (norms, MLA, experts, TransformerEngine)."""
+
+
+def core_attention_for_tree(core_attention: Any) -> Any:
+    """What a layer spec's `core_attention` becomes in a layer whose `cp_comm_type` is ours; patched Megatron calls it.
+
+    Raises: ValueError if it is not plain dense attention.
+    """
+    return core_attention if is_tree(core_attention) else _SpecWalk(_installed_config)._core_attention(core_attention)
+
+
+def tree_core_attention(tree_config: TreeConfig | None = None) -> ModuleSpec:
+    """The spec to put in the place of a `core_attention`."""
+    return ModuleSpec(
+        module=TreeDotProductAttention, params={} if tree_config is None else {"tree_config": tree_config}
+    )
+
+
+class _SpecWalk:
+    def __init__(self, tree_config: TreeConfig | None):
+        self.tree_config = tree_config
+        self.found = False
+        self._done: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id stays taken
+
+    def __call__(self, node: Any) -> Any:
+        if id(node) not in self._done:
+            self._done[id(node)] = (node, self._rebuild(node))
+        return self._done[id(node)][1]
+
+    def _rebuild(self, node: Any) -> Any:
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            changed = {}
+            for field in dataclasses.fields(node):
+                old = getattr(node, field.name)
+                new = self._core_attention(old) if field.name == "core_attention" and old is not None else self(old)
+                if new is not old:
+                    changed[field.name] = new
+            if not changed:
+                return node
+            result = copy.copy(node)
+            for name, value in changed.items():
+                object.__setattr__(result, name, value)
+            return result
+        if isinstance(node, functools.partial):
+            args, kwargs = self(node.args), self(node.keywords)
+            return (
+                node if args is node.args and kwargs is node.keywords else functools.partial(node.func, *args, **kwargs)
+            )
+        if isinstance(node, dict):
+            items = {key: self(value) for key, value in node.items()}
+            return node if all(items[key] is node[key] for key in items) else items
+        if isinstance(node, (list, tuple)):
+            items = [self(item) for item in node]
+            if all(new is old for new, old in zip(items, node, strict=True)):
+                return node
+            return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+        return node
+
+    def _core_attention(self, old: Any) -> Any:
+        self.found = True
+        if getattr(old, "submodules", None) is not None:
+            raise ValueError(
+                f"core_attention {old.module} has submodules of its own: it is no plain dense attention, "
+                "and tree attention in its place would compute something else"
+            )
+        if is_tree(old) and self.tree_config in (None, getattr(old, "params", {}).get("tree_config")):
+            return old
+        return tree_core_attention(self.tree_config)
+
+
+def is_tree(core_attention: Any) -> bool:
+    """Whether a `core_attention` entry of a spec builds TreeDotProductAttention, or a subclass of it."""
+    module = get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
+    return isinstance(module, type) and issubclass(module, TreeDotProductAttention)
+
+
+# The plugin ----------------------------------------------------------------------------------------------------------
+
+_patches: dict[type, tuple[Any, Any]] = {}  # class -> (its own constructor, ours)
+_installed_config: TreeConfig | None = None
+
+
+def install(*, tree_config: TreeConfig | None = None) -> None:
+    """Make `TransformerConfig(context_parallel_size=..., cp_comm_type="tree")` all that a user sets.
+
+    From now on every attention layer whose `cp_comm_type` is "tree" or "a2a+tree" is built with
+    TreeDotProductAttention, whatever layer spec it comes from (local, TransformerEngine, MLA); other layers are left
+    as they are. A list-valued `cp_comm_type` then works too in the releases of Megatron-core that index it wrongly.
+    Calling it again only replaces `tree_config`.
+
+    Args:
+        tree_config: TreeConfig, to pin grid, backend or wire format.
+    Raises: UnsupportedMegatronError if this release of megatron-core lacks what is needed; nothing is changed then.
+    """
+    global _installed_config
+    if not _patches:
+        compat.megatron_version()
+        attention = compat.attention_classes()
+        layer = compat.lookup("megatron.core.transformer.transformer_layer:TransformerLayer")
+        misread = compat.misreads_cp_comm_type_list()
+        for cls in attention:
+            _wrap(cls, _with_tree_submodules)
+        if misread:
+            _wrap(layer, _with_fixed_list)
+    _installed_config = tree_config
+
+
+def uninstall() -> None:
+    """Undo `install`. Does nothing if it is not installed.
+
+    Raises: TreeError if somebody else has wrapped the same constructors since; undo that first.
+    """
+    global _installed_config
+    covered = [cls.__name__ for cls, (_, ours) in _patches.items() if cls.__init__ is not ours]
+    if covered:
+        raise TreeError(
+            f"{', '.join(covered)}.__init__ was replaced after install(): undo that patch first, then uninstall()"
+        )
+    while _patches:
+        cls, (original, _) = _patches.popitem()
+        cls.__init__ = original
+    _installed_config = None
+
+
+def is_installed() -> bool:
+    """Whether `install` is in effect."""
+    return bool(_patches)
+
+
+def _wrap(cls: type, make) -> None:
+    original = cls.__init__
+    wrapper = functools.wraps(original)(make(original, inspect.signature(original)))
+    _patches[cls] = (original, wrapper)
+    cls.__init__ = wrapper
+
+
+def _with_tree_submodules(original, signature):
+    def init(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs)
+        spec = call.arguments["submodules"]
+        if call.arguments.get("cp_comm_type") in compat.TREE_CP_COMM_TYPES and not is_tree(spec.core_attention):
+            call.arguments["submodules"] = use_tree_attention(spec, tree_config=_installed_config)
+        return original(*call.args, **call.kwargs)
+
+    return init
+
+
+def _with_fixed_list(original, signature):
+    def init(self, *args, **kwargs):
+        with compat.fixed_cp_comm_type_list(signature.bind(self, *args, **kwargs).arguments["config"]):
+            return original(self, *args, **kwargs)
+
+    return init

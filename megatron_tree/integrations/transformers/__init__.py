@@ -1,0 +1,32 @@
+"""Tree attention for Hugging Face Transformers: what users import.
+
+Importing it registers ``attn_implementation="tree"``:
+
+    import megatron_tree.integrations.transformers as tree_hf
+
+    model.set_attn_implementation("tree")
+    cache = tree_hf.TreeCache(model.config, cp_group=group)
+    model(input_ids=tokens, past_key_values=cache)                # every rank runs the tokens, attends to its shard
+
+`Runner` runs rows of such a cache, `generate` generates; `train_on_shards`, `shard_batch` train on sharded sequences.
+"""
+
+from .attention import agree_on_prompt, check_model, tree_attention, tree_mask
+from .cache import TreeCache, TreeCacheLayer
+from .generation import Generation, generate
+from .runner import Runner
+from .training import shard_batch, train_on_shards
+
+__all__ = [
+    "Generation",
+    "Runner",
+    "TreeCache",
+    "TreeCacheLayer",
+    "agree_on_prompt",
+    "check_model",
+    "generate",
+    "shard_batch",
+    "train_on_shards",
+    "tree_attention",
+    "tree_mask",
+]

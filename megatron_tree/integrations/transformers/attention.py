@@ -1,0 +1,241 @@
+"""The attention function and the mask function that Transformers calls as "tree".
+
+Training on sharded sequences is in training.py. For inference two phases share one cache. In the prefill
+of `Runner` (runner.py) a rank runs its own tokens of a chunk, and their queries meet the keys of all ranks
+(`tree_prefill`). In all other calls the new tokens are replicated, each rank keeps the keys and values that it owns,
+and the partial attention over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` takes
+the second way for the prompt, too, and works with left padding.
+
+How attention finds the cache. Transformers hands the attention function the module, q, k, v and the mask, not the
+cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
+the keys and values that the update returned (or, with latent attention, ones expanded from them row by row). So the
+update leaves a note in a context variable, the attention call takes it, and both say which layer they are: a note of
+another layer or with another number of rows is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
+
+from transformers import AttentionInterface
+
+from ...attention.cached import tree_decode, tree_prefill
+from ...attention.functional import tree_attn_func
+from ...comm.health.agree import agree
+from ...config import TreeConfig
+from .cache import TreeCache, TreeCacheLayer, Update, last_update
+from .training import attend_to_shard
+
+__all__ = [
+    "TreeCache",
+    "TreeCacheLayer",
+    "agree_on_prompt",
+    "check_model",
+    "tree_attention",
+    "tree_mask",
+]
+
+UNSUPPORTED = ("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
+
+
+def tree_attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """The attention function registered as "tree"; Transformers calls it once per layer.
+
+    Args:
+        query: [b, h, s, d]; key, value: [b, h_kv, n, d], what the cache's update returned (or the new ones, no cache).
+        attention_mask: None or bool [b, slots], what `tree_mask` returned.
+        sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
+    Returns: ([b, s, h, d_v], None): there are no attention weights.
+    Raises: ValueError for anything that exact causal attention over a sharded cache can't honour.
+    """
+    update = last_update.get()
+    last_update.set(None)
+    shard = kwargs.get("sequence_shard")
+    _check_call(module, attention_mask, 0.0 if shard else dropout, sliding_window, kwargs)
+    options = {
+        "softmax_scale": scaling,
+        "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+    }
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if shard is not None:
+        if update is not None or attention_mask is not None:
+            raise ValueError("a batch from shard_batch takes neither a cache nor an attention_mask of its own")
+        return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options), None
+    if update is None:
+        return _attention_without_cache(module, q, k, v, attention_mask, options), None
+    layer_idx = getattr(module, "layer_idx", None)
+    if update.layer_idx != layer_idx or update.num_rows != k.shape[1]:
+        raise ValueError(
+            f"{type(module).__name__} (layer_idx={layer_idx}) attends to {k.shape[1]} rows, but the last cache update "
+            f"was one of layer {update.layer_idx} with {update.num_rows} rows: this model does not pass what the cache "
+            "returns to the attention function of the same layer. Use attn_implementation='sdpa' for it"
+        )
+    if sliding_window != update.cache.window(layer_idx):
+        raise ValueError(
+            f"{type(module).__name__} (layer_idx={layer_idx}) attends with sliding_window={sliding_window}, but its "
+            f"configuration told the cache {update.cache.window(layer_idx)}: what it would see may be gone. Use "
+            "attn_implementation='sdpa' for this model, and Transformers' own cache"
+        )
+    if update.call.is_sharded:
+        return _prefill(update, layer_idx, q, k, v, attention_mask, options), None
+    return _decode(update, layer_idx, q, k, v, attention_mask, options), None
+
+
+def _prefill(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, attention_mask, options) -> Tensor:
+    """This rank's share of a chunk of a prompt, over all that the ranks hold of the row."""
+    cache, append = update.cache, update.call.append
+    if attention_mask is not None:
+        raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
+    own = sum(count for _, count in append.shares[cache.rank])
+    kind = cache.store.kind_of[layer_idx]
+    # queries and partial results are as wide as keys and values: the fewer travel
+    gather_keys = cache.store.book.num_visible(append, kind) * k.shape[2] <= append.num_tokens * q.shape[2]
+    segments = cache.store.key_segments(append, kind, of_all_ranks=gather_keys)
+    held = sum(segment.length for segment in (segments[cache.rank] if gather_keys else segments))
+    out = tree_prefill(
+        q[:, :own],
+        k[:, :held],
+        v[:, :held],
+        shares=append.shares,
+        key_segments=segments,
+        cp_group=cache.cp_group,
+        config=cache.tree_config,
+        **options,
+    )
+    # a rank without tokens runs one all the same
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))
+
+
+def _decode(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, attention_mask, options) -> Tensor:
+    """New tokens that are on all ranks, over all that the ranks hold of their rows."""
+    cache, call = update.cache, update.call
+    pages, view = cache.store.layers[layer_idx], call.views[cache.store.kind_of[layer_idx]]
+    num_queries, dense = q.shape[1], False
+    if k.shape[1] == num_queries and not cache.returns_all:
+        k, v = pages.k, pages.v
+        options.update(block_table=view.block_table, k_scale=pages.k_scale, v_scale=pages.v_scale)
+    else:  # made from what the cache holds, [b, longest row, ...]
+        dense = True
+    if num_queries > 1 or attention_mask is not None or options["window_size"] != (-1, -1):
+        first = torch.tensor(call.append.first, device=q.device)[:, None]
+        positions = view.positions[:, : k.shape[1]] if dense else view.positions
+        if attention_mask is not None:
+            num_slots = call.append.first[0] + num_queries
+            if attention_mask.shape[1] != num_slots:
+                raise ValueError(
+                    f"attention_mask {list(attention_mask.shape)} must cover all {num_slots} slots: "
+                    f"{call.append.first[0]} in the cache and {num_queries} new ones"
+                )
+            seen = attention_mask.gather(1, positions.clamp(max=num_slots - 1))
+            positions = torch.where(seen, positions, -1)
+        q_positions = first + torch.arange(num_queries, device=q.device)
+        options.update(q_positions=q_positions, cache_positions=positions)
+    options.update(cp_group=cache.cp_group, config=cache.tree_config, schedule=cache.schedule)
+    return tree_decode(q, k, v, cache_seqlens=view.lengths, **options)
+
+
+def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_mask, options: dict) -> Tensor:
+    """Plain causal attention on this rank: a forward pass with use_cache=False."""
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"{type(module).__name__} attends to {k.shape[1]} keys with {q.shape[1]} queries without having updated a "
+            "TreeCache. attn_implementation='tree' works with past_key_values=TreeCache(model.config, ...) or with "
+            "use_cache=False; Transformers' own caches and layers that share keys and values don't fit"
+        )
+    if attention_mask is None:
+        return tree_attn_func(q, k, v, cp_group=None, causal=True, layout="contiguous", **options)
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise ValueError(
+            "attention_mask with padding is not differentiable with attn_implementation='tree': pad on the right, mask "
+            "the labels and leave attention_mask out, or use attn_implementation='sdpa'"
+        )
+    slots = torch.arange(k.shape[1], device=k.device)
+    return tree_decode(
+        q, k, v, cp_group=None, q_positions=slots, cache_positions=torch.where(attention_mask, slots, -1), **options
+    )
+
+
+def _check_call(module, attention_mask, dropout: float, sliding_window: int | None, kwargs: dict) -> None:
+    name = type(module).__name__
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError(f"{name} asks for attention without a causal mask; attn_implementation='tree' is causal")
+    if dropout:
+        raise ValueError(f"{name}: attention dropout={dropout} is not supported: call model.eval() or set it to 0")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"{name}: sliding_window={sliding_window} must be 1 or more, or None for no window")
+    for option in UNSUPPORTED:
+        if kwargs.get(option) is not None and kwargs[option] is not False:
+            raise ValueError(f"{name}: {option} is not supported with attn_implementation='tree'; use 'eager'")
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+        shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask {shape}: attn_implementation='tree' takes [batch, slots] with 0 for padding (or none), "
+            "not a mask of queries by keys"
+        )
+
+
+def tree_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    config=None,
+    **kwargs,
+) -> Tensor | None:
+    """The mask function registered as "tree": the padding mask, bool [b, kv_length], or None without padding.
+
+    Causality and the window are the attention function's business. Transformers reports any mask beyond those (packed
+    sequences, bidirectional parts, functions given by the user) by allow_is_causal_skip=False or use_vmap=True.
+    """
+    if not allow_is_causal_skip or use_vmap or getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"{type(config).__name__} asks for a mask that is more than causal, sliding window and padding (packed "
+            "sequences, chunked or bidirectional attention); attn_implementation='tree' can't honour it. Use 'sdpa'"
+        )
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != (batch_size, kv_length):
+        raise ValueError(
+            f"attention_mask {list(attention_mask.shape)} must be [batch, slots] = [{batch_size}, {kv_length}]: one "
+            f"entry for each of the {kv_length - q_length} cached and {q_length} new tokens"
+        )
+    return None if attention_mask.all() else attention_mask
+
+
+def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str, **options) -> None:
+    """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt."""
+    config = cache.tree_config or TreeConfig()
+    digest = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()[:16] if cache.world > 1 else ""
+    call = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
+    agree(cache.cp_group, what, check=config.check, timeout_s=config.timeout_s, **call)
+
+
+def check_model(model) -> None:
+    """Raise ``ValueError`` unless the model's attention implementation is "tree"."""
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    if name != "tree":
+        raise ValueError(f"the model's attn_implementation is {name!r}: call model.set_attn_implementation('tree')")
+
+
+AttentionInterface.register("tree", tree_attention)
+AttentionMaskInterface.register("tree", tree_mask)

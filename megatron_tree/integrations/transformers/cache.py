@@ -1,0 +1,294 @@
+"""A Transformers cache whose tokens are spread over the ranks of a group; see `integrations/transformers.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from ...cache import Append, ShardedCache, View
+from ...cache.files import load_rows, save_rows
+from ...comm import group_rank, group_size
+from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
+from ...kernels import gather_row
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass
+class Call:
+    """One run of the model over new tokens of some rows."""
+
+    rows: tuple[int, ...]
+    append: Append
+    progress: Callable[[int, int], None] | None = None
+    done: set[int] = field(default_factory=set)
+    """Layers that have stored their tokens."""
+    views: dict[int, View] = field(default_factory=dict)
+    """By kind of layer: where the kernels find the rows."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.append.shares is not None
+
+
+class Update(NamedTuple):
+    """What a cache update tells the attention call that follows it."""
+
+    cache: TreeCache
+    layer_idx: int
+    num_rows: int  # rows of the keys and values that the update returned
+    call: Call
+
+
+last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
+
+
+def check_layers(config) -> list[int | None]:
+    """The window of every layer of a model: keys that a query sees, itself included; None for all.
+
+    Raises: ValueError for layers that attention over shards can't serve.
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_encoder_decoder", False):
+        raise ValueError(f"{type(text).__name__}: attn_implementation='tree' serves decoder-only models")
+    kinds, options = get_layer_types_and_kwargs(text)
+    others = sorted(set(kinds) - set(LAYER_TYPES))
+    if others or getattr(text, "num_kv_shared_layers", 0):
+        found = ", ".join(others) or "layers that share their keys and values"
+        raise ValueError(
+            f"{type(text).__name__} has {found}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
+            "with keys and values of their own. Use attn_implementation='sdpa', and the model's own cache"
+        )
+    return [own.get("sliding_window") for own in options]
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """What Transformers asks a layer about; all is kept by the `TreeCache`, since rows are the same in all layers."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+    supports_early_init = False
+
+    def __init__(self, cache: TreeCache, layer_idx: int):
+        super().__init__()
+        self._cache, self._layer_idx = cache, layer_idx
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self._cache.update(key_states, value_states, self._layer_idx)
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.get_seq_length() + query_length, 0
+
+
+class TreeCache(Cache):
+    """A KV cache for ``attn_implementation="tree"``: every rank of a group holds part of the tokens of every layer.
+
+    It holds any number of rows (sequences) of any lengths, in pages; layers with a sliding window keep the window only.
+    Transformers' own `generate` uses it as one batch of rows that are equally long (padding included); `Runner` adds,
+    runs and removes rows one by one.
+
+    Args:
+        config: the model's configuration (or that of its text part); it gives the number and kinds of layers.
+        cp_group: process group over which the tokens are spread; None = this rank holds them all.
+        block_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
+        dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
+        schedule: how partial attention is merged, see `tree_decode`.
+        tree_config: `TreeConfig` of all attention calls with this cache.
+    Raises:
+        ValueError: a layer that is not plain or sliding-window attention, an encoder-decoder model, an unknown
+            schedule or dtype, a block size below 1, a rank outside of cp_group.
+    """
+
+    def __init__(
+        self,
+        config,
+        *,
+        cp_group=None,
+        block_size: int = 16,
+        dtype: str = "auto",
+        schedule: str = "auto",
+        tree_config: TreeConfig | None = None,
+    ):
+        check_choice("schedule", schedule, DECODE_SCHEDULES)
+        if not isinstance(block_size, int) or block_size < 1:
+            raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
+        text, windows = config.get_text_config(decoder=True), check_layers(config)
+        self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
+        self.rank, self.world = group_rank(cp_group), group_size(cp_group)
+        self.store = ShardedCache(windows, rank=self.rank, world=self.world, page_size=block_size, dtype=dtype)
+        self.rows: list[int] = []
+        """The rows that Transformers' own `generate` means, in the order of its batch."""
+        # latent attention stores what keys and values are made from: the model wants all of it back
+        self.returns_all = getattr(text, "kv_lora_rank", None) is not None
+        self._call = self._batch_call = None
+        super().__init__(layers=[TreeCacheLayer(self, i) for i in range(len(windows))])
+
+    @contextlib.contextmanager
+    def calling(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+        """Context of one run of the model over num_tokens new tokens of each of these rows. Yields the `Call`.
+
+        sharded: this rank runs its share of one row's tokens, as `Call.append.shares` says. A failure inside takes the
+        tokens back.
+        """
+        call = Call(tuple(rows), self.store.append(rows, num_tokens, sharded=sharded), progress)
+        self._call = call
+        try:
+            yield call
+        except BaseException:
+            for row, length in zip(rows, call.append.first, strict=True):
+                self.store.crop(row, length)
+            raise
+        finally:
+            self._call = None
+            last_update.set(None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """Take new tokens k [b, h_kv, n, d] and v [b, h_kv, n, d_v], and leave a note for the attention call.
+
+        Returns: what that call is to be given: in a sharded prefill and for latent attention all that this rank holds
+        (one row of zeros where it holds nothing: latent attention can't expand an empty tensor), otherwise the
+        arguments, and the attention reads the pages.
+        """
+        call = self._call or self._own_call(key_states, layer_idx)
+        call.done.add(layer_idx)
+        k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        self.store.write(layer_idx, call.append, k, v)
+        kind = self.store.kind_of[layer_idx]
+        if kind not in call.views:
+            call.views[kind] = self.store.view(kind, call.rows, k.device)
+        if call.is_sharded or self.returns_all:
+            k, v = self._all_rows(layer_idx, call.views[kind], k, v)
+        if call.progress is not None:
+            call.progress(layer_idx + 1, len(self.layers))
+        last_update.set(Update(self, layer_idx, k.shape[1], call))
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def _own_call(self, key_states: Tensor, layer_idx: int) -> Call:
+        """The call of a model that Transformers' `generate` runs: it begins when a layer comes for the first time."""
+        call = self._batch_call
+        if call is None or layer_idx in call.done or not call.rows:
+            if call is not None and len(call.done) < len(self.layers):
+                n = call.append.num_tokens
+                raise ValueError(
+                    f"the model's last run over this cache ended before it came to all layers: its {n} tokens are "
+                    f"there in some layers only. Forget them with cache.crop(-{n}), or all with cache.reset()"
+                )
+            if not self.rows:
+                self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
+            if len(self.rows) != key_states.shape[0]:
+                raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {key_states.shape[0]}")
+            call = Call(tuple(self.rows), self.store.append(self.rows, key_states.shape[2]))
+            self._batch_call = call
+        return call
+
+    def _all_rows(self, layer_idx: int, view: View, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All that this rank holds of the rows [b, longest, h_kv, d], zeros beyond each row's length."""
+        pages, lengths = self.store.layers[layer_idx], view.lengths.tolist()
+        if not max(lengths):
+            return torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
+        paged = pages.paged(view.block_table)
+        rows = [gather_row(pages.k, pages.v, paged, i, n, k.dtype) for i, n in enumerate(lengths)]
+        if len(rows) == 1:
+            return rows[0]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return tuple(pad([row[which][0] for row in rows], batch_first=True) for which in (0, 1))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row; during a run of the model those before it."""
+        if self._call is not None:
+            return max(self._call.append.first)
+        return max((self.store.book.rows[row].length for row in self.rows), default=0)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def length(self, index: int) -> int:
+        """Tokens of row `index` of the batch; 0 before there is one."""
+        return self.store.book.rows[self.rows[index]].length if self.rows else 0
+
+    def window(self, layer_idx: int) -> int | None:
+        """How many of the last tokens the cache keeps for a layer; None = all."""
+        return self.store.book.windows[self.store.kind_of[layer_idx]]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first."""
+        return len(self.rows) or -1
+
+    def reset(self) -> None:
+        """Forget all rows and free the memory."""
+        self.store.reset()
+        self.rows, self._batch_call = [], None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens of all rows of the batch; zero or negative, as in Transformers."""
+        length = self.get_seq_length()
+        if tokens_to_remove > 0 or -tokens_to_remove > length:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
+        if tokens_to_remove:
+            lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
+            for row, kept in zip(self.rows, lengths, strict=True):
+                self.store.book.check_crop(row, kept)  # all rows or none
+            for row, kept in zip(self.rows, lengths, strict=True):
+                self.store.crop(row, kept)
+            self._batch_call = None
+
+    def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
+        """Write the batch to files; see `cache_files.save_rows`."""
+        save_rows(self.store, self.rows, folder, tokens, cp_group=self.cp_group, fingerprint=fingerprint)
+
+    def load(self, folder, *, fingerprint: str, device="cpu") -> list[Tensor]:
+        """Make what `save` wrote the batch, which must be empty; returns its tokens. See `cache_files.load_rows`."""
+        if self.rows:
+            raise ValueError(f"the cache holds a batch of {len(self.rows)} rows already: call reset() before load()")
+        options = dict(cp_group=self.cp_group, fingerprint=fingerprint, device=device)
+        self.rows, tokens = load_rows(self.store, folder, **options)
+        return tokens
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row i of the batch by row beam_idx[i]; rows that are taken twice share their pages."""
+        forks = [self.store.book.fork(self.rows[i]) for i in beam_idx.tolist()]
+        for row in self.rows:
+            self.store.remove(row)
+        self.rows = forks
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(len(self.rows)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(torch.as_tensor(indices))
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Tokens whose keys and values this rank holds, in layers without a window."""
+        windows = self.store.book.windows
+        return self.store.num_local(windows.index(None) if None in windows else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's keys and values, all layers."""
+        return self.store.nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that this rank has allocated, spare pages included."""
+        return self.store.allocated_bytes

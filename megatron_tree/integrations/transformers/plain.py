@@ -1,0 +1,103 @@
+"""What sharded generation is compared with: Transformers' own attention and cache on one rank; and made-up caches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from transformers import DynamicCache
+
+from .attention import TreeCache
+from .generation import Generation
+
+CHUNK = 2048  # tokens of a made-up cache that are drawn at once
+
+
+def cache_shape(config) -> tuple[int, int, int]:
+    """(layers, KV heads, head size) of a model. Raises ValueError where the cache holds no plain keys and values."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise ValueError(f"{type(text).__name__} caches latents: its cache can't be made up, prefill it")
+    heads = text.num_attention_heads
+    return (
+        text.num_hidden_layers,
+        getattr(text, "num_key_value_heads", None) or heads,
+        getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+
+
+def made_up(config, num_tokens: int, layer: int):
+    """Keys and values of one layer, fp32 [1, h_kv, n <= CHUNK, d] each, chunk by chunk: the same on every rank.
+
+    Values have a level of their own in every chunk, so that wrong weights show.
+    """
+    _, h_kv, d = cache_shape(config)
+    for begin in range(0, num_tokens, CHUNK):
+        generator = torch.Generator().manual_seed(1_000_003 * layer + begin)
+        shape = (1, h_kv, min(CHUNK, num_tokens - begin), d)
+        k, v = (torch.randn(shape, generator=generator) for _ in range(2))
+        yield k, v.add_(torch.randn(1, h_kv, 1, d, generator=generator))
+
+
+def made_up_row(cache: TreeCache, config, num_tokens: int, progress: Callable[[int, int], None] | None = None) -> int:
+    """A new row of a sharded cache with made-up content, this rank's share of it; returns its id."""
+    row = cache.store.book.add()
+    layers = [made_up(config, num_tokens, layer) for layer in range(cache_shape(config)[0])]
+    done = 0
+    for chunk in zip(*layers, strict=True):
+        n = chunk[0][0].shape[2]
+        with cache.calling([row], n):
+            for layer, (k, v) in enumerate(chunk):
+                cache.update(k, v, layer)
+        done += n
+        if progress is not None:
+            progress(done, num_tokens)
+    return row
+
+
+def made_up_plain(config, num_tokens: int) -> DynamicCache:
+    """Transformers' own cache with the same content, all of it."""
+    cache = DynamicCache(config=config)
+    for layer in range(cache_shape(config)[0]):
+        k, v = (torch.cat(parts, 2) for parts in zip(*made_up(config, num_tokens, layer), strict=True))
+        cache.update(k, v, layer)
+    return cache
+
+
+@torch.no_grad()
+def plain_prefill(model, tokens: Tensor, chunk_size: int, progress=None) -> DynamicCache:
+    """Transformers' own cache of a prompt int64 [n], which is run in chunks."""
+    cache = DynamicCache(config=model.config)
+    for begin in range(0, len(tokens), chunk_size):
+        chunk = tokens[None, begin : begin + chunk_size]
+        model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if progress is not None:
+            progress(begin + chunk.shape[1], len(tokens))
+    return cache
+
+
+@torch.no_grad()
+def plain_decode(model, cache: DynamicCache, token: int, new_tokens: int) -> Generation:
+    """Greedy decoding on one rank after a prompt whose last token the cache lacks, with times and logits."""
+    result = Generation(tokens=torch.empty(1, 0, dtype=torch.int64), cache=None, prefill="plain")
+    last = torch.tensor([[token]])
+    for step in range(new_tokens):
+        start = time.perf_counter()
+        logits = model(last, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        last = logits.argmax(-1, keepdim=True)
+        seconds = time.perf_counter() - start
+        if step == 0:
+            result.first_token_s = seconds
+        else:
+            result.step_s.append(seconds)
+        result.logits.append(logits)
+        result.tokens = torch.cat((result.tokens, last), 1)
+    return result
+
+
+def plain_nbytes(cache: DynamicCache) -> int:
+    """Bytes of its keys and values, all layers."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,0 +1,69 @@
+"""Runs a Transformers model over the rows of a `TreeCache`: prompts in sharded chunks, new tokens of many rows at once.
+
+    runner = Runner(model, TreeCache(model.config, cp_group=group))
+    row = runner.add()
+    logits = runner.prefill(row, prompt)                 # every rank runs its share of each chunk
+    logits = runner.step([row], logits.argmax(-1).view(1, 1))
+
+Every rank calls the same methods in the same order with the same arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...cache.runner import CHUNK_SIZE, RowRunner
+from .attention import TreeCache, check_model
+
+__all__ = ["CHUNK_SIZE", "Runner"]
+
+
+class Runner(RowRunner):
+    """A Transformers model and the cache that it runs over.
+
+    Args:
+        model: a causal language model whose attention implementation is "tree".
+        cache: a `TreeCache`; rows that it holds already stay.
+        token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
+        chunk_size, capacity_tokens: see `RowRunner`.
+    Raises: ValueError for another attention implementation or sizes below 1.
+    """
+
+    def __init__(
+        self,
+        model,
+        cache: TreeCache,
+        *,
+        token_group=None,
+        chunk_size: int = CHUNK_SIZE,
+        capacity_tokens: int | None = None,
+    ):
+        check_model(model)
+        text = model.config.get_text_config(decoder=True)
+        super().__init__(
+            cache.store,
+            cp_group=cache.cp_group,
+            token_group=cache.cp_group if token_group is None else token_group,
+            device=model.get_input_embeddings().weight.device,
+            vocab_size=text.vocab_size,
+            max_positions=getattr(text, "max_position_embeddings", None),
+            chunk_size=chunk_size,
+            capacity_tokens=capacity_tokens,
+            schedule=cache.schedule,
+            config=cache.tree_config,
+        )
+        self.model, self.cache = model, cache
+
+    def _calling(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+        return self.cache.calling(rows, num_tokens, sharded=sharded, progress=progress)
+
+    def _run(self, call, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=0 if keep is None else torch.tensor([keep], device=self.device),
+        )
+        return output.logits

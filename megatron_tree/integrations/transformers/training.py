@@ -1,0 +1,248 @@
+"""Training Transformers models on sharded sequences: the batch, the attention, and the loss over all ranks.
+
+    train_on_shards(model)                                  # attn_implementation="tree", and the loss below
+    loss = model(**shard_batch(batch, cp_group=group)).loss
+
+Every rank of cp_group passes the whole batch and runs its own tokens through the whole network; only the attention
+looks at the others'. `shard_batch` adds a `SequenceShard` to the batch, and Transformers hands keyword arguments that
+it doesn't know down to the attention of every layer, also where a layer is recomputed in the backward.
+
+The loss is the mean over the tokens of *all* ranks, sequence- and data-parallel ones. Its gradient on a rank is that of
+the rank's own tokens times the number of ranks, so the right gradient is the *average* over all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformers import PreTrainedModel
+
+from ...attention.functional import tree_attn_func, tree_attn_varlen_func
+from ...attention.sequences import shard_sequence
+from ...comm import all_reduce, group_size
+from ...config import TreeConfig
+from ...layout import packed_layout
+from .cache import TreeCache, check_layers
+
+IGNORED = -100  # Transformers' label of a token that has no loss
+BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceShard:
+    """What the layers and the loss need to know of a batch made by `shard_batch`."""
+
+    cp_group: object
+    loss_group: object
+    config: TreeConfig | None
+    num_tokens: int
+    """Rows of this rank's shard."""
+    documents: tuple[list[int], list[int]] | None
+    """(cu_seqlens, cu_seqlens_padded) of a packed batch, whole documents; None: one sequence per row."""
+    dropout_seed: str | None
+    used_by: set = field(default_factory=set)
+    """Numbers of the layers that attended, and "loss"."""
+
+
+def shard_batch(
+    batch: dict[str, Tensor],
+    *,
+    cp_group,
+    loss_group=None,
+    tree_config: TreeConfig | None = None,
+    dropout_seed: str | None = None,
+) -> dict:
+    """This rank's share of a batch, zigzag along the sequence, as keyword arguments for the model.
+
+    Args:
+        batch: the same on every rank of cp_group:
+            input_ids int64 [b, s];
+            labels int64 [b, s] as Transformers takes them: not shifted, -100 where there is no loss;
+            attention_mask [b, s]: 0 for padding, on the right, where labels are -100;
+            position_ids [b, s]: where they don't rise by one a new document starts, which sees nothing of the one
+            before it. The rows of such a packed batch become one row.
+        cp_group: the ranks that share the sequence; None for one rank.
+        loss_group: all ranks whose gradients are averaged; default cp_group.
+        tree_config: of the attention.
+        dropout_seed: what the attention dropout's mask depends on, besides the layer; needed if the model has any.
+    Returns: input_ids, position_ids, attention_mask (of ones), shifted labels, all [b, s / ranks] with s rounded up to
+        a multiple of twice the ranks (packed: [1, ...], every document rounded up); `sequence_shard`; use_cache=False.
+    Raises: ValueError for other keys, shapes, and padding that is not on the right.
+    """
+    ids, labels, positions, lengths = _checked(batch)
+    packed = len(lengths) > 1
+    rows, padded = _own_rows(lengths, cp_group, ids.device)
+
+    def share(x: Tensor) -> Tensor:
+        return (x.reshape(1, -1) if packed else x)[:, rows.clamp(min=0)]  # nothing looks at rows of padding
+
+    made = {"input_ids": share(ids), "position_ids": share(positions)}
+    if labels is not None:
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        made["labels"] = share(shifted).masked_fill(rows < 0, IGNORED)
+    shard = SequenceShard(
+        cp_group=cp_group,
+        loss_group=cp_group if loss_group is None else loss_group,
+        config=tree_config,
+        num_tokens=len(rows),
+        documents=(_bounds(lengths), _bounds(padded)) if packed else None,
+        dropout_seed=dropout_seed,
+    )
+    # a mask of ones keeps Transformers from taking the shard's positions for packed documents
+    return made | {"attention_mask": torch.ones_like(made["input_ids"]), "use_cache": False, "sequence_shard": shard}
+
+
+def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, list[int]]:
+    """input_ids, labels, position_ids, all [b, s], and the lengths of the documents ([s] unless packed)."""
+    unknown = sorted(set(batch) - set(BATCH_KEYS))
+    if unknown:
+        raise ValueError(f"batch has {unknown}: a shard is made of {', '.join(BATCH_KEYS)}; leave the others out")
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape or ids.dtype != torch.int64:
+        seen = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"input_ids must be int64 [batch, tokens] with at least one token, got {seen}")
+    labels, mask, positions = (batch.get(name) for name in BATCH_KEYS[1:])
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+    positions = positions.expand(ids.shape) if positions.dim() < 2 or positions.shape[0] == 1 else positions
+    for name, x in (("labels", labels), ("attention_mask", mask), ("position_ids", positions)):
+        if x is not None and x.shape != ids.shape:
+            raise ValueError(f"{name} {list(x.shape)} must have the shape of input_ids, {list(ids.shape)}")
+    begins = positions.diff(dim=1) != 1
+    if mask is not None:
+        mask = mask.bool()
+        if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
+            raise ValueError("attention_mask: padding must be on the right of every row, so that no token sees it")
+        if labels is not None and (labels[~mask] != IGNORED).any():
+            raise ValueError(f"labels of padding (attention_mask 0) must be {IGNORED}, for no loss")
+        begins = begins & mask[:, 1:]
+        if begins.any() and not mask.all():
+            raise ValueError(
+                "position_ids that start again (packed documents) and an attention_mask with padding: leave out one "
+                "of the two; packed documents need no padding"
+            )
+    if not begins.any():
+        return ids, labels, positions, [ids.shape[1]]
+    starts = F.pad(begins, (1, 0), value=True).flatten().nonzero().flatten().tolist()
+    return ids, labels, positions, [end - start for start, end in pairwise([*starts, ids.numel()])]
+
+
+def _own_rows(lengths: list[int], cp_group, device) -> tuple[Tensor, list[int]]:
+    """int64 [t / p]: which row of the whole batch every row of this rank's is, -1 for padding; the padded lengths."""
+    parts = 2 * group_size(cp_group) if group_size(cp_group) > 1 else 1
+    whole = torch.arange(sum(lengths), device=device).split(lengths)
+    whole = [F.pad(rows, (0, -len(rows) % parts), value=-1) for rows in whole]
+    padded = [len(rows) for rows in whole]
+    layout = packed_layout(_bounds(lengths), _bounds(padded)) if len(lengths) > 1 else "zigzag"
+    return shard_sequence(torch.cat(whole), cp_group, 0, layout), padded
+
+
+def _bounds(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)]
+
+
+def attend_to_shard(
+    module, q: Tensor, k: Tensor, v: Tensor, *, shard: SequenceShard, dropout: float, options: dict
+) -> Tensor:
+    """Attention of this rank's tokens over the whole sequence: q [b, s / p, h, d] -> [b, s / p, h, d_v]. Collective."""
+    name = f"{type(module).__name__} (layer_idx={module.layer_idx})"
+    if not q.shape[1] == k.shape[1] == shard.num_tokens:
+        raise ValueError(
+            f"{name} attends with {q.shape[1]} queries to {k.shape[1]} keys, the shard has {shard.num_tokens} tokens: "
+            "pass all that shard_batch returned, and nothing else, to the model"
+        )
+    options = {**options, "cp_group": shard.cp_group, "config": shard.config}
+    if dropout:
+        if shard.dropout_seed is None:
+            raise ValueError(f"{name}: attention dropout={dropout} needs a dropout_seed for every batch: its number")
+        options |= {"dropout_p": dropout, "dropout_seed": _seed(shard.dropout_seed, module.layer_idx)}
+    shard.used_by.add(module.layer_idx)
+    if shard.documents is None:
+        return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
+    cu_seqlens, cu_seqlens_padded = shard.documents
+    options |= {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+    return tree_attn_varlen_func(q[0], k[0], v[0], causal=True, **options)[None]
+
+
+def _seed(seed: str, layer_idx: int) -> int:
+    """A seed of its own for every layer: 0 <= seed < 2**63."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{layer_idx}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """total / count, summed over all ranks; the gradient is that of the own total, times the number of ranks."""
+
+    @staticmethod
+    def forward(ctx, total: Tensor, count: Tensor, group, timeout_s: float) -> Tensor:
+        sums = torch.stack((total.double(), count.double()))
+        total_of_all, count_of_all = all_reduce(sums, group, timeout_s=timeout_s)
+        count_of_all = count_of_all.clamp(min=1)
+        ctx.scale = group_size(group) / count_of_all
+        return (total_of_all / count_of_all).to(total.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.scale.to(grad.dtype), None, None, None
+
+
+def loss_over_all_ranks(logits: Tensor, labels: Tensor, vocab_size: int, *, sequence_shard=None, **kwargs) -> Tensor:
+    """The cross entropy's mean over the tokens of all ranks that have a label. Collective over shard.loss_group.
+
+    logits [b, s / p, vocab]; labels int64 [b, s / p], shifted as `shard_batch` does it. fp32, the same on every rank.
+    """
+    if sequence_shard is None or kwargs.get("num_items_in_batch") is not None:
+        raise ValueError("the loss is that of a batch from shard_batch, with no num_items_in_batch beside it")
+    sequence_shard.used_by.add("loss")
+    logits, labels = logits.float().flatten(0, -2), labels.flatten()
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    limit = (sequence_shard.config or TreeConfig()).timeout_s
+    return _MeanOverRanks.apply(total, (labels != IGNORED).sum(), sequence_shard.loss_group, limit)
+
+
+def train_on_shards(model: PreTrainedModel) -> None:
+    """Make a decoder-only causal language model take batches from `shard_batch`, and no others; nothing is sent.
+
+    The attention implementation becomes "tree", the loss `loss_over_all_ranks`. Calls with a `TreeCache` still work.
+    Raises: ValueError for a model whose layers, attention or loss can't be had on shards.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel)")
+    check_layers(model.config)
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "output_router_logits", False):
+        raise ValueError("output_router_logits=True: the routers' loss is no sum over tokens; set it to False")
+    model.set_attn_implementation("tree")
+    if text._attn_implementation != "tree":
+        raise ValueError(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
+    model.loss_function = loss_over_all_ranks
+    if not getattr(model, "trains_on_shards", False):
+        model.trains_on_shards = True
+        model.register_forward_pre_hook(_check_call, with_kwargs=True)
+        model.register_forward_hook(_check_use, with_kwargs=True)
+
+
+def _check_call(model, args, kwargs) -> None:
+    if kwargs.get("sequence_shard") is None and not isinstance(kwargs.get("past_key_values"), TreeCache):
+        raise ValueError(
+            f"this {type(model).__name__} is trained on shards: call it with what shard_batch returns, or with "
+            "past_key_values=TreeCache(model.config, ...)"
+        )
+
+
+def _check_use(model, args, kwargs, output) -> None:
+    shard = kwargs.get("sequence_shard")
+    if shard is None:
+        return
+    expected = set(range(model.config.get_text_config(decoder=True).num_hidden_layers))
+    expected |= {"loss"} if kwargs.get("labels") is not None else set()
+    if missing := sorted(map(str, expected - shard.used_by)):
+        raise ValueError(
+            f"{type(model).__name__} does not hand sequence_shard on to {', '.join(missing)} (layers by number): it "
+            "can't be trained on shards"
+        )

@@ -1,0 +1,158 @@
+"""The HTTP routes of OpenAI's API, as a FastAPI application."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from ...log import logger
+from .errors import ApiError, failed, stopping, too_large
+from .frontend import Frontend
+from .guard import Guard
+from .prompts import Prompts
+from .protocol import ChatRequest, CompletionRequest, GenerationRequest
+from .respond import ChatForm, CompletionForm, Form, respond
+
+MAX_BODY_BYTES = 32 << 20
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What the routes work with."""
+
+    frontend: Frontend
+    prompts: Prompts
+    models: tuple[str, ...]
+    """The names the model is served under; answers carry the one that the request used."""
+    request_timeout: float
+    """Seconds from a request's arrival to the end of its answer."""
+    api_key: str | None = None
+    loopback_names_only: bool = False
+    max_body_bytes: int = MAX_BODY_BYTES
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model_entry(self, name: str) -> dict[str, Any]:
+        """One model as /v1/models lists it; max_model_len is not OpenAI's: prompt and answer together, in tokens."""
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "megatron_tree",
+                "max_model_len": self.prompts.max_model_len}  # fmt: skip
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; it answers with errors of OpenAI's form only."""
+    app = FastAPI(
+        title="megatron_tree",
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+    )
+    app.add_middleware(
+        Guard,
+        api_key=service.api_key,
+        loopback_names_only=service.loopback_names_only,
+        max_body_bytes=service.max_body_bytes,
+    )
+    _add_error_handlers(app, service)
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = service.frontend.state
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.model_entry(name) for name in service.models]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(service, name)
+        return service.model_entry(name)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        _check_model(service, body.model)
+        prompts = [await service.prompts.of_chat(body)]
+        return await _answer(service, request, body, prompts, ChatForm)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        _check_model(service, body.model)
+        prompts = await service.prompts.of_completion(body)
+        return await _answer(service, request, body, prompts, CompletionForm)
+
+    return app
+
+
+def _check_model(service: Service, name: str) -> None:
+    if service.frontend.state != "ok":
+        raise stopping()
+    if name not in service.models:
+        raise ApiError(404, f"model: there is no model {name!r} here, only {', '.join(map(repr, service.models))}",
+                       kind="not_found_error", param="model", code="model_not_found")  # fmt: skip
+
+
+async def _answer(
+    service: Service, request: Request, body: GenerationRequest, prompts: list[list[int]], form: type[Form]
+) -> Response:
+    limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
+    ticket = service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.choices)
+    made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None)
+    return await respond(request, ticket, made, stream=bool(body.stream), include_usage=body.include_usage,
+                         timeout=service.request_timeout)  # fmt: skip
+
+
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return invalid_request(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 413:
+            return too_large(service.max_body_bytes).response()
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path}: {message}; docs/serving.md lists what is served"
+        kind = KINDS.get(error.status_code, "invalid_request_error")
+        return ApiError(error.status_code, message, kind=kind, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return failed(f"the server failed at this request: {type(error).__name__}; its log says more").response()
+
+
+def invalid_request(error: RequestValidationError) -> ApiError:
+    """400 that names the first field at fault and what is wrong with it; a union's alternatives are told together."""
+    first, *others = error.errors()
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    where = first["loc"][1:]
+    if not where:
+        return ApiError(400, "the body must be a JSON object, sent with the header 'Content-Type: application/json'")
+    param = str(where[0])
+    if first["type"] == "extra_forbidden":
+        name = ".".join(str(part) for part in where)
+        return ApiError(400, f"{name}: unknown field: leave it out", param=param, code="unknown_parameter")
+    if first["type"] == "missing" and len(where) == 1:
+        return ApiError(400, f"{param}: is missing", param=param, code="missing_required_parameter")
+    told = dict.fromkeys(_told(one) for one in (first, *others) if one["loc"][1:2] == where[:1])
+    return ApiError(400, f"{param}: {' or '.join(told)}", param=param, code="invalid_value")
+
+
+def _told(one: dict[str, Any]) -> str:
+    """What is wrong, with the place inside the field if it is not the field itself."""
+    inner = "".join(f"[{part}]" for part in one["loc"][2:] if isinstance(part, int))
+    names = [part for part in one["loc"][2:] if isinstance(part, str) and part.isidentifier() and part != "str"]
+    place = inner + "".join(f".{name}" for name in names)
+    message = one["msg"][:1].lower() + one["msg"][1:]
+    return f"{place}: {message}" if place else message

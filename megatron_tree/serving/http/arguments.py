@@ -1,0 +1,116 @@
+"""Options of launch/serve.py: the command line over a YAML file over the defaults, all checked before ranks talk."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+from ..arguments import add_model_options, check_counts, check_model_options, check_readable, new_parser
+from .guard import is_loopback
+
+KEY_VARIABLE = "MEGATRON_TREE_API_KEY"
+MIN_KEY_LENGTH = 8
+
+DESCRIPTION = """\
+Serve a language model over HTTP with OpenAI's API, the KV cache of every request spread over all ranks. Rank 0 answers
+/v1/chat/completions, /v1/completions, /v1/models and /health; docs/serving.md explains limits and security.
+"""
+EXAMPLES = """\
+examples (the deepspeed launcher starts the ranks; launch/deepspeed_local.sh does without GPUs, too):
+  the default model on 2 ranks, for programs on this machine
+    bash launch/deepspeed_local.sh -n 2 launch/serve.py
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 16}'
+  a model in a local folder on 8 GPUs, for other machines, with a key
+    deepspeed --num_gpus 8 --no_local_rank launch/serve.py --model /models/llama --host 0.0.0.0 \\
+        --api-key-file key.txt --max-rows 16 --max-model-len 131072
+  options from a file, a free port
+    bash launch/deepspeed_local.sh -n 2 launch/serve.py --config serve.yaml --port 0
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of launch/serve.py."""
+    parser, switch = new_parser("serve.py", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
+    add_model_options(parser, prefill=False)
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use for the "
+        "model (default: the last part of --model)")  # fmt: skip
+
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1: this machine "
+        "only); any other needs an API key")  # fmt: skip
+    http.add_argument("--port", type=int, default=8000, help="0: a free one, which is printed (default: 8000)")
+    http.add_argument("--api-key", metavar="KEY", help=f"token that clients must send; other users of this machine can "
+        f"see it in the list of processes: --api-key-file and the variable {KEY_VARIABLE} hide it")  # fmt: skip
+    http.add_argument("--api-key-file", metavar="FILE", help="file with that token")
+    http.add_argument("--allow-open", action=switch, default=False, help="serve other machines without an API key: "
+        "everyone who can reach the port can use the model and fill its queue")  # fmt: skip
+    http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds from a request's "
+        "arrival to the end of its answer; then it is cancelled (default: 600)")  # fmt: skip
+    http.add_argument("--max-body-mib", type=float, default=32.0, metavar="N", help="size of a request (default: 32)")
+    http.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds that accepted requests have to "
+        "finish after SIGTERM or SIGINT; then they are cancelled (default: 20; the launcher kills at 30)")  # fmt: skip
+
+    load = parser.add_argument_group("load")
+    load.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers that are written at the same time "
+        "(default: 8)")  # fmt: skip
+    load.add_argument("--max-waiting", type=int, default=64, metavar="N", help="prompts that may wait for a "
+        "row; further requests get a 429 (default: 64)")  # fmt: skip
+    load.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its answer together "
+        "(default: the model's positions)")  # fmt: skip
+    load.add_argument("--cache-tokens", type=int, metavar="N", help="tokens that the cache may hold on all ranks "
+        "together (default: it grows, up to --max-rows times --max-model-len)")  # fmt: skip
+    return parser
+
+
+def check_arguments(args: argparse.Namespace, world_size: int) -> None:
+    """Everything that can be checked before ranks talk to each other; fills in the key and the model's names.
+
+    Raises: ValueError that names the option, the value seen and the way out.
+    """
+    check_model_options(args, world_size)
+    check_counts(args, "max_rows", "max_waiting", "max_model_len", "cache_tokens")
+    for name in ("request_timeout", "max_body_mib", "grace"):
+        value, may_be_none = getattr(args, name), name == "grace"
+        if not (0 < value < math.inf or (value == 0 and may_be_none)):
+            least = "0 or more" if may_be_none else "more than 0"
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be a finite number, {least}")
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port {args.port} must be between 0 and 65535")
+    if isinstance(args.served_model_name, str):
+        args.served_model_name = [args.served_model_name]
+    args.served_model_name = args.served_model_name or [Path(args.model).resolve().name]
+    check_readable("--api-key-file", args.api_key_file)
+    args.api_key = _api_key(args)
+    if args.api_key is None and not is_loopback(args.host) and not args.allow_open:
+        raise ValueError(
+            f"--host {args.host}: other machines could use the model without a key, fill its queue and read what it "
+            f"costs; pass --api-key-file (or set {KEY_VARIABLE}), or --allow-open where the network keeps others out"
+        )
+
+
+def _content(path: str) -> str:
+    return Path(path).read_bytes().decode("ascii", "replace").strip()
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    """The token out of the first place that is given: the option, the file, the environment variable."""
+    if args.api_key is not None and args.api_key_file is not None:
+        raise ValueError("--api-key and --api-key-file: pass one of the two")
+    places = {
+        "--api-key": args.api_key,
+        "--api-key-file": None if args.api_key_file is None else _content(args.api_key_file),
+        KEY_VARIABLE: os.environ.get(KEY_VARIABLE),
+    }
+    for place, key in places.items():
+        if key is None:
+            continue
+        if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError(
+                f"{place}: the API key must have {MIN_KEY_LENGTH} or more printable ASCII characters without spaces; "
+                "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
+            )
+        return key
+    return None

@@ -1,0 +1,131 @@
+"""Between the HTTP server's event loop and the scheduler's loop, which runs in another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import TreeError
+from ..requests import Event, Request
+from ..sampling import SamplingParams
+from ..scheduler import QueueFull, Scheduler
+from .answers import Usage
+from .errors import ApiError, bad_value, failed, stopping
+
+RETRY_AFTER_S = 2
+
+
+@dataclass
+class Piece:
+    """What one choice has got at one time."""
+
+    text: str = ""
+    logprobs: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(default_factory=list)
+    """(token, its log-probability, ((alternative, log-probability), ...)) of every token, if asked for."""
+    finish_reason: str | None = None
+
+
+class Ticket:
+    """What one HTTP request waits for: the pieces of all its choices. Used in the event loop only.
+
+    choices: answers in all: n for every prompt, prompt by prompt. unfinished: how many are not complete yet.
+    usage: right when nothing is unfinished.
+    """
+
+    def __init__(self, choices: int, prompt_tokens: int, cancel: Callable[[int], Any]):
+        self.choices = self.unfinished = choices
+        self.numbers: list[int] = []
+        """The scheduler's, one for every prompt."""
+        self._prompt_tokens, self._tokens = prompt_tokens, 0
+        self._cancel = cancel
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the prompts and of all answers."""
+        return Usage.of(self._prompt_tokens, self._tokens)
+
+    def put(self, first: int, event: Event) -> None:
+        """Hand over an event of the prompt whose choices begin at `first`."""
+        self._events.put_nowait((first, event))
+
+    async def next(self) -> tuple[int, Piece]:
+        """The next (choice, piece). Raises: ApiError when the answer will never be complete."""
+        first, event = await self._events.get()
+        if event.finish_reason == "cancelled":  # by the server: a ticket that is closed waits no more
+            raise stopping()
+        if event.finish_reason == "error":
+            raise failed(f"the model failed: {event.error}")
+        if event.usage is not None:
+            self._tokens += event.usage.completion_tokens
+        self.unfinished -= event.finish_reason is not None
+        logprobs = [] if event.logprob is None else [(event.token, event.logprob, event.top_logprobs)]
+        return first + event.answer, Piece(event.text, logprobs, event.finish_reason)
+
+    def close(self) -> None:
+        """Cancel what is unfinished. Any number of times."""
+        if self.unfinished:
+            for number in self.numbers:
+                self._cancel(number)
+
+
+class Frontend:
+    """Submits requests to the scheduler; its events come back to the event loop."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self.state = "ok"
+        """ "ok", "stopping" or "failed": what /health tells; further requests get a 503 unless it is "ok"."""
+
+    def submit(self, prompts: list[list[int]], sampling: list[dict[str, Any]], n: int) -> Ticket:
+        """Queue n answers to every prompt; all of them or none. In the event loop.
+
+        Raises: ApiError: 400 for options that the sampler refuses or sizes that never fit, 429 when the queue is full,
+        503 while stopping.
+        """
+        if self.state != "ok":
+            raise stopping()
+        loop = asyncio.get_running_loop()
+        requests = [_request(*pair, n) for pair in zip(prompts, sampling, strict=True)]
+        ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), self._scheduler.cancel)
+        if len(requests) > self._scheduler.max_waiting:
+            message = f"{len(requests)} prompts are more than may ever wait here ({self._scheduler.max_waiting})"
+            raise bad_value("prompt", f"{message}: send them in several requests")
+        try:
+            for i, request in enumerate(requests):
+                ticket.numbers.append(self._scheduler.submit(request, _sink(loop, ticket, i * n)))
+        except QueueFull as error:
+            ticket.close()
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            raise ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers) from None
+        except TreeError:
+            ticket.close()
+            raise stopping() from None
+        except ValueError as error:
+            ticket.close()
+            raise _bad_value(error, ("n", "stop_token_ids", "stop")) from None
+        return ticket
+
+
+def _sink(loop: asyncio.AbstractEventLoop, ticket: Ticket, first: int) -> Callable[[Event], None]:
+    def sink(event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its clients with it
+            loop.call_soon_threadsafe(ticket.put, first, event)
+
+    return sink
+
+
+def _request(prompt: list[int], sampling: dict[str, Any], n: int) -> Request:
+    try:
+        return Request(prompt=prompt, sampling=SamplingParams(**sampling), n=n)
+    except ValueError as error:
+        raise _bad_value(error, sampling) from None
+
+
+def _bad_value(error: ValueError, names) -> ApiError:
+    """400 with the text of an error; it names the field if its text begins with it, as "name=value must be ..."."""
+    name = str(error).partition("=")[0]
+    return ApiError(400, str(error), param=name if name in names else None, code="invalid_value")

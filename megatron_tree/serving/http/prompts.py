@@ -1,0 +1,96 @@
+"""From requests to tokens: the chat template, the tokenizer, and the limit of length."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+from ...files import check_text
+from ..transcript import chat_tokens
+from .answers import TokenTexts
+from .errors import ApiError, bad_value
+from .protocol import ChatRequest, CompletionRequest
+
+
+class Prompts:
+    """Makes token lists of requests' prompts, in one thread of its own: long texts take long, the loop goes on.
+
+    tokenizer: a Transformers tokenizer; it is copied, since the fast ones can't be shared between threads.
+    vocab_size: of the model. max_model_len: tokens of a prompt and its answer together.
+    """
+
+    def __init__(self, tokenizer, *, vocab_size: int, max_model_len: int):
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self.token_texts = TokenTexts(copy.deepcopy(tokenizer))
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def of_chat(self, body: ChatRequest) -> list[int]:
+        """The conversation as the model's chat template wants it. Raises: ApiError (400) when that is not possible."""
+        if not self._tokenizer.chat_template:
+            raise ApiError(
+                400,
+                "messages: the model's tokenizer has no chat template: use /v1/completions with a prompt of your own",
+                param="messages",
+                code="no_chat_template",
+            )
+        return await self._run(self._apply_template, [message.for_template() for message in body.messages])
+
+    async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
+        """Every prompt as tokens. Raises: ApiError (400) for empty prompts and tokens that the model does not have."""
+        special = body.add_special_tokens is not False
+        prompts = []
+        for prompt in body.prompts():
+            if isinstance(prompt, str):
+                prompt = await self._run(self._encode, prompt, special)
+                if not prompt:
+                    raise bad_value("prompt", "is empty: the model needs at least one token to go on from")
+            elif max(prompt) >= self.vocab_size:
+                raise bad_value("prompt", f"token {max(prompt)} does not exist: the model has {self.vocab_size} tokens")
+            prompts.append(prompt)
+        return prompts
+
+    def max_tokens(self, prompt: list[int], asked: int | None) -> int:
+        """Tokens that the answer may have: what is asked for, or else all that fit.
+
+        Raises: ApiError (400) with the numbers when prompt and answer don't fit together.
+        """
+        left = self.max_model_len - len(prompt)
+        if left < (asked or 1):
+            answer = "at least 1 token of answer" if asked is None else f"{asked:,} tokens of answer"
+            raise ApiError(
+                400,
+                f"a prompt of {len(prompt):,} tokens and {answer} exceed this server's limit of "
+                f"{self.max_model_len:,} tokens together: shorten the prompt"
+                + (f" or ask for {left:,} tokens at most" if left > 0 else ""),
+                param="max_tokens" if left > 0 else None,
+                code="context_length_exceeded",
+            )
+        return left if asked is None else asked
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, function, *args):
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
+        with _of_parameter("messages"):
+            return chat_tokens(self._tokenizer, messages)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        with _of_parameter("prompt"):
+            check_text("prompt", text)
+        return self._tokenizer(text, add_special_tokens=special).input_ids
+
+
+@contextlib.contextmanager
+def _of_parameter(name: str):
+    """A ``ValueError`` about it ("name: what is wrong") becomes the answer 400."""
+    try:
+        yield
+    except ValueError as error:
+        raise bad_value(name, str(error).partition(": ")[2]) from error

@@ -1,0 +1,223 @@
+"""One run of launch/serve.py on one rank: load, shard, serve until a signal comes, stop in order."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import uvicorn
+
+from ... import comm
+from ...errors import TreeError
+from ...log import logger
+from ..scheduler import Scheduler
+from ..start import Started, start
+from .app import Service, create_app
+from .frontend import Frontend
+from .guard import is_loopback
+from .prompts import Prompts
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+FLUSH_S = 5.0  # for the last bytes of answers to get out
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket with that address, which does not listen yet; port 0: any free one.
+
+    Raises: ValueError when the address can't be had.
+    """
+    listener = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ValueError(f"--host {host} --port {port}: {error}; port 0 takes a free one") from error
+    return listener
+
+
+class HttpServer:
+    """uvicorn in a thread of its own, on a bound socket. `failure`: what ended it before it was told to stop."""
+
+    def __init__(self, service: Service, listener: socket.socket):
+        self._socket = listener
+        config = uvicorn.Config(
+            create_app(service),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(FLUSH_S),
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """Listen. on_failure: called from the thread when the server ends though nobody stopped it."""
+        self._on_failure = on_failure
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Let answers under way get out, then end."""
+        self._server.should_exit = True
+        self._thread.join(2 * FLUSH_S)
+        self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._socket])
+        except BaseException as error:
+            self.failure = error
+        if not self._server.should_exit:
+            self.failure = self.failure or TreeError("the HTTP server ended")
+            self._on_failure()
+
+
+class Stopper:
+    """Ends the scheduler in order: nothing new, a grace time for what is accepted, then the rest is cancelled.
+
+    grace: in seconds. Asking again changes nothing: the launcher sends several signals.
+    """
+
+    def __init__(self, scheduler: Scheduler, frontend: Frontend, grace: float):
+        self._scheduler, self._frontend, self._grace = scheduler, frontend, grace
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # the one whose put may interrupt itself
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stopper", daemon=True)
+        self._thread.start()
+
+    def ask(self, why: str) -> None:
+        """Begin to stop; returns at once. In signal handlers, too."""
+        self._asked.put(why)
+
+    def ended(self) -> None:
+        """The scheduler's loop has ended: nothing is left to do."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        why = self._asked.get()
+        load = self._scheduler.load
+        logger.info(
+            "%s: no further requests; %d waiting and %d under way have %g s",
+            why,
+            load.waiting,
+            load.served,
+            self._grace,
+        )
+        self._frontend.state = "stopping"
+        self._scheduler.stop(drain=True)
+        if not self._ended.wait(self._grace):
+            logger.info("the grace time is over: the rest is cancelled")
+            self._scheduler.stop()
+
+
+def serve(
+    scheduler: Scheduler,
+    service: Service,
+    listener: socket.socket,
+    *,
+    grace: float,
+    ready: Callable[[Callable[[str], None]], None],
+) -> None:
+    """Serve until told to stop. On the leader; the other ranks call `scheduler.run()`.
+
+    listener: from `bind`; it is closed at the end. ready: called as soon as requests are answered, with the function
+    that begins to stop: it takes the reason, returns at once, and may be called in signal handlers and more than once.
+    Raises: what ends the scheduler's loop or the HTTP server before that; clients that wait get a 500.
+    """
+    frontend = service.frontend
+    http, stopper = HttpServer(service, listener), Stopper(scheduler, frontend, grace)
+    try:
+        http.start(on_failure=scheduler.stop)
+        ready(stopper.ask)
+        scheduler.run()
+    except BaseException as error:
+        frontend.state = "failed"
+        scheduler.fail(error)
+        raise
+    finally:
+        stopper.ended()
+        http.stop()
+        service.prompts.close()
+    if http.failure is not None:
+        raise http.failure
+
+
+def run(args: Namespace) -> None:
+    """Serve, on this rank; collective over all ranks. Returns when the server was stopped by a signal to rank 0."""
+    at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
+    with comm.stage("serving"):
+        _run(args, at)
+
+
+def _run(args: Namespace, at: Started) -> None:
+    max_model_len, listener = at.prepared
+    timeout_s = 60 * args.distributed_timeout_minutes
+    runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
+    scheduler = Scheduler(
+        runner,
+        at.tokenizer,
+        max_rows=args.max_rows,
+        max_waiting=args.max_waiting,
+        end_tokens=at.end_tokens or None,
+        plan_group=at.group,
+        timeout_s=timeout_s,
+    )
+    if at.rank != 0:
+        for number in STOPPING:  # they come to all ranks; the leader says when to stop
+            signal.signal(number, signal.SIG_IGN)
+        scheduler.run()
+    else:
+        service = Service(
+            frontend=Frontend(scheduler),
+            prompts=Prompts(at.tokenizer, vocab_size=runner.vocab_size, max_model_len=max_model_len),
+            models=tuple(args.served_model_name),
+            request_timeout=args.request_timeout,
+            api_key=args.api_key,
+            loopback_names_only=args.api_key is None and is_loopback(args.host),
+            max_body_bytes=int(args.max_body_mib * 2**20),
+        )
+
+        def ready(stop: Callable[[str], None]) -> None:
+            for number in STOPPING:
+                signal.signal(number, lambda number, _: stop(signal.Signals(number).name))
+            address = f"[{args.host}]" if ":" in args.host else args.host
+            print(
+                f"serving {', '.join(service.models)} at http://{address}:{listener.getsockname()[1]}/v1, up to "
+                f"{max_model_len:,} tokens, {'with' if args.api_key else 'without'} an API key",
+                flush=True,
+            )
+
+        serve(scheduler, service, listener, grace=args.grace, ready=ready)
+        print("stopped", flush=True)
+    comm.all_reduce(torch.zeros(1), at.group, timeout_s=timeout_s)  # none leaves before the others are done
+
+
+def _bound(args: Namespace) -> socket.socket | None:
+    """Rank 0's socket, had before the weights are loaded: it may fail."""
+    return bind(args.host, args.port) if dist.get_rank() == 0 else None
+
+
+def _max_model_len(args: Namespace, config) -> int:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if args.max_model_len is None and positions is None:
+        raise ValueError("the model's configuration names no limit of length: pass --max-model-len")
+    return min(limit for limit in (args.max_model_len, positions) if limit is not None)

@@ -1,0 +1,174 @@
+"""One run of launch/generate.py on one rank: one answer, with figures and, if asked for, a check; or a file of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import comm
+from ..comm.wire import share, share_all
+from ..integrations.transformers import models
+from ..integrations.transformers.generation import check_length
+from .arguments import sampling_params
+from .conversation import Answer, Conversation
+from .jobs import JobOptions, run_job
+from .report import Progress, cache_table, time_figures, time_table, write_json
+from .scheduler import Scheduler
+from .start import WAIT_HOURS, Started, start
+
+
+class CheckError(RuntimeError):
+    """The sharded generation differs from the plain model's."""
+
+
+class JobError(RuntimeError):
+    """Some prompts of a file have no answer."""
+
+
+def run(args: Namespace) -> None:
+    """Generate, on this rank; collective over all ranks.
+
+    Raises on every rank: `CheckError` when the check fails, `JobError` when prompts of a file failed, ValueError for
+    prompts that can't be run.
+    """
+    of_file = args.prompts is not None
+    ready = start(args, (lambda *_: None) if of_file else functools.partial(_prompt, args))
+    with comm.stage("generation"):
+        (_run_file if of_file else _run_one)(args, ready)
+
+
+def _run_file(args: Namespace, ready: Started) -> None:
+    """Answers of a file of prompts."""
+    engine = ready.engine
+    scheduler = Scheduler(
+        engine.new_runner(),
+        ready.tokenizer,
+        max_rows=args.max_rows,
+        max_waiting=2 * args.max_rows,
+        end_tokens=ready.end_tokens,
+        plan_group=ready.group,
+        timeout_s=60 * args.distributed_timeout_minutes,
+    )
+    about = {"model": args.model, "dtype": str(ready.dtype), "cache_dtype": args.cache_dtype}
+    about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
+    options = JobOptions(
+        input=args.prompts, output=args.output, resume=args.resume, sampling=sampling_params(args), about=about
+    )
+    begun = time.perf_counter()
+    result = run_job(scheduler, ready.tokenizer, options)
+    if ready.rank == 0:
+        print(
+            f"{args.output}: {result.finished} answered in {time.perf_counter() - begun:.1f} s, {result.skipped} were "
+            f"there, {result.failed} failed",
+            flush=True,
+        )
+    if result.failed:
+        raise JobError(f"{result.failed} prompts have no answer: --resume tries them again")
+    dist.barrier(group=ready.group)
+
+
+def _prompt(args: Namespace, tokenizer, config) -> torch.Tensor:
+    text = Path(args.prompt_file).read_text(errors="replace")
+    prompt = models.encode_question(tokenizer, text, args.question)
+    check_length(config, prompt.shape[1], args.max_new_tokens)
+    return prompt
+
+
+def _run_one(args: Namespace, ready: Started) -> None:
+    """The answer to one question about a text."""
+    rank, engine, prompt = ready.rank, ready.engine, ready.prepared
+    say = print if rank == 0 else lambda *_, **__: None
+    say(f"{prompt.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)
+    params = sampling_params(args).with_shared_seed(ready.group)
+    runner = engine.new_runner()
+    conversation = Conversation(
+        runner,
+        ready.tokenizer,
+        end_tokens=ready.end_tokens,
+        group=ready.group,
+        sharded=args.prefill == "sharded",
+        timeout_s=60 * args.distributed_timeout_minutes,
+    )
+    result = conversation.answer(
+        prompt[0].tolist(),
+        params,
+        on_text=(lambda text: print(text, end="", flush=True)) if args.stream else None,
+        progress=Progress("prefill") if rank == 0 else None,
+        keep_logits=args.check and rank == 0,
+    )
+    say("" if args.stream else result.text, flush=True)
+    figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
+    figures["ranks"] = _gather_ranks(rank, result, runner.cache, ready.group)
+    if rank == 0:
+        figures |= {"model": args.model, "dtype": str(ready.dtype), "device": ready.device.type}
+        figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}
+        figures |= {"temperature": params.temperature, "seed": params.seed if params.temperature else None}
+        figures |= {"tokens": result.tokens, "text": result.text, "finish_reason": result.finish_reason}
+        say(f"\n{cache_table(figures['ranks'])}\n\n{time_table(figures)}", flush=True)
+    if args.check:
+        _check(args, ready, result, figures)
+    if rank == 0 and args.json:
+        write_json(args.json, figures)
+    dist.barrier(group=ready.group)
+
+
+def _gather_ranks(rank: int, result: Answer, cache, group) -> list[dict]:
+    figures = {
+        "rank": rank,
+        "cached_tokens": cache.num_local_tokens,
+        "cache_bytes": cache.nbytes,
+        "prefill_s": result.prefill_s,
+    }
+    return share_all(figures, group)
+
+
+def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> None:
+    """Compare with the plain model, which rank 0 runs on all cores while the others wait for its verdict."""
+    verdict, limit = None, 3600.0 * WAIT_HOURS
+    if ready.rank == 0:
+        attention, engine = ready.plain_attention, ready.engine
+        print(f"\ncheck: the plain model on rank 0 (attn_implementation={attention!r}) ...", flush=True)
+        try:
+            plain = engine.module if engine.tp_size == 1 else models.load_model(ready.folder, ready.dtype)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            begun = time.perf_counter()
+            tokens, logits = models.plain_generate(
+                plain.to(ready.device),
+                ready.prepared.to(ready.device),
+                max_new_tokens=args.max_new_tokens,
+                eos_token_id=None if args.ignore_eos else list(ready.end_tokens) or None,
+                attn_implementation=attention,
+            )
+            torch.set_num_threads(threads)
+            verdict = _compare(result, tokens[0], logits, ready.tokenizer, figures, time.perf_counter() - begun)
+        except Exception as error:
+            share(f"the plain model failed: {error}", ready.group, timeout_s=limit)
+            raise
+    verdict = share(verdict, ready.group, timeout_s=limit)
+    if verdict is not None:
+        raise CheckError(verdict)
+
+
+def _compare(result: Answer, tokens, logits, tokenizer, figures: dict, seconds: float) -> str | None:
+    """Print the comparison and add it to the figures; returns what is wrong, or None."""
+    plain, same = tokens.tolist(), 0
+    while same < min(len(plain), len(result.tokens)) and plain[same] == result.tokens[same]:
+        same += 1
+    pairs = zip(result.logits[: same + 1], logits, strict=False)  # after the first difference the inputs differ, too
+    difference = max(float((a - b).abs().max()) for a, b in pairs)
+    figures["check"] = {"tokens_equal": plain == result.tokens, "max_logit_difference": difference, "plain_s": seconds}
+    figures["check"]["plain_tokens"] = plain
+    print(f"check: plain model {seconds:.1f} s; largest difference of a logit {difference:.2e}", flush=True)
+    if plain == result.tokens:
+        print(f"check: all {len(plain)} tokens are equal", flush=True)
+        return None
+    for name, row in (("sharded", result.tokens), ("plain", plain)):
+        print(f"check: {name:>8}: {row}\n{tokenizer.decode(row)!r}", flush=True)
+    return f"token {same} of the answer differs from the plain model's (largest logit difference {difference:.2e})"

@@ -1,0 +1,269 @@
+"""Continuous batching: requests come and go while the model runs; a row of the cache for every answer.
+
+Rank 0, the leader, alone knows the requests. In every turn it makes a plan, a short list of what to do with rows, and
+broadcasts it; all ranks carry it out. The tokens that the leader chose in one turn travel in the next turn's plan, so
+that a decoding step costs one broadcast however many rows it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..comm import group_rank
+from ..comm.wire import share, share_check
+from ..errors import TreeError
+from ..log import logger
+from .planning import Planner
+from .requests import EventSink, Request, Serving, prompt_tensor
+from .rows import Rows, Runner
+
+
+class QueueFull(TreeError):
+    """As many requests wait as may: try again later."""
+
+
+class Load(NamedTuple):
+    """How busy the scheduler is."""
+
+    waiting: int
+    """Requests without a row."""
+    served: int
+    """Requests that are prefilled or decoded."""
+    rows: int
+    """Answers that these may still come to."""
+
+
+class Scheduler:
+    """Serves requests first come, first served. Make it on all ranks of the runner's token_group alike.
+
+    `submit`, `cancel` and `stop` are for rank 0 of the group, from any thread; `run` or `run_once` for all ranks.
+    A request is admitted when rows are free for all its answers and the cache has room for its prompt and all the
+    tokens it may get. A long prompt is prefilled a chunk per turn, and the answers under way get a token per turn.
+
+    Args:
+        runner: see `Runner`.
+        tokenizer: a Transformers tokenizer; used in the thread that runs the loop only, so don't share it with others.
+            None: events carry no text.
+        max_rows: answers under way at once.
+        max_waiting: requests that may wait; one more is `QueueFull`.
+        end_tokens: the model's end tokens; None: the tokenizer's.
+        plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group beside NCCL; default
+            the runner's token_group.
+        heartbeat_s: seconds after which an idle leader sends an empty plan, so that those who wait don't give up;
+            None: 10, or a quarter of timeout_s where that is less.
+        timeout_s: seconds that one broadcast may take.
+    Raises: ValueError.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer=None,
+        *,
+        max_rows: int,
+        max_waiting: int,
+        end_tokens: Collection[int] | None = None,
+        plan_group=None,
+        heartbeat_s: float | None = None,
+        timeout_s: float = 600.0,
+    ):
+        for name, value in (("max_rows", max_rows), ("max_waiting", max_waiting)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if heartbeat_s is None:
+            heartbeat_s = min(10.0, timeout_s / 4)
+        if not 0 < heartbeat_s < timeout_s:
+            raise ValueError(f"heartbeat_s={heartbeat_s!r} must be more than 0 and less than timeout_s={timeout_s!r}")
+        if end_tokens is None:
+            end = getattr(tokenizer, "eos_token_id", None)
+            end_tokens = () if end is None else (end,)
+        self._runner, self._tokenizer, self._end_tokens = runner, tokenizer, frozenset(end_tokens)
+        self.max_rows, self.max_waiting = max_rows, max_waiting
+        self._group = runner.token_group if plan_group is None else plan_group
+        self.is_leader = group_rank(self._group) == 0
+        self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
+        self._capacity, self._page = runner.free_tokens, getattr(runner, "page_size", 1)
+        self._rows, self._ended = Rows(runner), False
+        # what threads share, under the lock
+        self._news = threading.Condition()
+        self._open: dict[int, Serving] = {}
+        self._waiting: deque[Serving] = deque()
+        self._cancels: set[int] = set()
+        self._stopping = self._draining = False
+        self._failure: str | None = None
+        self._numbers = itertools.count()
+        self._planner = Planner(runner, max_rows=max_rows, page=self._page, on_end=self._forget)
+
+    def check(self, request: Request) -> Tensor:
+        """The request's prompt, int64 [n], if it can be served once there is room. From any thread.
+
+        Raises: ``ValueError`` that says what is wrong: tokens that the model lacks, too long for the model's positions
+            or for the whole cache, more answers than rows, stop texts without a tokenizer.
+        """
+        params, runner = request.sampling, self._runner
+        prompt = prompt_tensor(request.prompt, runner.vocab_size)
+        if not isinstance(request.n, int) or not 1 <= request.n <= self.max_rows:
+            raise ValueError(f"n={request.n!r} must be from 1 to max_rows={self.max_rows}: ask for fewer answers")
+        if any(token >= runner.vocab_size for token in params.stop_token_ids):
+            raise ValueError(
+                f"stop_token_ids={params.stop_token_ids}: the model has tokens 0 to {runner.vocab_size - 1}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError(
+                f"stop={params.stop!r} needs a tokenizer: give one to the scheduler, or use stop_token_ids"
+            )
+        length = len(prompt) + params.max_tokens
+        asked = f"{len(prompt):,} prompt tokens and max_tokens={params.max_tokens:,}"
+        if runner.max_positions is not None and length > runner.max_positions:
+            raise ValueError(
+                f"{asked} exceed the model's {runner.max_positions:,} positions: shorten the prompt, or ask for at "
+                f"most {max(runner.max_positions - len(prompt), 0):,} new tokens"
+            )
+        if self._capacity is not None and request.n * -(-length // self._page) * self._page > self._capacity:
+            each = f" for each of {request.n} answers" if request.n > 1 else ""
+            raise ValueError(
+                f"{asked}{each} exceed the cache of {self._capacity:,} tokens: shorten the prompt, ask for less, or "
+                "give the cache more memory"
+            )
+        return prompt
+
+    def submit(self, request: Request, sink: EventSink) -> int:
+        """Queue a request; returns its number. On the leader, from any thread.
+
+        sink: called with every `Event` of the request by the thread that runs the loop; it should be quick and must
+            not raise (that would end the loop on all ranks).
+        Raises: ValueError as `check`; `QueueFull`; `TreeError` after `stop` or a failure.
+        """
+        if not self.is_leader:
+            raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
+        serving = Serving(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink)
+        with self._news:
+            if self._stopping or self._draining or self._failure is not None:
+                raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it was told to stop'}")
+            if len(self._waiting) >= self.max_waiting:
+                raise QueueFull(f"max_waiting={self.max_waiting} requests wait already: try again later")
+            serving.id = next(self._numbers)
+            self._open[serving.id] = serving
+            self._waiting.append(serving)
+            self._news.notify()
+        return serving.id
+
+    def cancel(self, number: int) -> bool:
+        """End a request; its rows are free by the next turn. False where it has ended already. From any thread."""
+        with self._news:
+            if number in self._open:
+                self._cancels.add(number)
+                self._news.notify()
+            return number in self._open
+
+    def stop(self, *, drain: bool = False) -> None:
+        """End the loop on all ranks, after cancelling what is open, or (drain) after serving it. From any thread."""
+        with self._news:
+            self._draining, self._stopping = True, self._stopping or not drain
+            self._news.notify()
+
+    @property
+    def load(self) -> Load:
+        """From any thread of the leader."""
+        with self._news:
+            waiting, served = len(self._waiting), [s for s in self._open.values() if s not in self._waiting]
+        return Load(waiting, len(served), sum(len(s.unfinished) for s in served))
+
+    def run(self) -> None:
+        """Serve until `stop`. On all ranks."""
+        while self.run_once():
+            pass
+
+    def run_once(self) -> bool:
+        """One turn, on all ranks; an idle leader waits up to heartbeat_s for news. False once the loop has ended.
+
+        Raises: whatever fails on this rank; a failure of the leader's own is a `TreeError` on the other ranks. The
+            leader's open requests then end with "error".
+        """
+        if self._ended:
+            return False
+        if not self.is_leader:
+            plan = self._share(None)
+            if "failed" in plan:
+                self._ended = True
+                raise TreeError(f"rank 0 of the scheduler gave up: {plan['failed']}")
+            self._rows.carry_out(plan["steps"])
+            self._ended = plan["stop"]
+            return not self._ended
+        with self._giving_up(tell=True):
+            self._wait()
+            plan = self._plan()
+        with self._giving_up(tell=False):  # the others fail, too, or notice that this rank is gone
+            plan = self._share(plan)
+            logits = self._rows.carry_out(plan["steps"])
+        with self._giving_up(tell=True):
+            self._planner.digest(logits)
+        self._ended = plan["stop"]
+        return not self._ended
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks, which wait in `run_once`, that the leader gives up; its thread of the loop calls it."""
+        if self._ended:
+            return
+        with contextlib.suppress(type(error)), self._giving_up(tell=True):
+            raise error
+
+    def on_leader(self, check: Callable[[], Any]) -> Any:
+        """What `check()` returns on the leader, on all ranks, outside of the loop; see `share_check`."""
+        return share_check(check, self._group, device=self._runner.device, timeout_s=self._timeout_s)
+
+    def _share(self, plan):
+        return share(plan, self._group, device=self._runner.device, timeout_s=self._timeout_s)
+
+    @contextlib.contextmanager
+    def _giving_up(self, *, tell: bool):
+        try:
+            yield
+        except BaseException as error:
+            self._ended = True
+            text = f"{type(error).__name__}: {error}"
+            with self._news:
+                self._failure = text
+                left = list(self._open.values())
+                self._open.clear()
+                self._waiting.clear()
+            for serving in left:
+                for answer in serving.unfinished:
+                    try:
+                        serving.tell(answer, None, "", "error", error=text)
+                    except Exception:
+                        logger.exception("the sink of request %d failed", serving.id)
+            if tell:
+                self._share({"failed": text})
+            raise
+
+    def _wait(self) -> None:
+        with self._news:
+            if not self._planner.has_work:
+                self._news.wait_for(lambda: self._waiting or self._cancels or self._draining, self._heartbeat_s)
+
+    def _plan(self) -> dict[str, Any]:
+        with self._news:
+            stop = self._stopping or (self._draining and not self._open)
+            numbers = sorted(self._open) if stop else sorted(self._cancels & set(self._open))
+            cancelled = [self._open[number] for number in numbers]
+            self._cancels = set()
+        for serving in cancelled:
+            self._planner.cancel(serving)
+        with self._news:
+            while self._waiting and self._planner.has_room(self._waiting[0]):
+                self._planner.admit(self._waiting.popleft())
+        return {"steps": self._planner.plan(), "stop": stop}
+
+    def _forget(self, serving: Serving) -> None:
+        with self._news:
+            del self._open[serving.id]
+            if serving in self._waiting:
+                self._waiting.remove(serving)

@@ -1,0 +1,83 @@
+"""What generate.py, chat.py and serve.py do first: join the ranks, load the model, and spread it over them."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import comm
+from ..config import TreeConfig
+from ..integrations import deepspeed as tree_deepspeed
+from ..integrations.transformers import models
+
+WAIT_HOURS = 24  # ranks that wait for the plain model, or for a person, are not stuck
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Started(NamedTuple):
+    """This rank, ready to generate."""
+
+    rank: int
+    device: torch.device
+    group: Any
+    """All ranks, over gloo: for messages, and for waiting without keeping a GPU busy."""
+    folder: Path
+    tokenizer: Any
+    engine: Any
+    dtype: torch.dtype
+    end_tokens: tuple[int, ...]
+    """The model's end tokens, or the tokenizer's where the model names none."""
+    plain_attention: str
+    """The model's attention implementation before it became "tree"."""
+    prepared: Any
+    """What `prepare` returned."""
+
+
+def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
+    """Start this rank; collective over all ranks.
+
+    prepare(tokenizer, config) is called on every rank before the weights are loaded; it may raise.
+    """
+    timeout_s = 60 * args.distributed_timeout_minutes
+    device = tree_deepspeed.init_distributed(timeout_s=timeout_s)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
+    models.hide_progress_bars()
+    begun = time.perf_counter()
+    folder = models.model_folder(args.model)
+    tokenizer = models.load_tokenizer(folder)
+    prepared = prepare(tokenizer, models.load_config(folder))
+    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    model = models.load_model(folder, dtype)
+    plain_attention = model.config.get_text_config(decoder=True)._attn_implementation
+    end = model.generation_config.eos_token_id
+    end = tokenizer.eos_token_id if end is None else end
+    engine = tree_deepspeed.init_inference(
+        model,
+        config=args.deepspeed_config,
+        sp_size=args.context_parallel_size,
+        tp_size=args.tensor_model_parallel_size,
+        dtype=dtype,
+        block_size=args.cache_block_size,
+        cache_dtype=args.cache_dtype,
+        prefill_chunk=args.prefill_chunk,
+        schedule=args.schedule,
+        tree_config=TreeConfig(backend=args.backend, topology=args.topology, timeout_s=timeout_s),
+    )
+    comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
+    if rank == 0:
+        cache = "" if args.cache_dtype == "auto" else f" in {args.cache_dtype}"
+        print(
+            f"{args.model} on {world} ranks ({device.type}, {dtype}): the cache{cache} over {engine.sp_size}, the "
+            f"weights over {engine.tp_size}; ready after {time.perf_counter() - begun:.1f} s",
+            flush=True,
+        )
+    ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
+    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, plain_attention, prepared)

@@ -1,0 +1,250 @@
+"""Saved rows continue on any number of ranks as if they had never been away; what does not fit is refused by all."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.dist_utils import run_distributed
+
+pytest.importorskip("transformers")
+
+from megatron_tree.cache import files as cache_files
+from megatron_tree.cache.files import load_rows, model_fingerprint, save_rows
+from megatron_tree.integrations.transformers.attention import TreeCache
+from megatron_tree.integrations.transformers.generation import generate
+from megatron_tree.integrations.transformers.runner import Runner
+from support.hf_models import plain, prompt, tiny_model
+
+LENGTH, NEW = 45, 8
+
+
+def _group(world):
+    return dist.group.WORLD if world > 1 else None
+
+
+def _model(family, seed=1):
+    model = tiny_model(family, seed)
+    model.set_attn_implementation("tree")
+    return model
+
+
+def _save(rank, world, folder, family, dtype="auto", block_size=4):
+    """A batch of two rows; returns what the cache would have said next."""
+    model = _model(family)
+    cache = TreeCache(model.config, cp_group=_group(world), block_size=block_size, dtype=dtype)
+    ids = prompt(2, LENGTH)
+    generate(model, ids, cache=cache, max_new_tokens=1, chunk_size=16)
+    cache.save(folder, list(ids), fingerprint=model_fingerprint(model))
+    return generate(model, torch.cat((ids, ids[:, :3]), 1), cache=cache, max_new_tokens=NEW).tokens
+
+
+def _load(rank, world, folder, family, dtype="auto", block_size=3):
+    model = _model(family)
+    cache = TreeCache(model.config, cp_group=_group(world), block_size=block_size, dtype=dtype)
+    whole, cache_files.CHUNK = cache_files.CHUNK, 16  # tokens read at once: of windows never a whole row
+    ids = torch.stack(cache.load(folder, fingerprint=model_fingerprint(model)))
+    cache_files.CHUNK = whole
+    assert torch.equal(ids, prompt(2, LENGTH))
+    loads = cache.store.book.loads
+    assert max(loads) - min(loads) <= 1
+    for layer in range(3):
+        if cache.window(layer) is not None:
+            kind = cache.store.kind_of[layer]
+            assert cache.store.num_local(kind) <= 2 * (cache.window(layer) + block_size)
+            assert cache.store.book.numbers[kind].capacity * block_size <= 2 * (cache.window(layer) + 16 + block_size)
+    with pytest.raises(ValueError, match="holds a batch of 2 rows already"):
+        cache.load(folder, fingerprint=model_fingerprint(model))
+    result = generate(model, torch.cat((ids, ids[:, :3]), 1), cache=cache, max_new_tokens=NEW, keep_logits=True)
+    return result.tokens, torch.stack(result.logits, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "writers", "readers", "dtype"),
+    [
+        ("llama", 4, 2, "auto"),
+        ("llama", 1, 3, "auto"),
+        ("gemma2", 4, 2, "auto"),
+        ("mistral", 2, 4, "auto"),
+        ("deepseek_v3", 2, 1, "auto"),
+        ("llama", 4, 2, "int8"),
+        ("gemma3", 2, 1, "fp8"),
+    ],
+)
+def test_the_text_goes_on_on_another_number_of_ranks(tmp_path, family, writers, readers, dtype):
+    folder = str(tmp_path / "saved")
+    want = run_distributed(_save, writers, folder, family, dtype)[0]
+    assert sorted(os.listdir(folder)) == ["cache.json", *(f"rank_{i:05d}.safetensors" for i in range(writers))]
+    assert os.listdir(tmp_path) == ["saved"]
+    results = run_distributed(_load, readers, folder, family, dtype)
+    assert all(torch.equal(tokens, want) for tokens, _ in results)
+    if dtype == "auto":
+        model = tiny_model(family)
+        if family == "gemma2":
+            model.set_attn_implementation("eager")
+        ids = prompt(2, LENGTH)
+        plain_tokens, plain_logits = plain(model, torch.cat((ids, ids[:, :3]), 1), NEW)
+        assert torch.equal(want, plain_tokens)
+        assert (results[0][1] - plain_logits).abs().max() <= 1e-4 * plain_logits.abs().max()
+
+
+def _rows_of_a_runner(rank, world, folder):
+    """Rows of different lengths, one empty, one that shares pages with another; added to a cache that has rows."""
+    model = _model("llama")
+    runner = Runner(model, TreeCache(model.config, cp_group=_group(world), block_size=4))
+    a, empty = runner.add(), runner.add()
+    first = prompt(1, 21)[0]
+    runner.prefill(a, first)
+    b = runner.fork(a)
+    runner.prefill(b, first[:6])
+    rows, tokens = [b, empty, a], [torch.cat((first, first[:6])), first[:0], first]
+    options = dict(cp_group=_group(world), fingerprint=model_fingerprint(model))
+    save_rows(runner.cache.store, rows, folder, tokens, **options)
+    runner.prefill(empty, first[:9])
+    new, found = load_rows(runner.cache.store, folder, **options)
+    assert all(torch.equal(x, y) for x, y in zip(tokens, found, strict=True))
+    one = torch.ones(2, 1, dtype=torch.int64)
+    want, got = runner.step([b, a], one), runner.step([new[0], new[2]], one)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+    assert runner.length(new[1]) == 0
+    with pytest.raises(ValueError, match="is there already"):
+        save_rows(runner.cache.store, [], folder, [], **options)
+    with pytest.raises(ValueError, match=r"as many as the cache holds: \[22\]"):
+        save_rows(runner.cache.store, [a], folder + "2", [first], **options)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_of_a_runner(tmp_path, world):
+    run_distributed(_rows_of_a_runner, world, str(tmp_path / "saved"))
+
+
+def _refused(rank, world, folder, changes):
+    """What a cache says when it loads; afterwards it holds nothing."""
+    family, seed, dtype = changes.get("family", "llama"), changes.get("seed", 1), changes.get("dtype", "auto")
+    model = _model(family, seed)
+    cache = TreeCache(model.config, cp_group=_group(world), dtype=dtype)
+    with pytest.raises(ValueError) as error:
+        cache.load(folder, fingerprint=changes.get("fingerprint") or model_fingerprint(model))
+    assert (cache.store.book.rows, cache.rows, cache.get_seq_length()) == ({}, [], 0)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files") / "saved"
+    run_distributed(_save, 2, str(folder), "llama")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 2}, "is of another model.*fingerprint="),
+        ({"family": "mistral"}, "is of another model.*windows="),
+        ({"family": "qwen3"}, "is of another model.*fingerprint='LlamaForCausalLM"),
+        ({"dtype": "int8"}, "is of another model.*stored='auto', here 'torch.int8'"),
+        ({"fingerprint": "mine"}, "here 'mine'"),
+    ],
+)
+def test_another_model_is_refused(saved, changes, message):
+    said = run_distributed(_refused, 2, str(saved), changes)
+    assert said[0] == said[1] or "rank" in said[1]
+    for text in said:
+        assert_matches(message, text)
+
+
+def assert_matches(pattern, text):
+    assert re.search(pattern, text, re.S), text
+
+
+def _damage(folder, what):
+    path = folder / "rank_00001.safetensors"
+    if what == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif what == "a bit":
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+    elif what == "missing":
+        path.unlink()
+    elif what == "no description":
+        (folder / "cache.json").unlink()
+    elif what == "description":
+        (folder / "cache.json").write_text('{"format": 1, "world": 2, ')
+    elif what == "another format":
+        about = json.loads((folder / "cache.json").read_text())
+        (folder / "cache.json").write_text(json.dumps(about | {"format": 99}))
+    elif what == "a field":
+        about = json.loads((folder / "cache.json").read_text())
+        del about["files"]["rank_00001.safetensors"]["sha256"]
+        (folder / "cache.json").write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("truncated", r"rank_00001.safetensors has \d+ bytes instead of \d+"),
+        ("a bit", "rank_00001.safetensors is damaged: its sha256"),
+        ("missing", "rank_00001.safetensors is missing"),
+        ("no description", "cache.json is not there.*not written to its end"),
+        ("description", "cache.json is damaged"),
+        ("another format", "format 99, this version reads format 2"),
+        ("a field", "cache.json is damaged"),
+    ],
+)
+def test_damaged_files_are_refused_on_all_ranks(saved, tmp_path, what, message):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    _damage(folder, what)
+    for text in run_distributed(_refused, 2, str(folder), {}, timeout=60):
+        assert_matches(message, text)
+
+
+def _interrupted(rank, world, folder):
+    """One rank can't write: no folder, all are told, and the next save succeeds."""
+    model = _model("llama")
+    cache = TreeCache(model.config, cp_group=_group(world))
+    ids = prompt(1, 20)
+    generate(model, ids, cache=cache, max_new_tokens=1)
+    write = cache_files._write
+
+    def full(path, *args):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    cache_files._write = full if rank == 1 else write
+    try:
+        with pytest.raises(ValueError, match="No space left on device"):
+            cache.save(folder, list(ids), fingerprint="x")
+    finally:
+        cache_files._write = write
+    assert not os.path.exists(folder)
+    cache.save(folder, list(ids), fingerprint="x")
+    cache.reset()
+    assert torch.equal(cache.load(folder, fingerprint="x")[0], ids[0])
+
+
+def test_a_save_that_fails_leaves_no_folder(tmp_path):
+    run_distributed(_interrupted, 2, str(tmp_path / "saved"), timeout=60)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def _different_tokens(rank, world, folder):
+    model = _model("llama")
+    cache = TreeCache(model.config, cp_group=_group(world))
+    ids = prompt(1, 20)
+    generate(model, ids, cache=cache, max_new_tokens=1)
+    if rank == 1:
+        ids[0, 3] += 1
+    with pytest.raises(ValueError, match="digest of tokens"):
+        cache.save(folder, list(ids), fingerprint="x")
+
+
+def test_ranks_that_give_different_tokens(tmp_path):
+    run_distributed(_different_tokens, 2, str(tmp_path / "saved"), timeout=60)
+    assert not (tmp_path / "saved").exists()

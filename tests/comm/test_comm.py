@@ -1,0 +1,145 @@
+"""Teams, gathers, reduce-scatters and decode's reductions in real processes: both transports, one and two levels."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import CommError, comm
+from megatron_tree.kernels import merge_packed
+from support.dist_utils import largest, run_distributed
+
+SHAPES = [(1, 4), (4, 1), (2, 2), (2, 3), (3, 2)]  # nodes x ranks on each
+TRANSPORTS = ("direct", "builtin")
+SCHEDULES = ("allreduce", "allgather", "butterfly", "scatter", "two_level")
+CPU = torch.device("cpu")
+
+
+class _Sum:
+    merge = staticmethod(lambda parts: parts.sum(0))
+    narrow = staticmethod(lambda total: total)
+
+
+def _work_of_a_team(rank, world, outer, inner, transport, seed):
+    """Gathers and a reduce-scatter, three of them under way at a time; ranks of the team in any order."""
+    order = torch.randperm(world, generator=torch.Generator().manual_seed(seed)).tolist()
+    ranks = tuple(tuple(order[o * inner + i] for o in range(outer)) for i in range(inner))
+    team = comm.Team(dist.group.WORLD, ranks, transport, 20.0, ("test", seed))
+    x = torch.full((3, 2), float(rank))
+    shares = torch.tensor([100.0 * r + rank for r in team.order]).repeat_interleave(3)[:, None].expand(-1, 2)
+    with comm.record() as log:
+        first = comm.start_gather(x, team)
+        sums = comm.start_reduce_scatter(shares, team, _Sum)
+        second = comm.start_gather(x + 100, team)
+        second.advance()
+        total = sums.wait()
+        whole = first.wait()
+    assert whole.view(world, 3, 2)[:, 2, 1].tolist() == [float(r) for r in team.order]
+    assert torch.equal(second.wait(), whole + 100)
+    assert (total == 100 * rank * world + sum(range(world))).all() and total.shape == (3, 2)
+    assert [(sent.op, sent.bytes) for sent in log] == [
+        (op, (world - 1) * x.nbytes) for op in ("all_gather", "all_to_all", "all_gather")
+    ]
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("outer", "inner"), SHAPES)
+def test_gather_and_reduce_scatter(outer, inner, transport):
+    for seed in range(3):
+        run_distributed(_work_of_a_team, outer * inner, outer, inner, transport, seed)
+
+
+def _every_reduction(rank, world, transport):
+    """All schedules, all blocks: the right result, and the same bits on all ranks; states may be empty."""
+    worst = 0.0
+    for seed in range(2):
+        g = torch.Generator().manual_seed(seed)
+        parts = torch.randn(world, 2, 3, 5, generator=g)
+        parts[seed::2, 0, 1] = 0.0
+        parts[seed::2, 0, 1, -1] = float("-inf")  # every second rank has seen nothing
+        truth = merge_packed(parts.double())
+        cases = [(schedule, 1, "direct") for schedule in SCHEDULES[:-1]]
+        blocks = [n for n in range(1, world + 1) if world % n == 0]
+        cases += [("two_level", block, across) for block in blocks for across in ("direct", "butterfly")]
+        for schedule, block, across in cases:
+            order = tuple(torch.randperm(world, generator=g).tolist())
+            options = dict(transport=transport, timeout_s=20.0, order=order, block=block, across=across)
+            reduction = comm.start_reduction((2, 3, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options)
+            out = reduction.finish(parts[rank])
+            worst = largest((worst, (out - truth).abs().max().item()))
+            everyone = [torch.empty_like(out) for _ in range(world)]
+            dist.all_gather(everyone, out.contiguous())
+            assert all(torch.equal(out, other) for other in everyone), (schedule, block)
+    return worst
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_reductions(world, transport):
+    assert largest(run_distributed(_every_reduction, world, transport)) < 1e-5
+
+
+def _dropped(rank, world):
+    """A reduction whose local attention failed on every rank leaves receives behind: later ones are not confused."""
+    options = dict(transport="direct", timeout_s=20.0)
+    for _ in range(20):
+        for schedule in ("butterfly", "scatter", "allgather"):
+            comm.start_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options)
+        reduction = comm.start_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, "butterfly", **options)
+        out = reduction.finish(torch.full((4, 5), float(rank)))
+    return out
+
+
+def test_abandoned_receives_do_no_harm():
+    results = run_distributed(_dropped, 4)
+    expected = merge_packed(torch.arange(4.0)[:, None, None].expand(4, 4, 5))
+    for out in results:
+        torch.testing.assert_close(out, expected)
+
+
+def _silent_peer(rank, world, transport):
+    if rank == 1:
+        return None
+    team = comm.Team(dist.group.WORLD, ((0, 1),), transport, 1.0)
+    with pytest.raises(CommError) as caught:
+        comm.start_gather(torch.ones(2), team).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_silent_peer_ends_in_an_error(transport):
+    message = run_distributed(_silent_peer, 2, transport)[0]
+    assert "rank 1 is dead" in message and "all_gather among ranks [0, 1] failed on rank 0" in message
+
+
+def _where(rank, world):
+    found = comm.hosts(dist.group.WORLD)
+    comm.machines._hosts.clear()
+    real, comm.machines._this_host = comm.machines._this_host, lambda: f"node{rank // 2}"
+    try:
+        return found, comm.hosts(dist.new_group(range(world)))
+    finally:
+        comm.machines._this_host = real
+
+
+def test_hosts_are_told_apart():
+    for found, told in run_distributed(_where, 4):
+        assert len(set(found)) == 1 and told == ("node0", "node0", "node1", "node1")
+
+
+def test_transport_is_what_was_asked_for():
+    assert comm.resolve_transport(None, CPU) == "direct"
+
+
+def _transports(rank, world):
+    group = dist.group.WORLD
+    assert comm.resolve_transport(group, CPU) == "direct"
+    assert comm.resolve_transport(group, CPU, "builtin") == "builtin"
+    assert comm.resolve_transport(group, torch.device("cuda")) == "builtin"
+    with pytest.raises(ValueError, match="transport='direct' needs gloo and tensors on the CPU.*'builtin'"):
+        comm.resolve_transport(group, torch.device("cuda"), "direct")
+    return True
+
+
+def test_direct_transport_is_for_gloo_on_the_cpu():
+    assert all(run_distributed(_transports, 2))

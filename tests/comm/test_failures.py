@@ -1,0 +1,246 @@
+"""Dead and stuck peers: every survivor raises in time and says which rank it was, and the group can be rebuilt."""
+
+import datetime
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_tree
+from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
+from megatron_tree.training.checkpoint_files import TRACKER
+from support.dist_utils import DistributedTestError, run_distributed
+from support.failing_ranks import HOWS, LIMIT, WHERES, call, die, lose, run_to_the_end, start_clock
+from support.training_utils import train_all, write_text
+
+SAVE_LIMIT = 5.0  # seconds: Megatron's own collectives at the start of a run need some
+
+IN_CI = {
+    ("SIGKILL", "forward", 3),
+    ("SIGKILL", "prefill", 0),
+    ("SIGSTOP", "backward", 1),
+    ("SIGSTOP", "decode", 0),
+    ("SIGSTOP", "forward", 3),
+    ("exception", "backward", 1),
+    ("exception", "decode", 0),
+    ("out of memory", "decode", 3),
+}
+ALL = [(how, where, victim) for how in HOWS for where in WHERES for victim in (0, 1, 3)]
+
+
+def _check(outcomes, how, victim):
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert outcome.code == 1 and outcome.error == "CommError", outcome
+        assert outcome.seconds < LIMIT + 2, outcome
+        assert f"rank {victim}" in outcome.text, outcome.text
+    if not how.startswith("SIG"):
+        cause = "the disk is on fire" if how == "exception" else "memory"
+        assert all(cause in outcome.text for outcome in outcomes), outcomes
+        assert outcomes[victim].code == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "victim"),
+    [case if case in IN_CI else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
+)
+def test_survivors_name_the_rank_in_time(how, where, victim):
+    lost = (victim,) if how.startswith("SIG") else ()
+    _check(run_to_the_end(lose, 4, how, where, victim, {}, victims=lost), how, victim)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "builtin", "grid": (2, 2)},
+        pytest.param({"schedule": "ring"}, marks=pytest.mark.slow),
+        pytest.param({"ulysses_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"transport": "builtin", "grid": (4, 1)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+def test_however_it_is_spread(how, options):
+    _check(run_to_the_end(lose, 4, how, "forward", 2, options, victims=(2,)), how, 2)
+
+
+def _steps(rank, world, how, victim):
+    """Collectives of torch itself, in rows and columns of the ranks, as a training framework has them."""
+    limit = datetime.timedelta(seconds=LIMIT)
+    groups = [dist.new_group(ranks, timeout=limit) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    mine = [groups[rank // 2], groups[2 + rank % 2]]
+    start_clock()
+    for step in range(3):
+        with comm.stage(f"step {step}"):
+            if (rank, step) == (victim, 2):
+                die(how)
+            for group in mine:
+                dist.all_reduce(torch.ones(3), group=group)
+
+
+@pytest.mark.parametrize(("how", "victim"), [("SIGSTOP", 3), ("SIGKILL", 1), ("exception", 0)])
+def test_a_step_of_training_is_named(how, victim):
+    """Others' collectives are interrupted, too, and the error says where in the run it was."""
+    outcomes = run_to_the_end(_steps, 4, how, victim, victims=(victim,) if how.startswith("SIG") else ())
+    _check(outcomes, how, victim)
+    assert all("in step 2" in outcomes[rank].text for rank in range(4) if rank != victim)
+
+
+def _saves(rank, world, how, victim, folder):
+    """A run of training whose second save one rank does not survive."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    number, prepare = itertools.count(1), FileSystemWriterAsync.prepare_write_data
+
+    def prepare_write_data(*args, **kwargs):
+        if next(number) == 2:
+            start_clock()
+            if rank == victim:
+                die(how)
+        return prepare(*args, **kwargs)
+
+    FileSystemWriterAsync.prepare_write_data = prepare_write_data
+    options = f"--context-parallel-size 2 --data-path {folder / 'text'} --save {folder / 'kept'} --save-interval 2"
+    minutes = f"--distributed-timeout-minutes {SAVE_LIMIT / 60}"
+    return train_all(rank, world, [(folder / "run", f"{options} {minutes} --eval-iters 0")])
+
+
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [
+        ("SIGSTOP", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("SIGKILL", 3), ("exception", 0), ("out of memory", 2))
+        ),
+    ],
+)
+def test_a_save_of_training_is_named(how, victim, tmp_path):
+    """Survivors of a save say who was lost in which save, in time, and the checkpoint before is in force."""
+    pytest.importorskip("megatron.core", reason="saves are Megatron's")
+    write_text(tmp_path / "text")
+    lost = (victim,) if how.startswith("SIG") else ()
+    outcomes = run_to_the_end(_saves, 4, how, victim, tmp_path, victims=lost, timeout=120.0, limit=SAVE_LIMIT)
+    for rank in {0, 1, 2, 3} - {victim}:
+        outcome = outcomes[rank]
+        assert outcome.code == 1 and outcome.error == "CommError", outcome
+        assert outcome.seconds < SAVE_LIMIT + 2, outcome
+        assert f"rank {victim}" in outcome.text and "in the save after step 4" in outcome.text, outcome.text
+    assert (tmp_path / "kept" / TRACKER).read_text() == "2\n"
+
+
+def _slow(rank, world):
+    results = [call("forward", world, rank)]
+    if rank == 1:
+        time.sleep(LIMIT / 2)
+    return results + [call("forward", world, rank)]
+
+
+def test_a_rank_slow_by_half_the_limit_is_waited_for():
+    for outcome in run_to_the_end(_slow, 3):
+        assert outcome.code == 0 and outcome.value[0] == outcome.value[1], outcome
+
+
+def _rebuilt(rank, world):
+    """Three of four ranks go on in a group of their own, after the fourth has died in the midst of a call."""
+    try:
+        lose(rank, world, "SIGKILL", "forward", 3, {})
+    except CommError as error:
+        first = str(error)
+    with pytest.raises(CommError, match="can't be used any more"):
+        call("forward", world, rank)
+    group = dist.new_group([0, 1, 2], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="causal"):  # the new one compares again
+        tree_attn_func(*(torch.ones(1, 4, 2, 8) for _ in "qkv"), cp_group=group, causal=rank == 1)
+    return first, [call(where, 3, rank, group) for where in WHERES]
+
+
+def _undisturbed(rank, world):
+    return "", [call(where, world, rank) for where in WHERES]
+
+
+def test_survivors_go_on_in_a_new_group():
+    outcomes = run_to_the_end(_rebuilt, 4, victims=(3,))[:3]
+    expected = run_to_the_end(_undisturbed, 3)
+    assert [outcome.value[1] for outcome in outcomes] == [outcome.value[1] for outcome in expected]
+    assert all("rank 3" in outcome.value[0] for outcome in outcomes)
+
+
+def _differ_later(rank, world, options, transport):
+    """One rank changes its mind in a later call, while the others do again what they have agreed on."""
+    q, k, v = (torch.ones(1, 4, 2, 8) for _ in "qkv")
+    same = {"cp_group": dist.group.WORLD, "config": TreeConfig(timeout_s=30, transport=transport)}
+    for _ in range(3):
+        tree_attn_func(q, k, v, **same)
+    dist.barrier()
+    started = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        tree_attn_func(q, k, v, **{**same, **(options if rank == 1 else {})})
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "transport"),
+    [
+        ({"causal": False}, ["rank 1 has causal=False", "has causal=True"], "auto"),
+        ({"causal": False}, ["rank 1 has causal=False", "has causal=True"], "builtin"),
+        ({"config": TreeConfig(timeout_s=30, grid=(3, 1))}, ["config.grid=(3, 1)", "config.grid=None"], "auto"),
+        ({"softmax_scale": float("nan")}, ["rank 1 refused its input", "softmax_scale=nan"], "auto"),
+    ],
+    ids=["causal", "causal, builtin", "grid", "bad input"],
+)
+def test_a_rank_that_differs_in_a_later_call(options, words, transport):
+    """The others wait for it in a collective already: they are interrupted, and say the same."""
+    said = run_distributed(_differ_later, 3, options, transport, fresh=True)
+    for rank, (text, seconds) in enumerate(said):
+        assert seconds < 2, said
+        assert all(word in text for word in words[1 if rank == 1 and "refused" in words[0] else 0 :]), text
+    assert said[0][0] == said[2][0]
+
+
+def _other_version(rank, world):
+    if rank == 1:
+        megatron_tree.__version__ = "0.0.1"
+    with pytest.raises(ValueError) as caught:
+        call("decode", world, rank)
+    return str(caught.value)
+
+
+def test_versions_are_compared():
+    said = run_distributed(_other_version, 2, fresh=True)
+    assert said[0] == said[1] and "rank 1 has megatron_tree='0.0.1'" in said[0]
+
+
+def _refused_by_all(rank, world):
+    """Everybody's input is bad: an error everywhere, and the group goes on, also where ranks wait outside a call."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="softmax_scale"):
+            tree_attn_func(*(torch.ones(1, 4, 2, 8) for _ in "qkv"), cp_group=dist.group.WORLD, softmax_scale="big")
+    if rank == 1:
+        time.sleep(0.5)  # several looks at the news
+    return comm.broadcast(torch.tensor([float(rank + 1)]), dist.group.WORLD, 1).item()
+
+
+def test_what_all_refuse_does_no_harm():
+    assert run_distributed(_refused_by_all, 3) == [2.0, 2.0, 2.0]
+
+
+def _swapped(rank, world, check):
+    """[20, 10] tokens on one rank, [10, 20] on the other: as many bytes."""
+    b, s = ((2, 1), (1, 2))[rank]
+    q, k, v = (torch.arange(32.0).reshape(b, s, 2, 8).sin() for _ in "qkv")
+    config = TreeConfig(check=check, timeout_s=10, grid=(1, 2))
+    return tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config, causal=False, layout="contiguous")
+
+
+def test_without_the_check_shapes_that_fit_are_silently_wrong():
+    """What the comparison is for: the messages are equally long, and what they hold is taken for something else."""
+    wrong = run_distributed(_swapped, 2, "never")
+    assert [tuple(out.shape) for out in wrong] == [(2, 1, 2, 8), (1, 2, 2, 8)]
+    assert all(out.isfinite().all() for out in wrong)
+    with pytest.raises(DistributedTestError, match=r"batch=2, seq_len=2.*batch=1, seq_len=4") as caught:
+        run_distributed(_swapped, 2, "first")
+    assert len(caught.value.failures) == 2

@@ -1,0 +1,261 @@
+"""tree_prefill and tree_decode over pages, in real processes, against the float64 oracle."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_decode import make, same_everywhere
+
+from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
+from megatron_tree.cache import ShardedCache, quantize
+from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.kernels import gather_row
+from megatron_tree.layout import Segment
+from support.dist_utils import largest, run_distributed
+
+FORMS = {  # heads, head_dim, head_dim_v, options of the call
+    "plain": ((4, 4), 8, 8, {}),
+    "gqa": ((8, 2), 8, 8, {}),
+    "mqa, wide values": ((4, 1), 8, 12, {}),
+    "softcap": ((4, 2), 8, 8, {"softcap": 2.0}),
+    "sinks": ((4, 2), 8, 8, {"sinks": torch.linspace(-1, 1, 4)}),
+    "window": ((4, 2), 8, 4, {"window_size": (5, 0)}),
+    "window, sinks": ((4, 2), 8, 8, {"window_size": (0, 0), "sinks": torch.linspace(-1, 1, 4)}),
+}
+# how a prompt comes in: chunks that end inside pages, shorter than the ranks, one token
+CHUNKS = ((7, 30, 1, 2, 19), (64,), (1, 1, 13))
+
+
+def want(q, k, v, first, window_size=(-1, -1), softcap=0.0, sinks=None):
+    """The oracle for queries [b, n, h, d] at position `first` and later over keys from 0 on."""
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap, window_size=window_size)
+    keep = energy.visible(torch.arange(first, first + q.shape[1]), torch.arange(k.shape[1]), spec)
+    sinks = None if sinks is None else sinks.double()
+    return energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, sinks=sinks)[0]
+
+
+def cache_of(rank, world, options, page_size, dtype="auto"):
+    left = options.get("window_size", (-1, -1))[0]
+    cache = ShardedCache([None if left < 0 else left + 1], rank=rank, world=world, page_size=page_size, dtype=dtype)
+    return cache, cache.book.add()
+
+
+def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
+    """Append a chunk [1, n, ...] that every rank knows; returns this rank's (output, positions in the chunk)."""
+    rank, world = cache.book.rank, cache.book.world
+    append = cache.append([row], q.shape[1], sharded=True)
+    first = append.first[0]
+    mine = [p - first for start, count in append.shares[rank] for p in range(start, start + count)]
+    given = torch.tensor(mine or [0])  # as a model does that has to run one token
+    cache.write(0, append, k[:, given], v[:, given])
+    view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
+    keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
+    segments = cache.book.key_segments(row, 0, first)
+    if gathers_keys:
+        segments = [cache.book.key_segments(row, 0, first, r) for r in range(world)]
+    q = q[:, torch.tensor(mine, dtype=torch.int64)]
+    shares = dict(shares=append.shares, key_segments=segments)
+    return tree_prefill(q, keys, values, cp_group=dist.group.WORLD, **shares, **options), mine
+
+
+def _prefill(rank, world, page_size):
+    worst = {}
+    for form, (heads, d, d_v, options) in FORMS.items():
+        for chunks in CHUNKS:
+            for gathers_keys in (False, True) if chunks is CHUNKS[0] else (False,):
+                q, k, v = make(1, sum(chunks), sum(chunks), heads, d, d_v, torch.float32)
+                cache, row = cache_of(rank, world, options, page_size)
+                at = 0
+                for n in chunks:
+                    new = slice(at, at + n)
+                    out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+                    assert out.dtype == torch.float32 and out.isfinite().all()
+                    assert out.shape == (1, len(mine), heads[0], d_v)
+                    truth = want(q[:, new], k[:, : at + n], v[:, : at + n], at, **options)
+                    error = (out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs()
+                    worst[form] = largest((worst.get(form, 0.0), error.max().item() if mine else 0.0))
+                    at += n
+    return worst
+
+
+@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4), (4, 3), (4, 16)])
+def test_prefill_in_chunks(world, page_size):
+    # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
+    for worst in run_distributed(_prefill, world, page_size):
+        assert largest(worst.values()) < 3e-6, worst
+
+
+def _prefill_with_triton(rank, world):
+    q, k, v = make(1, 40, 40, dtype=torch.float32)
+    options, worst = dict(config=TreeConfig(backend="triton", timeout_s=60)), []
+    for gathers_keys in (False, True):
+        cache, row = cache_of(rank, world, {}, 4)
+        for new in (slice(0, 23), slice(23, 40)):
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+            truth = want(q[:, new], k[:, : new.stop], v[:, : new.stop], new.start)
+            worst.append((out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs().max().item())
+    return largest(worst)
+
+
+def test_prefill_with_triton_kernels():
+    assert largest(run_distributed(_prefill_with_triton, 2)) < 3e-6
+
+
+def _prefill_bf16(rank, world):
+    q, k, v = make(1, 96, 96, (8, 2), 32, 32, torch.bfloat16)
+    truth = want(q, k, v, 0)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    allowed = (dense.transpose(1, 2).double() - truth).abs().max()
+    errors = []
+    for gathers_keys in (False, True):
+        cache, row = cache_of(rank, world, {}, 4)
+        for new in (slice(0, 40), slice(40, 96)):
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], {}, gathers_keys)
+            errors.append(float((out.double() - truth[:, new][:, mine]).abs().max() / allowed))
+    return largest(errors)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_prefill_in_bf16_within_the_rule(world):
+    assert largest(run_distributed(_prefill_bf16, world)) <= 2
+
+
+def _decode(rank, world, page_size):
+    """Rows of different lengths in one cache, three queries each; every schedule and eight bits, too."""
+    lengths, n = (0, 3, 17, 40), 3
+    worst = {}
+    for form, (heads, d, d_v, options) in FORMS.items():
+        for dtype in ("auto", "int8", "fp8") if form in ("gqa", "window") else ("auto",):
+            q, k, v = make(4, n, max(lengths) + n, heads, d, d_v, torch.float32)
+            cache, first_row = cache_of(rank, world, options, page_size, dtype)
+            rows = [first_row, *(cache.book.add() for _ in lengths[1:])]
+            for i, length in enumerate(lengths):
+                if length:
+                    some = slice(i, i + 1), slice(0, length)
+                    cache.write(0, cache.append(rows[i : i + 1], length), k[some], v[some])
+            new = torch.tensor(lengths)[:, None] + torch.arange(n)
+            append = cache.append(rows, n)
+            at = new[..., None, None]
+            cache.write(0, append, *(x.gather(1, at.expand(-1, -1, *x.shape[2:])) for x in (k, v)))
+            view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
+            if dtype != "auto":
+                stored = torch.int8 if dtype == "int8" else torch.float8_e4m3fn
+                k, v = (y.double() * scale[..., None] for y, scale in (quantize(x, stored) for x in (k, v)))
+            truth = [want(q[[i]], k[[i], : m + n], v[[i], : m + n], m, **options) for i, m in enumerate(lengths)]
+            for schedule in DECODE_SCHEDULES:
+                out = tree_decode(
+                    q,
+                    pages.k,
+                    pages.v,
+                    cp_group=dist.group.WORLD,
+                    block_table=view.block_table,
+                    cache_seqlens=view.lengths,
+                    k_scale=pages.k_scale,
+                    v_scale=pages.v_scale,
+                    q_positions=new,
+                    cache_positions=view.positions,
+                    schedule=schedule,
+                    **options,
+                )
+                assert same_everywhere(out), (form, dtype, schedule)
+                error = (out - torch.cat(truth)).abs().max().item()
+                worst[form, dtype] = largest((worst.get((form, dtype), 0.0), error))
+    return worst
+
+
+@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (3, 4), (4, 16)])
+def test_decode_from_pages(world, page_size):
+    for worst in run_distributed(_decode, world, page_size):
+        assert largest(worst.values()) < 3e-6, worst
+
+
+def _decode_bf16(rank, world):
+    q, k, v = make(2, 1, 128, (8, 2), 32, 32, torch.bfloat16)
+    truth = want(q, k, v, 127)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
+    allowed = (dense.transpose(1, 2).double() - truth).abs().max()
+    cache, row = cache_of(rank, world, {}, 16)
+    rows = [row, cache.book.add()]
+    for new in (slice(0, 100), slice(100, 128)):
+        cache.write(0, cache.append(rows, new.stop - new.start), k[:, new], v[:, new])
+    view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
+    options = dict(block_table=view.block_table, cache_seqlens=view.lengths, cp_group=dist.group.WORLD)
+    outs = [tree_decode(q, pages.k, pages.v, schedule=schedule, **options) for schedule in DECODE_SCHEDULES]
+    return largest(float((out.double() - truth).abs().max() / allowed) for out in outs)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_decode_in_bf16_within_the_rule(world):
+    assert largest(run_distributed(_decode_bf16, world)) <= 2
+
+
+def _nothing_to_do(rank, world):
+    q, k, v = make(1, 0, 3, dtype=torch.float32)
+    options = dict(cp_group=dist.group.WORLD, shares=[[] for _ in range(world)])
+    alone = tree_prefill(q, k, v, key_segments=[Segment(0, 0, 3)], **options)
+    segments = [[Segment(0, 0, 3)], *([] for _ in range(world - 1))]
+    some = slice(0, 0 if rank else 3)
+    return alone.shape, tree_prefill(q, k[:, some], v[:, some], key_segments=segments, **options).shape
+
+
+def test_no_queries_at_all():
+    assert run_distributed(_nothing_to_do, 2) == [((1, 0, 4, 8), (1, 0, 4, 8))] * 2
+
+
+def _message(rank, world, what):
+    q, k, v = make(1, 6, 6, dtype=torch.float32)
+    shares = [[(3 * r, 3)] for r in range(world)]
+    segments = [Segment(0, 3 * rank, 3)]
+    mine = slice(3 * rank, 3 * rank + 3)
+    q, k, v = (x[:, mine] for x in (q, k, v))
+    options, odd = {}, rank == 1
+    if what == "shares":
+        shares = [[(0, 2), (2, 1)], [(3, 3)]] if odd else shares
+    elif what == "fewer queries":
+        q = q[:, 1:] if odd else q
+    elif what == "fewer keys":
+        k, v = (k[:, 1:], v[:, 1:]) if odd else (k, v)
+    elif what == "softcap":
+        options["softcap"] = 1.0 if odd else 0.0
+    elif what == "world":
+        shares = shares[:1]
+    call = dict(cp_group=dist.group.WORLD, config=TreeConfig(timeout_s=20))
+    try:
+        if what in ("table", "scale", "page size", "page number"):
+            table = torch.zeros(1, 1, dtype=torch.int64 if what == "table" and odd else torch.int32)
+            if what == "page number" and odd:
+                table -= 1
+            if what == "scale" and odd:
+                k = k.to(torch.int8)
+            if what == "page size":
+                call["config"] = TreeConfig(timeout_s=20, backend="triton" if odd else "reference")
+            lengths = torch.tensor([3])
+            tree_decode(q[:, :1], k, v, block_table=table, cache_seqlens=lengths, **call)
+        else:
+            tree_prefill(q, k, v, shares=shares, key_segments=segments, **options, **call)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shares", "call this with different arguments.*shares="),
+        ("softcap", "call this with different arguments.*softcap="),
+        ("fewer queries", r"rank 1 refused.*q holds 2 queries, but shares say \[3, 3\]|q holds 2 queries"),
+        ("fewer keys", "k_cache holds 2 keys"),
+        ("world", r"shares say \[3\] for 2 ranks"),
+        ("table", "block_table must be int32"),
+        ("page number", r"block_table=\[\[-1\]\] names pages beyond the 1"),
+        ("scale", "pages in int8 or fp8 need"),
+        ("page size", "page_size=3: .*16, 32, 64, 128, 256|triton"),
+    ],
+)
+def test_every_rank_is_told(what, message):
+    for said in run_distributed(_message, 2, what, timeout=60):
+        assert said, "no error"
+        assert re.search(message, said), said

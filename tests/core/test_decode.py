@@ -1,0 +1,169 @@
+"""tree_decode in real processes against the float64 oracle: every schedule, any shards, same bits on all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import energy, tree_decode
+from megatron_tree.cache import ShardedCache
+from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from support.dist_utils import largest, run_distributed
+
+WORLDS = (1, 2, 3, 4, 6)
+
+
+def make(batch, s_q, total, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((s_q, h, d), (total, h_kv, d), (total, h_kv, d_v))
+    return [torch.randn(batch, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def oracle(q, k, v, keep, *, softcap=0.0, sinks=None):
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap)
+    q, k, v = (x.double() for x in (q, k, v))
+    return energy.attention(q, k, v, spec=spec, keep=keep, sinks=None if sinks is None else sinks.double())
+
+
+def same_everywhere(x):
+    """Whether every rank holds the same bits."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return all(torch.equal(parts[0], p) for p in parts)
+
+
+def _one_token(rank, world, lengths_list):
+    """s_q = 1 over contiguous shards of the given lengths, fp32, all schedules; the worst error."""
+    worst = 0.0
+    for lengths in lengths_list:
+        total, start = sum(lengths), sum(lengths[:rank])
+        q, k, v = make(3, 1, total, dtype=torch.float32)
+        sinks = torch.linspace(-1, 1, 4)
+        mine = slice(start, start + lengths[rank])
+        for options in ({}, dict(softcap=2.0), dict(sinks=sinks)):
+            out, lse = oracle(q, k, v, None, **options)
+            for schedule in DECODE_SCHEDULES:
+                o, l = tree_decode(
+                    q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule, return_lse=True, **options
+                )
+                assert o.dtype == q.dtype and l.dtype == torch.float32
+                assert same_everywhere(o) and same_everywhere(l), schedule
+                gap = torch.where(l == lse, 0.0, l - lse)  # both are -inf where nothing is seen
+                worst = largest((worst, (o - out).abs().max().item(), gap.abs().max().item()))
+    return worst
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_token_any_shards(world):
+    lengths = [[1] * world, [7] * world, [31 + r for r in range(world)], [13] + [0] * (world - 1), [0] * world]
+    lengths += [[0 if r == e else 5 for r in range(world)] for e in range(world) if world > 1]
+    lengths += [[0] * (world - 1) + [1]]
+    assert largest(run_distributed(_one_token, world, lengths)) < 2e-6
+
+
+def _many_tokens(rank, world):
+    """s_q = 3 over a round-robin cache with windows, left padding and ragged rows."""
+    total, s_q = 4 * world + 5, 3
+    q, k, v = make(2, s_q, total, dtype=torch.float32)
+    slots = torch.arange(total)
+    positions = torch.stack((slots, torch.where(slots < 4, -1, slots - 4)))  # row 1: four slots of left padding
+    q_positions = positions[:, -s_q:]
+    cache = ShardedCache([None], rank=rank, world=world, page_size=2)
+    rows = [cache.book.add(), cache.book.add()]
+    for a, b in ((0, 5), (5, total - 1), (total - 1, total)):  # three appends
+        cache.write(0, cache.append(rows, b - a), k[:, a:b], v[:, a:b])
+    view, pages = cache.view(0, rows, q.device), cache.layers[0]
+    cache_positions = positions.gather(1, view.positions.clamp(max=total - 1))
+    worst = 0.0
+    for window in ((-1, -1), (4, 0), (0, 0)):
+        spec = AttnSpec(softmax_scale=1.0, window_size=window)
+        keep = energy.visible(q_positions, positions, spec) & (positions >= 0)[:, None]
+        out, lse = oracle(q, k, v, keep)
+        for schedule in DECODE_SCHEDULES:
+            o, l = tree_decode(
+                q,
+                pages.k,
+                pages.v,
+                cp_group=dist.group.WORLD,
+                block_table=view.block_table,
+                cache_seqlens=view.lengths,
+                q_positions=q_positions,
+                cache_positions=cache_positions,
+                window_size=window,
+                schedule=schedule,
+                return_lse=True,
+            )
+            assert same_everywhere(o)
+            worst = largest((worst, (o - out).abs().max().item(), (l - lse).abs().max().item()))
+    return worst
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_many_tokens_windows_and_padding(world):
+    assert largest(run_distributed(_many_tokens, world)) < 2e-6
+
+
+def _ragged(rank, world, dtype):
+    """cache_seqlens: another number of valid slots per row, and NaN in the slots beyond."""
+    q, k, v = make(4, 1, 6 * world, dtype=dtype)
+    mine = slice(6 * rank, 6 * rank + 6)
+    lengths = torch.tensor([(3 * row + rank) % 7 for row in range(4)])
+    valid = torch.stack([torch.arange(6) < n for n in lengths])  # [4, 6]
+    everyone = [torch.empty_like(valid) for _ in range(world)]
+    dist.all_gather(everyone, valid)
+    out, _ = oracle(q, k, v, torch.cat(everyone, 1)[:, None])
+    for x in (k, v):
+        x[:, mine][~valid] = float("nan")
+    error = 0.0
+    for schedule in DECODE_SCHEDULES:
+        o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=lengths, schedule=schedule)
+        error = largest((error, (o - out).abs().max().item()))
+    uniform = torch.full((4,), 4)
+    keep = torch.cat([torch.arange(6) < 4] * world)[None]
+    q, k, v = make(4, 1, 6 * world, dtype=dtype)
+    out, _ = oracle(q, k, v, keep)
+    o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=uniform)
+    return largest((error, (o - out).abs().max().item()))
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_ragged_caches(world):
+    assert largest(run_distributed(_ragged, world, torch.float32)) < 2e-6
+
+
+def _bf16(rank, world):
+    q, k, v = make(2, 1, 64 * world, heads=(8, 2), d=32, d_v=32, dtype=torch.bfloat16)
+    out, _ = oracle(q, k, v, None)
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+    allowed = (dense.transpose(1, 2).double() - out).abs().max()
+    mine = slice(64 * rank, 64 * rank + 64)
+    errors = []
+    for schedule in DECODE_SCHEDULES:
+        o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule)
+        errors.append(float((o.double() - out).abs().max() / allowed))
+    return largest(errors)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_bf16_within_the_rule(world):
+    assert largest(run_distributed(_bf16, world)) <= 2
+
+
+def _huge_logits(rank, world):
+    """Scores of +-1e4, all on one rank or on all: finite, and equal to the oracle."""
+    q, k, v = make(1, 1, 4 * world, dtype=torch.float32)
+    worst = 0.0
+    for scale in (3e3, -3e3):
+        spec = AttnSpec(softmax_scale=scale)
+        out, _ = energy.attention(*(x.double() for x in (q, k, v)), spec=spec)
+        mine = slice(4 * rank, 4 * rank + 4)
+        for schedule in DECODE_SCHEDULES:
+            o = tree_decode(
+                q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, softmax_scale=scale, schedule=schedule
+            )
+            worst = largest((worst, (o - out).abs().max().item()))
+    return worst
+
+
+def test_huge_logits():
+    assert largest(run_distributed(_huge_logits, 4)) < 1e-2  # fp32 logits of 1e4 carry 1e-3 of rounding

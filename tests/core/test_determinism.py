@@ -1,0 +1,261 @@
+"""The same inputs, the same bits: run after run, on all ranks, in new processes, and for a row alone or in a batch."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_cached import cache_of, prefill_chunk
+from test_decode import make as make_decode
+from test_decode import same_everywhere
+from test_tree_attn import make_inputs, make_sinks
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_tree import TreeConfig, kernels, tree_attn_func, tree_decode
+from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.kernels import PagedKV, Visible
+from megatron_tree.kernels.triton.decode import SPLIT_KEYS
+from megatron_tree.layout import Segment
+from megatron_tree.merge import merge_sinks
+from megatron_tree.plan import default_topology, place, plan_decode
+from support.dist_utils import run_distributed
+
+REPO = Path(__file__).resolve().parents[2]
+TIMES = 50
+FIXED = tuple(s for s in DECODE_SCHEDULES if s not in ("auto", "allreduce"))
+
+
+def digest(*tensors):
+    parts = [
+        x.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes() for x in tensors
+    ]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _bits(rank, world, dtype, times, deterministic):
+    """{what: digests of `times` runs}: training on every schedule, decode, prefill in both ways."""
+    found, group = {}, dist.group.WORLD
+    inputs = [x.chunk(world, 1)[rank] for x in make_inputs(32 * world, (4, 2), d=16, d_v=16, dtype=dtype)]
+    schedules = {"tree": dict(grid=(world, 1)), "KV gather": dict(grid=(1, world)), "ring": dict(schedule="ring")}
+    if world == 4:
+        schedules["grid 2x2"] = dict(grid=(2, 2), head_groups=2)
+    for name, options in schedules.items():
+        config = TreeConfig(**options, deterministic=deterministic)
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]] + [make_sinks(4).to(dtype).requires_grad_()]
+        runs = found.setdefault((name, "training"), [])
+        for _ in range(times):
+            out, lse = tree_attn_func(*leaves[:3], sinks=leaves[3], cp_group=group, config=config, return_lse=True)
+            runs.append(digest(out, lse, *torch.autograd.grad(out, leaves, inputs[3])))
+    config = TreeConfig(deterministic=deterministic)
+    q, k, v = make_decode(3, 1, 40 * world, d=16, d_v=16, dtype=dtype)
+    k, v = (x.chunk(world, 1)[rank] for x in (k, v))
+    lengths = torch.tensor([40, 11 + rank, 0])
+    for schedule in FIXED:
+        options = dict(cp_group=group, cache_seqlens=lengths, schedule=schedule, config=config, sinks=make_sinks(4))
+        runs = [tree_decode(q, k, v, return_lse=True, **options) for _ in range(times)]
+        assert same_everywhere(runs[0][0]) and same_everywhere(runs[0][1]), schedule
+        found[schedule, "decode"] = [digest(*x) for x in runs]
+    q, k, v = make_decode(1, 36, 36, d=16, d_v=16, dtype=dtype)
+    for gathers_keys in (False, True):
+        runs = found.setdefault((gathers_keys, "prefill"), [])
+        for _ in range(times):
+            cache, row = cache_of(rank, world, {}, 4)
+            new = slice(0, 20), slice(20, 36)
+            options = dict(config=config)
+            outs = [prefill_chunk(cache, row, q[:, i], k[:, i], v[:, i], options, gathers_keys)[0] for i in new]
+            runs.append(digest(*outs))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("world", "deterministic"),
+    [(3, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow)],
+)
+def test_the_same_bits_fifty_times(world, dtype, deterministic):
+    for found in run_distributed(_bits, world, dtype, TIMES, deterministic, timeout=600):
+        assert {what for _, what in found} == {"training", "decode", "prefill"}
+        assert all(len(runs) == TIMES for runs in found.values())
+        assert [name for name, runs in found.items() if len(set(runs)) > 1] == []
+
+
+@pytest.mark.slow
+def test_the_same_bits_in_new_processes():
+    """Other processes, other addresses: what they print is what the ranks of this session find."""
+    code = "from test_determinism import print_bits; print_bits()"
+    paths = os.pathsep.join(map(str, (REPO, REPO / "tests", Path(__file__).parent)))
+    command = [sys.executable, "-c", code]
+    there = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300, check=True
+    )
+    here = run_distributed(_bits, 2, torch.bfloat16, 1, True)
+    assert there.stdout.splitlines()[-1] == str(here)
+
+
+def print_bits():
+    """For the processes of `test_the_same_bits_in_new_processes`."""
+    print(run_distributed(_bits, 2, torch.bfloat16, 1, True))
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_threads_do_not_matter(backend):
+    """Forward and backward of a block with one thread and with four (aten), and again with four (both)."""
+    q, k, v, dout = make_inputs(200, (4, 2), d=32, d_v=32, dtype=torch.float32)
+    whole = dict(
+        q_segments=(Segment(0, 0, 200),),
+        k_segments=(Segment(0, 0, 200),),
+        spec=AttnSpec(softmax_scale=0.2),
+        backend=backend,
+    )
+
+    def bits():
+        out, lse = kernels.attn_fwd(q, k, v, **whole)
+        return digest(out, lse, *kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **whole))
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        several = {bits() for _ in range(TIMES)}
+        torch.set_num_threads(1)
+        one = bits()
+    finally:
+        torch.set_num_threads(before)
+    assert len(several) == 1
+    assert backend == "reference" or several == {one}
+
+
+def _rows(rank, world, dtype):
+    """Schedules and forms in which a row of a batch of 8 has other bits than alone."""
+    group, share, size, different = dist.group.WORLD, 37, 16, []
+    q, k, v = make_decode(8, 2, share * world, heads=(6, 2), d=24, d_v=20, dtype=dtype)
+    lengths = torch.tensor([share, 0, 5, 20, 36, 1, share, 17])
+    q_positions = torch.tensor([[n + share * (world - 1), n + share * (world - 1) + 1] for n in lengths.tolist()])
+    slots = share * rank + torch.arange(share).expand(8, -1)
+    slots = slots.where(slots % 7 != 3, -1)
+    k, v = (x[:, share * rank :][:, :share] for x in (k, v))
+    pages = [torch.zeros(24, size, *x.shape[2:], dtype=dtype) for x in (k, v)]
+    table = torch.randperm(24).reshape(8, 3).to(torch.int32)
+    for whole, own in zip(pages, (k, v)):
+        whole[table.long()] = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, 11)).unflatten(1, (3, size))
+    forms = {
+        "dense": lambda i, n: (q[i, :1], k[i], v[i], dict(sinks=make_sinks(6))),
+        "ragged": lambda i, n: (q[i, :1], k[i], v[i], dict(cache_seqlens=lengths[i])),
+        "positions": lambda i, n: (
+            *(q[i], k[i], v[i]),
+            dict(q_positions=q_positions[i], cache_positions=slots[i], window_size=(50, 0), softcap=5.0),
+        ),
+        "paged": lambda i, n: (q[i, :1], *pages, dict(block_table=table[i, :n], cache_seqlens=lengths[i])),
+    }
+    for form, arguments in forms.items():
+        for schedule in FIXED:
+            options = dict(cp_group=group, schedule=schedule, config=TreeConfig(deterministic=True), return_lse=True)
+            together = [x.split(1) for x in _call(arguments(slice(0, 8), 3), options)]
+            assert all(same_everywhere(x[0]) for x in together)
+            for row in range(8):
+                needed = max(1, -(-int(lengths[row]) // size))  # alone a row has a table of its own length
+                alone = _call(arguments(slice(row, row + 1), needed), options)
+                if not all(torch.equal(x, y[row]) for x, y in zip(alone, together)):
+                    different.append((form, schedule, row))
+    return different
+
+
+def _call(arguments, options):
+    q, k, v, more = arguments
+    return tree_decode(q, k, v, **more, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_a_row_alone_and_in_a_batch(world, dtype):
+    # 5 ranks: torch's own sum over that many parts takes another order at the end of a tensor
+    assert run_distributed(_rows, world, dtype, timeout=300) == [[]] * world
+
+
+@pytest.mark.parametrize("num_states", [2, 5, 8, 16])
+def test_merges_do_not_depend_on_where_a_row_stands(num_states):
+    g = torch.Generator().manual_seed(0)
+    packed = torch.randn(num_states, 8, 1, 6, 33, generator=g)
+    together = kernels.merge_packed(packed)
+    sunk, lse = merge_sinks(together[..., :-1], together[..., -1], make_sinks(6).float())
+    for i in range(8):
+        alone = kernels.merge_packed(packed[:, i : i + 1].contiguous())
+        assert torch.equal(alone, together[i : i + 1])
+        o, l = merge_sinks(alone[..., :-1], alone[..., -1], make_sinks(6).float())
+        assert torch.equal(o, sunk[i : i + 1]) and torch.equal(l, lse[i : i + 1])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_splits_of_triton_do_not_depend_on_the_batch(paged):
+    """Without deterministic=True they do: the bits of a row change. Two splits of SPLIT_KEYS, the second one ragged."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    n = SPLIT_KEYS + 128
+    q, k, v = (x.to(device) for x in make_decode(4, 1, n, heads=(2, 1), d=16, d_v=16, dtype=torch.float32))
+    lengths = torch.tensor([n - 5, 300, n, 1], device=device)
+    pages = n // 64
+    table = torch.arange(4 * pages, dtype=torch.int32, device=device).reshape(4, pages)
+
+    def states(deterministic):
+        call = dict(spec=AttnSpec(softmax_scale=0.25, deterministic=deterministic), backend="triton")
+        found = []
+        for i, wide in ((slice(0, 4), pages), (slice(0, 1), pages), (slice(1, 2), 5)):  # row 1: a table of its length
+            seen = Visible(lengths=lengths[i])
+            if paged:
+                of_pages = [x.flatten(0, 1).unflatten(0, (-1, 64)) for x in (k, v)]
+                call["paged"] = PagedKV(table[i, :wide].contiguous())
+                found.append(kernels.attn_decode(q[i], *of_pages, visible=seen, **call))
+            else:
+                found.append(kernels.attn_decode(q[i], k[i], v[i], visible=seen, **call))
+        return found
+
+    together, first, second = states(True)
+    assert torch.equal(together[:1], first) and torch.equal(together[1:2], second)
+    together, first, _ = states(False)
+    assert not torch.equal(together[:1], first)
+    torch.testing.assert_close(together[:1], first, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_reproduced_is_refused():
+    with FakeTensorMode():
+        q, wide = (torch.empty(1, 4, 2, d, device="cuda", dtype=torch.float16) for d in (64, 300))
+    fixed, free = (AttnSpec(softmax_scale=1.0, deterministic=x) for x in (True, False))
+    assert kernels.choose(q, q, q, free, "aten").name == "aten"
+    with pytest.raises(ValueError, match=r"backend='aten' can't take deterministic=True on CUDA.*adds up in any order"):
+        kernels.choose(q, q, q, fixed, "aten")
+    assert kernels.choose(q, q, q, fixed).name == "triton"
+    assert kernels.choose(wide, wide, wide, fixed).name == "reference"
+    with pytest.raises(ValueError, match="deterministic='yes' is unknown"):
+        TreeConfig(deterministic="yes")
+
+
+def test_auto_leaves_the_all_reduce_out():
+    """Where nothing else fits the memory, it is planned; deterministic=True says what the others would need."""
+    topology, state = default_topology("gloo"), 129 * 4
+    call = dict(rows=1, head_dim_v=128, kv_bytes=None, topology=topology, placement=place(topology, list(range(8))))
+    assert plan_decode(8, **call, memory_budget=2 * state).schedule == "allreduce"
+    with pytest.raises(ValueError, match=f"memory_budget={2 * state} bytes is too small"):
+        plan_decode(8, **call, memory_budget=2 * state, deterministic=True)
+    assert plan_decode(8, **call, memory_budget=4 * state, deterministic=True).schedule in FIXED
+
+
+def _refusals(rank, world):
+    """Messages of calls that deterministic=True refuses, on every rank before anything is sent; the group goes on."""
+    q, k, v = make_decode(2, 1, 8, dtype=torch.float32)
+    call, said = dict(cp_group=dist.group.WORLD, config=TreeConfig(deterministic=True, timeout_s=20)), []
+    for options in (dict(schedule="allreduce"), dict(config=TreeConfig(deterministic=rank == 1, timeout_s=20))):
+        try:
+            tree_decode(q, k, v, **{**call, **options})
+        except ValueError as error:
+            said.append(str(error))
+    out = tree_decode(q, k, v, **call)
+    return said, same_everywhere(out)
+
+
+def test_every_rank_is_told_why():
+    for (refused, different), works in run_distributed(_refusals, 2, timeout=60):
+        assert "schedule='allreduce' leaves the order of its sum to the backend" in refused
+        assert "deterministic=False" in different and "deterministic=True" in different
+        assert works

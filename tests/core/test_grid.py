@@ -1,0 +1,164 @@
+"""The nested grid in real processes: hosts in any order, every nesting, head groups, both transports."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_tree_attn import dense, make_inputs, oracle, run_one, worst_error
+
+from megatron_tree import TreeConfig, comm, energy, tree_decode
+from megatron_tree.attention import call as attend
+from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.plan import default_topology, place
+from megatron_tree.plan.plans import grids, inner_grids
+from support.dist_utils import largest, run_distributed
+
+PLACES = {  # host of every rank
+    "2 x 2": (0, 0, 1, 1),
+    "2 x 2, interleaved": (0, 1, 1, 0),
+    "3 + 1": (0, 0, 0, 1),
+    "3 x 2": (0, 0, 1, 1, 2, 2),
+    "2 x 3": (0, 1, 0, 1, 0, 1),
+}
+
+
+class Hosts:
+    """Makes comm believe that ranks run on these hosts, while the context is open."""
+
+    def __init__(self, hosts):
+        self.hosts = hosts
+
+    def __enter__(self):
+        self.real, comm.machines._this_host = comm.machines._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
+
+    def __exit__(self, *_):
+        comm.machines._this_host = self.real
+
+
+def _nested(rank, world, hosts, transport):
+    """Every grid x nesting x head groups against the oracle; returns the worst error and how many were nested."""
+    inputs = make_inputs(4 * world, (8, 4))
+    truth = oracle(*inputs)
+    plan_training, worst, nested = attend.plan_training, 0.0, 0
+    with Hosts(hosts):
+        placement = place(default_topology("gloo"), comm.hosts(dist.group.WORLD))
+        cases = [(grid, inner) for grid in grids(world) for inner in inner_grids(grid, placement.block)]
+        for i, (grid, inner) in enumerate(cases):
+            head_groups = 1 + 3 * (i % 2)
+
+            def pinned(*args, inner=inner, **kwargs):
+                plan = plan_training(*args, **kwargs)
+                forward, backward = (dataclasses.replace(p, inner=inner) for p in (plan.forward, plan.backward))
+                return dataclasses.replace(plan, forward=forward, backward=backward)
+
+            attend.plan_training = pinned
+            try:
+                config = TreeConfig(grid=grid, head_groups=head_groups, transport=transport, timeout_s=30)
+                worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
+            finally:
+                attend.plan_training = plan_training
+            nested += inner != (1, 1)
+        for config in (TreeConfig(schedule="ring"), TreeConfig(grid=(1, world), grid_backward=(world, 1))):
+            worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
+    return worst, nested
+
+
+@pytest.mark.parametrize("transport", ["direct", "builtin"])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_nesting_matches_the_oracle(place, transport):
+    for worst, nested in run_distributed(_nested, len(PLACES[place]), PLACES[place], transport, timeout=300):
+        assert worst < 1e-12
+        assert (nested > 0) == (place != "3 + 1")
+
+
+def _uneven(rank, world):
+    """Shares of unequal length are padded on the wire, in every group of heads."""
+    layout = (3, 0, 5, 1)
+    inputs = make_inputs(sum(layout), (4, 2))
+    truth = oracle(*inputs)
+    with Hosts((0, 0, 1, 1)):
+        return largest(
+            worst_error(*run_one(inputs, layout, TreeConfig(grid=grid, head_groups=2), {}), truth)
+            for grid in grids(world)
+        )
+
+
+def test_uneven_shares_on_nested_grids():
+    assert largest(run_distributed(_uneven, 4)) < 1e-12
+
+
+def _low_precision(rank, world, dtype):
+    inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
+    out, _, *grads = oracle(*inputs)
+    truth = [out, *grads]
+    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
+    found = {}
+    with Hosts((0, 0, 1, 1)):
+        for grid in grids(world):
+            rows, (out, _, *grads) = run_one(inputs, "zigzag", TreeConfig(grid=grid, head_groups=2), {})
+            errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
+            found[grid] = [float(e / a) for e, a in zip(errors, allowed)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_levels_in_low_precision_keep_the_rule(dtype):
+    for found in run_distributed(_low_precision, 4, dtype):
+        for grid, (out, *grads) in found.items():
+            assert out <= 2 and largest(grads) <= 3, (grid, out, grads)
+
+
+def _decode_over_hosts(rank, world, hosts):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, s, h, 8, generator=g) for s, h in ((1, 4), (5 * world, 2), (5 * world, 2)))
+    mine = slice(5 * rank, 5 * rank + 5)
+    keep = torch.ones(1, 5 * world, dtype=torch.bool)
+    truth = energy.attention(q.double(), k.double(), v.double(), spec=AttnSpec(softmax_scale=8**-0.5), keep=keep)[0]
+    worst = 0.0
+    with Hosts(hosts):
+        for transport in ("direct", "builtin"):
+            config = TreeConfig(transport=transport)
+            for schedule in DECODE_SCHEDULES:
+                out = tree_decode(
+                    q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule, config=config
+                )
+                worst = largest((worst, (out - truth).abs().max().item()))
+                everyone = [torch.empty_like(out) for _ in range(world)]
+                dist.all_gather(everyone, out)
+                assert all(torch.equal(out, other) for other in everyone), schedule
+    return worst
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_decode_over_hosts(place):
+    assert largest(run_distributed(_decode_over_hosts, len(PLACES[place]), PLACES[place])) < 2e-6
+
+
+BAD = [
+    (dict(head_groups=3), r"head_groups=3 must divide num_heads_kv=4"),
+    (dict(grid_backward=(3, 2)), r"grid_backward=\(3, 2\) has 6 cells but cp_group has 2 ranks"),
+    (dict(memory_budget=10), "memory_budget=10 bytes is too small for the forward's communication buffers"),
+    (dict(topology="moon"), "topology 'moon' is unknown: name one of .*dgx_h100"),
+    (dict(topology="laptop.yaml"), "topology file laptop.yaml"),
+]
+
+
+def _refused(rank, world):
+    inputs = make_inputs(4 * world, (8, 4), dtype=torch.float32)
+    found = []
+    with comm.record() as log:
+        for options, _ in BAD:
+            with pytest.raises(ValueError) as caught:
+                run_one(inputs, "zigzag", TreeConfig(**options), {})
+            found.append(str(caught.value))
+    assert not log
+    run_one(inputs, "zigzag", TreeConfig(), {})
+    return found
+
+
+def test_what_can_not_be_is_refused_on_every_rank():
+    for found in run_distributed(_refused, 2):
+        for (_, message), text in zip(BAD, found):
+            with pytest.raises(ValueError, match=message):
+                raise ValueError(text)

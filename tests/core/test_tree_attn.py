@@ -1,0 +1,240 @@
+"""tree_attn_func in real processes against the float64 energy oracle: out, lse and every gradient."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import TreeConfig, energy, shard_positions, shard_sequence, tree_attn_func, unshard_sequence
+from megatron_tree.config import AttnSpec
+from megatron_tree.layout import shard_lengths
+from megatron_tree.plan.planner import grids
+from support.dist_utils import largest, run_distributed
+
+WORLDS = (1, 2, 3, 4, 6)
+MASKS = {
+    "causal": {},
+    "full": dict(causal=False),
+    "window": dict(window_size=(5, 0)),
+    "two-sided window": dict(causal=False, window_size=(3, 2)),
+    "softcap": dict(softcap=2.0),
+    "sinks": dict(sinks=True),
+    "sinks, window": dict(sinks=True, window_size=(4, -1)),
+}
+HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
+
+
+def configs(world):
+    for grid in grids(world):
+        yield f"grid {grid[0]}x{grid[1]}", TreeConfig(grid=grid)
+    yield "ring", TreeConfig(schedule="ring")
+    yield "auto", TreeConfig()
+
+
+def make_inputs(seq_len, heads, *, batch=2, d=8, d_v=8, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))  # q, k, v, dout
+    return [torch.randn(batch, seq_len, n, m, generator=g, dtype=torch.float64).to(dtype) for n, m in shapes]
+
+
+def oracle(q, k, v, dout, dlse=None, *, causal=True, window_size=(-1, -1), softcap=0.0, sinks=None):
+    """(out, lse, dq, dk, dv[, dsinks]) of the whole sequence in float64."""
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, causal=causal, window_size=window_size, softcap=softcap)
+    positions = torch.arange(q.shape[1])
+    keep = energy.visible(positions, positions, spec)
+    q, k, v, dout, sinks = (None if x is None else x.double() for x in (q, k, v, dout, sinks))
+    out, lse = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks)
+    grads = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks, dlse=dlse)
+    return out, lse, *grads
+
+
+def run_one(inputs, layout, config, mask, dlse=None):
+    """This rank's (out, lse, dq, dk, dv[, dsinks summed over ranks]) and the rows of the sequence it holds."""
+    group = dist.group.WORLD
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = shard_positions(inputs[0].shape[1], rank, world, layout)
+    q, k, v, dout = (x[:, rows] for x in inputs)
+    # strides as Megatron's: sequence first in memory
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v))
+    mask = dict(mask)
+    leaves = [q, k, v]
+    if mask.get("sinks"):
+        mask["sinks"] = make_sinks(q.shape[2]).to(q.dtype).requires_grad_()
+        leaves.append(mask["sinks"])
+    passed = tuple(shard_lengths(inputs[0].shape[1], world, layout)) if layout == "contiguous" else layout
+    out, lse = tree_attn_func(q, k, v, cp_group=group, layout=passed, config=config, return_lse=True, **mask)
+    loss = (out.double() * dout.double()).sum()
+    if dlse is not None:
+        loss = loss + (lse * dlse[..., rows]).sum()
+    grads = list(torch.autograd.grad(loss, leaves))
+    if len(grads) == 4:
+        dist.all_reduce(grads[3])
+    return rows, [out.detach(), lse.detach(), *grads]
+
+
+def make_sinks(h):
+    return torch.linspace(-1.0, 1.5, h, dtype=torch.float64)
+
+
+def worst_error(rows, mine, truth):
+    """Largest absolute error over out, lse and gradients of this rank's rows."""
+    worst = 0.0
+    for i, (x, t) in enumerate(zip(mine, truth)):
+        t = t if i == 5 else t[..., rows] if i == 1 else t[:, rows]
+        assert x.shape == t.shape, (i, x.shape, t.shape)
+        same = torch.isinf(t) & (x.double() == t)
+        error = torch.where(same, 0.0, x.double() - t).abs()
+        assert not error.isnan().any(), f"NaN in result {i}"
+        worst = largest((worst, error.max().item() if error.numel() else 0.0))
+    return worst
+
+
+def _against_oracle(rank, world, cases):
+    worst = {}
+    for name, seq_len, heads, layout, mask, dims, dtype in cases:
+        inputs = make_inputs(seq_len, heads, d=dims[0], d_v=dims[1], dtype=dtype)
+        kwargs = dict(mask, sinks=make_sinks(heads[0])) if mask.get("sinks") else mask
+        truth = oracle(*inputs, **kwargs)
+        for label, config in configs(world):
+            rows, mine = run_one(inputs, layout, config, mask)
+            worst[f"{name}, {label}"] = worst_error(rows, mine, truth)
+    return worst
+
+
+def check(world, cases, limit):
+    for worst in run_distributed(_against_oracle, world, cases, timeout=300):
+        bad = {name: error for name, error in worst.items() if error > limit}
+        assert worst and not bad, bad
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_masks_and_heads_match_the_oracle(world):
+    n = 4 * world
+    cases = [
+        (f"{mask}, {heads}", n, HEADS[heads], "zigzag", MASKS[mask], (8, 8), torch.float64)
+        for mask in MASKS
+        for heads in (HEADS if mask in ("causal", "sinks") else ["GQA"])
+    ]
+    check(world, cases, 1e-12)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_any_length_and_empty_shards(world):
+    lengths = [1, 2, 3, 5, 7, 13, 2 * world + 1]
+    cases = [(f"contiguous {n}", n, (4, 2), "contiguous", {}, (8, 8), torch.float64) for n in lengths]
+    for empty in range(world):
+        layout = tuple(0 if r == empty else 3 + r % 2 for r in range(world))
+        if sum(layout):
+            cases.append((f"lengths {layout}", sum(layout), (4, 2), layout, MASKS["sinks"], (8, 8), torch.float64))
+    layout = tuple(5 if r == world - 1 else 0 for r in range(world))
+    cases.append((f"lengths {layout}", 5, (2, 2), layout, MASKS["window"], (8, 8), torch.float64))
+    check(world, cases, 1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_unequal_head_dims_fp32(world):
+    cases = [("MLA-like", 8 * world, (4, 4), "zigzag", MASKS[m], (24, 16), torch.float32) for m in ("causal", "window")]
+    cases += [("wide v", 8 * world, (4, 2), "zigzag", {}, (8, 20), torch.float32)]
+    check(world, cases, 1e-5)
+
+
+def _gradient_through_lse(rank, world):
+    inputs = make_inputs(8 * world, (4, 2))
+    dlse = torch.randn(2, 4, 8 * world, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    truth = oracle(*inputs, dlse=dlse)
+    return [worst_error(*run_one(inputs, "zigzag", config, {}, dlse), truth) for _, config in configs(world)]
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_gradient_flows_through_lse(world):
+    assert largest(map(largest, run_distributed(_gradient_through_lse, world))) < 1e-12
+
+
+def dense(q, k, v, dout):
+    """The same mathematics, dense and causal, done in the inputs' dtype by torch's own attention."""
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2))
+    return [x.detach().transpose(1, 2) for x in (out, *grads)]
+
+
+def _low_precision(rank, world, dtype):
+    inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
+    out, _, *grads = oracle(*inputs)
+    truth = [out, *grads]
+    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
+    found = {}
+    for label, config in configs(world):
+        rows, (out, _, *grads) = run_one(inputs, "zigzag", config, {})
+        errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
+        found[label] = [float(e / a) for e, a in zip(errors, allowed)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_low_precision_within_the_rule(world, dtype):
+    for found in run_distributed(_low_precision, world, dtype):
+        for label, (out, *grads) in found.items():
+            assert out <= 2 and largest(grads) <= 3, (label, out, grads)
+
+
+def _recompute(rank, world):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = make_inputs(4 * world, (4, 2))
+    rows = shard_positions(4 * world, rank, world)
+    results = []
+    for wrap in (False, True):
+        q, k, v, dout = (x[:, rows].clone().requires_grad_() for x in inputs)
+        call = lambda q, k, v: tree_attn_func(q, k, v, cp_group=dist.group.WORLD)  # noqa: E731
+        out = checkpoint(call, q, k, v, use_reentrant=False) if wrap else call(q, k, v)
+        results.append([out.detach(), *torch.autograd.grad((out * dout).sum(), (q, k, v))])
+    return all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_recomputation_gives_the_same_bits():
+    assert all(run_distributed(_recompute, 4))
+
+
+def _subgroup(rank, world):
+    """Two groups of three, interleaved, work at the same time; a rank may not use the other's group."""
+    groups = [dist.new_group([r for r in range(world) if r % 2 == i]) for i in range(2)]
+    mine = groups[rank % 2]
+    inputs = make_inputs(12, (4, 2), seed=rank % 2)
+    truth = oracle(*inputs)
+    rows = shard_positions(12, dist.get_rank(mine), 3)
+    out, lse = tree_attn_func(*(x[:, rows] for x in inputs[:3]), cp_group=mine, return_lse=True)
+    assert worst_error(rows, (out, lse), truth[:2]) < 1e-12
+    with pytest.raises(ValueError, match="not a member"):
+        tree_attn_func(*inputs[:3], cp_group=groups[1 - rank % 2])
+    return True
+
+
+def test_groups_that_are_not_world():
+    assert all(run_distributed(_subgroup, 6))
+
+
+def _shard_round_trip(rank, world):
+    for seq_len, layout in ((4 * world, "zigzag"), (4 * world + 1, "contiguous"), (1, "contiguous")):
+        x = torch.arange(2 * seq_len * 3.0).reshape(2, seq_len, 3)
+        mine = shard_sequence(x, dist.group.WORLD, 1, layout)
+        assert torch.equal(mine, x[:, shard_positions(seq_len, rank, world, layout)])
+        whole = unshard_sequence(mine, dist.group.WORLD, 1, layout, seq_len=seq_len)
+        assert torch.equal(whole, x)
+    return True
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_shard_and_unshard(world):
+    assert all(run_distributed(_shard_round_trip, world))
+
+
+def test_one_rank_needs_no_process_group():
+    q, k, v, dout = make_inputs(7, (4, 2))
+    out, lse = tree_attn_func(q, k, v, cp_group=None, return_lse=True)
+    truth = oracle(q, k, v, dout)
+    assert worst_error(torch.arange(7), (out, lse), truth[:2]) < 1e-12
+    assert math.isfinite(out.sum().item())

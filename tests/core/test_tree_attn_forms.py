@@ -1,0 +1,317 @@
+"""Other forms of attention over real ranks, against the float64 oracle: packed documents, cross attention, dropout,
+heads split by Ulysses' all-to-all, and keys that were gathered before."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_tree_attn import configs, make_inputs, make_sinks, worst_error
+
+from megatron_tree import (
+    TreeConfig,
+    comm,
+    energy,
+    packed_layout,
+    shard_positions,
+    shard_sequence,
+    tree_attn_func,
+    tree_attn_varlen_func,
+)
+from megatron_tree.attention.functional import attend_gathered
+from megatron_tree.attention.sequences import gather_shares
+from megatron_tree.config import AttnSpec, Dropout
+from megatron_tree.dropout import keep_weights
+from support.dist_utils import largest, run_distributed
+
+SEED = 12345678901234
+
+
+def truth_of(q, k, v, dout, *, sequences=None, dropout_p=0.0, sinks=None, **mask):
+    """(out, lse, dq, dk, dv[, dsinks]) in float64; sequences: every row's document, -1 for padding."""
+    dropout = Dropout(dropout_p, SEED) if dropout_p else None
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, dropout=dropout, **mask)
+    q_pos, k_pos = torch.arange(q.shape[1]), torch.arange(k.shape[1])
+    keep = energy.visible(q_pos, k_pos, spec)
+    if sequences is not None:
+        keep = keep & (sequences[:, None] == sequences) & (sequences >= 0)
+        starts = torch.tensor([int((sequences == s).nonzero()[0]) if s >= 0 else 0 for s in sequences])
+        q_pos = k_pos = q_pos - starts
+    weights = None
+    if dropout:
+        of_rows = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=sequences)
+        weights = keep_weights(dropout, batch=q.shape[0], num_heads=q.shape[2], **of_rows)
+    options = dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights)
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    return *energy.attention(q, k, v, **options), *energy.attention_grads(q, k, v, dout, **options)
+
+
+def run_form(inputs, q_rows, k_rows, call, sinks=None):
+    """This rank's results of `call(q, k, v, sinks)` -> (out, lse) on its rows; dsinks summed over the ranks."""
+    q, k, v, dout = inputs
+    leaves = [x[:, rows].clone().requires_grad_() for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
+    leaves += [] if sinks is None else [sinks.clone().requires_grad_()]
+    out, lse = call(*leaves[:3], leaves[3] if len(leaves) > 3 else None)
+    grads = list(torch.autograd.grad((out * dout[:, q_rows]).sum(), leaves))
+    if len(grads) > 3:
+        dist.all_reduce(grads[3])
+    return [out.detach(), lse.detach(), *grads]
+
+
+def error(mine, truth, q_rows, k_rows):
+    of_queries = worst_error(q_rows, mine[:3], truth[:3])
+    of_keys = (float((x - t[:, k_rows]).abs().max()) if x.numel() else 0.0 for x, t in zip(mine[3:5], truth[3:5]))
+    of_sinks = float((mine[5] - truth[5]).abs().max()) if len(mine) > 5 else 0.0
+    return largest((of_queries, *of_keys, of_sinks))
+
+
+def check(fn, world, *args, limit=1e-12):
+    for errors in run_distributed(fn, world, *args, timeout=300):
+        bad = {name: e for name, e in errors.items() if not e <= limit}
+        assert errors and not bad, bad
+
+
+DOCUMENTS = {  # lengths and padded lengths in units of 2p tokens, the last rows may be tail padding
+    "equal": ([2, 2], [2, 2], 0),
+    "one long": ([3], [3], 0),
+    "padding, empty, short": ([1.75, 0, 0.25, 2], [2, 0, 1, 2], 0),
+    "empty but padded": ([1, 0, 2], [1, 1, 2], 1),
+    "all empty": ([0, 0], [1, 0], 0),
+}
+PACKED_MASKS = {
+    "causal": {},
+    "full": dict(causal=False),
+    "window": dict(window_size=(3, 0)),
+    "dropout": dict(dropout_p=0.4),
+    "sinks": dict(sinks=True),
+}
+
+
+def packed_case(world, name):
+    """(cu_seqlens, cu_seqlens_padded, rows in all, every row's document) of DOCUMENTS."""
+    unit = 2 * world
+    lengths, padded, tail = DOCUMENTS[name]
+    lengths, padded = [int(n * unit) for n in lengths], [n * unit for n in padded]
+    sequences = [s for i, (n, m) in enumerate(zip(lengths, padded)) for s in [i] * n + [-1] * (m - n)]
+    bounds = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (lengths, padded)]
+    return *bounds, sum(padded) + tail * unit, torch.tensor(sequences + [-1] * tail * unit)
+
+
+def _packed(rank, world, documents):
+    cu_seqlens, cu_seqlens_padded, num_rows, sequences = packed_case(world, documents)
+    inputs = make_inputs(num_rows, (4, 2), batch=1)
+    garbage = [x.clone() for x in inputs[:3]]
+    for x in garbage:
+        x[:, sequences < 0] = float("nan")  # nothing may come of what lies in padding
+    layout = packed_layout(cu_seqlens, cu_seqlens_padded, num_rows=num_rows)
+    rows = shard_positions(num_rows, rank, world, layout)
+    if world > 1:
+        assert torch.equal(shard_sequence(inputs[0], dist.group.WORLD, 1, layout), inputs[0][:, rows])
+    errors = {}
+    for (name, mask), (label, config) in itertools.product(PACKED_MASKS.items(), configs(world)):
+        if label.startswith("grid") and name not in ("causal", "dropout"):
+            continue
+        mask = dict(mask)
+        sinks = make_sinks(4) if mask.pop("sinks", False) else None
+        truth = truth_of(*inputs, sequences=sequences, sinks=sinks, **mask)
+
+        def call(q, k, v, sinks, mask=mask, config=config):
+            out, lse = tree_attn_varlen_func(
+                *(x[0] for x in (q, k, v)),
+                cu_seqlens=cu_seqlens,
+                cu_seqlens_padded=cu_seqlens_padded,
+                cp_group=dist.group.WORLD,
+                sinks=sinks,
+                dropout_seed=SEED,
+                config=config,
+                return_lse=True,
+                **mask,
+            )
+            return out[None], lse[None]
+
+        mine = run_form([*garbage, inputs[3]], rows, rows, call, sinks)
+        assert not mine[0][:, sequences[rows] < 0].any()
+        assert not any(g[:, sequences[rows] < 0].any() for g in mine[2:5])
+        errors[f"{documents}, {name}, {label}"] = error(mine, truth, rows, rows)
+    return errors
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_packed_documents(world, documents):
+    check(_packed, world, documents)
+
+
+def _cross(rank, world):
+    errors = {}
+    group = dist.group.WORLD
+    for s_q, s_k, layout in ((4, 10, "zigzag"), (6, 2, "zigzag"), (3, 5, "contiguous"), (2, 0, "contiguous")):
+        s_q, s_k = s_q * world, s_k * world
+        q, _, _, dout = make_inputs(s_q, (4, 2))
+        _, k, v, _ = make_inputs(s_k, (4, 2), seed=1)
+        rows = [shard_positions(n, rank, world, layout) for n in (s_q, s_k)]
+        for dropout_p in (0.0, 0.3):
+            truth = truth_of(q, k, v, dout, causal=False, dropout_p=dropout_p)
+            for label, config in configs(world):
+                mask = dict(causal=False, dropout_p=dropout_p, dropout_seed=SEED)
+
+                def call(q, k, v, _, config=config, mask=mask, layout=layout):
+                    shared = dict(cp_group=group, layout=layout, config=config, return_lse=True)
+                    return tree_attn_func(q, k, v, **shared, **mask)
+
+                mine = run_form((q, k, v, dout), *rows, call)
+                errors[f"{s_q} queries, {s_k} keys, {label}, {dropout_p}"] = error(mine, truth, *rows)
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_cross_attention(world):
+    check(_cross, world)
+
+
+def _dropout(rank, world):
+    inputs = make_inputs(8 * world, (4, 2))
+    rows = shard_positions(8 * world, rank, world)
+    errors = {}
+    for name, mask in {"causal": {}, "window, sinks": dict(window_size=(5, 0), sinks=True)}.items():
+        mask = dict(mask)
+        sinks = make_sinks(4) if mask.pop("sinks", False) else None
+        truth = truth_of(*inputs, sinks=sinks, dropout_p=0.3, **mask)
+        several = [("2 head groups", TreeConfig(head_groups=2, schedule="grid"))]
+        for label, config in [*configs(world), *several]:
+
+            def call(q, k, v, sinks, config=config, mask=mask):
+                shared = dict(cp_group=dist.group.WORLD, config=config, return_lse=True, sinks=sinks)
+                return tree_attn_func(q, k, v, dropout_p=0.3, dropout_seed=SEED, **shared, **mask)
+
+            errors[f"{name}, {label}"] = error(run_form(inputs, rows, rows, call, sinks), truth, rows, rows)
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_dropout_is_the_same_on_any_grid(world):
+    check(_dropout, world)
+
+
+def _ulysses(rank, world, size, transport):
+    errors = {}
+    forms = {
+        "GQA": (dict(heads=(8, 4)), {}),
+        "MHA, window": (dict(heads=(8, 8), d=8, d_v=4), dict(window_size=(7, 0))),
+        "MQA, sinks": (dict(heads=(4, 1)), dict(sinks=True)),
+        "dropout": (dict(heads=(4, 2)), dict(dropout_p=0.3, dropout_seed=SEED)),
+    }
+    rest = world // size
+    schedules = [TreeConfig(ulysses_size=size), TreeConfig(ulysses_size=size, schedule="ring")]
+    schedules += [
+        TreeConfig(ulysses_size=size, grid=(rest, 1), head_groups=1),
+        TreeConfig(ulysses_size=size, grid=(1, rest)),
+    ]
+    for (name, (sizes, mask)), config in itertools.product(forms.items(), schedules):
+        config = TreeConfig(**{**vars(config), "transport": transport})
+        inputs = make_inputs(4 * world, **sizes)
+        rows, mask = shard_positions(4 * world, rank, world), dict(mask)
+        sinks = make_sinks(inputs[0].shape[2]) if mask.pop("sinks", False) else None
+        truth = truth_of(*inputs, sinks=sinks, **{n: x for n, x in mask.items() if n != "dropout_seed"})
+
+        def call(q, k, v, sinks, config=config, mask=mask):
+            return tree_attn_func(
+                q, k, v, cp_group=dist.group.WORLD, sinks=sinks, config=config, return_lse=True, **mask
+            )
+
+        with comm.record() as sent:
+            mine = run_form(inputs, rows, rows, call, sinks)
+        assert [x.ranks for x in sent if x.op == "all_to_all"].count(size) >= 4
+        errors[f"{name}, {config.schedule} {config.grid}"] = error(mine, truth, rows, rows)
+    cu_seqlens, padded, num_rows, sequences = packed_case(world, "padding, empty, short")
+    inputs = make_inputs(num_rows, (4, 2), batch=1)
+    rows = shard_positions(num_rows, rank, world, packed_layout(cu_seqlens, padded))
+
+    def packed(q, k, v, _):
+        options = dict(cp_group=dist.group.WORLD, config=TreeConfig(ulysses_size=size), return_lse=True)
+        out, lse = tree_attn_varlen_func(q[0], k[0], v[0], cu_seqlens=cu_seqlens, cu_seqlens_padded=padded, **options)
+        return out[None], lse[None]
+
+    mine = run_form(inputs, rows, rows, packed)
+    return errors | {"packed": error(mine, truth_of(*inputs, sequences=sequences), rows, rows)}
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("transport", ["direct", "builtin"])
+def test_heads_split_by_ulysses(world, size, transport):
+    check(_ulysses, world, size, transport)
+
+
+def _gathered(rank, world):
+    errors, group = {}, dist.group.WORLD
+    inputs = make_inputs(4 * world, (4, 2))
+    rows = shard_positions(4 * world, rank, world)
+    for name, mask in {"causal": {}, "window": dict(window_size=(5, 0)), "full": dict(causal=False)}.items():
+
+        def call(q, k, v, _, mask=mask):
+            k, v = (gather_shares(x, group, 1) for x in (k, v))
+            with comm.record() as sent:
+                out = attend_gathered(q, k, v, cp_group=group, **mask)
+            assert not sent
+            return out, None
+
+        truth = truth_of(*inputs, **mask)
+        q, k, v = (x[:, rows].clone().requires_grad_() for x in inputs[:3])
+        out, _ = call(q, k, v, None)
+        mine = [out.detach(), *torch.autograd.grad((out * inputs[3][:, rows]).sum(), (q, k, v))]
+        errors[name] = largest((x.detach() - t[:, rows]).abs().max() for x, t in zip(mine, (truth[0], *truth[2:])))
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_keys_gathered_before(world):
+    check(_gathered, world)
+
+
+def refusals():
+    q, k, v, _ = make_inputs(8, (4, 2), batch=1)
+    cu = torch.tensor([0, 8])
+    packed = [x[0] for x in (q, k, v)]
+    return {
+        "dropout_p=1.0": lambda g: tree_attn_func(q, k, v, cp_group=g, dropout_p=1.0, dropout_seed=1),
+        "dropout_seed=None": lambda g: tree_attn_func(q, k, v, cp_group=g, dropout_p=0.1),
+        "dropout_seed=-3": lambda g: tree_attn_func(q, k, v, cp_group=g, dropout_p=0.1, dropout_seed=-3),
+        "causal=False": lambda g: tree_attn_func(q, k[:, :4], v[:, :4], cp_group=g),
+        "no window_size": lambda g: tree_attn_func(q, k[:, :4], v[:, :4], cp_group=g, causal=False, window_size=(2, 2)),
+        "3-D tensor": lambda g: tree_attn_varlen_func(q, k, v, cu_seqlens=cu, cp_group=g),
+        "begin at 0 and never fall": lambda g: tree_attn_varlen_func(*packed, cu_seqlens=cu + 1, cp_group=g),
+        "max_seqlen=4": lambda g: tree_attn_varlen_func(*packed, cu_seqlens=cu, max_seqlen=4, cp_group=g),
+        "ulysses_size=3 must divide the 2": lambda g: tree_attn_func(
+            q, k, v, cp_group=g, config=TreeConfig(ulysses_size=3)
+        ),
+        "ulysses_size=2 must divide the 3 query heads": lambda g: tree_attn_func(
+            q[:, :, :3], k[:, :, :1], v[:, :, :1], cp_group=g, config=TreeConfig(ulysses_size=2)
+        ),
+        "needs equal shares": lambda g: tree_attn_func(
+            q, k, v, cp_group=g, layout=(8, 8), config=TreeConfig(ulysses_size=2)
+        ),
+        "6 padded tokens": lambda g: tree_attn_varlen_func(*packed, cu_seqlens=torch.tensor([0, 6, 16]), cp_group=g),
+    }
+
+
+def _refused(rank, world):
+    messages = {}
+    for name, call in refusals().items():
+        with pytest.raises(ValueError) as caught:
+            call(dist.group.WORLD)
+        messages[name] = str(caught.value)
+    q, k, v, _ = make_inputs(8, (4, 2))
+    with pytest.raises(ValueError) as caught:  # all ranks must draw the same mask
+        tree_attn_func(q, k, v, cp_group=dist.group.WORLD, dropout_p=0.1, dropout_seed=rank)
+    messages["dropout_seed=0; rank 1 has dropout_seed=1"] = str(caught.value)
+    cu_seqlens = torch.tensor([0, 4 + 4 * rank, 16])
+    with pytest.raises(ValueError) as caught:
+        tree_attn_varlen_func(q[0], k[0], v[0], cu_seqlens=cu_seqlens, cp_group=dist.group.WORLD)
+    messages["layout.lengths=(4, 12)"] = str(caught.value)
+    return messages
+
+
+def test_what_is_refused_on_every_rank():
+    for messages in run_distributed(_refused, 2):
+        for expected, message in messages.items():
+            assert expected in message

@@ -1,0 +1,107 @@
+"""DeepSpeed engines with a sharded cache: sequence ranks alone and with tensor parallelism; what they refuse."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.dist_utils import run_distributed
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+
+NEW = 8
+CPU = {"DS_ACCELERATOR": "cpu"}
+
+
+def _engine(rank, world, tp_size, extensions):
+    import deepspeed
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    model = tiny_model("llama")
+    ids = prompt(2, 21)
+    padded, mask = left_padded(2, 15)
+    want, want_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
+    engine = tree_deepspeed.init_inference(model, tp_size=tp_size, block_size=2, config={"max_out_tokens": 256})
+    assert isinstance(engine, deepspeed.InferenceEngine)
+    assert (engine.sp_size, engine.tp_size) == (world // tp_size, tp_size)
+    if engine.sp_size > 1:
+        ranks = dist.get_process_group_ranks(engine.sp_group)
+        assert ranks == list(range(rank % tp_size, world, tp_size))
+    result = tree_deepspeed.generate(engine, ids, max_new_tokens=NEW, keep_logits=True)
+    assert result.prefill == "sharded"
+    assert torch.equal(result.tokens, want[0])
+    torch.testing.assert_close(torch.stack(result.logits, 1), want[1], rtol=0, atol=5e-5 * float(want[1].abs().max()))
+    again = tree_deepspeed.generate(engine, padded, max_new_tokens=NEW, attention_mask=mask)
+    assert torch.equal(again.tokens, want_padded[0])
+    tokens, _ = hf_generate(engine, padded, NEW, mask, past_key_values=engine.new_cache())  # DeepSpeed's own generate
+    assert torch.equal(tokens, want_padded[0])
+    key_heads = result.cache.store.layers[0].k.shape[2]
+    return result.cache.num_local_tokens, key_heads, os.listdir(extensions)
+
+
+@pytest.mark.parametrize(("world", "tp_size"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+def test_engine_equals_the_plain_model(world, tp_size, tmp_path):
+    env = {**CPU, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    results = run_distributed(_engine, world, tp_size, str(tmp_path), env=env, fresh=True, timeout=200)
+    for rank in range(0, world, tp_size):  # the sequence ranks of tensor rank 0 hold all tokens but the last
+        assert results[rank][0] == results[rank + tp_size - 1][0]
+    assert sum(tokens for tokens, _, _ in results[::tp_size]) == 2 * (21 + NEW - 1)
+    for _, key_heads, compiled in results:
+        assert key_heads == 2 // tp_size
+        assert compiled == [], "DeepSpeed compiled an op"
+
+
+def _refusals(rank, world, listing):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    said = []
+    for options in (
+        {"tp_size": 3},
+        {"sp_size": 3},
+        {"tp_size": 4},
+        {"dtype": torch.float64},
+        {"schedule": "tree"},
+        {"block_size": 0},
+        {"config": {"replace_with_kernel_inject": True}},
+        {"config": {"tensor_parallel": {"tp_size": 2}}},
+        {"config": "no/such/file.json"},
+        {"config": listing},
+        {"enable_cuda_graph": True},
+    ):
+        with pytest.raises(ValueError) as error:
+            tree_deepspeed.init_inference(tiny_model("llama"), **options)
+        said.append(str(error.value))
+    return said
+
+
+def test_refusals_name_option_value_and_way_out(tmp_path):
+    (tmp_path / "list.json").write_text("[1]")
+    expected = (
+        "tp_size=3 must be a positive integer that divides the 4 ranks",
+        "sp_size=3 * tp_size=1 must be the number of ranks, 4",
+        "tp_size=4 must divide the model's num_key_value_heads=2",
+        "dtype=torch.float64",
+        "schedule='tree' is unknown",
+        "block_size=0",
+        "replace_with_kernel_inject=True can't be used here",
+        "pass tp_size=",
+        "config='no/such/file.json' is no readable JSON file",
+        "in that file must be an object of DeepSpeed's options",
+        "enable_cuda_graph=True can't be used here",
+    )
+    for said in run_distributed(_refusals, 4, str(tmp_path / "list.json"), env=CPU, fresh=True):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
+
+
+def test_a_program_without_a_launcher(monkeypatch):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ValueError, match=r"LOCAL_RANK.*MASTER_PORT not set: start this program with the deepspeed"):
+        tree_deepspeed.init_distributed()

@@ -1,0 +1,247 @@
+"""DeepSpeed training of Transformers models on sharded sequences equals training on one rank with plain torch."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from support.dist_utils import largest, run_distributed
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+from support.deepspeed_cases import Case, distance_moved, largest_difference, parameters, run_plain, start, train
+
+CPU = {"DS_ACCELERATOR": "cpu"}
+MATRIX = {f"dp {4 // sp} x sp {sp}, ZeRO {zero}": Case(sp=sp, zero=zero) for sp in (1, 2, 4) for zero in range(4)}
+VARIANTS = {
+    "sliding window": Case(sp=4, zero=1, family="mistral"),
+    "softcaps": Case(sp=4, zero=0, family="gemma2"),
+    "sinks, experts": Case(sp=4, zero=3, family="gpt_oss"),
+    "latent attention": Case(sp=4, zero=1, family="deepseek_v3"),
+    "gradient clipping": Case(sp=2, zero=1, clip=0.3),
+    "gradient clipping, ZeRO 3": Case(sp=2, zero=3, clip=0.3),
+    "gradient accumulation": Case(sp=2, zero=1, accumulate=2),
+    "activation checkpointing": Case(sp=4, zero=2, checkpointing=True),
+    "attention dropout, checkpointing": Case(sp=4, zero=3, dropout=0.2, checkpointing=True),
+    "padding on the right": Case(sp=2, zero=1, batches="padded"),
+    "packed documents": Case(sp=4, zero=1, batches="packed"),
+    "packed documents, window": Case(sp=2, zero=3, batches="packed", family="mistral"),
+    "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),
+}
+IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 4)}
+SLOW_FAMILIES = ("llama", "qwen2", "mistral", "gpt_oss")  # qwen2: a window in some layers, biases
+
+
+class Bf16(NamedTuple):
+    """A bf16 run beside the fp32 one."""
+
+    loss: float  # largest difference of the losses
+    moved_apart: float  # distance of the fp32 masters' ends, by that of start and end
+    is_fp32: bool  # the masters hold more than bf16 can
+    dtype: torch.dtype  # of the model
+
+
+def _run_all(rank, world, cases, in_bf16, folder):
+    results = {}
+    for name, case in cases.items():
+        want_losses, want = run_plain(case.reference)
+        engine, parallel, model = start(case)
+        assert engine.train_batch_size() == 4 * case.accumulate
+        losses = train(engine, parallel, case.steps())
+        apart = largest(abs(a - b) for a, b in zip(losses, want_losses, strict=True))
+        results[name] = apart, largest_difference(parameters(model, case.zero), want)
+        engine.destroy()
+    for name, case in in_bf16.items():
+        want_losses, want = run_plain(case.reference)
+        engine, parallel, model = start(case)
+        before = dict(case.model().named_parameters())
+        losses = train(engine, parallel, case.steps())
+        master = parameters(model, case.zero, master=True)
+        is_fp32 = any(not torch.equal(x, x.bfloat16().float()) for x in master.values())
+        apart = largest(abs(a - b) for a, b in zip(losses, want_losses, strict=True))
+        results[name] = Bf16(apart, distance_moved(master, want, before), is_fp32, next(model.parameters()).dtype)
+        engine.destroy()
+    if folder:
+        results["resumed"] = [_resume(Case(sp=2, zero=zero), f"{folder}/{zero}") for zero in (1, 3)]
+        results["zero.Init"] = _zero_init(Case(sp=2, zero=3))
+        results["evaluate, generate"] = _evaluate_and_generate(Case(sp=2, zero=0))
+        results["Ulysses of DeepSpeed"] = _beside_ulysses(Case(sp=4, zero=3, batches="plain"))
+    return results
+
+
+def _resume(case, folder):
+    """Two steps, a checkpoint, two steps in a new engine: apart from four steps in a row by."""
+    first, parallel, _ = start(case)
+    train(first, parallel, case.steps()[:2])
+    first.save_checkpoint(folder)
+    first.destroy()
+    model = case.model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    second, parallel, model = start(case, model)
+    second.load_checkpoint(folder)
+    train(second, parallel, case.steps()[2:], first_step=2)
+    apart = largest_difference(parameters(model, case.zero), run_plain(case.reference)[1])
+    second.destroy()
+    return apart
+
+
+def _zero_init(case):
+    """A model whose parameters are partitioned as they are made."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    whole = case.model()
+    whole.config.pad_token_id = None  # else Transformers zeroes that row, of a parameter that has none any more
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 4, "zero_optimization": {"stage": 3}}):
+        model = AutoModelForCausalLM.from_config(whole.config).train()
+    for p, value in zip(model.parameters(), whole.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+            p.data.copy_(value.data)
+    engine, parallel, model = start(case, model)
+    train(engine, parallel, case.steps())
+    apart = largest_difference(parameters(model, 3), run_plain(case.reference)[1])
+    engine.destroy()
+    return apart
+
+
+def _evaluate_and_generate(case):
+    """(loss without gradients - plain loss, equal tokens): the model after its training."""
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
+    from megatron_tree.integrations.transformers.attention import TreeCache
+
+    engine, parallel, model = start(case)
+    batch = case.steps()[0][0]
+    engine.eval()
+    with torch.no_grad():
+        own = {name: x.chunk(parallel.dp_size)[parallel.dp_rank] for name, x in batch.items()}
+        loss = engine(**parallel.shard_batch(own)).loss.item()
+        plain = case.model().eval()
+        want = plain(**batch, use_cache=False).loss.item()
+        ids = batch["input_ids"][:1, :6]
+        cache = TreeCache(model.config, cp_group=parallel.sp_group)
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+        same = torch.equal(model.generate(ids, past_key_values=cache, **options), plain.generate(ids, **options))
+    sampler = engine.deepspeed_io(list(range(8))).data_sampler
+    assert (sampler.num_replicas, sampler.rank) == (parallel.dp_size, parallel.dp_rank)
+    with pytest.raises(ValueError, match="has another mpu than this"):
+        register_sequence_parallel(model, sp_size=4).shard_batch(batch)
+    engine.destroy()
+    return abs(loss - want), same
+
+
+def _beside_ulysses(case):
+    """Losses of DeepSpeed's own Ulysses attention, trained as its documentation says, minus ours."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    import deepspeed
+
+    engine, parallel, _ = start(case)
+    ours = train(engine, parallel, case.steps())
+    engine.destroy()
+    model = case.model()
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=case.sp,
+        micro_batch_size=4,
+        seq_length_is_variable=True,
+    )
+    group, rank = mpu.get_sequence_parallel_group(), mpu.get_sequence_parallel_rank()
+    options = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000, "stage3_prefetch_bucket_size": 50_000},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = case.make_optimizer(model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=options)
+    losses = []
+    for ((batch),) in case.steps():
+        ids = torch.nn.functional.pad(batch["input_ids"], (0, 2))  # a length that the ranks divide
+        labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 3), value=-100)
+        positions = torch.arange(32).expand(4, -1)
+        ids, labels, positions = (x.chunk(case.sp, 1)[rank].contiguous() for x in (ids, labels, positions))
+        logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits
+        loss = model.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=logits.shape[-1])
+        both = torch.stack((loss, (labels != -100).sum().to(loss.dtype)))
+        all_losses, counts = torch.stack(torch.distributed.nn.functional.all_gather(both, group=group)).unbind(1)
+        loss = (all_losses * counts).sum() / counts.sum()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return [abs(a - b) for a, b in zip(losses, ours, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What every rank found, by the case's name: all runs share one start of four ranks."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    extensions = tmp_path_factory.mktemp("extensions")
+    env = {**CPU, "TORCH_EXTENSIONS_DIR": str(extensions)}
+    found = run_distributed(_run_all, 4, MATRIX | VARIANTS, IN_BF16, folder, env=env, fresh=True, timeout=280)
+    assert list(extensions.iterdir()) == [], "DeepSpeed compiled an op"
+    return found
+
+
+@pytest.mark.parametrize("name", MATRIX | VARIANTS)
+def test_parameters_equal_those_of_one_rank(results, name):
+    for loss, apart in (found[name] for found in results):
+        assert loss < 2e-6
+        assert apart < 2e-6
+
+
+def test_bf16_is_as_exact_as_without_sharding_and_keeps_fp32_masters(results):
+    for found in results:
+        without, sharded = found[1], found[4]
+        assert sharded.loss < 0.02
+        assert sharded.moved_apart < 1.3 * without.moved_apart < 0.13
+        assert sharded.is_fp32 and sharded.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_is_resumed(results):
+    for found in results:
+        assert largest(found["resumed"]) < 2e-6
+
+
+def test_parameters_partitioned_from_the_start(results):
+    assert largest(found["zero.Init"] for found in results) < 2e-6
+
+
+def test_evaluation_and_generation_of_the_trained_model(results):
+    for found in results:
+        loss, same = found["evaluate, generate"]
+        assert loss < 2e-6 and same
+
+
+def test_same_losses_as_deepspeed_ulysses(results):
+    for found in results:
+        assert largest(found["Ulysses of DeepSpeed"]) < 5e-6
+
+
+def _slow_cases(family):
+    """Every layout, ZeRO stage and optimizer, with clipping and without; and what CI has for one stage only."""
+    for name, case in MATRIX.items():
+        for optimizer in ("sgd", "adamw"):
+            for clip in (0.0, 0.3):
+                yield f"{name}, {optimizer}, {clip}", replace(case, family=family, optimizer=optimizer, clip=clip)
+        together = replace(case, family=family, accumulate=2, checkpointing=True)
+        if case.sp == 4 and family != "gpt_oss":  # other data-parallel ranks have other masks than the reference
+            together = replace(together, dropout=0.1)
+        yield f"{name}, together", together
+        if case.sp > 1:
+            if family != "gpt_oss":  # Transformers' own gpt-oss does not keep packed documents apart
+                yield f"{name}, packed", replace(case, family=family, optimizer="sgd", batches="packed")
+            yield f"{name}, Ulysses", replace(case, family=family, ulysses=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SLOW_FAMILIES)
+def test_every_layout(family):
+    cases = dict(_slow_cases(family))
+    for found in run_distributed(_run_all, 4, cases, {}, None, env=CPU, fresh=True, timeout=290):
+        assert not {name: apart for name, apart in found.items() if not largest(apart) <= 2e-6}

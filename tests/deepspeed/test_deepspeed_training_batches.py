@@ -1,0 +1,212 @@
+"""What goes into sharded training: how a batch is cut, the loss over ranks, and what is refused."""
+
+import types
+
+import pytest
+import torch
+
+from support.dist_utils import run_distributed
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+from megatron_tree.integrations.transformers import training as training
+from megatron_tree.integrations.transformers.attention import TreeCache
+from support.hf_models import CONFIGS, prompt, tiny_model
+
+CPU = {"DS_ACCELERATOR": "cpu"}
+
+
+def _shards(rank, world, batch, dropout_seed):
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
+
+    parallel = register_sequence_parallel(tiny_model("llama"), sp_size=world)
+    made = parallel.shard_batch(batch, dropout_seed=dropout_seed)
+    shard = made.pop("sequence_shard")
+    assert made.pop("use_cache") is False and made.pop("attention_mask").all()
+    assert shard.num_tokens == made["input_ids"].shape[1]
+    return made, shard.documents, shard.dropout_seed
+
+
+def test_a_batch_is_cut_zigzag_after_the_labels_are_shifted():
+    ids = torch.arange(100, 106).expand(2, -1).clone()
+    labels = ids.clone()
+    labels[1, :3] = -100
+    (one, _, seed), (two, documents, _) = run_distributed(
+        _shards, 2, {"input_ids": ids, "labels": labels}, 5, env=CPU, fresh=True
+    )
+    # 6 tokens + 2 of padding in 4 chunks: rank 0 has chunks 0 and 3 (all padding), rank 1 has chunks 1 and 2
+    assert one["input_ids"][:, :2].tolist() == [[100, 101]] * 2
+    assert one["labels"].tolist() == [[101, 102, -100, -100], [-100, -100, -100, -100]]
+    assert two["input_ids"].tolist() == [[102, 103, 104, 105]] * 2
+    assert two["position_ids"].tolist() == [[2, 3, 4, 5]] * 2
+    assert two["labels"].tolist() == [[103, 104, 105, -100]] * 2
+    assert (documents, seed) == (None, "5/0")
+
+
+def test_packed_documents_are_cut_one_by_one():
+    batch = {"input_ids": torch.arange(10, 18).view(2, 4), "position_ids": torch.tensor([[0, 1, 2, 0], [0, 1, 2, 3]])}
+    (one, documents, _), (two, _, _) = run_distributed(_shards, 2, batch, None, env=CPU, fresh=True)
+    assert documents == ([0, 3, 4, 8], [0, 4, 8, 12])
+    assert one["input_ids"][0, [0, 2, 4, 5]].tolist() == [10, 13, 14, 17]
+    assert two["input_ids"][0, [0, 1, 4, 5]].tolist() == [11, 12, 15, 16]
+    assert two["position_ids"][0, [0, 1, 4, 5]].tolist() == [1, 2, 1, 2]
+
+
+def test_every_layer_and_batch_drops_other_pairs():
+    found = []
+    for layer, seed in ((0, "5/0"), (1, "5/0"), (0, "5/1"), (0, "5/0")):
+        shard = training.shard_batch({"input_ids": prompt(1, 8)}, cp_group=None, dropout_seed=seed)["sequence_shard"]
+        module, (q, k, v) = types.SimpleNamespace(layer_idx=layer), torch.ones(3, 1, 8, 2, 4)
+        found.append(training.attend_to_shard(module, q, k, v, shard=shard, dropout=0.5, options={}))
+    first, of_another_layer, of_another_rank, again = found
+    assert torch.equal(first, again)
+    assert not torch.equal(first, of_another_layer) and not torch.equal(first, of_another_rank)
+
+
+def _loss(rank, world):
+    """A rank without any label: its loss is that of the others, its gradient 0."""
+    batch = {"input_ids": prompt(1, 8), "labels": torch.full((1, 8), -100)}
+    import torch.distributed as dist
+
+    logits = torch.arange(12.0).view(1, 4, 3).requires_grad_()
+    labels = torch.tensor([[0, 2, -100, -100]]) if rank == 1 else torch.full((1, 4), -100)
+    shard = training.shard_batch(batch, cp_group=dist.group.WORLD)["sequence_shard"]
+    loss = training.loss_over_all_ranks(logits, labels, 3, sequence_shard=shard)
+    loss.backward()
+    none = torch.full((1, 4), -100)
+    empty = training.loss_over_all_ranks(logits, none, 3, sequence_shard=shard)
+    return loss.item(), logits.grad, empty.item()
+
+
+def test_the_loss_is_the_mean_over_all_ranks_and_its_gradient_averages_to_the_right_one():
+    logits = torch.arange(12.0).view(4, 3).requires_grad_()
+    want = torch.nn.functional.cross_entropy(logits[:2], torch.tensor([0, 2]))
+    want.backward()
+    (loss, zero, empty), (same, grad, _) = run_distributed(_loss, 2)
+    assert loss == same == pytest.approx(want.item(), rel=1e-6)
+    assert empty == 0.0 and not zero.any()
+    torch.testing.assert_close((zero + grad)[0] / 2, logits.grad)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": prompt(2, 8), "token_type_ids": prompt(2, 8)}, r"batch has \['token_type_ids'\]"),
+        ({"input_ids": prompt(2, 8).float()}, r"input_ids must be int64 .* got torch.float32 \[2, 8\]"),
+        ({"input_ids": prompt(2, 8)[0]}, r"input_ids must be int64 \[batch, tokens\]"),
+        ({}, "input_ids must be int64 .* got NoneType"),
+        ({"input_ids": prompt(2, 8), "labels": prompt(2, 7)}, r"labels \[2, 7\] must have the shape"),
+        ({"input_ids": prompt(2, 8), "position_ids": prompt(3, 8)}, r"position_ids \[3, 8\] must have the shape"),
+        (
+            {"input_ids": prompt(1, 4), "attention_mask": torch.tensor([[0, 1, 1, 1]])},
+            "padding must be on the right",
+        ),
+        (
+            {"input_ids": prompt(1, 4), "attention_mask": torch.tensor([[1, 0, 1, 1]])},
+            "padding must be on the right",
+        ),
+        (
+            {"input_ids": prompt(1, 4), "labels": prompt(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])},
+            "labels of padding .* must be -100",
+        ),
+        (
+            {
+                "input_ids": prompt(1, 4),
+                "position_ids": torch.tensor([[0, 1, 0, 1]]),
+                "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+            },
+            "packed documents.* leave out one",
+        ),
+    ],
+)
+def test_batches_that_are_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        training.shard_batch(batch, cp_group=None)
+
+
+def test_models_and_calls_that_are_refused():
+    import transformers
+
+    with pytest.raises(ValueError, match=r"Linear: pass the Transformers model itself"):
+        training.train_on_shards(torch.nn.Linear(2, 2))
+    encoder = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=20)
+    with pytest.raises(ValueError, match="decoder-only"):
+        training.train_on_shards(transformers.T5ForConditionalGeneration(encoder))
+    config = CONFIGS["gpt_oss"]()
+    config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        training.train_on_shards(transformers.AutoModelForCausalLM.from_config(config))
+    model = tiny_model("llama").train()
+    for _ in range(2):  # twice is once
+        training.train_on_shards(model)
+    batch = {"input_ids": prompt(2, 8), "labels": prompt(2, 8)}
+    with pytest.raises(ValueError, match="call it with what shard_batch returns"):
+        model(**batch)
+    made = training.shard_batch(batch, cp_group=None)
+    longer = training.shard_batch({"input_ids": prompt(2, 9)}, cp_group=None)
+    with pytest.raises(ValueError, match="8 queries to 8 keys, the shard has 9 tokens"):
+        model(**(made | {"sequence_shard": longer["sequence_shard"]}))
+    with pytest.raises(ValueError, match="neither a cache nor an attention_mask"):
+        model(**(made | {"attention_mask": torch.tensor([[1] * 7 + [0]] * 2)}))
+    with pytest.raises(ValueError, match="neither a cache nor"):
+        model(**(made | {"use_cache": True, "past_key_values": TreeCache(model.config)}))
+    with pytest.raises(ValueError, match="num_items_in_batch"):
+        model(**made, num_items_in_batch=4)
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"layer_idx=0\): attention dropout=0.1 needs a dropout_seed"):
+        model(**made)
+
+
+def test_a_layer_that_does_not_attend_is_an_error():
+    model = tiny_model("llama").train()
+    training.train_on_shards(model)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(ValueError, match=r"does not hand sequence_shard on to 1 \(layers by number\)"):
+        model(**training.shard_batch({"input_ids": prompt(2, 8)}, cp_group=None))
+
+
+def _refusals(rank, world):
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
+
+    said = []
+    model = tiny_model("llama")
+    for size in (3, 0, True, "2"):
+        with pytest.raises(ValueError) as error:
+            register_sequence_parallel(model, sp_size=size)
+        said.append(str(error.value))
+    parallel = register_sequence_parallel(model)
+    assert (parallel.sp_size, parallel.dp_size) == (world, 1)
+    with pytest.raises(ValueError) as error:
+        parallel.shard_batch({"input_ids": prompt(1, 8)}, dropout_seed=0.5)
+    said.append(str(error.value))
+    with pytest.raises(ValueError) as error:  # a sampler of its own on every rank
+        parallel.shard_batch({"input_ids": prompt(1, 8, seed=rank)})
+    said.append(str(error.value))
+    parallel = register_sequence_parallel(model)
+    with pytest.raises(ValueError) as error:
+        parallel.shard_batch({"input_ids": prompt(1, 8)} if rank else {})
+    said.append(str(error.value))
+    return said
+
+
+def test_refusals_of_the_registration_and_of_different_batches():
+    expected = (
+        "sp_size=3 must be a positive integer that divides the 2 ranks",
+        "sp_size=0 must",
+        "sp_size=True must",
+        "sp_size='2' must",
+        "dropout_seed=0.5 must be an integer",
+        "different arguments: rank 0 has digest of input_ids=",
+        "input_ids must be int64",
+    )
+    for said in run_distributed(_refusals, 2, env=CPU, fresh=True):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
+
+
+def test_registration_without_a_process_group():
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
+
+    with pytest.raises(ValueError, match="no process group: call .*init_distributed"):
+        register_sequence_parallel(tiny_model("llama"), sp_size=1)

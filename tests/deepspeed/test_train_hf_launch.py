@@ -1,0 +1,89 @@
+"""launch/train_hf.py as users run it: by the deepspeed launcher, with a checkpoint that is continued."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+REPO = Path(__file__).parents[2]
+SCRIPT = REPO / "launch" / "train_hf.py"
+LAUNCHER = Path(sys.executable).parent / "deepspeed"
+ENV = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+}
+
+
+def _losses(text_folder, save, *options):
+    """Step -> loss, as a run of two ranks prints them."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    options = ("--model", "tiny", "--seq-length", 48, "--data-path", text_folder, "--save", save, *options)
+    command = [LAUNCHER, "--num_gpus", 2, "--master_port", port, "--no_local_rank", SCRIPT, *options]
+    env = os.environ | ENV | {"TORCH_EXTENSIONS_DIR": str(save / "compiled")}
+    done = subprocess.run(
+        [str(part) for part in command], env=env, cwd=REPO, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (save / "latest").is_file() and not (save / "compiled").exists()
+    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)/\d+ +loss ([\d.]+)", done.stdout)}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for path in sorted(REPO.glob("megatron_tree/*.py"))[:4]:
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_it_trains_and_saves(text, tmp_path):
+    losses = _losses(text, tmp_path, "--steps", 4, "--lr", 0.01)
+    assert list(losses) == [1, 2, 3, 4]
+    assert losses[4] < losses[1] - 0.1
+
+
+@pytest.mark.slow
+def test_a_run_in_two_parts_and_other_layouts_give_the_same_losses(text, tmp_path):
+    zero3 = REPO / "configs" / "deepspeed" / "train_zero3_bf16.json"
+    (tmp_path / "parts").mkdir()
+    first = _losses(text, tmp_path / "parts", "--steps", 2, "--micro-batch-size", 2)
+    parts = first | _losses(text, tmp_path / "parts", "--steps", 4, "--micro-batch-size", 2)
+    (tmp_path / "whole").mkdir()
+    assert _losses(text, tmp_path / "whole", "--steps", 4, "--sp-size", 1) == pytest.approx(parts, abs=2e-5)
+    (tmp_path / "bf16").mkdir()
+    in_bf16 = _losses(text, tmp_path / "bf16", "--steps", 4, "--micro-batch-size", 2, "--deepspeed-config", zero3)
+    assert in_bf16 == pytest.approx(parts, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--steps", "0"), "steps=0 must be 1 or more"),
+        (("--deepspeed-config", "absent.json"), "deepspeed_config='absent.json' is no readable JSON file"),
+        (("--deepspeed-config", os.devnull), "is no readable JSON file"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *options], env=os.environ | ENV, cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_help_needs_no_framework():
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--help"], env=os.environ | ENV, capture_output=True, text=True, check=True
+    )
+    assert "--sp-size" in done.stdout

@@ -1,0 +1,245 @@
+"""Blocks and backends on one device: any segments, masks and strides, forward and backward, against the oracle."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tree import energy, kernels, merge
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import aten, blocks, reference
+from megatron_tree.layout import Segment, join, positions_of, sequences_of, shard_positions, shard_segments
+
+NEG_INF = float("-inf")
+SPECS = {
+    "causal": {},
+    "full": dict(causal=False),
+    "window": dict(window_size=(5, 0)),
+    "two-sided": dict(causal=False, window_size=(4, 3)),
+    "right only": dict(causal=False, window_size=(-1, 2)),
+    "softcap": dict(softcap=3.0),
+}
+IMPL = {"aten": aten, "reference": reference}
+BACKENDS = tuple(IMPL)
+
+
+def inputs(s_q, s_k, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
+    return [torch.randn(2, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+segment_lists = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12), st.integers(0, 1)), min_size=0, max_size=4
+)
+
+
+def lay_out(raw):
+    """Segments one after another with `gap` padding rows before each."""
+    row, found = 0, []
+    for gap, pos, length, seq in raw:
+        found.append(Segment(row + gap, pos, length, seq))
+        row += gap + length
+    return join(found), row + 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(segment_lists, segment_lists, st.sampled_from(list(SPECS.values())))
+def test_blocks_cover_every_visible_pair_once(raw_q, raw_k, options):
+    spec = AttnSpec(softmax_scale=1.0, **options)
+    (q_segments, n_q), (k_segments, n_k) = lay_out(raw_q), lay_out(raw_k)
+    count = torch.zeros(n_q, n_k, dtype=torch.int64)
+    for b in blocks.split(q_segments, k_segments, spec):
+        q_pos = torch.arange(b.q_pos, b.q_pos + b.q_len)
+        if b.kind == blocks.FULL:
+            seen = torch.ones(b.q_len, b.k_len, dtype=torch.int64)
+        elif b.kind == blocks.DIAGONAL:
+            assert b.q_len == b.k_len
+            seen = torch.ones(b.q_len, b.k_len, dtype=torch.int64).tril()
+        else:
+            seen = energy.visible(q_pos, torch.arange(b.k_pos, b.k_pos + b.k_len), spec).long()
+        count[b.q_rows, b.k_rows] += seen
+    q_pos, k_pos = positions_of(q_segments, n_q), positions_of(k_segments, n_k)
+    expected = energy.visible(q_pos, k_pos, spec) & (q_pos >= 0)[:, None] & (k_pos >= 0)
+    expected &= sequences_of(q_segments, n_q)[:, None] == sequences_of(k_segments, n_k)
+    assert torch.equal(count, expected.long())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", SPECS)
+def test_partials_merge_to_the_whole(mask, backend):
+    """Every (query share, KV share) pair on its own; forward merges and gradients add up to the dense result."""
+    if mask == "softcap" and backend == "aten":
+        pytest.skip("torch's flash kernels have no softcap: choose() refuses it, see test_dispatch_says_why")
+    spec = AttnSpec(softmax_scale=0.3, **SPECS[mask])
+    cases = itertools.product(
+        [(24, 3, "zigzag"), (17, 3, "contiguous"), (8, 3, (0, 8, 0)), (1, 1, "zigzag")],
+        [(4, 2), (3, 1)],
+        [(8, 8), (8, 5), (6, 9)],
+    )
+    for (s, world, layout), heads, (d, d_v) in cases:
+        q, k, v, dout = inputs(s, s, heads, d, d_v)
+        positions = torch.arange(s)
+        keep = energy.visible(positions, positions, spec)
+        out, lse = energy.attention(q, k, v, spec=spec, keep=keep)
+        truth = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep)
+        delta = (out * dout).sum(-1).transpose(1, 2)
+        rows = [shard_positions(s, r, world, layout) for r in range(world)]
+        segments = [shard_segments(s, r, world, layout) for r in range(world)]
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for i in range(world):
+            parts = []
+            for j in range(world):
+                options = dict(q_segments=segments[i], k_segments=segments[j], spec=spec, backend=backend)
+                o, l = kernels.attn_fwd(q[:, rows[i]], k[:, rows[j]], v[:, rows[j]], **options)
+                parts.append((o, l.transpose(1, 2)))
+                share = (dout[:, rows[i]], q[:, rows[i]], k[:, rows[j]], v[:, rows[j]])
+                dq, dk, dv = kernels.attn_bwd(*share, lse[..., rows[i]], delta[..., rows[i]], **options)
+                grads[0][:, rows[i]] += dq
+                grads[1][:, rows[j]] += dk
+                grads[2][:, rows[j]] += dv
+            o, l = merge.merge_states(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+            torch.testing.assert_close(o, out[:, rows[i]], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(l.transpose(1, 2), lse[..., rows[i]], rtol=1e-12, atol=1e-12)
+        for a, b in zip(grads, truth):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_and_hidden_rows(backend, dtype):
+    """Rows of no segment, and rows that see nothing here: out 0, lse -inf, zero gradients; NaN padding does no harm."""
+    spec = AttnSpec(softmax_scale=0.3)
+    q, k, v, dout = inputs(12, 12, dtype=dtype)
+    q_segments, k_segments = (Segment(1, 0, 4), Segment(6, 20, 5)), (Segment(0, 2, 3), Segment(5, 10, 6))
+    q_pos, k_pos = positions_of(q_segments, 12), positions_of(k_segments, 12)
+    for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
+        x[:, pos < 0] = float("nan")
+    options = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
+    out, lse = kernels.attn_fwd(q, k, v, **options)
+    keep = energy.visible(q_pos, k_pos, spec) & (q_pos >= 0)[:, None] & (k_pos >= 0)
+    sees = keep.any(1)
+    assert not out[:, ~sees].any() and (lse[..., ~sees] == NEG_INF).all() and lse[..., sees].isfinite().all()
+    delta = torch.where(lse == NEG_INF, 0.0, torch.ones_like(lse))
+    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **options)
+    assert not dq[:, ~sees].any() and not dk[:, ~keep.any(0)].any() and not dv[:, ~keep.any(0)].any()
+    assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_beyond_the_window_of_all_keys(backend):
+    """They share a block with rows that see something, and have gradients of 0."""
+    q, k, v, dout = inputs(12, 4)
+    options = dict(q_segments=(Segment(0, 0, 12),), k_segments=(Segment(0, 0, 4),), backend=backend)
+    options["spec"] = AttnSpec(softmax_scale=0.3, window_size=(3, 0))
+    out, lse = kernels.attn_fwd(q, k, v, **options)
+    assert (lse[..., 7:] == NEG_INF).all() and lse[..., :7].isfinite().all() and not out[:, 7:].any()
+    delta = (out * dout).sum(-1).transpose(1, 2)
+    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **options)
+    assert not dq[:, 7:].any() and all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences(backend):
+    """Documents side by side, the last one crossing chunks: each query sees its own document only."""
+    spec = AttnSpec(softmax_scale=0.3)
+    q, k, v, dout = inputs(30, 30)
+    segments = (Segment(0, 0, 7, 0), Segment(7, 0, 1, 1), Segment(8, 0, 10, 2), Segment(18, 10, 12, 2))
+    seq, pos = sequences_of(segments, 30), positions_of(segments, 30)
+    keep = (seq[:, None] == seq) & (pos[:, None] >= pos)
+    options = dict(q_segments=segments, k_segments=segments, spec=spec, backend=backend)
+    out, _ = kernels.attn_fwd(q, k, v, **options)
+    o, l = energy.attention(q, k, v, spec=spec, keep=keep)
+    torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
+    truth = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep)
+    delta = (o * dout).sum(-1).transpose(1, 2)
+    for a, b in zip(kernels.attn_bwd(dout, q, k, v, l, delta, **options), truth):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("memory", ["heads side by side", "every second element", "head_dim first"])
+def test_any_strides_and_masks(memory, backend):
+    spec = AttnSpec(softmax_scale=0.3)
+    big = torch.randn(11, 3, 4, 40, dtype=torch.float64)  # sequence first
+    q, k, v = (big.transpose(0, 1)[..., i : i + 8] for i in (0, 8, 16))
+    if memory == "every second element":
+        q, k, v = (big.transpose(0, 1)[..., i : i + 16 : 2] for i in (0, 8, 17))
+    elif memory == "head_dim first":
+        q, k, v = (x.movedim(-1, 0).contiguous().movedim(0, -1) for x in (q, k, v))
+    whole = dict(q_segments=(Segment(0, 0, 11),), k_segments=(Segment(0, 0, 11),), spec=spec, backend=backend)
+    out, lse = kernels.attn_fwd(q, k, v, **whole)
+    o, l = energy.attention(q, k, v, spec=spec, keep=torch.ones(11, 11, dtype=torch.bool).tril())
+    torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
+    keep = torch.rand(3, 11, 11) < 0.3
+    keep[:, 2] = False
+    out, lse = IMPL[backend].attn_fwd_masked(q, k, v, keep=keep, spec=spec)
+    o, l = energy.attention(q, k, v, spec=spec, keep=keep)
+    torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, l, rtol=1e-12, atol=1e-12)
+    out, lse = IMPL[backend].attn_fwd_masked(q, k[:, :0], v[:, :0], keep=None, spec=spec)
+    assert not out.any() and (lse == NEG_INF).all() and lse.shape == (3, 4, 11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_backward_from_delta_alone(dtype):
+    """aten gets an `out` made from delta: gradients stay within 3x the error of the same kernel given the true out."""
+    q, k, v, dout = inputs(160, 160, d=32, d_v=32, dtype=dtype, seed=4)
+    spec = AttnSpec(softmax_scale=32**-0.5)
+    keep = torch.ones(160, 160, dtype=torch.bool).tril()
+    truth = energy.attention_grads(*(x.double() for x in (q, k, v, dout)), spec=spec, keep=keep)
+    bhsd = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*bhsd, is_causal=True, enable_gqa=True)
+    dense = [g.transpose(1, 2) for g in torch.autograd.grad(out, bhsd, dout.transpose(1, 2))]
+    whole = dict(q_segments=(Segment(0, 0, 160),), k_segments=(Segment(0, 0, 160),), spec=spec, backend="aten")
+    out, lse = kernels.attn_fwd(q, k, v, **whole)
+    delta = (out.float() * dout.float()).sum(-1).transpose(1, 2)
+    for ours, theirs, t in zip(kernels.attn_bwd(dout, q, k, v, lse, delta, **whole), dense, truth):
+        assert (ours.double() - t).abs().max() <= 3 * (theirs.double() - t).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_delta_keeps_more_digits_than_its_dtype(dtype):
+    """The `out` that aten's backward is given has the global delta to twice the digits of one half-precision number."""
+    g = torch.Generator().manual_seed(5)
+    out, dout = (torch.randn(2, 50, 4, 32, generator=g, dtype=torch.float64) for _ in range(2))
+    dout = dout.to(dtype)
+    delta = (out * dout.double()).sum(-1).transpose(1, 2).float()
+    made = aten._out_with_delta(dout, delta)
+    error = (made.double() * dout.double()).sum(-1).transpose(1, 2) - delta
+    assert made.dtype == dtype and (error.abs() / delta.abs()).median() < torch.finfo(dtype).eps / 20
+
+
+def test_dispatch_says_why():
+    q, k, v, _ = inputs(4, 4, dtype=torch.float32)
+    plain, capped = AttnSpec(softmax_scale=1.0), AttnSpec(softmax_scale=1.0, softcap=2.0)
+    assert kernels.choose(q, k, v, plain).name == "aten"
+    choice = kernels.choose(q, k, v, capped)
+    assert choice.name == "reference" and "softcap" in choice.reason
+    assert "lse" in kernels.choose(q, k, v, plain, flowing_lse=True).reason
+    with pytest.raises(ValueError, match="softcap"):
+        kernels.choose(q, k, v, capped, "aten")
+    for scale in (0.0, -0.5):  # torch's kernel would multiply its -inf by them
+        choice = kernels.choose(q, k, v, AttnSpec(softmax_scale=scale))
+        assert choice.name == "reference" and f"softmax_scale={scale}" in choice.reason
+
+
+def test_grouped_heads_are_not_repeated_in_memory():
+    """MQA with 64 query heads: peak memory of forward and backward stays far below 64 copies of K and V."""
+    from torch.profiler import ProfilerActivity, profile
+
+    q, k, v, dout = (x[:1] for x in inputs(4, 2048, (64, 1), 16, 16, dtype=torch.float32))
+    whole = dict(
+        q_segments=(Segment(0, 2044, 4),),
+        k_segments=(Segment(0, 0, 2048),),
+        spec=AttnSpec(softmax_scale=0.25),
+        backend="aten",
+    )
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        _, lse = kernels.attn_fwd(q, k, v, **whole)
+        kernels.attn_bwd(dout, q, k, v, lse, torch.zeros_like(lse), **whole)
+    largest = max(event.cpu_memory_usage for event in trace.events())
+    assert 0 < largest < 8 * k.nbytes, (largest, k.nbytes)

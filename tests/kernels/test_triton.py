@@ -1,0 +1,279 @@
+"""The Triton kernels against the float64 oracle: compiled on a GPU, elsewhere in the interpreter (small shapes)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tree import energy, kernels, merge
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels.triton import attn_delta, configs, host
+from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
+from support.dist_utils import largest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEG_INF = float("-inf")
+REPO = Path(__file__).resolve().parents[2]
+SPECS = {
+    "causal": {},
+    "full": dict(causal=False),
+    "window": dict(window_size=(9, 0)),
+    "two-sided": dict(causal=False, window_size=(20, 3)),
+    "right only": dict(causal=False, window_size=(-1, 5)),
+    "softcap": dict(softcap=3.0),
+}
+CELLS = {  # query segments, KV segments, rows of each: one launch covers them all
+    "one": ((Segment(0, 0, 40),), (Segment(0, 0, 40),), 40, 40),
+    "cell of a grid": (
+        gathered_segments((1, 2), 48, 3, "zigzag", 18),  # padding between the shares
+        gathered_segments((0, 2), 48, 3, "zigzag", 17),
+        36,
+        34,
+    ),
+    "packed": (  # three documents, one of them absent among the keys
+        (Segment(0, 0, 19, 0), Segment(20, 0, 3, 1), Segment(23, 0, 17, 2)),
+        (Segment(0, 0, 17, 2), Segment(18, 0, 19, 0)),
+        40,
+        37,
+    ),
+    "offsets": ((Segment(3, 30, 21),), (Segment(0, 0, 7), Segment(9, 25, 33)), 24, 45),
+}
+
+
+def inputs(s_q, s_k, heads=(4, 2), d=16, d_v=16, batch=2, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
+    return [torch.randn(batch, *s, generator=g).to(DEVICE, dtype) for s in shapes]
+
+
+def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
+    q_segments, k_segments, s_q, s_k = CELLS[cell]
+    spec = AttnSpec(**{"softmax_scale": d**-0.5} | options)
+    q, k, v, dout = inputs(s_q, s_k, heads, d, d_v, batch=1, dtype=dtype)
+    q_pos, k_pos = (positions_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
+    q_seq, k_seq = (sequences_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
+    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
+    exact = [x.double() for x in (q, k, v, dout)]
+    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
+    truth = energy.attention_grads(*exact, spec=spec, keep=keep)
+    for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
+        x[:, pos < 0] = float("nan")  # padding between segments may hold anything
+    segments = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend="triton")
+    o, l = kernels.attn_fwd(q, k, v, **segments)
+    assert torch.equal(l == NEG_INF, lse == NEG_INF)
+    gap = torch.where(lse == NEG_INF, 0.0, l - lse)
+    assert largest(((o - out).abs().max(), gap.abs().max())) < limit
+    lse, delta = lse.float(), attn_delta(dout, out.float())
+    delta[..., q_pos < 0] = 0.0
+    for ours, t in zip(kernels.attn_bwd(dout, q, k, v, lse, delta, **segments), truth):
+        assert (ours - t).abs().max() < 4 * limit
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("mask", SPECS)
+def test_masks_on_any_cell(mask, cell):
+    check_cell(cell, SPECS[mask], (4, 2), 16, 16)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 4.0])
+def test_scales(scale, softcap):
+    """The forward takes the largest product before it scales: a scale below 0 turns the order around."""
+    check_cell("offsets", dict(softmax_scale=scale, softcap=softcap), (4, 2), 16, 16, limit=2e-5 if scale > 1 else 3e-6)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (6, 2)])
+@pytest.mark.parametrize(
+    ("d", "d_v"), [(16, 16), (64, 64), (24, 40), (48, 32), (96, 64), (8, 5), (192, 128), (128, 192), (256, 256)]
+)
+def test_heads_and_head_dims(heads, d, d_v):
+    if d * d_v > 4096 and heads != (3, 1) and DEVICE == "cpu":
+        pytest.skip("wide heads run with one grouping only in the interpreter: it takes seconds per case")
+    check_cell("offsets", {}, heads, d, d_v, limit=5e-6)
+
+
+def test_fp16_inputs():
+    check_cell("cell of a grid", {}, (4, 2), 32, 32, dtype=torch.float16, limit=3e-3)
+
+
+@pytest.mark.parametrize(("d", "columns"), [(16, 16), (5, 16), (24, 32), (40, 48), (96, 96), (192, 192), (129, 144)])
+def test_head_dims_are_covered_by_few_columns(d, columns):
+    d0, d1 = host.split_head_dim(d)
+    assert d0 + d1 == columns
+    assert all(x == 0 or x & (x - 1) == 0 for x in (d0, d1))
+
+
+def test_merging_into_a_given_state_and_adding_gradients():
+    """KV in three pieces, one launch after another: the state and the gradients accumulate in place."""
+    s, spec = 48, AttnSpec(softmax_scale=0.25)
+    q, k, v, dout = inputs(s, s, d=16)
+    q_segments, pieces = (Segment(0, 0, s),), (slice(0, 20), slice(20, 21), slice(21, 48))
+    keep = torch.ones(s, s, dtype=torch.bool, device=DEVICE).tril()
+    exact = [x.double() for x in (q, k, v, dout)]
+    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
+    state = merge.empty_state((2, s, 4, 16), device=DEVICE)
+    state = state[0], state[1].transpose(1, 2).contiguous()
+    for p in pieces:
+        segments = dict(q_segments=q_segments, k_segments=(Segment(0, p.start, p.stop - p.start),), spec=spec)
+        host.attn_fwd(q, k[:, p], v[:, p], **segments, state=state)
+    torch.testing.assert_close(state[0], out.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state[1], lse.float(), rtol=1e-5, atol=1e-6)
+    delta = attn_delta(dout, state[0])
+    dq = torch.zeros_like(q)
+    for p, truth_k, truth_v in zip(
+        pieces, *(t.tensor_split((20, 21), 1) for t in energy.attention_grads(*exact, spec=spec, keep=keep)[1:])
+    ):
+        segments = dict(q_segments=q_segments, k_segments=(Segment(0, p.start, p.stop - p.start),), spec=spec)
+        grads = dq, torch.zeros_like(k[:, p]), torch.zeros_like(v[:, p])
+        host.accumulate_bwd(dout, q, k[:, p], v[:, p], state[1], delta, grads, **segments)
+        torch.testing.assert_close(grads[1], truth_k.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads[2], truth_v.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        dq, energy.attention_grads(*exact, spec=spec, keep=keep)[0].float(), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("gpu", [1, 6, 1000])
+def test_slices_of_the_heads_of_a_kv_head(gpu, monkeypatch):
+    """dk and dv where a program takes all query heads of a KV head, half of them, or one; added to what is there."""
+    monkeypatch.setattr(host, "multiprocessors", lambda device: gpu)
+    s, spec = 40, AttnSpec(softmax_scale=0.25)
+    q, k, v, dout = inputs(s, s, (8, 2))
+    exact = [x.double() for x in (q, k, v, dout)]
+    keep = torch.ones(s, s, dtype=torch.bool, device=DEVICE).tril()
+    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
+    grads = tuple(torch.ones_like(x) for x in (q, k, v))
+    whole = dict(q_segments=(Segment(0, 0, s),), k_segments=(Segment(0, 0, s),), spec=spec)
+    host.accumulate_bwd(dout, q, k, v, lse.float(), attn_delta(dout, out.float()), grads, **whole)
+    for ours, truth in zip(grads, energy.attention_grads(*exact, spec=spec, keep=keep)):
+        assert (ours - 1 - truth).abs().max() < 1e-5
+
+
+def test_how_many_slices(monkeypatch):
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 1)
+    assert [host._head_parts(n, 12, torch.device(DEVICE)) for n in (0, 1, 2, 3, 4, 100)] == [12, 4, 2, 2, 1, 1]
+    assert host._head_parts(1, 1, torch.device(DEVICE)) == 1
+
+
+def test_gradients_do_not_depend_on_the_batch(monkeypatch):
+    """deterministic: as many slices for a row alone as for many, so the sums of dk and dv have one order."""
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 1)
+    spec, whole = AttnSpec(softmax_scale=0.25, deterministic=True), (Segment(0, 0, 16),)
+    q, k, v, dout = inputs(16, 16, (12, 1), batch=5)
+    segments = dict(q_segments=whole, k_segments=whole, spec=spec)
+
+    def gradients(*rows):
+        out, lse = host.attn_fwd(*rows[:3], **segments)
+        return host.attn_bwd(rows[3], *rows[:3], lse, attn_delta(rows[3], out), **segments)
+
+    together = gradients(q, k, v, dout)
+    alone = gradients(*(x[2:3] for x in (q, k, v, dout)))
+    assert all(torch.equal(x[2:3], y) for x, y in zip(together, alone))
+
+
+def test_any_strides():
+    big = torch.randn(37, 2, 4, 64, device=DEVICE)  # sequence first, q k v side by side
+    q, k, v = (big.transpose(0, 1)[..., i : i + 16] for i in (0, 16, 40))
+    whole = (Segment(0, 0, 37),)
+    spec = AttnSpec(softmax_scale=0.25)
+    out, _ = kernels.attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec, backend="triton")
+    keep = torch.ones(37, 37, dtype=torch.bool, device=DEVICE).tril()
+    truth, _ = energy.attention(q.double(), k.double(), v.double(), spec=spec, keep=keep)
+    torch.testing.assert_close(out, truth.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_delta_with_and_without_dlse():
+    out, dout = torch.randn(2, 2, 19, 3, 24, device=DEVICE)
+    dlse = torch.randn(2, 3, 19, device=DEVICE)
+    expected = (out * dout).sum(-1).transpose(1, 2)
+    torch.testing.assert_close(attn_delta(dout, out), expected)
+    torch.testing.assert_close(attn_delta(dout, out, dlse), expected - dlse)
+
+
+RANKS_USE_TRITON = """
+import torch, torch.distributed as dist
+from megatron_tree import TreeConfig, shard_positions, tree_attn_func, tree_decode
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+g = torch.Generator().manual_seed(0)
+q, k, v, dout = (torch.randn(1, 16 * world, h, 16, generator=g).to(device) for h in (4, 2, 2, 4))
+rows = shard_positions(16 * world, rank, world, device=device)
+results = []
+for backend in ("triton", "reference"):
+    mine = [x[:, rows].clone().requires_grad_() for x in (q, k, v)]
+    config = TreeConfig(backend=backend, grid=(world, 1))
+    out = tree_attn_func(*mine, cp_group=dist.group.WORLD, config=config)
+    grads = torch.autograd.grad(out, mine, dout[:, rows])
+    decoded = tree_decode(q[:, :1], k[:, rows], v[:, rows], cp_group=dist.group.WORLD, config=config)
+    results.append([out.detach(), *grads, decoded])
+worst = [(a - b).abs().max().item() for a, b in zip(*results)]
+assert all(x < 1e-5 for x in worst), worst
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_several_ranks_with_triton_kernels(tmp_path):
+    """Training forward and backward and decode on two ranks (of one GPU, or in the interpreter) equal reference's."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS_USE_TRITON)
+    env = dict(os.environ, PYTHONPATH=str(REPO), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    if DEVICE == "cpu":
+        env["TRITON_INTERPRET"] = "1"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launcher, str(script)], env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_lists_of_segments_and_gradients_of_another_dtype():
+    q, k, v, dout = inputs(40, 40)
+    spec, whole = AttnSpec(softmax_scale=0.25), [Segment(0, 0, 40)]
+    lists, tuples = (dict(q_segments=x, k_segments=x, spec=spec) for x in (whole, tuple(whole)))
+    out, lse = host.attn_fwd(q, k, v, **lists)
+    assert torch.equal(out, host.attn_fwd(q, k, v, **tuples)[0])
+    delta = attn_delta(dout, out)
+    ours = host.attn_bwd(dout.double(), q, k, v, lse, delta, **lists)
+    assert all(torch.equal(*x) for x in zip(ours, host.attn_bwd(dout, q, k, v, lse, delta, **tuples)))
+
+
+def test_unaligned_rows_are_copied():
+    """Triton loads 2 bytes at a time where strides are not multiples of 16; a head_dim that is none stays as it is."""
+    packed = torch.randn(1, 8, 2, 36, device=DEVICE)
+    assert host._aligned(packed[..., :32]).stride() == (512, 64, 32, 1)
+    for x in (packed[..., :24], torch.randn(1, 8, 2, 48, device=DEVICE)[..., :32]):
+        assert host._aligned(x) is x
+
+
+def test_dispatch_refuses_what_the_kernels_cannot_take():
+    spec = AttnSpec(softmax_scale=1.0)
+    q, k, v, _ = inputs(4, 4, d=16)
+    assert kernels.choose(q, k, v, spec, "triton").name == "triton"
+    wide = [torch.zeros(1, 4, 2, 264, device=DEVICE)] * 3
+    with pytest.raises(ValueError, match=r"backend='triton' can't take head_dim 264 above 256"):
+        kernels.choose(*wide, spec, "triton")
+    with pytest.raises(ValueError, match="float64"):
+        kernels.choose(*(x.double() for x in (q, k, v)), spec, "triton")
+    with pytest.raises(ValueError, match=r"q in torch.float32 with k in torch.float16"):
+        kernels.choose(q, k.half(), v, spec, "triton")
+    with pytest.raises(ValueError, match=r"a batch of 65536, above 65535"):
+        kernels.choose(*(x[:1].expand(65536, -1, -1, -1) for x in (q, k, v)), spec, "triton")
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match="bf16 in Triton's interpreter"):
+            kernels.choose(*(x.bfloat16() for x in (q, k, v)), spec, "triton")
+
+
+def test_config_table_covers_every_width():
+    for arch in configs.ARCHES:
+        for width in (16, 32, 64, 128, 192, 256):
+            for itemsize in (2, 4):
+                found = [configs.tiles(kernel, width, arch, itemsize) for kernel in ("fwd", "dq", "dkdv")]
+                for rows in (1, 16, 17, 64, 100, 128):
+                    found.append(configs.decode_tiles(rows, width, arch, itemsize))
+                    assert found[-1].m >= rows
+                assert all(x & (x - 1) == 0 for tiles in found for x in tiles[:3]), found

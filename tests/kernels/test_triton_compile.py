@@ -1,0 +1,197 @@
+"""The Triton kernels compile for GPUs that are not there, fit their shared memory, and keep within the spill budget."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from megatron_tree.kernels.triton import configs, resources
+
+REPO = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import json, sys
+from megatron_tree.kernels.triton import configs, resources
+cases = json.loads(sys.argv[1])
+print(json.dumps([resources.usage(k, resources.WIDTHS[w], a, *d)._asdict() for k, w, a, *d in cases]))
+"""
+FAST = [
+    ("fwd", 128, "sm90"),
+    ("dkdv", 128, "sm90"),
+    ("fwd+dropout", 128, "sm90"),
+    ("dq+dropout", 128, "sm90"),
+    ("dkdv+dropout", 128, "sm90"),
+    ("decode", 128, "sm90"),
+    ("merge", 128, "sm90"),
+    ("dq", 64, "gfx942"),
+    ("dkdv", 256, "sm86"),
+    ("dkdv", 256, "sm90", "fp32"),
+    ("decode", 256, "sm86", "fp32"),
+]
+
+
+def usages(cases, cache):
+    """Compiled in a process of its own: here the kernels may be decorated for the interpreter."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env.update(PYTHONPATH=str(REPO), TRITON_CACHE_DIR=str(cache))
+    command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+COUNT_COMPILATIONS = """
+import json, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from megatron_tree.config import AttnSpec, Dropout
+from megatron_tree.kernels import Visible
+from megatron_tree.kernels.triton import decode, host
+from megatron_tree.layout import Segment
+
+class AbsentGPU(DriverBase):  # a driver that can name its target and nothing else
+    def __init__(self): pass
+    @classmethod
+    def is_active(cls): return True
+    def map_python_to_cpp_type(self, ty): return ty
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_active_torch_device(self): return torch.device("cpu")
+    def get_benchmarker(self): raise RuntimeError("no device")
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+
+triton.runtime.driver.set_active(AbsentGPU())
+run, compiled = triton.JITFunction.run, []
+triton.JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **dict(kwargs, warmup=True))
+triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+host._multiprocessors_of = lambda index: 132
+host._arch_of = lambda index: "sm90"
+"""
+GROWING_CACHE = """
+spec, cache = AttnSpec(softmax_scale=0.1), torch.zeros(2, 70000, 2, 64, dtype=torch.bfloat16)
+q = torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16)
+counts = []
+for n in (16384, 16385, 17000, 20011, 33333, 64000, 70000):
+    decode.attn_decode(q, cache[:, :n], cache[:, :n], visible=Visible(), spec=spec)
+    k = cache[:, :n].clone()  # another allocation: other strides
+    decode.attn_decode(q, k, k, visible=Visible(lengths=torch.tensor([n, 3])), spec=spec)
+    counts.append(len(compiled))
+print(counts)
+"""
+
+
+PAGES_IN_EIGHT_BITS = """
+spec, counts = AttnSpec(softmax_scale=0.1), []
+q, lengths = torch.zeros(3, 1, 8, 64, dtype=torch.bfloat16), torch.tensor([3, 4, 5])
+for dtype in (torch.int8, torch.float8_e4m3fn):
+    for n in (64, 100, 1001):
+        k, scale = torch.zeros(n, 16, 2, 64, dtype=dtype), torch.zeros(n, 16, 2)
+        table = torch.zeros(3, n // 2, dtype=torch.int32)
+        scales = dict(k_scale=scale, v_scale=scale)
+        decode.attn_decode(q, k, k, visible=Visible(lengths), spec=spec, block_table=table, **scales)
+        counts.append(len(compiled))
+print(counts)
+"""
+
+
+SHARED_MEMORY = """
+used = []
+warm_up = triton.JITFunction.run
+def run_and_note(self, *args, **kwargs):
+    kernel = warm_up(self, *args, **kwargs)
+    used.append(kernel.metadata.shared)
+    return kernel
+triton.JITFunction.run = run_and_note
+for dtype in (torch.float32, torch.bfloat16):
+    for s_q, heads in ((1, 8), (8, 8), (1, 128)):
+        q, k = torch.zeros(1, s_q, heads, 256, dtype=dtype), torch.zeros(1, 1000, 1, 256, dtype=dtype)
+        decode.attn_decode(q, k, k, visible=Visible(), spec=AttnSpec(softmax_scale=0.1))
+print(json.dumps(used))
+"""
+
+
+OTHER_SEEDS = """
+q, k = (torch.zeros(1, 256, h, 16, dtype=torch.bfloat16) for h in (4, 2))
+lse, counts = torch.zeros(1, 4, 256), []
+whole = dict(q_segments=(Segment(0, 0, 256),), k_segments=(Segment(0, 0, 256),))
+for dropout in (
+    None, Dropout(0.1, 5), Dropout(0.1, 0), Dropout(0.5, 1), Dropout(0.25, 16, 1), Dropout(0.3, 0x80000000, 16),
+    Dropout(0.3, 1 << 40, 3), Dropout(0.3, (1 << 63) - 1, 32),
+):
+    spec = AttnSpec(softmax_scale=0.1, dropout=dropout)
+    host.attn_fwd(q, k, k, **whole, spec=spec)
+    host.attn_bwd(q, q, k, k, lse, lse, **whole, spec=spec)
+    counts.append(len(compiled))
+print(counts)
+"""
+
+
+def compilations(program, cache):
+    """What a program prints that launches on a GPU that is not there and counts compilations."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env.update(PYTHONPATH=str(REPO), TRITON_CACHE_DIR=str(cache))
+    command = [sys.executable, "-c", COUNT_COMPILATIONS + program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_growing_cache_does_not_recompile(tmp_path):
+    """Two decode variants (with and without lengths) and the merge: three compilations, whatever the length."""
+    counts = compilations(GROWING_CACHE, tmp_path)
+    assert counts == [3] * len(counts), counts
+
+
+@pytest.mark.slow
+def test_decoding_as_it_is_launched_fits(tmp_path):
+    """Wide heads in fp32, many queries, many heads of one KV head: a call launches what `resources` compiles."""
+    used = compilations(SHARED_MEMORY, tmp_path)
+    assert len(used) >= 6 and max(used) <= resources.SHARED_LIMIT["sm90"], used
+
+
+@pytest.mark.slow
+def test_pages_in_eight_bits_compile_once(tmp_path):
+    """The merge, and the kernel for int8 and for fp8 (which needs sm89 or later), however many pages there are."""
+    assert compilations(PAGES_IN_EIGHT_BITS, tmp_path) == [2, 2, 2, 3, 3, 3]
+
+
+def test_another_seed_does_not_recompile(tmp_path):
+    """Forward, dq, dkdv without dropout, and once more with it, whatever seed, probability and first head."""
+    counts = compilations(OTHER_SEEDS, tmp_path)
+    assert counts == [3] + [6] * (len(counts) - 1), counts
+
+
+def check(rows):
+    for row in rows:
+        assert 0 < row["shared_bytes"] <= resources.SHARED_LIMIT[row["arch"]], row
+        assert 0 <= row["spill_bytes"] <= resources.SPILL_LIMIT, row
+        assert 0 <= row["tensor_memory"] <= resources.TENSOR_MEMORY_LIMIT, row
+        assert 16 <= row["registers"] <= (512 if row["arch"] == "gfx942" else 255), row
+        if row["kernel"] == "merge" or row["dtype"] == "fp32":  # no matrix products, or none by matrix instructions
+            continue
+        assert row["matrix_ops"] > 0, row
+        if row["arch"] != "gfx942":
+            assert row["loop_instructions"] > 100, row
+            assert row["loop_spills"] <= resources.LOOP_SPILL_LIMIT * row["loop_instructions"], row
+
+
+def test_the_main_kernels_fit(tmp_path):
+    check(usages(FAST, tmp_path))
+
+
+def test_every_nvidia_gpu_has_a_row():
+    """Consumer GPUs have less shared memory than the data centre's, and Blackwell's there no tensor memory."""
+    known = {(8, 0): "sm80", (8, 6): "sm86", (8, 9): "sm86", (9, 0): "sm90", (10, 0): "sm100", (12, 0): "sm86"}
+    assert {c: configs.arch_of(c) for c in known} == known
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", resources.TARGETS)
+def test_every_row_of_the_table_fits(arch, tmp_path):
+    cases = [(k, w, arch, d) for k in resources.KERNELS for w in resources.WIDTHS for d in ("bf16", "fp32")]
+    check(usages(cases, tmp_path))

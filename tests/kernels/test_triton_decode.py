@@ -1,0 +1,119 @@
+"""Triton's split-KV decode kernel and the merge of its states, against the float64 oracle."""
+
+import pytest
+import torch
+from test_triton import DEVICE, NEG_INF, inputs
+
+from megatron_tree import energy, merge
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import Visible
+from megatron_tree.kernels.triton import decode, merge_packed
+
+
+def paged(x, page, seed):
+    """x [b, s, ...] as pages in a random order, with their block table; a page more that nobody uses."""
+    b, s = x.shape[:2]
+    order = torch.randperm(b * (s // page), generator=torch.Generator().manual_seed(seed))
+    pages = torch.full((len(order) + 1, page, *x.shape[2:]), 100, dtype=x.dtype, device=x.device)
+    pages[order.to(x.device)] = x.reshape(-1, page, *x.shape[2:])
+    return pages, order.view(b, -1).int().to(x.device)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("case", "s_q", "heads", "d", "d_v"),
+    [
+        ("plain", 1, (8, 2), 16, 16),
+        ("plain", 1, (4, 4), 24, 40),
+        ("lengths", 1, (8, 1), 16, 16),
+        ("positions", 3, (4, 2), 16, 16),
+        ("window", 2, (4, 2), 32, 16),
+        ("softcap", 1, (20, 1), 16, 16),
+        ("paged", 1, (4, 2), 16, 16),
+        ("int8", 1, (4, 2), 16, 16),
+        ("paged, lengths", 2, (4, 2), 16, 16),
+    ],
+)
+def test_decode(case, s_q, heads, d, d_v, num_splits):
+    s = 192
+    q, k, v, _ = inputs(s_q, s, heads, d, d_v)
+    g = torch.Generator().manual_seed(1)
+    options, visible = {}, {}
+    spec = AttnSpec(
+        softmax_scale=d**-0.5,
+        window_size=(30 if case == "window" else -1, -1),
+        softcap=2.0 if case == "softcap" else 0.0,
+    )
+    keep = torch.ones(2, s_q, s, dtype=torch.bool, device=DEVICE)
+    if "lengths" in case:
+        visible["lengths"] = torch.tensor([0, 130], device=DEVICE)
+        keep &= (torch.arange(s, device=DEVICE) < visible["lengths"][:, None])[:, None]
+    if case in ("positions", "window"):
+        k_positions = torch.stack([torch.randperm(s, generator=g) for _ in range(2)]).to(DEVICE)
+        k_positions[0, :5] = -1
+        visible["q_positions"] = torch.arange(100, 100 + s_q, device=DEVICE).expand(2, -1)
+        visible["k_positions"] = k_positions
+        keep &= energy.visible(visible["q_positions"], k_positions, spec) & (k_positions >= 0)[:, None]
+    exact = [x.double() for x in (q, k, v)]
+    if case == "int8":
+        scales = [x.abs().amax(-1) / 127 for x in (k, v)]
+        k, v = ((x / scale[..., None]).round().to(torch.int8) for x, scale in zip((k, v), scales))
+        options.update(k_scale=scales[0], v_scale=scales[1])
+        exact[1:] = [x.double() * scale.double()[..., None] for x, scale in zip((k, v), scales)]
+    if "paged" in case:
+        (k, options["block_table"]), (v, _) = paged(k, 32, 2), paged(v, 32, 2)
+    state = decode.attn_decode(q, k, v, visible=Visible(**visible), spec=spec, num_splits=num_splits, **options)
+    out, lse = energy.attention(*exact, spec=spec, keep=keep)
+    lse = lse.transpose(1, 2)
+    assert (state[..., :-1] - out).abs().max() < 2e-6
+    assert torch.where(state[..., -1] == lse, 0.0, state[..., -1] - lse).abs().max() < 3e-6
+
+
+def test_splits_fill_the_gpu():
+    """Enough programs for every place, no more waves than needed, and one split where the batch fills the GPU."""
+    places = 396  # 132 multiprocessors x 3
+    for num_keys, programs in ((131072, 8), (1 << 20, 8), (65536, 1), (4096, 64)):
+        splits = decode.choose_splits(num_keys, programs, places)
+        assert programs * splits <= 4 * places
+        assert programs * splits > 0.9 * min(places, programs * num_keys // (8 * decode.KEYS))
+    assert decode.choose_splits(4096, 4000, places) == 1
+    assert decode.choose_splits(1, 1, places) == 1
+
+
+def test_merge_of_packed_states():
+    g = torch.Generator().manual_seed(0)
+    for n, rows, d in ((1, 3, 16), (4, 7, 24), (13, 70, 128), (3, 2, 5)):
+        states = torch.randn(n, 2, rows, d + 1, generator=g).to(DEVICE)
+        states[..., -1] *= 20
+        empty = torch.rand(n, 2, rows, generator=g).to(DEVICE) < 0.4
+        states[..., -1][empty] = NEG_INF
+        states[..., :-1][empty] = 0.0
+        states[:, :, 0, -1] = NEG_INF  # one row that is empty everywhere
+        states[:, :, 0, :-1] = 0.0
+        out, lse = merge.merge_states(states[..., :-1], states[..., -1])
+        for merged in (merge_packed(states), merge_packed(states.transpose(0, 1).contiguous(), 1)):
+            assert not merged.isnan().any()
+            torch.testing.assert_close(merged[..., :-1], out, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(merged[..., -1], lse, rtol=1e-6, atol=1e-6)
+
+
+def test_strided_lengths_tables_and_scales():
+    q, k, v, _ = inputs(1, 192, batch=2)
+    spec = AttnSpec(softmax_scale=0.25)
+    lengths = torch.tensor([70, 9999], device=DEVICE)[:1].expand(2)
+    scales = [x.abs().amax(-1) / 127 for x in (k, v)]
+    k, v = ((x / s[..., None]).round().to(torch.int8) for x, s in zip((k, v), scales))
+    (k, table), (v, _), *scales = paged(k, 32, 2), paged(v, 32, 2), *(paged(s, 32, 2)[0] for s in scales)
+    expected = decode.attn_decode(
+        q, k, v, visible=Visible(lengths.clone()), spec=spec, block_table=table, k_scale=scales[0], v_scale=scales[1]
+    )
+    k_scale, v_scale = (s.transpose(0, 2).contiguous().transpose(0, 2) for s in scales)
+    strided = dict(block_table=table.t().contiguous().t(), k_scale=k_scale, v_scale=v_scale)
+    assert strided["block_table"].stride(1) != 1 and k_scale.stride(2) != 1
+    assert torch.equal(decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, **strided), expected)
+
+
+def test_nobody_decodes():
+    q, k, v, _ = inputs(1, 192, batch=0)
+    state = decode.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0), num_splits=3)
+    assert state.shape == (0, 1, 4, 17)

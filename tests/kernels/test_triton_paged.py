@@ -1,0 +1,104 @@
+"""Triton's decode kernel over pages in 8 bits, and for many queries, against the float64 oracle."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_triton import DEVICE, inputs
+from test_triton_decode import paged
+
+from megatron_tree import TreeConfig, energy, kernels, tree_decode
+from megatron_tree.cache import ShardedCache, quantize
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import PagedKV, Visible
+from megatron_tree.kernels.triton import decode
+
+EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def check(
+    heads,
+    s_q,
+    stored,
+    *,
+    limit=3e-6,
+    dtype=torch.float32,
+    d=16,
+    d_v=16,
+    page=16,
+    window=None,
+    softcap=0.0,
+    num_splits=None,
+):
+    s, lengths = 96, torch.tensor([0, 70, 96], device=DEVICE)
+    q, k, v, _ = inputs(s_q, s, heads, d, d_v, batch=3, dtype=dtype)
+    left = -1 if window is None else window - 1
+    spec = AttnSpec(softmax_scale=d**-0.5, window_size=(left, 0), softcap=softcap)
+    positions = torch.arange(s, device=DEVICE).expand(3, -1)
+    q_positions = (lengths - s_q).clamp(min=0)[:, None] + torch.arange(s_q, device=DEVICE)
+    keep = energy.visible(q_positions, positions, spec) & (positions < lengths[:, None])[:, None]
+    exact, options = [q.double(), k.double(), v.double()], {}
+    if stored is not None:
+        (k, k_scale), (v, v_scale) = quantize(k, stored), quantize(v, stored)
+        exact[1:] = [x.double() * scale.double()[..., None] for x, scale in ((k, k_scale), (v, v_scale))]
+        options = {"k_scale": paged(k_scale, page, 2)[0], "v_scale": paged(v_scale, page, 2)[0]}
+    as_bytes = (lambda x: x.view(torch.uint8)) if stored is torch.float8_e4m3fn else (lambda x: x)
+    (k, table), (v, _) = paged(as_bytes(k), page, 2), paged(as_bytes(v), page, 2)
+    if stored is torch.float8_e4m3fn:
+        k, v = k.view(stored), v.view(stored)
+    visible = Visible(lengths, q_positions, positions)
+    options.update(visible=visible, spec=spec, num_splits=num_splits)
+    state = decode.attn_decode(q, k, v, block_table=table, **options)
+    out, lse = energy.attention(*exact, spec=spec, keep=keep)
+    lse = lse.transpose(1, 2)
+    assert (state[..., :-1] - out).abs().max() < limit
+    assert torch.where(state[..., -1] == lse, 0.0, state[..., -1] - lse).abs().max() < limit
+    options.pop("num_splits")
+    scales = {name: options.pop(name) for name in ("k_scale", "v_scale") if name in options}
+    gathered = kernels.attn_decode(q, k, v, paged=PagedKV(table, **scales), backend="reference", **options)
+    assert (state[..., :-1] - gathered[..., :-1]).abs().max() < limit
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize(
+    ("heads", "s_q", "options"),
+    [
+        ((4, 2), 1, {}),
+        ((4, 4), 2, {"d": 24, "d_v": 40, "num_splits": 3}),
+        ((8, 1), 3, {"window": 9}),
+        ((4, 2), 1, {"softcap": 2.0, "page": 32}),
+        ((4, 2), 1, {"dtype": torch.float16, "limit": 2e-3}),
+    ],
+)
+def test_pages_in_eight_bits(name, heads, s_q, options):
+    check(heads, s_q, EIGHT_BITS[name], **options)
+
+
+@pytest.mark.parametrize(("heads", "s_q"), [((4, 2), 33), ((8, 1), 9), ((72, 1), 2)])
+def test_more_queries_than_one_tile_takes(heads, s_q):
+    assert s_q * heads[0] // heads[1] > decode.ROWS[4]
+    check(heads, s_q, None, window=20)
+
+
+def test_pages_of_other_sizes_are_refused():
+    cache = ShardedCache([None], page_size=12)
+    rows = [cache.book.add()]
+    q, k, v, _ = inputs(1, 20, batch=1)
+    cache.write(0, cache.append(rows, 20), k, v)
+    view, pages = cache.view(0, rows, DEVICE), cache.layers[0]
+    options = dict(cp_group=None, block_table=view.block_table, cache_seqlens=view.lengths)
+    with pytest.raises(ValueError, match=r"page_size=12: .*16, 32, 64, 128, 256 tokens; choose .*block_size"):
+        tree_decode(q, pages.k, pages.v, config=TreeConfig(backend="triton"), **options)
+    out = tree_decode(q, pages.k, pages.v, config=TreeConfig(backend="reference"), **options)
+    truth, _ = energy.attention(*(x.double() for x in (q, k, v)), spec=AttnSpec(softmax_scale=0.25))
+    assert (out - truth).abs().max() < 3e-6
+
+
+def test_fp8_on_a_gpu_that_has_none_is_refused(monkeypatch):
+    pages = SimpleNamespace(shape=(1, 16, 1, 8), dtype=torch.float8_e4m3fn, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"fp8 on a GPU of compute capability 8\.0: .*dtype='int8'"):
+        decode.check_pages(pages)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    decode.check_pages(pages)

@@ -1,0 +1,109 @@
+"""What TreeDotProductAttention refuses: a ValueError that names the option, the values and the way out."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_tree import TreeConfig
+from support.megatron_core_utils import causal_mask, core_attention, qkv
+from support_matrix import refused
+
+when_built = functools.partial(refused, when="the model is built")
+in_forward = functools.partial(refused, when="the forward")
+no_mask, padding = AttnMaskType.no_mask, AttnMaskType.padding
+
+
+@pytest.mark.refuses("cp_comm_type of another name", when="the model is built")
+def test_unknown_cp_comm_type_says_what_there_is():
+    with pytest.raises(ValueError, match="'p2p\\+a2a' is not supported.*'tree', 'p2p', 'all_gather'.*'a2a\\+tree'"):
+        core_attention(cp_comm_type="p2p+a2a")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        when_built("attention_type other than self and cross", {"attention_type": "linear"}, "attention_type='linear'"),
+        when_built(
+            "context_parallel_size other than the group's",
+            {"options": {"context_parallel_size": 2}, "cp_group_size": 4},
+            "context_parallel_size=2.*has 4 ranks",
+        ),
+        when_built(
+            "a grid of another size than the ranks",
+            {"options": {"context_parallel_size": 2}, "tree_config": TreeConfig(grid=(2, 2))},
+            r"grid=\(2, 2\) has 4 places.*leaves 2",
+        ),
+        when_built(
+            "cp_comm_type of two parts without hierarchical_context_parallel_sizes",
+            {"options": {"context_parallel_size": 4}, "cp_comm_type": "a2a+tree"},
+            "hierarchical_context_parallel_sizes=None.*4 context-parallel ranks",
+        ),
+        when_built("window_size that is no pair", {"options": {"window_size": 5}}, "window_size=5.*pair"),
+        when_built("qk_clip", {"options": {"qk_clip": True}}, "qk_clip=True"),
+        when_built(
+            "log_max_attention_logit", {"options": {"log_max_attention_logit": True}}, "log_max_attention_logit"
+        ),
+        when_built("fp8_dot_product_attention", {"options": {"fp8_dot_product_attention": True}}, "fp8_dot_product"),
+        when_built("arguments of newer releases that are set", {"some_new_option": 3}, "some_new_option, which"),
+    ],
+)
+def test_constructor_refuses(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        core_attention(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        in_forward(
+            "packed_seq_params of another format than thd",
+            {"packed_seq_params": PackedSeqParams(qkv_format="bshd")},
+            "qkv_format='bshd'",
+        ),
+        in_forward(
+            "packed_seq_params beside attention_mask",
+            {"packed_seq_params": PackedSeqParams(qkv_format="thd"), "attention_mask": causal_mask(6)},
+            "beside packed_seq_params",
+        ),
+        (
+            {
+                "packed_seq_params": PackedSeqParams(qkv_format="thd"),
+                "attn_mask_type": AttnMaskType.causal_bottom_right,
+            },
+            "causal_bottom_right",
+        ),
+        in_forward("attention_bias", {"attention_bias": torch.zeros(1)}, "attention_bias is set"),
+        in_forward(
+            "attn_mask_type arbitrary without a mask",
+            {"attn_mask_type": AttnMaskType.arbitrary},
+            "attn_mask_type AttnMaskType.arbitrary",
+        ),
+        ({"attn_mask_type": padding, "attention_mask": causal_mask(6)}, "padding is neither the causal mask"),
+        ({"attn_mask_type": no_mask, "attention_mask": causal_mask(6)}, "no_mask is neither the causal mask"),
+        in_forward(
+            "masks that are neither causal nor padding at the end",
+            {"attention_mask": causal_mask(6).roll(1, -1)},
+            "neither the causal mask",
+        ),
+        ({"attention_mask": causal_mask(6).logical_not()}, "neither the causal mask"),
+        ({"attention_mask": causal_mask(8)}, r"\(1, 1, 8, 8\): expected bool \[2 or 1, 1, 6 or 1, 6 or 6\]"),
+        ({"attention_mask": causal_mask(6).float()}, "float32.*expected bool"),
+        ({"attention_mask": torch.tensor([1, 0, 0, 0, 0, 0]).bool()[None, None, None]}, "padding at the end of rows"),
+        ({"some_new_option": 3}, "some_new_option, which megatron_tree does not know"),
+    ],
+)
+def test_forward_refuses(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        core_attention()(*qkv(), **kwargs)
+
+
+@pytest.mark.refuses("keys of another length in self attention (a KV cache)", when="the forward")
+def test_forward_refuses_keys_of_another_length():
+    with pytest.raises(ValueError, match="self attention"):
+        core_attention()(*qkv(s=2, s_kv=6))

@@ -1,0 +1,219 @@
+"""Differences between releases of Megatron-core, with stand-ins of their signatures; test_patches.py runs them."""
+
+import dataclasses
+import functools
+import sys
+import types
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.transformer_block import _get_block_submodules
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+from megatron_tree import TreeConfig
+from megatron_tree.integrations import megatron as tree
+from megatron_tree.integrations.megatron import compat as compat
+from support.megatron_core_utils import Group, config
+
+causal = AttnMaskType.causal
+
+# --- the spec of Megatron-LM's --spec ---
+
+
+def test_spec_option_resolves_to_a_spec():
+    """What Megatron-LM does with --spec: vars(module)[name], not called."""
+    spec = import_module(["megatron_tree.integrations.megatron", "get_gpt_layer_tree_spec"])
+    assert spec is tree.get_gpt_layer_tree_spec
+    assert isinstance(spec, ModuleSpec)
+    assert issubclass(spec.module, BaseTransformerLayer)
+    block = _get_block_submodules(config(num_layers=3), spec, pp_rank=0)
+    assert block.layer_specs == [spec] * 3
+
+
+def test_spec_option_follows_the_config():
+    model = config(num_moe_experts=4, moe_layer_freq=[0, 1], normalization="RMSNorm", add_bias_linear=False)
+    group = Group(1)
+    dense, experts = compat.decoder_layer_specs(model, vp_stage=None, pp_group=group)
+    assert dense.submodules.mlp.module is MLP
+    assert experts.submodules.mlp.module is MoELayer
+    assert (
+        dense.submodules.input_layernorm
+        is gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm").submodules.input_layernorm
+    )
+    mla = config(multi_latent_attention=True, qk_layernorm=True)
+    spec, _ = compat.decoder_layer_specs(mla, vp_stage=None, pp_group=group)
+    assert issubclass(spec.submodules.self_attention.module, MultiLatentAttention)
+
+
+def test_qk_l2_norm_of_the_command_line(monkeypatch):
+    """0.14 has no field for it in the configuration."""
+    model, asked = config(), []
+    monkeypatch.delattr(type(model), "qk_l2_norm")
+    vars(model).pop("qk_l2_norm")
+    monkeypatch.setattr(
+        gpt_layer_specs,
+        "get_gpt_decoder_block_spec",
+        lambda config, **arguments: asked.append(arguments["qk_l2_norm"]) or types.SimpleNamespace(layer_specs=[]),
+    )
+    compat.decoder_layer_specs(model, vp_stage=None, pp_group=None)
+    state = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(qk_l2_norm=True))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", state)
+    compat.decoder_layer_specs(model, vp_stage=None, pp_group=None)
+    assert asked == [False, True]
+
+
+@pytest.mark.parametrize("option", ["heterogeneous_block_specs", "experimental_attention_variant"])
+def test_spec_option_refuses_other_kinds_of_blocks(option):
+    model = config()
+    setattr(model, option, "dsa")
+    with pytest.raises(ValueError, match=rf"{option}='dsa' with get_gpt_layer_tree_spec.*use install\(\)"):
+        tree.get_gpt_layer_tree_spec.module(config=model, layer_number=1)
+
+
+# --- the plugin, and what patched sources call ---
+
+
+@pytest.fixture
+def installed():
+    tree.install()
+    yield
+    tree.uninstall()
+
+
+class TEDotProductAttention:  # TransformerEngine's core attention, by its place in a spec; never built here
+    pass
+
+
+@dataclasses.dataclass
+class Submodules:
+    core_attention: object
+
+
+@pytest.fixture
+def newer_attention(monkeypatch):
+    """Attention as of 0.17 to 0.19: two more arguments, and a builder where a module stood."""
+
+    class NewerAttention:
+        def __init__(
+            self,
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            attention_type,
+            cp_comm_type=None,
+            pg_collection=None,
+            pp_layer_offset=None,
+            name=None,
+        ):
+            self.core, self.name, self.offset = submodules.core_attention, name, pp_layer_offset
+
+    monkeypatch.setattr("megatron.core.transformer.attention.Attention", NewerAttention)
+    return NewerAttention
+
+
+@pytest.mark.parametrize(
+    ("core", "cp_comm_type", "replaced"),
+    [
+        (TEDotProductAttention, "tree", True),
+        (ModuleSpec(module=TEDotProductAttention), "a2a+tree", True),
+        (functools.partial(TEDotProductAttention), "tree", True),
+        (TEDotProductAttention, "p2p", False),
+        (TEDotProductAttention, "a2a+p2p", False),
+        (TEDotProductAttention, None, False),
+    ],
+)
+def test_plugin_with_transformer_engines_spec_and_newer_signatures(
+    newer_attention, installed, core, cp_comm_type, replaced
+):
+    spec = Submodules(core)
+    layer = newer_attention(
+        config(), spec, 1, causal, "self", cp_comm_type=cp_comm_type, pp_layer_offset=3, name="layers.0"
+    )
+    assert (layer.name, layer.offset) == ("layers.0", 3)
+    assert spec.core_attention is core, "the user's spec stays as it is"
+    if replaced:
+        assert layer.core.module is tree.TreeDotProductAttention
+    else:
+        assert layer.core is core
+
+
+def test_plugin_refuses_an_attention_without_cp_comm_type(newer_attention, monkeypatch):
+    monkeypatch.setattr(newer_attention, "__init__", lambda self, config, submodules: None)
+    with pytest.raises(tree.UnsupportedMegatronError, match=r"NewerAttention takes no argument \['cp_comm_type'\]"):
+        tree.install()
+    assert not tree.is_installed()
+
+
+def test_patched_megatron_keeps_what_a_spec_pins():
+    pinned = ModuleSpec(module=tree.TreeDotProductAttention, params={"tree_config": TreeConfig(grid=(1, 2))})
+    assert tree.core_attention_for_tree(pinned) is pinned
+    assert tree.core_attention_for_tree(DotProductAttention).module is tree.TreeDotProductAttention
+    with pytest.raises(ValueError, match="no plain dense attention"):
+        tree.core_attention_for_tree(ModuleSpec(module=DotProductAttention, submodules=object()))
+
+
+# --- what differs between releases ---
+
+
+@pytest.mark.parametrize("sizes", [[2, 4], (4, 2), [1, 8]])
+def test_hierarchical_sizes(sizes):
+    model = types.SimpleNamespace(hierarchical_context_parallel_sizes=sizes)
+    assert compat.hierarchical_sizes(model, Group(8)) == tuple(sizes)
+
+
+@pytest.mark.parametrize("sizes", [None, [], [8], [2, 2], [2, 2, 2], [-2, -4]])
+def test_hierarchical_sizes_that_do_not_fit(sizes):
+    model = types.SimpleNamespace(hierarchical_context_parallel_sizes=sizes)
+    with pytest.raises(ValueError, match="two sizes whose product is the 8 .*--hierarchical-context-parallel-sizes"):
+        compat.hierarchical_sizes(model, Group(8))
+
+
+def test_hierarchical_sizes_of_the_parallel_state(monkeypatch):
+    groups = [Group(4), Group(2)]
+    monkeypatch.setattr("megatron.core.parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", groups)
+    assert compat.hierarchical_sizes(types.SimpleNamespace(), Group(8)) == (4, 2)
+    assert compat.hierarchical_sizes(types.SimpleNamespace(), None) == (1, 1)
+
+
+def test_batches_of_older_and_newer_releases(monkeypatch):
+    calls = []
+
+    def older(batch, cp_group=None):
+        calls.append((batch, None))
+        return batch
+
+    def newer(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False):
+        calls.append((is_hybrid_cp, cp_group))
+        return batch
+
+    for split in (older, newer):
+        monkeypatch.setattr("megatron.core.utils.get_batch_on_this_cp_rank", split)
+        monkeypatch.setattr("megatron.core.parallel_state.get_context_parallel_group", lambda: "group")
+        assert compat.batch_on_this_cp_rank({"tokens": 1}) == {"tokens": 1}
+    assert calls == [({"tokens": 1}, None), (False, "group")]
+
+
+def test_other_packings_are_refused(monkeypatch):
+    plain = types.SimpleNamespace(qkv_format="thd", local_cp_size=None, cp_group=None)
+    compat.refuse_other_packings(plain)
+    compat.refuse_other_packings(types.SimpleNamespace(qkv_format="thd"))  # 0.14
+    for field in ({"local_cp_size": 1}, {"cp_group": Group(2)}):
+        with pytest.raises(ValueError, match="a context-parallel group of its own"):
+            compat.refuse_other_packings(types.SimpleNamespace(**{**vars(plain), **field}))
+    arguments = types.SimpleNamespace(dataloader_inter_document_masking=True, sft=False)
+    state = types.SimpleNamespace(_GLOBAL_ARGS=arguments)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", state)
+    with pytest.raises(ValueError, match="--dataloader-inter-document-masking"):
+        compat.refuse_other_packings(plain)
+    arguments.sft = True
+    compat.refuse_other_packings(plain)

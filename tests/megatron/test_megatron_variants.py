@@ -1,0 +1,153 @@
+"""Variants of a GPTModel's attention on 2 and 4 ranks against the same model on one rank."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+from support import megatron_utils
+from support.dist_utils import run_distributed
+
+pytest.importorskip("megatron.core")
+
+from support.megatron_utils import Case, check, forward_backward, megatron, reference_of, schedules, transformer_config
+
+
+def options(**extra):
+    return tuple(extra.items())
+
+
+QK_NORM = options(qk_layernorm=True)
+GATE = options(attention_output_gate=True)
+WIDE = options(kv_channels=288)
+MTP = options(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
+NO_Q_LORA = options(q_lora_rank=None)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.supports("qk_layernorm", with_="cp = 2, 4")
+@pytest.mark.supports("attention_output_gate", with_="cp = 2, 4")
+@pytest.mark.supports("head_dim above 256 (kv_channels)", with_="288; cp = 2, 4")
+def test_what_is_around_attention(cp):
+    cases = [Case(cp=cp, extra=extra) for extra in (QK_NORM, GATE, WIDE)]
+    check(cp, cases + [Case(cp=cp, batch=1, extra=QK_NORM + GATE + WIDE, **schedule) for schedule in schedules(cp)])
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.supports("multi-latent attention (MLA)", with_="cp = 2, 4; with and without q_lora_rank")
+def test_multi_latent_attention(cp):
+    kinds = [NO_Q_LORA, QK_NORM, options(rope_type="yarn")]
+    cases = [Case(cp=cp, mla="never", extra=extra) for extra in kinds]
+    check(cp, cases + [Case(cp=cp, mla="never", **schedule) for schedule in schedules(cp)])
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="two layers; cp = 2, 4; also with MLA")
+def test_multi_token_prediction(cp):
+    cases = [Case(cp=cp, mla=mla, extra=MTP) for mla in ("never", "always")]
+    check(cp, cases + [Case(cp=cp, extra=MTP, **schedule) for schedule in schedules(cp)])
+
+
+def _rolled(rank, world):
+    """What Megatron's own roll of a sharded sequence gives, against the share of the rolled sequence."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    with megatron(tp=1, pp=1, cp=world):
+        whole = torch.arange(1, 1 + 2 * 4 * world).view(2, 4 * world)
+        rolled = torch.cat((whole[:, 1:], torch.zeros(2, 1, dtype=whole.dtype)), 1)
+        shares = get_batch_on_this_cp_rank({"tokens": whole, "rolled": rolled})
+        ours, total = roll_tensor(shares["tokens"], cp_group=parallel_state.get_context_parallel_group())
+        return torch.equal(ours, shares["rolled"]), int(total) == int(shares["rolled"].sum())
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_megatron_rolls_a_sharded_sequence(cp):
+    """Multi-token prediction relies on it: the next token of a chunk's last one lies on another rank."""
+    assert run_distributed(_rolled, cp) == [(True, True)] * cp
+
+
+@pytest.mark.supports("cp_comm_type a2a (Ulysses)", with_="more and fewer KV heads than ranks; cp = 2, 4")
+def test_ulysses():
+    heads = [{"num_heads_kv": n} for n in (2, 8, 1)] + [{"mla": "auto"}, {"extra": QK_NORM + GATE + WIDE}]
+    check(2, [Case(cp=2, cp_comm_type="a2a", **kind) for kind in heads[:1]])
+    check(4, [Case(cp=4, cp_comm_type="a2a", **kind) for kind in heads])
+
+
+@pytest.mark.supports(
+    "hierarchical_context_parallel_sizes, cp_comm_type a2a+tree and a2a+p2p", with_="[2, 2]; MHA, GQA, MQA, MLA, sinks"
+)
+def test_ulysses_and_tree():
+    kinds = [{"num_heads_kv": n} for n in (8, 2, 1)] + [{"mla": "auto"}]
+    kinds += [{"extra": options(window_size=(5, 0), softmax_type="learnable")}]
+    check(4, [Case(cp=4, cp_sizes=(2, 2), cp_comm_type=t, **kind) for t in ("a2a+tree", "a2a+p2p") for kind in kinds])
+
+
+def seeded(case):
+    """`forward_backward` from the same random state."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(5)
+    return forward_backward(case)
+
+
+def with_tree_attention(case):
+    return dataclasses.replace(reference_of(case), tree=True)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.supports(
+    "attention_dropout", with_="a GPTModel's masks on 2 and 4 ranks are those on 1; MLA; recomputation"
+)
+def test_dropout(cp):
+    """The reference is tree attention on one rank."""
+    dropout, full = options(attention_dropout=0.2), options(recompute_granularity="full", recompute_method="uniform")
+    core = options(recompute_granularity="selective", recompute_modules=["core_attn"])
+    kinds = [*schedules(cp), {"mla": "always", "extra": core}]
+    if cp == 4:
+        kinds += [{"extra": core}, {"extra": full + options(recompute_num_layers=1)}, {"cp_comm_type": "a2a"}]
+        kinds += [{"extra": options(window_size=(5, 0), softmax_type="learnable")}]
+    cases = [Case(cp=cp, **{**kind, "extra": dropout + kind.get("extra", ())}) for kind in kinds]
+    check(cp, cases, run=seeded, reference=with_tree_attention)
+    with pytest.raises(AssertionError, match="is off by"):  # there are masks: Megatron's own attention draws others
+        check(cp, cases[:1], run=seeded)
+
+
+SOFTCAP = 0.5
+
+
+def capped(case):
+    """`forward_backward` of a model whose configuration has the softcap of Gemma 2, which Megatron-core lacks."""
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+
+    plain = FusedScaleMaskSoftmax.forward
+
+    def configured(case, **options):
+        config = transformer_config(case, **options)
+        config.attn_logit_softcapping = SOFTCAP
+        return config
+
+    def softmax(self, scores, *args):
+        return plain(self, SOFTCAP * torch.tanh(scores / SOFTCAP), *args)
+
+    with (
+        mock.patch.object(megatron_utils, "transformer_config", configured),
+        mock.patch.object(FusedScaleMaskSoftmax, "forward", softmax),
+    ):
+        return forward_backward(case)
+
+
+@pytest.mark.supports("logit softcap (attn_logit_softcapping)", with_="a config that has the field; cp = 2")
+def test_softcap():
+    check(2, [Case(cp=2, **kind) for kind in (*schedules(2), {"mla": "always"})], run=capped)
+
+
+@pytest.mark.supports("a cp_comm_type for each layer", with_="with windows, sinks and multi-token prediction; cp = 4")
+def test_everything_at_once():
+    """A window in one layer, learnable sinks, normalized queries and keys, an output gate, wide heads, MTP, a list."""
+    mixed = options(window_size=(5, 0), window_attn_skip_freq=[1, 0, 1], softmax_type="learnable") + QK_NORM + GATE
+    mixed += options(kv_channels=288, mtp_num_layers=1)
+    # multi-token prediction has no entry in the list: Megatron builds its layer with the last one
+    check(4, [Case(cp=4, install=True, cp_comm_type=kinds, extra=mixed) for kinds in (("p2p", "tree"),)])

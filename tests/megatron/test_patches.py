@@ -1,0 +1,215 @@
+"""Other releases of Megatron-core: `--spec`, install() and patches/megatron-lm, two real ranks against one."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="patches are applied with git")
+
+REPO = Path(__file__).resolve().parents[2]
+APPLY = REPO / "patches" / "apply.sh"
+PATCHES = sorted((REPO / "patches" / "megatron-lm").glob("*.patch"))
+INSTALLED = importlib.metadata.version("megatron-core")
+RELEASES = ["0.14.0", "0.15.0", "0.15.3", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0"]
+WORLD = 2
+
+
+def apply(folder, *options, cwd=None):
+    command = ["bash", APPLY, "--megatron", folder, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+
+
+def changed(before, folder):
+    after = contents(folder)
+    assert after.keys() == before.keys()
+    return sorted(path.name for path in after if after[path] != before[path])
+
+
+def run_ranks(way, folder, store):
+    """What both ranks of megatron_release.py print, with the megatron-core of `folder`, None for the installed one."""
+    paths = [*([str(folder)] if folder else []), str(REPO), str(REPO / "tests")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    program = [sys.executable, "-W", "ignore", str(REPO / "tests" / "support" / "megatron_release.py"), way]
+    ranks = [
+        subprocess.Popen(
+            [*program, str(rank), str(WORLD), str(store)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        texts = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, text in zip(ranks, texts, strict=True):
+        assert rank.returncode == 0, text[-4000:]
+    return [re.findall(r"^equal (\w+)$", text, flags=re.MULTILINE) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def installed_copy(tmp_path_factory):
+    """A copy of the installed megatron/core."""
+    folder = tmp_path_factory.mktemp("megatron")
+    source = Path(importlib.util.find_spec("megatron.core").origin).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, folder / "megatron" / "core", ignore=ignored)
+    return folder
+
+
+def test_there_is_a_patch_for_every_release():
+    assert [path.stem for path in PATCHES] == sorted({release.rsplit(".", 1)[0] for release in RELEASES})
+
+
+@pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
+def test_patches_are_small_and_stay_within_four_files(path):
+    text = path.read_text()
+    files = re.findall(r"^\+\+\+ b/megatron/core/transformer/(\w+)\.py$", text, flags=re.MULTILINE)
+    expected = ["attention", "multi_latent_attention", "spec_utils"]
+    assert files == expected + ["transformer_layer"] * (path.stem <= "0.16")
+    lines = [line for line in text.splitlines() if re.match(r"[+-](?![+-])", line)]
+    assert len(lines) <= 45
+    added = "\n".join(line[1:] for line in lines if line.startswith("+"))
+    assert added.count("resolve_core_attention(submodules.core_attention, cp_comm_type)") == 2
+
+
+def test_the_names_in_the_patches_exist():
+    from megatron_tree.integrations import megatron as tree
+    from megatron_tree.integrations.megatron import compat as compat
+
+    for path in PATCHES:
+        (table,) = re.findall(r"^\+CORE_ATTENTION_OF_CP_COMM_TYPE = (\{.*?\n\+\})", path.read_text(), re.DOTALL | re.M)
+        table = ast.literal_eval(table.replace("\n+", "\n"))
+        assert tuple(table) == compat.TREE_CP_COMM_TYPES
+        for name in table.values():
+            module, _, function = name.partition(":")
+            assert module == tree.__name__
+            assert callable(getattr(tree, function))
+
+
+def test_patched_megatron_needs_no_install(installed_copy, tmp_path):
+    before = contents(installed_copy)
+    for said in ("patched", "nothing to do"):
+        done = apply(installed_copy)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(said)
+    assert changed(before, installed_copy) == [
+        "attention.py",
+        "multi_latent_attention.py",
+        "spec_utils.py",
+        "transformer_layer.py",
+    ]
+    assert apply(installed_copy, "--check").returncode == 0
+    assert apply(installed_copy, "--check", "--revert").returncode == 1
+    assert run_ranks("patch", installed_copy, tmp_path / "store") == [["gqa", "mla"]] * WORLD
+    assert apply(installed_copy, "--revert").stdout.startswith("took the patch out")
+    assert changed(before, installed_copy) == []
+    assert apply(installed_copy, "--revert").stdout.startswith("nothing to do")
+    assert apply(installed_copy, "--check").returncode == 1
+
+
+def test_spec_from_the_command_line(tmp_path):
+    """`--spec megatron_tree.integrations.megatron get_gpt_layer_tree_spec`, as pretrain_gpt.py reads it."""
+    assert run_ranks("spec", None, tmp_path / "store") == [["gqa", "mla"]] * WORLD
+
+
+def test_inside_another_repository(installed_copy, tmp_path):
+    """git would leave out silently what lies below the root of another repository."""
+    folder = tmp_path / "project" / "site-packages"
+    shutil.copytree(installed_copy, folder)
+    subprocess.run(["git", "init", "-q", tmp_path / "project"], check=True)
+    before = contents(folder)
+    assert apply("site-packages", cwd=tmp_path / "project").returncode == 0
+    assert "attention.py" in changed(before, folder)
+
+
+def _package(folder, *, minor):
+    info = folder / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 1\n")
+    return folder
+
+
+def test_unknown_releases_are_refused(tmp_path):
+    done = apply(_package(tmp_path, minor=13))
+    assert done.returncode == 1
+    assert "is Megatron-core 0.13.1: there are patches for 0.14 0.15 0.16 0.17 0.18 0.19." in done.stderr
+
+
+def test_other_sources_are_refused_and_left_alone(installed_copy, tmp_path):
+    shutil.copytree(installed_copy, tmp_path / "m")
+    attention = tmp_path / "m" / "megatron" / "core" / "transformer" / "attention.py"
+    attention.write_text(attention.read_text().replace("self.core_attention = ", "self.other = "))
+    before = contents(tmp_path / "m")
+    done = apply(tmp_path / "m")
+    assert done.returncode == 1
+    assert "are not those of release" in done.stderr
+    assert "attention.py" in done.stderr, "git says where"
+    assert changed(before, tmp_path / "m") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--megatron"], "--megatron needs a path"),
+        ([], "name the sources with --megatron PATH"),
+        (["--megatron", "nowhere"], "nowhere holds no megatron/core/package_info.py"),
+        (["--nonsense"], "unknown option --nonsense: see bash patches/apply.sh --help"),
+    ],
+)
+def test_wrong_calls(options, message, tmp_path):
+    done = subprocess.run(["bash", APPLY, *options], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_help_explains_every_option():
+    done = subprocess.run(["bash", APPLY, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for option in re.findall(r"^ +(?:-\w \| )?(--[\w-]+)\)", APPLY.read_text(), flags=re.MULTILINE):
+        assert option in done.stdout
+
+
+def _download(release, folder):
+    """Unpack a release's wheel: newer ones ask for Python 3.12, but their sources run on 3.11."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--python-version", "3.12"]
+    command += ["--only-binary", ":all:", f"megatron-core=={release}", "--dest", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        pytest.skip(f"megatron-core {release} can't be downloaded: {done.stderr.strip().splitlines()[-1:]}")
+    zipfile.ZipFile(wheels[0]).extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("release", RELEASES)
+def test_release(release, tmp_path):
+    """Every way gives the losses and gradients of one rank; the patch comes out without a trace."""
+    folder = _download(release, tmp_path)
+    for way in ("spec", "install"):
+        assert run_ranks(way, folder, tmp_path / way) == [["gqa", "mla"]] * WORLD, way
+    before = contents(folder)
+    done = apply(folder)
+    assert done.returncode == 0, done.stderr
+    assert run_ranks("patch", folder, tmp_path / "patch") == [["gqa", "mla"]] * WORLD
+    assert apply(folder, "--revert").returncode == 0
+    assert changed(before, folder) == []

@@ -1,0 +1,121 @@
+"""`python -m megatron_tree.plan`: tables, the CSV, and what it says to wrong options."""
+
+import configparser
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_tree.plan import topology
+from megatron_tree.plan.__main__ import EXAMPLES, main
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL = ["--topology", "ethernet", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--seq-len", "8k"]
+
+
+def test_tables_for_all_passes(capsys):
+    assert main(SMALL) == 0
+    out = capsys.readouterr().out
+    for part in ("4 ranks, 2 x 2, on ethernet", "forward ", "backward ", "decode ", "over loopback", "over ethernet"):
+        assert part in out
+    chosen = [line for line in out.splitlines() if line.startswith("*")]
+    assert len(chosen) == 3 and all(line.endswith("chosen") for line in chosen)
+    assert "training: forward on grid" in out and "\ndecode: " in out
+    assert max(len(line) for line in out.splitlines() if line.startswith((" ", "*"))) < 130
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "decode"])
+def test_one_pass(capsys, name):
+    assert main([*SMALL, "--pass", name]) == 0
+    out = capsys.readouterr().out
+    assert sum(line.startswith("*") for line in out.splitlines()) == 1 and f"   {name} " in out
+
+
+def test_pins(capsys):
+    pins = ["--pass", "forward", "--grid", "2x2", "--head-groups", "2"]
+    assert main([*SMALL, *pins]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("*")]
+    assert "grid 2x2" in line and "in 2 head groups" in line
+
+
+def test_the_budget_marks_what_is_too_large(capsys, tmp_path):
+    call = [*SMALL, "--pass", "backward", "--csv", str(tmp_path / "plan.csv")]
+    assert main([*call, "--head-groups", "1"]) == 0
+    largest = max(int(row["peak_bytes"]) for row in csv.DictReader((tmp_path / "plan.csv").open()))
+    capsys.readouterr()
+    assert main([*call, "--head-groups", "1", "--memory-budget", str(largest - 1)]) == 0
+    assert "beyond --memory-budget" in capsys.readouterr().out
+
+
+def test_csv_holds_all_candidates(capsys, tmp_path):
+    assert main([*SMALL, "--csv", str(tmp_path / "plan.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "plan.csv").open()))
+    printed = [line for line in capsys.readouterr().out.splitlines() if re.search(r" [mu]?s  ", line)]
+    assert len(rows) == len(printed)
+    for name in ("forward", "backward", "decode"):
+        mine = [row for row in rows if row["pass"] == name]
+        assert [row["chosen"] for row in mine].count("1") == 1
+        assert [float(row["time_s"]) for row in mine] == sorted(float(row["time_s"]) for row in mine)
+        assert all(float(row["bytes_over_ethernet"]) > 0 for row in mine)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.csv"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--topology", "nonsense"], "topology 'nonsense' is unknown: name one of dgx_h100"),
+        (["--topology", "laptop", "--nodes", "2"], "describes a single host, but the group's ranks are on 2 hosts"),
+        ([*SMALL, "--kv-heads", "3"], "--kv-heads 3 must divide --heads 4"),
+        ([*SMALL, "--grid", "4x4"], r"grid=\(4, 4\) has 16 cells but cp_group has 4 ranks"),
+        ([*SMALL, "--memory-budget", "1"], "memory_budget=1 bytes is too small"),
+        ([*SMALL, "--schedule", "scatter"], "--schedule scatter is none for the forward: choose auto, grid, ring"),
+        ([*SMALL, "--csv", "/nowhere/plan.csv"], "No such file or directory"),
+    ],
+)
+def test_errors_are_one_line(capsys, options, message):
+    assert main(options) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("plan: ") and err.count("\n") == 1 and re.search(message, err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq-len", "many"], "'many' must be a positive integer, for instance 16, 128k or 1M"),
+        (["--seq-len", "0"], "'0' must be a positive integer"),
+        (["--nodes", "1.5"], "'1.5' must be a positive integer"),
+        (["--memory-budget", "2XB"], "'2XB' must be a positive number of bytes, for instance 500MB or 2GiB"),
+        (["--grid", "4by4"], "'4by4' must be two integers, for instance 4x16"),
+        (["--grid", "0x4"], "'0x4' must be two positive integers"),
+        ([], "--topology"),
+    ],
+)
+def test_wrong_values(capsys, options, message):
+    with pytest.raises(SystemExit):
+        main([*(SMALL if options else []), *options])
+    assert message in capsys.readouterr().err
+
+
+def test_help_and_its_examples(capsys, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert EXAMPLES.splitlines()[1] in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text((REPO / "configs" / "topology" / "ethernet.yaml").read_text())
+    for line in EXAMPLES.splitlines():
+        if line.startswith("  python -m megatron_tree.plan "):
+            assert main(shlex.split(line)[3:]) == 0
+
+
+def test_a_wheel_brings_the_topologies(monkeypatch, tmp_path):
+    parser = configparser.ConfigParser()
+    parser.read(REPO / "setup.cfg")
+    assert dict(parser["options.data_files"])["share/megatron_tree/topology"] == "configs/topology/*.yaml"
+    share = tmp_path / "share" / "megatron_tree" / "topology"
+    share.mkdir(parents=True)
+    (share / "ethernet.yaml").write_text((REPO / "configs" / "topology" / "ethernet.yaml").read_text())
+    monkeypatch.setattr(topology, "__file__", str(tmp_path / "megatron_tree" / "plan" / "topology.py"))
+    assert topology.known_topologies() == ["ethernet"]
+    assert topology.load_topology("ethernet") == topology.default_topology("gloo")

@@ -1,0 +1,159 @@
+"""Topologies: what a file must say, where ranks sit, and the defaults that need no file."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_tree.plan import Level, Topology, default_topology, known_topologies, load_topology, place, save_topology
+
+REPO = Path(__file__).resolve().parents[2]
+DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
+
+
+def test_every_file_loads_under_its_own_name():
+    names = known_topologies()
+    assert {"dgx_h100", "ethernet", "gb200_nvl72", "laptop", "mi300x", "rtx4090x2"} <= set(names)
+    assert names == sorted(path.stem for path in (REPO / "configs" / "topology").glob("*.yaml"))
+    for name in names:
+        topology = load_topology(name)
+        assert topology.name == name
+        assert all(outer.latency_s >= inner.latency_s for inner, outer in zip(topology.levels, topology.levels[1:]))
+
+
+@pytest.mark.parametrize(("backend", "name"), [("nccl", "dgx_h100"), ("gloo", "ethernet")])
+def test_a_default_is_what_the_file_says(backend, name):
+    assert default_topology(backend) == load_topology(name)
+
+
+def test_no_default_is_assumed_for_other_backends():
+    with pytest.raises(ValueError, match="no topology is assumed for backend 'mpi', only for gloo, nccl: name one"):
+        default_topology("mpi")
+
+
+def test_save_and_load(tmp_path):
+    for name in known_topologies():
+        topology = load_topology(name)
+        save_topology(topology, tmp_path / "mine.yaml")
+        assert load_topology(str(tmp_path / "mine.yaml")) == topology
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("flops: 1.0e+12", "flops: 1e12", None),  # YAML takes this for text
+        ("flops: 1.0e+12", "flops: fast", "flops='fast' must be a number"),
+        ("flops: 1.0e+12", "", r"a topology lacks \['flops'\]"),
+        ("flops: 1.0e+12", "flops: 1.0e+12\ncolour: red", r"unknown entries \['colour'\]"),
+        ("transport: direct", "transport: carrier_pigeon", "transport='carrier_pigeon' must be one of"),
+        ("host_size: 8", "host_size: 0", "host_size=0 must be an integer from 1 to"),
+        ("    size: 8", "    size: 0", "level 'loopback': size=0 must be an integer from 1 to"),
+        ("latency_s: 6.0e-5", "latency_s: -1", "latency_s=-1.0 must be a finite number"),
+        ("latency_s: 6.0e-5", "latency_s: .nan", "latency_s=nan must be a finite number"),
+        ("bandwidth: 1.17e+9", "bandwidth: 0", "level 'ethernet': bandwidth=0.0 must be a positive number"),
+        ("port_bandwidth: 3.0e+9", "port_bandwidth: 4.0e+9", "port_bandwidth=4e\\+09 must equal bandwidth=3e\\+09"),
+        ("levels:", "levels: 3\nx:", "unknown entries"),
+        ("name: ethernet\n", "name: [\n", "topology file"),
+    ],
+)
+def test_a_file_is_checked(tmp_path, old, new, message):
+    path = tmp_path / "mine.yaml"
+    text = (REPO / "configs" / "topology" / "ethernet.yaml").read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    if message is None:
+        assert load_topology(str(path)) == ETHERNET
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        load_topology(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_levels_must_be_a_list(tmp_path):
+    path = tmp_path / "mine.yaml"
+    text = (REPO / "configs" / "topology" / "ethernet.yaml").read_text()
+    path.write_text(text[: text.index("levels:")] + "levels: 3\n")
+    with pytest.raises(ValueError, match="levels=3 must be a list, innermost level first"):
+        load_topology(str(path))
+    path.write_text(text[: text.index("levels:")] + "levels: []\n")
+    with pytest.raises(ValueError, match="levels is empty"):
+        load_topology(str(path))
+
+
+def test_unknown_names_and_files():
+    with pytest.raises(ValueError, match="topology 'nonsense' is unknown: name one of dgx_h100, ethernet"):
+        load_topology("nonsense")
+    with pytest.raises(ValueError, match=r"topology file nowhere\.yaml"):
+        load_topology("nowhere.yaml")
+
+
+def test_ranks_are_placed_by_their_hosts():
+    placed = place(DGX, ["n0"] * 8 + ["n1"] * 8)
+    assert placed.order == tuple(range(16)) and placed.block == 8 and placed.top == 1
+    assert placed.level(0, 7) == 0 and placed.level(0, 8) == 1 and placed.level(3, 3) == 0
+
+
+def test_ranks_need_not_be_dense():
+    placed = place(ETHERNET, [n % 4 for n in range(8)])
+    assert placed.order == (0, 4, 1, 5, 2, 6, 3, 7) and placed.block == 2
+    assert placed.level(0, 4) == 0 and placed.level(0, 1) == 1
+
+
+def test_uneven_hosts_do_not_nest():
+    placed = place(DGX, ["a"] * 3 + ["b"] * 5)
+    assert placed.block == 1 and placed.top == 1 and placed.level(0, 2) == 0 and placed.level(2, 3) == 1
+
+
+def test_one_host_has_nothing_to_nest():
+    placed = place(DGX, ["a"] * 8)
+    assert placed.block == 1 and placed.top == 0
+    assert place(DGX, ["a"]).order == (0,)
+
+
+def test_a_host_may_hold_more_ranks_than_the_topology_says():
+    placed = place(ETHERNET, ["a"] * 16 + ["b"] * 16)
+    assert placed.block == 16 and placed.level(0, 15) == 0
+
+
+def test_a_level_may_span_hosts():
+    """GB200 NVL72: 18 hosts of 4 ranks are one NVLink unit."""
+    topology = load_topology("gb200_nvl72")
+    placed = place(topology, [n // 4 for n in range(144)])
+    assert placed.block == 72 and placed.level(0, 71) == 0 and placed.level(71, 72) == 1
+    assert place(topology, [n // 4 for n in range(72)]).top == 0
+
+
+def test_three_levels():
+    inner = dict(latency_s=1e-6, bandwidth=1e10)
+    topology = Topology(
+        name="racks",
+        host_size=4,
+        overhead_s=0.0,
+        memory_bandwidth=1e10,
+        flops=1e12,
+        transport="direct",
+        levels=(
+            Level(name="numa", size=2, port_bandwidth=1e10, **inner),
+            Level(name="host", size=2, port_bandwidth=1e10, **inner),
+            Level(name="rack", size=2, port_bandwidth=1e10, **inner),
+            Level(name="hall", size=2, port_bandwidth=1e10, **inner),
+        ),
+    )
+    hosts = [n // 4 for n in range(16)]
+    placed = place(topology, hosts)
+    assert [placed.level(0, r) for r in (1, 2, 4, 8)] == [0, 1, 2, 3]
+    assert placed.block == 8 and placed.top == 3
+    assert place(topology, hosts[:8]).block == 4 and place(topology, hosts[:4]).block == 2
+    with pytest.raises(ValueError, match="no room for 5 hosts: raise the size of its level 'hall' from 2"):
+        place(topology, [n // 4 for n in range(20)])
+
+
+def test_a_topology_of_one_host_refuses_several():
+    with pytest.raises(ValueError, match="'laptop' describes a single host, but the group's ranks are on 2 hosts"):
+        place(load_topology("laptop"), ["a", "b"])
+
+
+def test_placements_are_keys():
+    one, other = place(DGX, [0] * 8), place(DGX, ["x"] * 8)
+    assert one == other and hash(one) == hash(other) and one != place(DGX, [0] * 4)
+    assert dataclasses.replace(DGX, transport="direct") != DGX

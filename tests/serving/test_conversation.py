@@ -1,0 +1,179 @@
+"""Answers of a row that is kept from turn to turn, and the chat on top: only what is new is run, on all ranks alike."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.dist_utils import largest, run_distributed
+
+pytest.importorskip("transformers")
+
+from megatron_tree.serving.chat import Chat, follow
+from megatron_tree.serving.conversation import Conversation
+from megatron_tree.serving.sampling import SamplingParams
+from megatron_tree.serving.terminal import Lines, open_input
+from megatron_tree.serving.transcript import Transcript
+from support.hf_models import prompt, tiny_model
+from support.plain_runner import PlainRunner
+from support.server_utils import byte_model, byte_tokenizer
+
+GREEDY = SamplingParams(max_tokens=6)
+
+
+@torch.no_grad()
+def plain_answer(model, tokens, new):
+    """Greedy tokens and logits with everything run anew."""
+    cache = PlainRunner(model)
+    row = cache.add()
+    logits, found = cache.prefill(row, torch.tensor(tokens)), []
+    for _ in range(new):
+        found.append((int(logits.argmax()), logits))
+        logits = cache.step([row], torch.tensor([[found[-1][0]]]))[0, -1]
+    return [token for token, _ in found], [row for _, row in found]
+
+
+def _turns(rank, world, family):
+    from megatron_tree.integrations.transformers.attention import TreeCache
+    from megatron_tree.integrations.transformers.runner import Runner
+
+    model = tiny_model(family)
+    first, more = prompt(1, 45)[0].tolist(), prompt(1, 30, seed=3)[0].tolist()
+    want, logits = plain_answer(model, first, 6)
+    second = first + want + more
+    want2, _ = plain_answer(model, second, 6)
+    third = first[:20] + more  # goes back behind what is held
+    want3, _ = plain_answer(model, third, 6)
+    model.set_attn_implementation("tree")
+    runner = Runner(model, TreeCache(model.config, cp_group=dist.group.WORLD, block_size=4), chunk_size=16)
+    conversation = Conversation(runner, None, end_tokens=(), group=dist.group.WORLD)
+    stop_after = iter([False] * 3 + [True])
+    found = []
+    for tokens in (first, second, third):
+        found.append(conversation.answer(tokens, GREEDY, keep_logits=True))
+    cut = conversation.answer(first, GREEDY, cancelled=lambda: next(stop_after))
+    assert [a.tokens for a in found] == [want, want2, want3]
+    assert largest(float((a - b).abs().max()) for a, b in zip(found[0].logits, logits)) < 1e-3
+    assert runner.length(conversation._row) == len(conversation.held)
+    assert (cut.tokens, cut.finish_reason) == (want[:3], "cancelled")
+    return [(a.new_tokens, a.finish_reason, len(a.step_s)) for a in found]
+
+
+def test_only_new_tokens_are_prefilled():
+    for figures in run_distributed(_turns, 3, "llama"):
+        # the last token of an answer is not in the cache yet
+        assert figures == [(45, "length", 5), (31, "length", 5), (30, "length", 5)]
+
+
+def test_a_window_that_has_moved_on_begins_anew():
+    for figures in run_distributed(_turns, 2, "mistral"):
+        assert figures[:2] == [(45, "length", 5), (31, "length", 5)]
+        assert figures[2][0] == 50
+
+
+def test_no_room_for_an_answer():
+    conversation = Conversation(PlainRunner(tiny_model("llama")), None, end_tokens=(), group=None)
+    with pytest.raises(ValueError, match="fit into the model's 256 positions"):
+        conversation.answer([1] * 251, GREEDY)
+    with pytest.raises(ValueError, match="one token or more"):
+        conversation.answer([], GREEDY)
+
+
+class TestTranscript:
+    def test_an_answer_keeps_its_tokens(self):
+        tokenizer = byte_tokenizer()
+        transcript = Transcript(tokenizer, [0])
+        first = transcript.ask("hi")
+        assert tokenizer.decode(first) == "<user>hi\n<assistant>"
+        transcript.answered("yes", [77, 78, 79])  # other tokens than the text's own
+        second = transcript.ask("why")
+        assert second[: len(first) + 3] == first + [77, 78, 79]
+        assert tokenizer.decode(second[len(first) + 3 :]) == "\n<user>why\n<assistant>"
+        assert [m["role"] for m in transcript.messages] == ["user", "assistant"]
+
+    def test_an_end_token_is_not_written_twice(self):
+        template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
+        transcript = Transcript(byte_tokenizer(template), [0])
+        first = transcript.ask("a")
+        transcript.answered("b", [66, 0])
+        assert transcript.ask("c")[len(first) :] == [66, 0, *byte_tokenizer()("c<end>").input_ids]
+
+    def test_a_template_that_changes_earlier_turns(self):
+        template = "{% for m in messages %}{{ loop.revindex }}{{ m['content'] }}{% endfor %}"
+        tokenizer = byte_tokenizer(template)
+        transcript = Transcript(tokenizer, [])
+        transcript.ask("a")
+        transcript.answered("b", [77])
+        assert tokenizer.decode(transcript.ask("c")) == "3a2b1c"
+
+    def test_system_message_and_reset(self):
+        tokenizer = byte_tokenizer()
+        transcript = Transcript(tokenizer, [], system="be brief")
+        transcript.ask("a")
+        transcript.answered("b", [77])
+        transcript.reset()
+        assert tokenizer.decode(transcript.ask("c")) == "<system>be brief\n<user>c\n<assistant>"
+
+    def test_no_template(self):
+        with pytest.raises(ValueError, match="no chat template"):
+            Transcript(byte_tokenizer(None), [])
+
+
+def _chat(rank, world, path):
+    from megatron_tree.comm.wire import share
+    from megatron_tree.integrations.transformers.attention import TreeCache
+    from megatron_tree.integrations.transformers.runner import Runner
+
+    group = dist.group.WORLD if world > 1 else None
+    tokenizer, model = byte_tokenizer(), byte_model()
+    model.set_attn_implementation("tree")
+    runner = Runner(model, TreeCache(model.config, cp_group=group, block_size=4))
+    conversation = Conversation(runner, tokenizer, end_tokens=(0,), group=group)
+    if rank == 0:
+        lines, transcript = open_input(path), Transcript(tokenizer, (0,))
+        Chat(conversation, transcript, GREEDY, lines, lambda plan: share(plan, group)).run()
+        lines.close()
+    else:
+        follow(conversation, GREEDY, group)
+    return conversation.held
+
+
+def test_the_chat_is_the_same_on_any_number_of_ranks(tmp_path, capsys):
+    (tmp_path / "text").write_text("long " * 8)
+    commands = ["hello there", f"/file {tmp_path / 'text'}", "and?", f"/save {tmp_path / 'saved'}", "/nonsense",
+                "/file no/such/file", "/save", "x" * 300, "", "still there?"]  # fmt: skip
+    (tmp_path / "lines").write_text("\n".join(commands))
+    alone = _chat(0, 1, str(tmp_path / "lines"))
+    saved = json.loads((tmp_path / "saved").read_text())
+    said = capsys.readouterr()
+    assert [m["role"] for m in saved] == ["user", "assistant"] * 2
+    assert saved[2]["content"].endswith("long\n\nand?")
+    for text in ("/nonsense is no command", "no/such/file: No such file", "/save needs", "the model has 256 positions"):
+        assert text in said.err
+    assert "tokens prefilled in" in said.out and "> still there?" in said.out
+    for held in run_distributed(_chat, 2, str(tmp_path / "lines")):
+        assert held == alone
+
+
+def test_reset_and_quit(tmp_path):
+    (tmp_path / "lines").write_text("hello\n/reset\nhello\n/quit\nnever\n")
+    for held in run_distributed(_chat, 2, str(tmp_path / "lines")):
+        assert len(held) == len("<user>hello\n<assistant>") + GREEDY.max_tokens - 1
+
+
+def test_lines_that_come_slowly():
+    import os
+
+    read, write = os.pipe()
+    lines = Lines(read)
+    assert lines.read(0.0) is None
+    os.write(write, b"one\r\ntw")
+    assert lines.read(1.0) == "one"
+    assert lines.read(0.0) is None
+    os.write(write, b"o\n\nlast")
+    os.close(write)
+    assert [lines.read(1.0) for _ in range(3)] == ["two", "", "last"]
+    with pytest.raises(EOFError):
+        lines.read(1.0)
+    lines.close()

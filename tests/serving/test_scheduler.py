@@ -1,0 +1,258 @@
+"""Continuous batching: everybody gets what they would get alone, rows and cache are given back, ranks stay in step."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.dist_utils import run_distributed
+
+pytest.importorskip("transformers")
+
+from megatron_tree.errors import TreeError
+from megatron_tree.serving.requests import Request
+from megatron_tree.serving.scheduler import Load, QueueFull, Scheduler
+from support.hf_models import plain, prompt, tiny_model
+from support.plain_runner import PlainRunner, character_tokenizer
+from support.scheduler_utils import make_scheduler, request, serve, text_of, tokens_of
+
+LENGTHS = (3, 21, 8, 1, 30, 9)
+NEW = (7, 12, 1, 9, 5, 8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _staggered(rank, world):
+    model = tiny_model("llama")
+    group = dist.group.WORLD if world > 1 else None
+    scheduler, runner = make_scheduler(model, max_rows=3, token_group=group)
+    requests = [request(*lengths) for lengths in zip(LENGTHS, NEW)]
+    if rank > 0:
+        scheduler.run()
+        assert not scheduler.run_once()
+        return runner.calls, runner.rows, None
+    events = serve(scheduler, requests, late={1: 1, 3: 4, 5: 9})
+    return runner.calls, runner.rows, [tokens_of(e) for e in events]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_greedy_requests_that_come_and_go_get_what_generate_gives(model, world):
+    calls, rows, tokens = run_distributed(_staggered, world)[0]
+    for length, new, got in zip(LENGTHS, NEW, tokens):
+        assert got == plain(model, prompt(1, length), new)[0][0].tolist()
+    assert not rows, "rows were left in the cache"
+    assert max(len(call[1]) for call in calls if call[0] == "step") == 3
+
+
+def test_all_ranks_make_the_same_calls():
+    (calls, *_), (others, rows, _) = run_distributed(_staggered, 2)
+    assert calls == others and not rows
+
+
+def _sampled_requests():
+    hot = {"temperature": 1.5, "top_p": 0.95}
+    return [
+        request(19, 10, **hot, top_k=40),
+        request(3, 12, **hot),
+        request(12, 9, repetition_penalty=1.3, frequency_penalty=0.5),
+        request(25, 8, temperature=0.7, min_p=0.05),
+    ]
+
+
+def _with_seeds(requests):
+    return [
+        Request(prompt=r.prompt, sampling=r.sampling.with_options({"seed": 11 + i})) for i, r in enumerate(requests)
+    ]
+
+
+def _sampled_with_seeds(rank, world):
+    scheduler, _ = make_scheduler(tiny_model("llama"), token_group=dist.group.WORLD)
+    if rank > 0:
+        return scheduler.run()
+    return [tokens_of(e) for e in serve(scheduler, _with_seeds(_sampled_requests()), late={0: 3})]
+
+
+def test_a_seed_gives_the_same_tokens_alone_among_others_and_on_two_ranks(model):
+    requests = _with_seeds(_sampled_requests())
+    alone = [tokens_of(serve(make_scheduler(model)[0], [one])[0]) for one in requests]
+    together = serve(make_scheduler(model)[0], requests, late={1: 2, 3: 5})
+    assert [tokens_of(e) for e in together] == alone
+    assert run_distributed(_sampled_with_seeds, 2)[0] == alone
+    unseeded = [tokens_of(serve(make_scheduler(model)[0], _sampled_requests()[:1])[0]) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_several_answers_to_one_prompt_share_its_prefill(model, page_size):
+    options = {"temperature": 1.0, "seed": 4, "logprobs": 2}
+    scheduler, runner = make_scheduler(model, capacity=3 * 28, page_size=page_size)
+    (events,) = serve(scheduler, [request(17, 9, n=3, **options)])
+    assert [call[2] for call in runner.calls if call[0] == "prefill"] == [
+        prompt(1, 17)[0, i : i + 8].tolist() for i in (0, 8, 16)
+    ]
+    answers = [tokens_of(events, answer) for answer in range(3)]
+    assert len(set(map(tuple, answers))) == 3 and all(len(a) == 9 for a in answers)
+    assert answers[0] == tokens_of(serve(make_scheduler(model)[0], [request(17, 9, **options)])[0])
+    ends = [e for e in events if e.finish_reason is not None]
+    assert [e.last for e in ends] == [False, False, True] and not runner.rows
+    assert all(e.usage.prompt_tokens == 17 and e.usage.completion_tokens == 9 for e in ends)
+    assert all(len(e.top_logprobs) == 2 and e.logprob < 0 for e in events)
+    # an answer of one token needs no row of its own
+    scheduler, runner = make_scheduler(model)
+    (events,) = serve(scheduler, [request(5, 1, n=4, temperature=1.0)])
+    assert len(events) == 4 and [call[0] for call in runner.calls] == ["add", "prefill", "remove"]
+
+
+def test_a_long_prompt_does_not_stall_those_who_decode(model):
+    scheduler, runner = make_scheduler(model)
+    serve(scheduler, [request(3, 20), request(60, 2)], late={1: 3})
+    names = [call[0] for call in runner.calls]
+    first = names.index("prefill", names.index("step"))
+    assert names[first - 1 : first + 15] == ["step", "prefill"] * 8
+    # short prompts share a turn, as long as they have no more tokens than a chunk
+    scheduler, runner = make_scheduler(model)
+    serve(scheduler, [request(3, 2), request(5, 2), request(1, 2)])
+    assert [call[0] for call in runner.calls][:5] == ["add"] * 3 + ["prefill"] * 2
+
+
+def test_stop_texts_span_tokens_and_end_tokens_are_the_tokenizers(model):
+    tokenizer = character_tokenizer()
+    tokens = plain(model, prompt(1, 9), 24)[0][0].tolist()
+    text = tokenizer.decode(tokens)
+    assert len(text) == 24
+    stop = text[10:14]
+    cut = text.index(stop)
+    scheduler, runner = make_scheduler(model, tokenizer)
+    free, stopped, ended, ignored = serve(
+        scheduler,
+        [
+            request(9, 24),
+            request(9, 24, stop=("no such", stop)),
+            request(9, 24, stop_token_ids=(tokens[6],)),
+            request(9, 24, stop=(text[20:24] + "x",), ignore_eos=True),
+        ],
+    )
+    assert text_of(free) == text and free[-1].finish_reason == "length"
+    assert (text_of(stopped), stopped[-1].finish_reason, stopped[-1].stop_reason) == (text[:cut], "stop", stop)
+    assert tokens_of(stopped) == tokens[: cut + 4] and stopped[-1].usage.completion_tokens == cut + 4
+    first = tokens.index(tokens[6])
+    assert (text_of(ended), ended[-1].stop_reason) == (text[:first], tokens[6])
+    assert text_of(ignored) == text, "what looked like a stop text is told when the answer ends"
+    scheduler = Scheduler(runner, tokenizer, max_rows=1, max_waiting=1, end_tokens=[tokens[3]])
+    (events,) = serve(scheduler, [request(9, 24)])
+    assert tokens_of(events) == tokens[: tokens.index(tokens[3]) + 1] and events[-1].finish_reason == "stop"
+
+
+def test_cancelled_requests_give_their_rows_back_at_once(model):
+    tokenizer = character_tokenizer()
+    scheduler, runner = make_scheduler(model, tokenizer, max_rows=2)
+    events = [[] for _ in range(4)]
+    numbers = [
+        scheduler.submit(request(4, 50, stop="\0" * 9), events[0].append),
+        scheduler.submit(request(30, 50), events[1].append),
+        scheduler.submit(request(4, 3), events[2].append),
+        scheduler.submit(request(5, 3), events[3].append),
+    ]
+    for _ in range(3):
+        scheduler.run_once()
+    assert len(runner.rows) == 2 and scheduler.load == Load(waiting=2, served=2, rows=2)
+    assert scheduler.cancel(numbers[0]) and scheduler.cancel(numbers[1]) and scheduler.cancel(numbers[3])
+    scheduler.run_once()  # one decodes, one is being prefilled, one waits
+    assert [e[-1].finish_reason for e in events[:2] + events[3:]] == ["cancelled"] * 3
+    assert events[0][-1].token is None and events[0][-1].last and events[3][-1].usage.first_token_s is None
+    assert len(runner.rows) == 1, "their rows were not freed by the next turn"
+    scheduler.stop(drain=True)
+    scheduler.run()
+    assert events[2][-1].finish_reason == "length" and not runner.rows
+    assert not scheduler.cancel(numbers[0]) and not scheduler.cancel(99)
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_a_request_waits_until_rows_and_cache_suffice(model, page_size):
+    scheduler, runner = make_scheduler(model, max_rows=8, capacity=64, page_size=page_size)
+    lengths = [(20, 9), (11, 12), (40, 20), (2, 4), (30, 30), (1, 3)]
+    events = serve(scheduler, [request(*length) for length in lengths])
+    assert [tokens_of(e) for e in events] == [plain(model, prompt(1, a), b)[0][0].tolist() for a, b in lengths]
+    assert max(len(call[1]) for call in runner.calls if call[0] == "step") >= 2
+    assert 0 <= runner.least_free < 20
+    ends = [e[-1].usage for e in events]
+    assert ends[2].queued_s > ends[0].queued_s
+    leftover = PlainRunner(model, capacity=64)
+    scheduler = Scheduler(leftover, max_rows=8, max_waiting=2)
+    with torch.no_grad():
+        PlainRunner.prefill(leftover, leftover.add(), torch.arange(1, 40))
+    told = []
+    scheduler.submit(request(30, 30), told.append)
+    with pytest.raises(TreeError, match="something else has left rows in it"):
+        scheduler.run_once()
+    assert told[-1].finish_reason == "error" and "rows" in told[-1].error and told[-1].last
+
+
+@pytest.mark.parametrize(("max_rows", "capacity"), [(3, None), (8, 64)])
+def test_all_answers_of_a_request_need_rows_and_room(model, max_rows, capacity):
+    scheduler, runner = make_scheduler(model, max_rows=max_rows, capacity=capacity)
+    events = serve(scheduler, [request(10, 20, n=2), request(10, 20, n=2)])  # 30 tokens in each of 4 rows
+    assert max(len(call[1]) for call in runner.calls if call[0] == "step") == 2
+    assert [len(tokens_of(e, answer)) for e in events for answer in (0, 1)] == [20] * 4
+
+
+def test_what_can_never_be_served_is_refused(model):
+    scheduler, _ = make_scheduler(model, max_rows=2, max_waiting=2, capacity=100, page_size=8)
+    for bad, message in (
+        (request(200, 100), "200 prompt tokens and max_tokens=100 exceed the model's 256 positions.* at most 56"),
+        (request(90, 15), "exceed the cache of 100 tokens"),
+        (request(40, 9, n=2), "for each of 2 answers exceed the cache"),
+        (request(4, 4, n=3), "n=3 must be from 1 to max_rows=2"),
+        (request(4, 4, stop="a"), "no tokenizer|needs a tokenizer"),
+        (request(4, 4, stop_token_ids=(131,)), "stop_token_ids=.131,.: the model has"),
+        (Request(prompt=[]), "prompt must be a list of one token number or more"),
+        (Request(prompt=[[1]]), "prompt must be"),
+        (Request(prompt=["a"]), "prompt must be"),
+        (Request(prompt=[1.5]), "prompt must be"),
+        (Request(prompt=[5, 131]), "holds the token 131, the model has 0 to 130"),
+        (Request(prompt=[-1]), "holds the token -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scheduler.submit(bad, print)
+    for _ in range(2):
+        scheduler.submit(request(3, 3), lambda event: None)
+    with pytest.raises(QueueFull, match="max_waiting=2 requests wait already"):
+        scheduler.submit(request(3, 3), print)
+    scheduler.stop()
+    with pytest.raises(TreeError, match="takes no more requests: it was told to stop"):
+        scheduler.submit(request(3, 3), print)
+    scheduler.run()
+    for options in ({"max_rows": 0}, {"max_waiting": 1.5}, {"heartbeat_s": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make_scheduler(model, **options)
+    runner = PlainRunner(model)
+    Scheduler(runner, max_rows=1, max_waiting=1, timeout_s=3.0)  # the heartbeat that nobody asked for fits
+    with pytest.raises(ValueError, match=r"heartbeat_s=10 must be more than 0 and less than timeout_s=3.0"):
+        Scheduler(runner, max_rows=1, max_waiting=1, timeout_s=3.0, heartbeat_s=10)
+
+
+def test_one_answer_with_broken_logits_ends_and_the_others_go_on(model):
+    scheduler, runner = make_scheduler(model)
+    step, calls = runner.step, []
+
+    def broken(rows, tokens):
+        calls.append(rows)
+        logits = step(rows, tokens)
+        if len(calls) == 3:
+            logits[0] = float("nan")
+        return logits
+
+    runner.step = broken
+    bad, good = serve(scheduler, [request(3, 9), request(4, 9)])
+    assert bad[-1].finish_reason == "error" and "largest logit is nan" in bad[-1].error
+    assert tokens_of(good) == plain(model, prompt(1, 4), 9)[0][0].tolist() and not runner.rows

@@ -1,0 +1,147 @@
+"""launch/serve.py as users run it: two ranks under the deepspeed launcher, asked over HTTP, stopped by a signal."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
+
+from support.server_utils import byte_model, byte_tokenizer
+
+REPO = Path(__file__).parents[2]
+KEY = "a-key-for-tests"
+PROMPT = "the quick brown fox jumps over the lazy dog and runs on through the wood until the night falls"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(folder)
+    byte_model().save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _launched(*arguments, ranks=2):
+    """(process, its lines so far, event set at the end of its output) of a server that listens; ended if need be."""
+    env = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+        "MEGATRON_TREE_API_KEY": KEY,
+        "STOP_SECONDS": "40",
+        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
+    }
+    command = ["bash", REPO / "launch" / "deepspeed_local.sh", "-n", ranks, REPO / "launch" / "serve.py", *arguments]
+    process = subprocess.Popen(
+        [str(part) for part in command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines, serving, over = [], threading.Event(), threading.Event()
+
+    def read():
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("serving "):
+                serving.set()
+        over.set()
+        serving.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        assert serving.wait(150), "".join(lines)
+        yield process, lines, over
+    finally:
+        process.terminate()
+        process.wait(60)
+        assert over.wait(10), "a process is left"
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_and_stop_in_order(folder):
+    options = ("--model", folder, "--port", 0, "--max-rows", 4, "--prefill-chunk", 64, "--cache-block-size", 8)
+    with _launched(*options) as (process, lines, over):
+        address = re.search(r"serving tiny at (\S+), up to 256 tokens, with an API key", "".join(lines))
+        assert address, "".join(lines)
+        client = openai.OpenAI(base_url=address[1], api_key=KEY, max_retries=0, timeout=60)
+        tokenizer, model = byte_tokenizer(), byte_model()
+        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+        want = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=0)[0, ids.shape[1] :]
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, temperature=0)
+        assert answer.choices[0].text == tokenizer.decode(want, skip_special_tokens=True)
+        assert answer.usage.prompt_tokens == ids.shape[1]
+        stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, temperature=0, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+        # the signal comes while an answer is under way: it is finished, then all processes end by themselves
+        stream = client.completions.create(model="tiny", prompt="x", max_tokens=250, temperature=0, stream=True,
+                                           extra_body={"ignore_eos": True})  # fmt: skip
+        pieces = [next(stream)]
+        _signal_rank_0(process.pid)
+        pieces += list(stream)
+        assert pieces[-1].choices[0].finish_reason == "length"
+        assert over.wait(60)
+        assert process.wait(30) == 0, "".join(lines)
+        assert lines[-1] == "stopped\n"
+        assert not [line for line in lines if "Traceback" in line]
+
+
+def _signal_rank_0(pid):
+    """SIGTERM to the process below pid that is rank 0 of serve.py."""
+    import psutil
+
+    (rank_0,) = [
+        child
+        for child in psutil.Process(pid).children(recursive=True)
+        if child.environ().get("RANK") == "0" and any(part.endswith("serve.py") for part in child.cmdline())
+    ]
+    rank_0.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_the_launchers_signal_stops_all_ranks_in_order(folder):
+    with _launched("--model", folder, "--port", 0, "--cache-dtype", "int8") as (process, lines, over):
+        assert any("the cache in int8 over 2" in line for line in lines), "".join(lines)
+        process.send_signal(signal.SIGTERM)
+        assert over.wait(60)
+        assert process.wait(30) == 143, "as deepspeed_local.sh ends after SIGTERM"
+        assert "stopped\n" in lines, "".join(lines)
+
+
+def test_a_bad_option_is_told_once(folder):
+    done = subprocess.run(
+        [sys.executable, str(REPO / "launch" / "serve.py"), "--host", "0.0.0.0"],
+        env={key: value for key, value in os.environ.items() if key != "MEGATRON_TREE_API_KEY"}
+        | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("other machines could use the model without a key") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_help_needs_no_launcher():
+    done = subprocess.run(
+        [sys.executable, str(REPO / "launch" / "serve.py"), "--help"],
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "examples" in done.stdout and "--allow-open" in done.stdout

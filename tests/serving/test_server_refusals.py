@@ -1,0 +1,307 @@
+"""What the HTTP server refuses, and in which words; keys, names and sizes; its options; how it stops and fails."""
+
+import asyncio
+import concurrent.futures
+import json
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("transformers")
+
+import openai
+
+from megatron_tree.launching import parse_with_config
+from megatron_tree.serving.http.arguments import KEY_VARIABLE, build_parser, check_arguments
+from megatron_tree.serving.http.errors import ApiError
+from megatron_tree.serving.http.guard import is_loopback
+from megatron_tree.serving.http.prompts import Prompts
+from megatron_tree.serving.http.protocol import REFUSED, ChatRequest
+from support.server_utils import NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
+
+TOKENIZER = byte_tokenizer()
+KEY = "a-key-for-tests"
+COMPLETION = {"model": NAME, "prompt": "a", "max_tokens": 2, "temperature": 0}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
+PATHS = {"completion": ("/v1/completions", COMPLETION), "chat": ("/v1/chat/completions", CHAT)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return byte_model()
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(model, TOKENIZER, max_body_bytes=20_000) as server:
+        yield server
+
+
+def _post(server, path, body, **options):
+    """(status, headers, the error object or the whole body)."""
+    head, _, body = raw(server, path, body, **options).partition("\r\n\r\n")
+    found = json.loads(body)
+    if "error" in found:
+        assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}
+    return int(head.split()[1]), head, found.get("error", found)
+
+
+BAD = [
+    ("completion", {"nonsense": 1}, "nonsense", "unknown field"),
+    ("completion", {"model": 3}, "model", "valid string"),
+    ("completion", {"temperature": 2.5}, "temperature", "less than or equal to 2"),
+    ("completion", {"temperature": "0.5"}, "temperature", "valid number"),
+    ("completion", {"temperature": 1e-6}, "temperature", "use 0 (greedy), or 0.001"),
+    ("completion", {"top_p": 0}, "top_p", "greater than 0"),
+    ("completion", {"top_k": 0}, "top_k", "greater than or equal to 1"),
+    ("completion", {"min_p": 2}, "min_p", "less than or equal to 1"),
+    ("completion", {"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+    ("completion", {"repetition_penalty": 1e-45}, "repetition_penalty", "greater than or equal to 0.01"),
+    ("completion", {"repetition_penalty": 1e300}, "repetition_penalty", "less than or equal to 100"),
+    ("completion", {"seed": -1}, "seed", "from 0 to"),
+    ("completion", {"seed": 2**70}, "seed", "from 0 to"),
+    ("completion", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ("completion", {"max_tokens": True}, "max_tokens", "valid integer"),
+    ("completion", {"max_tokens": 400}, "max_tokens", "limit of 256 tokens together"),
+    ("completion", {"prompt": "x" * 256, "max_tokens": 1}, None, "a prompt of 256 tokens"),
+    ("completion", {"prompt": ""}, "prompt", "is empty"),
+    ("completion", {"prompt": []}, "prompt", "at least 1 item"),
+    ("completion", {"prompt": "a\ud800"}, "prompt", "character 1 is half of a pair"),
+    ("completion", {"prompt": ["a", "\udfff"]}, "prompt", "character 0 is half of a pair"),
+    ("completion", {"prompt": ["a", ""]}, "prompt", "is empty"),
+    ("completion", {"prompt": [["a"]]}, "prompt", "valid"),
+    ("completion", {"prompt": [-1]}, "prompt", "greater than or equal to 0"),
+    ("completion", {"prompt": [1, 257]}, "prompt", "token 257 does not exist"),
+    ("completion", {"prompt": None}, "prompt", "valid"),
+    ("completion", {"n": 0}, "n", "greater than or equal to 1"),
+    ("completion", {"n": 9}, "n", "max_rows=8"),
+    ("completion", {"stop": [""]}, "stop", "at least 1 character"),
+    ("completion", {"stop": ["x"] * 17}, "stop", "at most 16 items"),
+    ("completion", {"stop_token_ids": [300]}, "stop_token_ids", "0 to 256"),
+    ("completion", {"logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ("completion", {"logprobs": True}, "logprobs", "valid integer"),
+    ("completion", {"stream": "yes"}, "stream", "valid boolean"),
+    ("completion", {"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+    ("completion", {"stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field"),
+    ("completion", {"messages": []}, "messages", "unknown field"),
+    ("chat", {"messages": []}, "messages", "at least 1 item"),
+    ("chat", {"messages": "hello"}, "messages", "valid list"),
+    ("chat", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "half of a pair"),
+    ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "[0].role"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages", "unknown field"),
+    ("chat", {"messages": [{"role": "user"}]}, "messages", "[0].content"),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages",
+        "input should be 'text'",
+    ),
+    ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, "messages", "assistants do not begin"),
+    ("chat", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ("chat", {"max_completion_tokens": 3}, "max_tokens", "pass one of the two"),
+    ("chat", {"prompt": "x"}, "prompt", "unknown field"),
+]
+
+
+def test_a_template_with_a_fault():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content + 1 }}"
+    prompts = Prompts(tokenizer, vocab_size=257, max_model_len=256)
+    body = ChatRequest.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "x"}]})
+    with pytest.raises(ApiError, match="the model's chat template refuses them") as error:
+        asyncio.run(prompts.of_chat(body))
+    prompts.close()
+    assert error.value.status == 400
+
+
+@pytest.mark.parametrize(("kind", "change", "param", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_requests(server, kind, change, param, words):
+    path, body = PATHS[kind]
+    status, _, error = _post(server, path, body | change)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert words in error["message"]
+    assert error["code"] is not None
+    assert is_idle(server)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_fields_that_cant_be_honoured(server, name):
+    neutral, why = REFUSED[name]
+    for path, body in PATHS.values():
+        status, _, error = _post(server, path, body | {name: {"something": ["else"]}})
+        assert (status, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+        assert error["message"] == f"{name}: {why}"
+        assert _post(server, path, body | {name: None})[0] == 200
+    for value in neutral:
+        assert _post(server, *PATHS["chat"][:1], CHAT | {name: value})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "words"),
+    [
+        (b"{", (), "the body is no JSON"),
+        (b"[]", (), "must be a JSON object"),
+        (b"", (), "must be a JSON object"),
+        (b'{"model": "tiny"}', (), "prompt: is missing"),
+    ],
+)
+def test_bodies_that_are_no_request(server, body, headers, words):
+    status, _, error = _post(server, "/v1/completions", body, headers=headers)
+    assert status == 400 and words in error["message"]
+
+
+def test_other_models_paths_and_methods(server):
+    status, _, error = _post(server, "/v1/completions", COMPLETION | {"model": "gpt-4o"})
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "only 'tiny'" in error["message"]
+    status, _, error = _post(server, "/v1/embeddings", {})
+    assert status == 404 and "POST /v1/embeddings" in error["message"]
+    assert _post(server, "/v1/models", {})[0] == 405
+
+
+def test_bodies_that_are_too_large(server):
+    body = COMPLETION | {"prompt": "x" * 30_000}
+    status, _, error = _post(server, "/v1/completions", body)
+    assert status == 413 and "20,000 bytes" in error["message"]
+    data = json.dumps(body).encode()
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+    status, _, error = _post(server, "/v1/completions", chunked, headers=["Transfer-Encoding: chunked"])
+    assert status == 413 and "20,000 bytes" in error["message"]
+
+
+def test_a_tokenizer_without_a_chat_template(model):
+    with serving(model, byte_tokenizer(chat_template=None)) as server:
+        status, _, error = _post(server, "/v1/chat/completions", CHAT)
+        assert (status, error["code"]) == (400, "no_chat_template") and "/v1/completions" in error["message"]
+        assert _post(server, "/v1/completions", COMPLETION)[0] == 200
+
+
+def test_the_key(model):
+    with serving(model, TOKENIZER, api_key=KEY) as server:
+        for key in ("another-key", KEY + "x", KEY[:-1], "ключ".encode().decode("latin-1")):
+            status, head, error = _post(server, "/v1/completions", COMPLETION, headers=[f"Authorization: Bearer {key}"])
+            assert (status, error["code"]) == (401, "invalid_api_key") and "is wrong" in error["message"]
+            assert "www-authenticate: bearer" in head.lower()
+        status, _, error = _post(server, "/v1/completions", b"x" * 100)
+        assert status == 401 and "is missing" in error["message"], "before the body is looked at"
+        assert _post(server, "/v1/completions", COMPLETION, headers=[f"Authorization: Basic {KEY}"])[0] == 401
+        with pytest.raises(openai.AuthenticationError):
+            server.client(api_key="wrong").models.list()
+        assert server.client(api_key=KEY).completions.create(**COMPLETION).choices
+        assert _post(server, "/health", {})[0] == 405, "needs no key"
+
+
+def test_other_names_are_refused_where_no_key_is_asked_for(model):
+    with serving(model, TOKENIZER, loopback_names_only=True) as server:
+        for name, status in (("evil.example", 403), ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:80", 200)):
+            assert _post(server, "/v1/completions", COMPLETION, headers=[f"Host: {name}"])[0] == status
+
+
+def test_loopback():
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example", "", "127.0.0.1.x")))
+
+
+def test_stops_in_order(model):
+    with serving(model, TOKENIZER, max_rows=1) as server:
+        server.runner.gate.clear()
+        body = COMPLETION | {"max_tokens": 30}
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(_post, server, "/v1/completions", body) for _ in range(2)]
+            until(lambda: sum(server.scheduler.load[:2]) == 2)
+            server.ask_to_stop("the test")
+            server.ask_to_stop("the test, again")
+            until(lambda: server.service.frontend.state == "stopping")
+            status, head, error = _post(server, "/v1/completions", body)
+            assert (status, error["code"]) == (503, "shutting_down") and "retry-after" in head.lower()
+            server.runner.gate.set()
+            for one in running:
+                status, _, answer = one.result()
+                assert status == 200 and answer["usage"]["completion_tokens"] <= 30
+        server.wait()
+        assert server.failure is None
+        with pytest.raises(ConnectionRefusedError):
+            _post(server, "/v1/completions", body)
+
+
+def test_the_grace_time_ends(model):
+    with serving(model, TOKENIZER, grace=0.2) as server:
+        server.runner.gate.clear()
+        body = COMPLETION | {"max_tokens": 200}
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(_post, server, "/v1/completions", body)
+            stream = pool.submit(raw, server, "/v1/completions", body | {"stream": True})
+            until(lambda: server.scheduler.load.served == 2)
+            server.ask_to_stop("the test")
+            until(lambda: server.scheduler._stopping)
+            server.runner.gate.set()
+            assert whole.result()[0] == 503
+            assert "shutting_down" in stream.result() and "[DONE]" not in stream.result()
+        server.wait()
+        assert server.failure is None
+
+
+def test_a_model_that_fails(model, monkeypatch):
+    with serving(model, TOKENIZER) as server:
+
+        def broken(*_):
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(server.runner, "step", broken)
+        status, _, error = _post(server, "/v1/completions", COMPLETION | {"max_tokens": 9, "ignore_eos": True})
+        assert (status, error["type"]) == (500, "server_error") and "the device is gone" in error["message"]
+        server.wait()
+        assert str(server.failure) == "the device is gone"
+
+
+def _options(*arguments, world=2):
+    args = parse_with_config(build_parser(), list(arguments))
+    check_arguments(args, world)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-rows", "0"], "--max-rows 0 must be 1 or more"),
+        (["--max-waiting", "0"], "--max-waiting 0 must be 1 or more"),
+        (["--request-timeout", "0"], "--request-timeout 0.0 must be a finite number, more than 0"),
+        (["--request-timeout", "nan"], "finite"),
+        (["--grace", "-1"], "--grace -1.0 must be a finite number, 0 or more"),
+        (["--port", "70000"], "--port 70000"),
+        (["--context-parallel-size", "3"], "must be the number of ranks, 2"),
+        (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines could use the model without a key"),
+        (["--api-key", "short"], "8 or more"),
+        (["--api-key", "with a space in it"], "without spaces"),
+        (["--api-key-file", "no/such/file"], "can't be read"),
+        (["--topology", "nonsense"], "nonsense"),
+    ],
+)
+def test_options_are_checked_before_anything_is_sent(arguments, words, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=words):
+        _options(*arguments)
+
+
+def test_where_the_key_comes_from(tmp_path, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    (tmp_path / "key").write_text(KEY + "\n")
+    assert _options().api_key is None
+    assert _options("--host", "0.0.0.0", "--allow-open").api_key is None
+    assert _options("--host", "0.0.0.0", "--api-key-file", str(tmp_path / "key")).api_key == KEY
+    monkeypatch.setenv(KEY_VARIABLE, "from-the-environment")
+    assert _options("--host", "::").api_key == "from-the-environment"
+    assert _options("--api-key", KEY).api_key == KEY
+    with pytest.raises(ValueError, match="pass one of the two"):
+        _options("--api-key", KEY, "--api-key-file", str(tmp_path / "key"))
+
+
+def test_options_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    (tmp_path / "serve.yaml").write_text("max-rows: 3\nserved-model-name: [a, b]\nport: 0\n")
+    args = _options("--config", str(tmp_path / "serve.yaml"), "--max-rows", "4")
+    assert (args.max_rows, args.served_model_name, args.port) == (4, ["a", "b"], 0)
+    assert _options().served_model_name == ["smollm2"]

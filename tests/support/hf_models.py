@@ -1,0 +1,111 @@
+"""Tiny random Transformers models for tests, one per kind of attention, and plain generation to compare with."""
+
+import torch
+
+import transformers
+from transformers import AutoModelForCausalLM
+
+VOCAB = 131
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WINDOWED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, use_sliding_window=True, max_window_layers=1, **WINDOWED),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SHAPE, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8, **WINDOWED
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1, **WINDOWED),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        first_k_dense_replace=3,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, query_pre_attn_scalar=8, **WINDOWED),
+    "phi3": lambda: transformers.Phi3Config(
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"}, sliding_window=9
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+}
+
+
+def tiny_model(family, seed=1, positions=None):
+    """A random model, the same on every rank, with weights large enough that attention matters."""
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    if positions is not None:
+        config.max_position_embeddings = positions
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name and "wte" not in name and "wpe" not in name:
+                weight.mul_(4.0)
+            if name.endswith("sinks"):
+                weight.normal_()
+    return model
+
+
+def prompt(batch, length, seed=2):
+    """int64 [batch, length], without the padding token."""
+    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(batch, length):
+    """A prompt whose row i is padded by 3 i tokens on the left, and its attention mask."""
+    ids, mask = prompt(batch, length), torch.ones(batch, length, dtype=torch.int64)
+    for row in range(batch):
+        ids[row, : 3 * row], mask[row, : 3 * row] = 0, 0
+    return ids, mask
+
+
+@torch.no_grad()
+def plain(model, ids, new_tokens, mask=None, **options):
+    """Transformers' own greedy generate: (new tokens [b, n], logits [b, n, vocab]). The model must not be "tree"."""
+    assert model.config._attn_implementation != "tree"
+    return hf_generate(model, ids, new_tokens, mask, **options)
+
+
+@torch.no_grad()
+def hf_generate(model, ids, new_tokens, mask=None, **options):
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output.sequences[:, ids.shape[1] :], torch.stack(output.logits, 1).float()

@@ -1,0 +1,147 @@
+"""A GPTModel on 2 ranks against one, with whichever megatron-core PYTHONPATH names. Started by test_patches.py.
+
+    python megatron_release.py WAY RANK WORLD STORE         WAY: spec, install or patch
+
+Prints "equal" for each kind of attention whose losses, gradients, and logits when it is served are those of
+context_parallel_size=1.
+"""
+
+import inspect
+import sys
+
+import torch
+import torch.distributed as dist
+
+from megatron_tree.integrations import megatron as tree
+from megatron_tree.integrations.megatron import compat as compat
+
+SEQ, VOCAB = 16, 64
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+}
+
+
+def config_of(kind, cp, cp_comm_type):
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    make = MLATransformerConfig if kind == "mla" else TransformerConfig
+    return make(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=4 if kind == "mla" else 2,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        context_parallel_size=cp,
+        cp_comm_type=cp_comm_type,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        **({**MLA, "multi_latent_attention": True} if kind == "mla" else {}),
+    )
+
+
+def layer_spec(kind, by_spec, reference):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import import_module
+
+    if kind == "mla" and not by_spec and reference:
+        # Megatron's own core attention does not take the arguments that MLA passes
+        return tree.get_gpt_layer_tree_spec(normalization="RMSNorm", multi_latent_attention=True)
+    if by_spec:  # what pretrain_gpt.py does with --spec, in every release
+        return import_module(["megatron_tree.integrations.megatron", "get_gpt_layer_tree_spec"])
+    return get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=kind == "mla")
+
+
+def losses_and_gradients(way, kind, cp):
+    """(summed loss, {parameter: gradient}, logits of `served`) with `cp` context-parallel ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    cp_comm_type = "tree" if way == "spec" else ["tree", "tree"]  # a list needs install() or the patch up to 0.16
+    model = GPTModel(
+        config=config_of(kind, cp, cp_comm_type if cp > 1 else None),
+        transformer_layer_spec=layer_spec(kind, way == "spec" and cp > 1, cp == 1),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ,
+        position_embedding_type="rope",
+    )
+    cores = {type(layer.self_attention.core_attention).__name__ for layer in model.decoder.layers}
+    assert cores == {"DotProductAttention" if cp == 1 and kind == "gqa" else "TreeDotProductAttention"}, cores
+    tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(2))
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    batch["position_ids"] = torch.arange(SEQ).expand(2, SEQ).contiguous()
+    batch = {**batch, "cu_seqlens": None} if "cu_seqlens" in wanted_keys() else batch
+    if cp > 1:
+        batch = compat.batch_on_this_cp_rank(batch)
+    mask = None if cp > 1 else torch.triu(torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool), 1)
+    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    losses.sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    if cp > 1:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+        total = losses.detach().sum()
+        dist.all_reduce(total)
+    else:
+        total = losses.detach().sum()
+    logits = served(model.eval(), tokens[0, :-1], mask)
+    parallel_state.destroy_model_parallel()
+    return total, gradients, logits
+
+
+@torch.no_grad()
+def served(model, text, mask):
+    """Logits of the last two tokens of a text [s]: by MegatronRunner, or without a cache where there is a mask."""
+    if mask is not None:
+        positions = torch.arange(len(text))[None]
+        return model(text[None], positions, mask, runtime_gather_output=True)[0, -2:]
+    runner = tree.MegatronRunner(model, block_size=2)
+    row = runner.add()
+    return torch.stack((runner.prefill(row, text[:-1]), runner.step([row], text[None, -1:])[0, -1]))
+
+
+def wanted_keys():
+    """Names that a release's `get_batch_on_this_cp_rank` looks for in every batch."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    return ("cu_seqlens",) if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else ()
+
+
+def main(way, rank, world, store):
+    if way == "patch":
+        assert compat.is_patched()
+        assert not compat.misreads_cp_comm_type_list()
+    else:
+        assert not compat.is_patched()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    with tree.megatron_on_cpu(), compat.mla_without_transformer_engine():
+        if way == "install":
+            tree.install()
+        for kind in ("gqa", "mla"):
+            loss, gradients, logits = losses_and_gradients(way, kind, world)
+            expected_loss, expected, expected_logits = losses_and_gradients(way, kind, 1)
+            torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
+            assert gradients.keys() == expected.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+            print(f"equal {kind}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

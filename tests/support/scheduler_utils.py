@@ -1,0 +1,38 @@
+"""Requests, schedulers over a plain runner, and serving them, for tests."""
+
+from megatron_tree.serving.requests import Request
+from megatron_tree.serving.sampling import SamplingParams
+from megatron_tree.serving.scheduler import Scheduler
+from support.hf_models import prompt
+from support.plain_runner import PlainRunner
+
+
+def request(length, new, n=1, **options):
+    return Request(prompt=prompt(1, length)[0], sampling=SamplingParams(max_tokens=new, **options), n=n)
+
+
+def make_scheduler(model, tokenizer=None, *, max_rows=4, max_waiting=16, token_group=None, heartbeat_s=10.0, **options):
+    runner = PlainRunner(model, token_group=token_group, **options)
+    return Scheduler(runner, tokenizer, max_rows=max_rows, max_waiting=max_waiting, heartbeat_s=heartbeat_s), runner
+
+
+def serve(scheduler, requests, *, late=None):
+    """Serve requests: the events of each. late: number of a request -> the turn in which it is submitted."""
+    events, todo, turn = [[] for _ in requests], list(range(len(requests))), 0
+    while True:
+        for number in [i for i in todo if (late or {}).get(i, 0) <= turn]:
+            scheduler.submit(requests[number], events[number].append)
+            todo.remove(number)
+        if not todo:
+            scheduler.stop(drain=True)
+        if not scheduler.run_once():
+            return events
+        turn += 1
+
+
+def tokens_of(events, answer=0):
+    return [e.token for e in events if e.token is not None and e.answer == answer]
+
+
+def text_of(events, answer=0):
+    return "".join(e.text for e in events if e.answer == answer)

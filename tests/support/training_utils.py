@@ -1,0 +1,86 @@
+"""Runs of the training loop of launch/train_gpt.py, one after another in ranks that a test starts once.
+
+outcomes = run_distributed(train_all, 2, [(folder, "--context-parallel-size 2 --lr 1e-3")], fresh=True)[0]
+assert losses(folder) == ...
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+REPO = Path(__file__).resolve().parents[2]
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 4 --train-iters 4 --lr-warmup-iters 2 --eval-iters 1"
+)
+
+
+def write_text(folder, files=8):
+    """A few documents, so that a run starts fast, and the same for ever: losses depend on them. Returns the folder."""
+    folder.mkdir(exist_ok=True)
+    words = random.Random(0)
+    for number in range(files):
+        text = " ".join(words.choice(["energy", "lse", "merge", "rank", "tree", "query"]) for _ in range(1500))
+        (folder / f"{number}.py").write_text(text)
+    return folder
+
+
+def train_all(rank, world, runs):
+    """Train each of `runs`, pairs of the output folder and options after TINY's. What rank 0 prints goes to FOLDER.txt.
+
+    Returns a list with each run's `Outcome`, or its ValueError's text.
+    """
+    from megatron_tree.integrations.megatron.cpu import megatron_on_cpu
+
+    multiprocessing.current_process()._config["daemon"] = False  # Megatron forks writers of checkpoints
+    with megatron_on_cpu():
+        return [_train(rank, world, Path(folder), options) for folder, options in runs]
+
+
+def _train(rank, world, folder, options):
+    from megatron_tree.integrations import megatron as tree
+    from megatron_tree.training.arguments import parse_arguments
+    from megatron_tree.training.check import check_arguments
+    from megatron_tree.training.loop import train
+    from megatron_tree.training.stop import StopRequest
+
+    args = parse_arguments([*TINY.split(), "--output-dir", str(folder), *options.split()])
+    output = folder.with_name(folder.name + ".txt") if rank == 0 else os.devnull
+    tree.install()
+    try:
+        with open(output, "w") as file, contextlib.redirect_stdout(file), StopRequest() as stop:
+            check_arguments(args, world)
+            return train(args, torch.device("cpu"), stop)
+    except ValueError as error:
+        return str(error)
+    finally:
+        tree.uninstall()
+        _clean_up()
+
+
+def _clean_up():
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from torch.distributed import distributed_c10d
+
+    destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()  # forgets the groups, but leaves their threads running
+    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
+def records(folder, event=None):
+    """Lines of a run's train.jsonl: its steps, or those of an event."""
+    lines = [json.loads(line) for line in (Path(folder) / "train.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == event]
+
+
+def losses(folder):
+    """{step: loss} of a run."""
+    return {record["step"]: record["loss"] for record in records(folder)}

@@ -1,0 +1,140 @@
+"""`bench generate` and `bench needle` on real ranks: no speed of a wrong result, bytes as computed, cells kept."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from megatron_tree.attention import decode
+from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import needle, session
+from megatron_tree.plan import Level, Topology
+from support.hf_models import SHAPE
+from support.server_utils import byte_tokenizer
+
+LAYERS, KV_HEADS, D = 2, 2, 16
+SHAPE_OPTIONS = ["--layers", LAYERS, "--heads", 4, "--kv-heads", KV_HEADS, "--head-dim", D]
+
+
+@pytest.fixture(autouse=True)
+def _assumed_links(monkeypatch):
+    """Not calibrated: fast, and every time the same plans."""
+    link = Level(name="host", size=0, latency_s=1e-4, bandwidth=1e9, port_bandwidth=1e9)
+    some = Topology(
+        name="some", levels=(link,), host_size=8, overhead_s=3e-5, memory_bandwidth=1e10, flops=1e12, transport="direct"
+    )
+    monkeypatch.setattr(session, "calibrate_on_rank", lambda how, name: some)
+
+
+def generate(out, *options):
+    """Exit status, and rows by schedule."""
+    given = ["generate", "--ranks", 2, *SHAPE_OPTIONS, "--out", out, "--new-tokens", 4, *options]
+    status = bench.main(list(map(str, given)))
+    rows = csv.DictReader((out / "results.csv").open()) if status == 0 else []
+    return status, {r["schedule"]: r for r in rows}
+
+
+@pytest.mark.parametrize("cache", ["prefilled", "made-up"])
+def test_generate(tmp_path, capfd, cache):
+    status, rows = generate(tmp_path, "--prompt-tokens", 256, "--cache", cache, "--prefill-chunk", 64)
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    assert said.out.index("gave the plain model's tokens") < said.out.index("ring  ")
+    assert list(rows) == ["plain", "auto", "ring", "allreduce"]
+    token = LAYERS * 2 * KV_HEADS * D * 4  # bytes in the cache
+    assert int(rows["plain"]["cache_bytes"]) == (256 + 3) * token
+    for name in ("auto", "ring", "allreduce"):
+        assert 0 <= int(rows[name]["cache_bytes"]) - 256 // 2 * token <= 16 * token
+        assert float(rows[name]["error"]) < 1e-3
+        assert (rows[name]["first_token_ms"] == "") == (cache == "made-up")
+    # a ring sends positions, too: rows of a paged cache are not equally long
+    shard = 256 // 2 * token
+    assert shard < int(rows["ring"]["sent_bytes"]) < 1.5 * shard
+    assert int(rows["auto"]["sent_bytes"]) < shard / 10
+    assert float(rows["auto"]["ratio"]) == 1.0
+    assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 4
+
+
+def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
+    right = decode.unpack_state
+
+    def wrong(*args):
+        out, lse = right(*args)
+        return -out, lse
+
+    monkeypatch.setattr(decode, "unpack_state", wrong)
+    status, _ = generate(tmp_path, "--prompt-tokens", 128, "--cache", "made-up")
+    said = capfd.readouterr()
+    assert status == 1
+    assert "the plain model [" in said.err or "is off by" in said.err
+    assert "ms/token" not in said.out and not (tmp_path / "results.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--new-tokens", 1], "--new-tokens 1: a time per token"),
+        (["--kv-heads", 3], "--kv-heads 3: must divide --heads 4"),
+        (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
+    ],
+)
+def test_bad_options(tmp_path, capfd, options, message):
+    assert generate(tmp_path, *options)[0] == 1
+    assert message in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random model whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save_pretrained(folder)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**SHAPE | {"vocab_size": 257, "max_position_embeddings": 512})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def ask(folder, out, *options):
+    given = ["needle", "--model", folder, "--out", out, "--lengths", 300, 400, "--depths", 0, 100, "--new-tokens", 3]
+    return bench.main(list(map(str, [*given, *options])))
+
+
+def test_needle_goes_on_where_it_was(folder, tmp_path, capfd):
+    assert ask(folder, tmp_path, "--ranks", 1) == 0, capfd.readouterr().err
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"length": 3')  # a crash
+    assert ask(folder, tmp_path, "--ranks", 1, 2) == 0, capfd.readouterr().err
+    said = capfd.readouterr()
+    assert "1 ranks: 0 to do, 4 are there" in said.out and "2 ranks: 4 to do" in said.out
+    assert "the same tokens on 1 2 ranks in all 4 texts" in said.out
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(rows) == 8 and all(len(r["tokens"].split()) == 3 for r in rows)
+    assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
+    assert ask(folder, tmp_path, "--ranks", 1, "--new-tokens", 2) == 1
+    assert "is of other options" in capfd.readouterr().err
+
+
+def test_needle_finds_other_tokens(folder, tmp_path, capfd):
+    assert ask(folder, tmp_path, "--ranks", 1) == 0
+    cells = (tmp_path / "cells.jsonl").read_text().splitlines()
+    wrong = [json.dumps(json.loads(line) | {"ranks": 2, "tokens": "0 0 0"}) for line in cells[1:]]
+    (tmp_path / "cells.jsonl").write_text("\n".join([*cells, *wrong]) + "\n")
+    (tmp_path / "results.json").unlink()
+    assert ask(folder, tmp_path, "--ranks", 1, 2) == 1
+    assert "300 tokens, depth 0 %: 2 ranks answer" in capfd.readouterr().err
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_the_fact_is_where_it_should_be():
+    tokenizer, fact = byte_tokenizer(), "The fact is here."
+    texts = [tokenizer.decode(needle.haystack(tokenizer, 2000, depth, fact)[0]) for depth in (0, 50, 100)]
+    places = [text.index(fact) for text in texts]
+    assert places[0] < 50 and 700 < places[1] < 1200 and places[2] > 1600
+    assert all(1900 < len(text) <= 2010 and text.count(fact) == 1 and needle.QUESTION in text for text in texts)
+    with pytest.raises(ValueError, match="--lengths 40: the question alone is longer"):
+        needle.haystack(tokenizer, 40, 50, fact)

@@ -1,0 +1,129 @@
+"""`megatron_tree.calibrate` finds what an emulated network was set to, checks messages, and writes a topology."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree.calibrate import __main__ as command
+from megatron_tree.calibrate import calibrate, compute, links
+from megatron_tree.emulate import Cluster
+from megatron_tree.plan import load_topology, place, save_topology
+from support.dist_utils import DistributedTestError, run_distributed
+from support.emulation_utils import emulated
+
+REPO = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+LATENCY_S, RATE_BITS = 3e-3, 200e6
+PAYLOAD = RATE_BITS / 8 * 1448 / 1538  # bytes/s: TCP's share of a full Ethernet frame
+
+
+def _on_cluster():
+    dist.init_process_group("gloo")
+    return calibrate(CPU, name="emulated", memory_bandwidth=2e9, flops=3e9)
+
+
+@emulated
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_finds_what_the_network_was_set_to(nodes, ranks_per_node, tmp_path):
+    network = dict(latency_s=LATENCY_S, rate_bits=RATE_BITS, lifetime_s=120)
+    with Cluster(nodes=nodes, ranks_per_node=ranks_per_node, **network) as cluster:
+        found, *others = cluster.run(_on_cluster)
+    assert all(other == found for other in others)
+    topology = found.topology
+    *inside, between = topology.levels
+    assert 0.9 < between.latency_s / LATENCY_S < 2
+    assert 0.5 < between.bandwidth / PAYLOAD < 1.1
+    assert 0.5 < between.port_bandwidth / PAYLOAD < 1.3
+    assert between.size == 0 and topology.host_size == ranks_per_node
+    assert [(level.name, level.size) for level in inside] == [("host", 2)][: ranks_per_node - 1]
+    assert all(level.latency_s < LATENCY_S / 2 and level.bandwidth > PAYLOAD for level in inside)
+    assert 0 < topology.overhead_s < LATENCY_S
+    assert (topology.memory_bandwidth, topology.flops) == (2e9, 3e9)
+
+    save_topology(topology, tmp_path / "found.yaml")
+    assert load_topology(tmp_path / "found.yaml") == topology
+    hosts = [rank // ranks_per_node for rank in range(nodes * ranks_per_node)]
+    assert place(topology, hosts).block == ranks_per_node
+
+
+def _on_one_host(rank, world):
+    lines = []
+    found = calibrate(CPU, name="local", memory_bandwidth=1e9, flops=1e9, say=lines.append)
+    return found, lines
+
+
+def test_one_host():
+    (found, lines), *others = run_distributed(_on_one_host, 3)
+    assert all(other == found for other, _ in others)
+    (level,) = found.topology.levels
+    assert (level.name, level.size, found.topology.host_size) == ("host", 0, 3)
+    assert level.port_bandwidth == level.bandwidth
+    assert lines[0] == "3 ranks on 1 hosts, gloo on cpu" and len(lines) > 4
+    assert "transport" in dict(found.table)
+
+
+def _one_rank_sends_something_else(rank, world):
+    pattern = links._pattern
+    if rank == 0:
+        links._pattern = lambda *args: pattern(*args).flip(0)
+    try:
+        calibrate(CPU, name="wrong", memory_bandwidth=1e9, flops=1e9, timeout_s=20)
+    finally:
+        links._pattern = pattern
+
+
+def test_messages_are_checked():
+    with pytest.raises(DistributedTestError, match="from rank 0 to rank 1 brought wrong bytes"):
+        run_distributed(_one_rank_sends_something_else, 2, fresh=True)
+
+
+def _alone(rank, world):
+    calibrate(CPU, name="alone")
+
+
+def test_one_rank_is_refused():
+    with pytest.raises(DistributedTestError, match="one rank has no links to measure: start at least two"):
+        run_distributed(_alone, 1)
+
+
+def test_compute(monkeypatch):
+    monkeypatch.setitem(compute._CACHE_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(compute._ROWS, "cpu", 64)
+    assert 1e6 < compute.memory_bandwidth(CPU) < 1e13
+    assert 1e6 < compute.flops(CPU) < 1e15
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--out", "found.txt"], "--out found.txt: a topology file ends in .yaml"),
+        (["--out", "nowhere/found.yaml"], "there is no folder"),
+        (["--out", "found.yaml", "--flops", "0"], "--flops 0: must be positive"),
+        (["--out", "found.yaml"], "RANK, WORLD_SIZE, MASTER_ADDR not set: a launcher starts it on every rank"),
+    ],
+    ids=["suffix", "folder", "flops", "no launcher"],
+)
+def test_wrong_command_lines(argv, said, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert command.main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_command_line_with_a_launcher(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["-m", "megatron_tree.calibrate", "--out", "found.yaml", "--flops", "5e9"]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*launcher, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    topology = load_topology(tmp_path / "found.yaml")
+    assert topology.name == "found" and topology.flops == 5e9
+    assert done.stdout.count("written to found.yaml") == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "found.yaml"]

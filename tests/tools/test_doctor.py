@@ -1,0 +1,345 @@
+"""`python -m megatron_tree.doctor`: its text, its exit status, and that its fusions are what Megatron takes."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tree.doctor import configuration, machine
+from megatron_tree.doctor.__main__ import EXAMPLES, main
+from megatron_tree.integrations.megatron import fusions as megatron_fusions
+
+REPO = Path(__file__).resolve().parents[2]
+FUNCTIONS = ["--for", "functions"]
+
+
+def run(capsys, *options):
+    """(exit status, what it printed, what it complained of)."""
+    status = main([str(option) for option in options])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def lines(text, start):
+    """What a line of the table says after its first cell."""
+    return [line[3:].removeprefix(start).strip() for line in text.splitlines() if line[3:].startswith(start)]
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Make distributions look as if they were not installed."""
+    version = importlib.metadata.version
+    hidden = set()
+
+    def found(name):
+        if name in hidden:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    return hidden.update
+
+
+def test_all_is_well_without_frameworks(capsys, without):
+    without(["megatron-core", "deepspeed", "transformers"])
+    status, out, _ = run(capsys, *FUNCTIONS)
+    assert status == 0
+    assert [line for line in out.splitlines() if line and not line.startswith((" ", "-", "!"))] == [
+        "packages",
+        "machine",
+        "network",
+        "attention kernels",
+        "plan",
+        "nothing that is needed is missing",
+    ]
+    assert lines(out, "torch ")[0].startswith(torch.__version__)
+    (kernel,) = lines(out, "32 heads, 32 KV heads, head_dim 128, bf16")
+    assert kernel.startswith("triton" if torch.cuda.is_available() else "aten")
+    (forward,) = lines(out, "forward")
+    assert forward.startswith("grid ")
+    assert "predicted" in forward
+    assert lines(out, "why")[0].startswith("forward on grid")
+
+
+def test_megatron(capsys):
+    pytest.importorskip("megatron.core")
+    status, out, _ = run(capsys, "--cp", 4, "--tp", 2, "--heads", 16, "--kv-heads", 4)
+    assert status == 0
+    assert "docs/megatron-lm.md" in lines(out, "cp_comm_type 'tree'")[0]
+    assert lines(out, "8 heads, 2 KV heads, head_dim 128, bf16"), "a rank's own heads"
+    assert "install()" in lines(out, "a list in cp_comm_type")[0]
+    assert "gradient_accumulation_fusion=" in lines(out, "weight gradients added up")[0]
+
+
+def test_patched_megatron_works_as_it_is(capsys, monkeypatch):
+    spec_utils = pytest.importorskip("megatron.core.transformer.spec_utils")
+    monkeypatch.setattr(spec_utils, "CORE_ATTENTION_OF_CP_COMM_TYPE", {}, raising=False)
+    _, out, _ = run(capsys)
+    assert lines(out, "cp_comm_type 'tree'")[0].startswith("works as it is")
+
+
+def test_unusable_megatron_is_missing(capsys, monkeypatch):
+    info = pytest.importorskip("megatron.core.package_info")
+    monkeypatch.setattr(info, "MINOR", 5)
+    status, out, _ = run(capsys)
+    assert status == 1
+    assert "too old: 0.13 or newer is needed" in out
+
+
+@pytest.mark.parametrize(
+    ("purpose", "package", "way"),
+    [
+        ("megatron", "megatron-core", "pip install 'megatron_tree[megatron]'"),
+        ("deepspeed", "deepspeed", "pip install 'megatron_tree[deepspeed]'"),
+        ("deepspeed", "transformers", "pip install 'megatron_tree[hf]'"),
+    ],
+)
+def test_missing_packages(capsys, without, purpose, package, way):
+    pytest.importorskip("megatron.core")
+    without([package])
+    status, out, _ = run(capsys, "--for", purpose)
+    assert status == 1
+    assert "\nmissing (1, marked ! above):\n" in out
+    assert f"!  {package}" in out
+    assert way in out.split("missing (")[1]
+
+
+def test_interfaces_that_do_not_exist(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    status, out, _ = run(capsys, *FUNCTIONS)
+    assert status == 1
+    assert "no such interface: nowhere0; ranks would hang" in out
+    assert run(capsys, *FUNCTIONS, "--cp", 1)[0] == 0, "one rank needs no network"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert run(capsys, *FUNCTIONS)[0] == 0
+
+
+def test_kernels_that_refuse(capsys, monkeypatch):
+    monkeypatch.setattr("megatron_tree.kernels.dispatch._why_not_triton", lambda *args: "anything in this test")
+    status, out, _ = run(capsys, *FUNCTIONS, "--backend", "triton")
+    assert status == 1
+    assert "backend='triton' can't take anything in this test" in out
+
+
+def test_a_compiler_is_needed_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    states = {}
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        (row,) = [row for row in machine.devices().rows if row.what == "C++ compiler"]
+        states[gpu] = row.state
+    assert states == {False: "note", True: "missing"}
+
+
+def test_other_versions_are_noted(capsys, monkeypatch):
+    assert f"\ntorch=={machine.tested_versions()['torch']}\n" in (REPO / "constraints.txt").read_text()
+    monkeypatch.setattr(machine, "tested_versions", lambda: {"torch": "1.0"})
+    status, out, _ = run(capsys, *FUNCTIONS)
+    assert status == 0
+    assert "tested with 1.0" in lines(out, "torch ")[0]
+
+
+def test_json(capsys):
+    status, out, _ = run(capsys, *FUNCTIONS, "--json", "--cp-comm-type", "p2p", "--topology", "ethernet")
+    report = json.loads(out)
+    assert (status, report["ok"], report["missing"]) == (0, True, [])
+    rows = {row["what"]: row for row in report["sections"]["plan"]}
+    assert rows["topology"]["value"] == "ethernet"
+    assert rows["forward"]["value"] == rows["backward"]["value"] == "ring"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", 30, "--kv-heads", 8], "--kv-heads 8 must divide --heads 30"),
+        (["--tp", 3], "--tp 3 must divide --heads 32"),
+        (["--tp", 4, "--heads", 12, "--kv-heads", 6], "--tp 4 and --kv-heads 6: one must divide the other"),
+        (["--cp", 3], "--seq-len 131072 must be a multiple of 2 x --cp 3"),
+        (["--cp-comm-type", "a2a+tree"], "needs --hierarchical-context-parallel-sizes U R with U x R = --cp 8"),
+        (["--topology", "nowhere"], "nowhere"),
+    ],
+)
+def test_options_that_contradict_one_another(capsys, options, message):
+    status, out, err = run(capsys, *FUNCTIONS, *options)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("options", "all_to_all", "heads", "schedule"),
+    [
+        (["--cp-comm-type", "a2a+tree", "--hierarchical-context-parallel-sizes", 2, 4], ["2 ranks"], 16, "grid"),
+        (["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", 4, 2], ["4 ranks"], 8, "ring"),
+        (["--cp-comm-type", "a2a"], ["8 ranks"], 4, None),
+        (["--cp-comm-type", "all_gather"], [], 32, "grid 1x8"),
+    ],
+)
+def test_every_cp_comm_type(capsys, options, all_to_all, heads, schedule):
+    status, out, _ = run(capsys, *FUNCTIONS, *options)
+    assert status == 0
+    assert [line[:7] for line in lines(out, "all-to-all")] == all_to_all
+    assert lines(out, f"{heads} heads")
+    forward = lines(out, "forward")
+    assert forward[0].startswith(schedule) if schedule else not forward
+
+
+def test_decoding_has_its_own_plan(capsys):
+    pytest.importorskip("deepspeed")
+    status, out, _ = run(capsys, "--for", "deepspeed", "--cp", 4)
+    assert status == 0
+    assert lines(out, "decode")
+    assert not lines(out, "backward")
+
+
+def test_help_and_examples():
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_tree.doctor", "--help"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert EXAMPLES.splitlines()[1] in done.stdout
+
+
+def test_every_example_runs(capsys):
+    pytest.importorskip("megatron.core")
+    examples = [line.split("doctor", 1)[1] for line in EXAMPLES.splitlines() if line.startswith("  python -m ")]
+    assert len(examples) >= 4
+    for example in examples:
+        assert run(capsys, *shlex.split(example))[0] == 0, example
+
+
+# --- fused kernels ---
+
+NVIDIAS = {
+    "amp_C.py": "multi_tensor_l2norm = multi_tensor_scale = None",
+    "fused_layer_norm_cuda.py": "",
+    "fast_layer_norm.py": "",
+    "fused_weight_gradient_mlp_cuda.py": "",
+    "apex/__init__.py": "",
+    "apex/optimizers/__init__.py": "class FusedAdam: pass\nclass FusedSGD: pass",
+    "apex/optimizers/fused_adam.py": "",
+    "apex/multi_tensor_apply/__init__.py": "multi_tensor_applier = None",
+    "apex/normalization/__init__.py": "",
+    "apex/normalization/fused_layer_norm.py": "FusedLayerNormAffineFunction = None",
+    "apex/contrib/__init__.py": "",
+    "apex/contrib/layer_norm/__init__.py": "",
+    "apex/contrib/layer_norm/layer_norm.py": "FastLayerNormFN = None",
+}
+ANOTHER = {"apex/__init__.py": "raise RuntimeError('this apex must not be imported')"}
+
+
+def write(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def machine_with(monkeypatch, tmp_path):
+    """Pretend to have a GPU, and these files on the path."""
+
+    def make(files):
+        write(tmp_path, files)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(megatron_fusions, "_gpu", lambda: True)
+
+    return make
+
+
+def test_without_apex_and_transformer_engine(machine_with):
+    machine_with({})
+    used = {fusion.name for fusion in megatron_fusions.fusions() if fusion.used}
+    assert used == {"bias, dropout and residual"}
+    assert megatron_fusions.fusion_options()["gradient_accumulation_fusion"] is False
+    assert megatron_fusions.apex_problem() is None
+
+
+def test_apex(machine_with):
+    machine_with(NVIDIAS)
+    by = {fusion.name: fusion.by for fusion in megatron_fusions.fusions() if fusion.used}
+    assert by["FusedAdam"] == "Apex"
+    assert by["fused LayerNorm"] == "Apex, one persistent kernel for the usual hidden sizes"
+    options = megatron_fusions.fusion_options()
+    assert options["gradient_accumulation_fusion"] is options["persist_layer_norm"] is True
+    assert "persist_layer_norm" not in megatron_fusions.fusion_options(normalization="RMSNorm")
+    assert megatron_fusions.apex_problem() is None
+
+
+@pytest.mark.parametrize("absent", ["amp_C.py", "apex/optimizers/fused_adam.py"])
+def test_apex_without_its_kernels(machine_with, absent):
+    machine_with({name: text for name, text in NVIDIAS.items() if name != absent})
+    (adam,) = [fusion for fusion in megatron_fusions.fusions() if fusion.name == "FusedAdam"]
+    assert not adam.used
+    assert adam.by == "torch's AdamW"
+    assert adam.needs == ("TransformerEngine or Apex",)
+
+
+def test_transformer_engine(machine_with):
+    machine_with({"transformer_engine/__init__.py": "raise RuntimeError('not to be imported')"})
+    by = {fusion.name: fusion.by for fusion in megatron_fusions.fusions(normalization="RMSNorm") if fusion.used}
+    assert by["FusedAdam"] == by["rotary embedding"] == "TransformerEngine"
+    options = megatron_fusions.fusion_options(normalization="RMSNorm")
+    assert options["apply_rope_fusion"] is True
+    assert options["gradient_accumulation_fusion"] is False, "Megatron's own layers ask for Apex's module"
+
+
+def test_another_package_of_that_name(machine_with, capsys):
+    pytest.importorskip("megatron.core")
+    machine_with(ANOTHER)
+    assert not any(fusion.used for fusion in megatron_fusions.fusions() if "Apex" in fusion.by)
+    status, out, _ = run(capsys)
+    assert status == 1
+    assert "pip uninstall apex" in out.split("missing (")[1]
+    assert "APEX_CUDA_EXT=1" in out, "the way to the real one"
+
+
+def test_unknown_norms():
+    with pytest.raises(ValueError, match="normalization='L2Norm' is unknown"):
+        megatron_fusions.fusions(normalization="L2Norm")
+
+
+MEGATRONS_CHOICE = """
+import json
+from megatron.core import optimizer
+from megatron.core.fusions import fused_layer_norm
+from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import layers
+print(json.dumps({
+    "FusedAdam": not optimizer.USING_PYTORCH_OPTIMIZER,
+    "gradient norm and clipping of all tensors at once": clip_grads.multi_tensor_applier is None,
+    "fused LayerNorm": fused_layer_norm.HAVE_FUSED_LAYER_NORM,
+    "weight gradients added up in the matrix product": layers._grad_accum_fusion_available,
+    "persist_layer_norm": fused_layer_norm.HAVE_PERSIST_LAYER_NORM,
+}))
+"""
+
+
+@pytest.mark.parametrize("files", [{}, NVIDIAS], ids=["nothing", "apex"])
+def test_megatron_chooses_the_same(machine_with, tmp_path, files):
+    """The stand-in for Apex has no kernels, but Megatron chooses by what can be imported."""
+    pytest.importorskip("megatron.core")
+    machine_with(files)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", MEGATRONS_CHOICE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    megatrons = json.loads(done.stdout.splitlines()[-1])
+    ours = {fusion.name: fusion.used for fusion in megatron_fusions.fusions() if fusion.name in megatrons}
+    ours["persist_layer_norm"] = megatron_fusions.fusion_options()["persist_layer_norm"]
+    assert ours == megatrons
+    assert set(ours.values()) == {bool(files)}
+
+
+def test_wanted_is_checked_without_a_command_line():
+    with pytest.raises(ValueError, match="--kv-heads 3"):
+        configuration.Wanted(
+            cp=2, tp=1, heads=4, kv_heads=3, head_dim=8, head_dim_v=8, seq_len=16, batch=1, dtype="fp32",
+            cp_comm_type="tree", hierarchical=None, topology=None, backend="auto", normalization="RMSNorm",
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The harness of the distributed tests itself: results, failures, time-outs, and that no process stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.dist_utils import DistributedTestError, run_distributed
+
+
+def _sum_of_ranks(rank, world, scale):
+    x = torch.full((3,), float(rank) * scale)
+    dist.all_reduce(x)
+    return x
+
+
+def _pid(rank, world):
+    return os.getpid()
+
+
+def _raise_on(rank, world, bad):
+    if rank == bad:
+        raise KeyError(f"told to fail on rank {rank}")
+    dist.barrier()
+
+
+def _die_on(rank, world, bad):
+    if rank == bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _sleep_on(rank, world, ranks, pid_folder):
+    open(os.path.join(pid_folder, str(os.getpid())), "w").close()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(os.path.join(pid_folder, str(child.pid)), "w").close()
+    if rank in ranks:
+        time.sleep(600)
+    child.kill()
+
+
+def _environment_of(rank, world):
+    return os.environ.get("A_VARIABLE"), os.environ["RANK"], dist.get_debug_level().name
+
+
+def _uninitialised(rank, world):
+    x = torch.ones(2)
+    return [bool(t.isnan().all()) for t in (torch.empty(2), torch.empty_like(x), x.new_empty(2, 2))]
+
+
+def _draw(rank, world):
+    return torch.rand(3)
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_gone(pids, seconds=5.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(_alive(pid) for pid in pids):
+        time.sleep(0.05)
+    return [pid for pid in pids if _alive(pid)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_results_come_back_by_rank(world):
+    results = run_distributed(_sum_of_ranks, world, 2.0)
+    assert len(results) == world
+    for x in results:
+        assert x.tolist() == [float(world * (world - 1))] * 3
+
+
+def test_workers_are_kept_and_fresh_ones_are_not():
+    kept = run_distributed(_pid, 2)
+    assert run_distributed(_pid, 2) == kept
+    fresh = run_distributed(_pid, 2, fresh=True)
+    assert not set(fresh) & set(kept)
+    assert not _wait_gone(fresh)
+    assert all(_alive(pid) for pid in kept)
+
+
+def test_a_failing_rank_is_named_with_its_traceback():
+    before = run_distributed(_pid, 3)
+    with pytest.raises(DistributedTestError, match="rank 1 of 3 failed") as error:
+        run_distributed(_raise_on, 3, 1)
+    assert "told to fail on rank 1" in str(error.value)
+    assert "in _raise_on" in str(error.value)
+    assert not _wait_gone(before)
+    assert not set(run_distributed(_pid, 3)) & set(before)
+
+
+def test_a_dying_rank_is_named():
+    before = run_distributed(_pid, 3)
+    with pytest.raises(DistributedTestError, match=r"rank 2 of 3 failed:\nthe process died, exit code -9"):
+        run_distributed(_die_on, 3, 2)
+    assert not _wait_gone(before)
+
+
+def test_time_out_names_the_ranks_and_kills_everything(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(DistributedTestError, match=r"timed out after 3 s; .*\[0, 2\]") as error:
+        run_distributed(_sleep_on, 3, (0, 2), str(tmp_path), timeout=3)
+    assert time.monotonic() - start < 30
+    assert error.value.unfinished == (0, 2)
+    assert "in _sleep_on" in str(error.value)
+    pids = [int(name) for name in os.listdir(tmp_path)]
+    assert len(pids) == 6
+    assert not _wait_gone(pids)
+
+
+def test_environment_is_set_for_the_call_only():
+    env = {"A_VARIABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    assert run_distributed(_environment_of, 2, env=env) == [("1", "0", "DETAIL"), ("1", "1", "DETAIL")]
+    assert run_distributed(_environment_of, 2) == [(None, "0", "OFF"), (None, "1", "OFF")]
+
+
+def test_uninitialised_memory_is_nan_here_and_on_the_ranks():
+    assert _uninitialised(0, 1) == [True] * 3
+    assert run_distributed(_uninitialised, 2) == [[True] * 3] * 2
+    assert torch.empty(2, dtype=torch.int64).dtype == torch.int64
+
+
+def test_seeds_are_the_same_in_every_call_and_rank():
+    first, second = run_distributed(_draw, 2)
+    assert torch.equal(first, second)
+    assert torch.equal(run_distributed(_draw, 2)[0], first)
+
+
+def test_no_worker_survives_a_killed_session(tmp_path):
+    script = tmp_path / "session.py"
+    script.write_text(
+        "import sys, os, time\n"
+        f"sys.path[:0] = [{os.path.dirname(__file__)!r}, {str(Path(__file__).resolve().parents[1])!r}]\n"
+        "import test_harness\n"
+        "from support import dist_utils\n"
+        "if __name__ == '__main__':\n"
+        "    print(*dist_utils.run_distributed(test_harness._pid, 2), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    session = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        pids = [int(pid) for pid in session.stdout.readline().split()]
+        assert len(pids) == 2 and all(_alive(pid) for pid in pids)
+    finally:
+        session.kill()
+        session.wait()
+    assert not _wait_gone(pids)

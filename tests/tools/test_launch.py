@@ -1,0 +1,343 @@
+"""The launch scripts start real ranks through deepspeed, report failures, and leave no process behind."""
+
+import functools
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+
+REPO = Path(__file__).resolve().parents[2]
+LIMIT = 120
+
+RANK_SCRIPT = """\
+import os, signal, subprocess, sys, time
+pids = os.path.join(os.path.dirname(__file__), "pids")
+os.makedirs(pids, exist_ok=True)
+rank, what = os.environ["RANK"], sys.argv[1]
+names = "WORLD_SIZE DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME MASTER_ADDR A_VARIABLE"
+words = ["rank", rank, *(os.environ.get(n) for n in names.split()), sys.argv[2:]]
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one write, or else the ranks' words mix
+def note(pid):
+    open(os.path.join(pids, str(pid)), "w").close()
+note(os.getpid())
+if what == "sleep":
+    if rank == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid)
+    os.write(1, b"asleep\\n")
+    time.sleep(600)
+if what == "fail":
+    if rank == "2":
+        raise RuntimeError("told to fail")
+    time.sleep(600)
+"""
+
+
+def _environment(**variables):
+    """As after activating the environment, without what a test run adds."""
+    dropped = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "DS_ACCELERATOR", "RANK", "WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**env, "VIRTUAL_ENV": sys.prefix, "DS_ACCELERATOR": "cpu", **variables}
+
+
+def _start(*command, cwd=REPO, **variables):
+    return subprocess.Popen(
+        ["bash", *map(str, command)],
+        cwd=cwd,
+        env=_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # where the tests run in the background SIGINT is ignored, and a shell can't trap what it inherits as ignored
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def _finish(process):
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def _run(*command, **options):
+    return _finish(_start(*command, **options))
+
+
+def _pids(folder):
+    return [int(name) for name in os.listdir(folder / "pids")]
+
+
+def _left(pids, seconds=3.0):
+    """Those that are still there; zombies that nobody has reaped yet don't count."""
+    end = time.monotonic() + seconds
+    while True:
+        alive = []
+        for pid in pids:
+            try:
+                if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                    alive.append(pid)
+            except FileNotFoundError:
+                pass
+        if not alive or time.monotonic() > end:
+            return alive
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def rank_script(tmp_path):
+    path = tmp_path / "rank.py"
+    path.write_text(RANK_SCRIPT)
+    return path
+
+
+def test_local_starts_the_ranks(rank_script):
+    status, output = _run(
+        "launch/deepspeed_local.sh", "-n", 4, rank_script, "end", "a b", "--name", "1", A_VARIABLE="x"
+    )
+    assert status == 0, output
+    lines = sorted(re.findall(r"rank .*\]", output))
+    threads = max(1, os.cpu_count() // 4)
+    assert lines == [f"rank {r} 4 cpu {threads} lo 127.0.0.1 x ['a b', '--name', '1']" for r in range(4)]
+
+
+def test_a_failing_rank_ends_all_and_shows(rank_script):
+    start = time.monotonic()
+    status, output = _run("launch/deepspeed_local.sh", "-n", 3, rank_script, "fail")
+    assert status != 0
+    assert "told to fail" in output
+    assert not _left(_pids(rank_script.parent))
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_leaves_nothing_behind(rank_script, number):
+    """Even a rank that ignores SIGTERM goes, and its child in a session of its own."""
+    process = _start("launch/deepspeed_local.sh", "-n", 2, rank_script, "sleep")
+    seen = 0
+    for line in process.stdout:
+        seen += line.strip() == "asleep"
+        if seen == 2:
+            break
+    pids = _pids(rank_script.parent)
+    assert len(pids) == 3
+    assert len(_left(pids, 0.0)) == 3
+    process.send_signal(number)
+    status, _ = _finish(process)
+    assert status == 128 + number
+    assert not _left(pids)
+
+
+def test_hostfile_with_a_command_on_every_node(rank_script):
+    """--node-rank: two "nodes" of two ranks form one world of four."""
+    hostfile = rank_script.with_name("hosts")
+    hostfile.write_text("# two nodes\nnode-a slots=2\nnode-b slots=2\n")
+    common = ("launch/deepspeed_hostfile.sh", "--hostfile", hostfile, "--master-addr", "127.0.0.1", "--node-rank")
+    nodes = [_start(*common, node, rank_script, "end", GLOO_SOCKET_IFNAME="lo") for node in (0, 1)]
+    results = [_finish(node) for node in nodes]
+    assert [status for status, _ in results] == [0, 0], results
+    lines = sorted(re.findall(r"rank .*\]", "".join(output for _, output in results)))
+    assert lines == [f"rank {r} 4 cpu 1 lo 127.0.0.1 None []" for r in range(4)]
+
+
+def _program(path, text):
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_hostfile_over_ssh_passes_the_environment(rank_script):
+    """With pdsh and ssh that start the "nodes" here, in an environment as bare as a remote shell's."""
+    folder = rank_script.parent
+    (folder / "hosts").write_text("node-a slots=1\nnode-b slots=2\n")
+    (folder / "bin").mkdir()
+    _program(folder / "bin" / "ssh", "#!/usr/bin/env bash\necho 127.0.0.1\n")
+    _program(
+        folder / "bin" / "pdsh",
+        "#!/usr/bin/env bash\n"
+        'while [[ "$1" == -* ]]; do case "$1" in -w) hosts="$2"; shift 2 ;; -f) shift 2 ;; *) shift ;; esac; done\n'
+        "n=0; jobs=()\n"
+        'for host in ${hosts//,/ }; do command="$*"\n'
+        '    env -i HOME="$HOME" PATH=/usr/bin:/bin bash -c "${command//%n/$n}" & jobs+=($!); n=$((n + 1))\n'
+        'done; status=0; for job in "${jobs[@]}"; do wait "$job" || status=$?; done; exit $status\n',
+    )
+    # fmt: off
+    status, output = _run(
+        "launch/deepspeed_hostfile.sh", "--hostfile", folder / "hosts", "--export", "A_VARIABLE", rank_script, "end",
+        PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        GLOO_SOCKET_IFNAME="eth7", A_VARIABLE="two \"$words\"",
+    )
+    # fmt: on
+    assert status == 0, output
+    lines = sorted(re.findall(r"rank .*\]", output))
+    assert lines == [f'rank {r} 3 cpu 1 eth7 127.0.0.1 two "$words" []' for r in range(3)]
+
+
+# Stand-ins for Slurm: scontrol knows two nodes, srun starts two tasks on each of them, here.
+SCONTROL = '#!/usr/bin/env bash\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\nnode2\n"\n'
+SRUN = """\
+#!/usr/bin/env bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+status=0
+jobs=()
+for task in 0 1 2 3; do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4 "$@" &
+    jobs+=($!)
+done
+trap 'kill -TERM "${jobs[@]}"' TERM
+for job in "${jobs[@]}"; do wait -n || { status=$? && kill "${jobs[@]}" 2>/dev/null; }; done
+exit $status
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Variables of a job of four ranks on two nodes."""
+    (tmp_path / "bin").mkdir()
+    _program(tmp_path / "bin" / "scontrol", SCONTROL)
+    _program(tmp_path / "bin" / "srun", SRUN)
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3"}
+    return {**job, "SLURM_SUBMIT_DIR": str(REPO), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_slurm_starts_a_rank_for_each_task(rank_script, slurm):
+    """As sbatch does: from a copy of the script in another place."""
+    shutil.copy(REPO / "launch" / "slurm_train.sh", rank_script.parent / "slurm_script")
+    status, output = _run(
+        rank_script.parent / "slurm_script", rank_script, "end", "a b", cwd=rank_script.parent, A_VARIABLE="x", **slurm
+    )
+    assert status == 0, output
+    assert "4 ranks on node[1-2], rendezvous at 127.0.0.1:20123" in output
+    lines = sorted(re.findall(r"rank .*\]", output))
+    assert lines == [f"rank {r} 4 cpu 3 None 127.0.0.1 x ['a b']" for r in range(4)]
+
+
+def test_slurm_passes_a_failure_on(rank_script, slurm):
+    status, output = _run("launch/slurm_train.sh", "--port", 4321, rank_script, "fail", **slurm)
+    assert status not in (0, 2)
+    assert "rendezvous at 127.0.0.1:4321" in output
+    assert "told to fail" in output
+    assert not _left(_pids(rank_script.parent))
+
+
+def test_slurm_says_what_is_missing(rank_script, slurm):
+    status, output = _run("launch/slurm_train.sh", rank_script)
+    assert status == 1
+    assert "no Slurm job: submit this with sbatch" in output
+    shutil.copy(REPO / "launch" / "slurm_train.sh", rank_script.parent / "slurm_script")
+    elsewhere = {**slurm, "SLURM_SUBMIT_DIR": str(rank_script.parent)}
+    status, output = _run(rank_script.parent / "slurm_script", rank_script, cwd=rank_script.parent, **elsewhere)
+    assert status == 1
+    assert "submit from the repository's folder" in output
+    status, output = _run("launch/slurm_train.sh", "no/such.py", **slurm)
+    assert status == 1
+    assert "no such script: no/such.py" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["deepspeed_local.sh"], "no script given"),
+        (["deepspeed_local.sh", "no/such.py"], "no such script: no/such.py"),
+        (["deepspeed_local.sh", "-n", "0", "launch/generate.py"], "-n 0: the number of ranks"),
+        (["deepspeed_hostfile.sh", "launch/generate.py"], "no hostfile given"),
+        (["deepspeed_hostfile.sh", "--hostfile", "no/such", "launch/generate.py"], "no such hostfile: no/such"),
+        (["deepspeed_hostfile.sh", "--hostfile", "LICENSE", "launch/generate.py"], "LICENSE, line 2: "),
+        (["quickstart.sh", "--ranks", "x"], "--ranks x: must be a whole number"),
+        (["quickstart.sh", "--train-only", "--generate-only"], "exclude each other"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_explained(command, message):
+    status, output = _run(f"launch/{command[0]}", *command[1:])
+    assert status != 0
+    assert message in output
+
+
+def test_no_environment_is_explained(tmp_path):
+    status, output = _run("launch/deepspeed_local.sh", "launch/generate.py", VIRTUAL_ENV=str(tmp_path))
+    assert status == 1
+    assert "run 'bash launch/setup.sh' first" in output
+
+
+# quickstart.sh itself, with stand-ins for the two jobs: what they really do is tested where they are.
+TRAIN = """\
+import os, pathlib, sys, time
+out = pathlib.Path("runs/quickstart")
+if os.environ["RANK"] == "0":
+    for name in ("train.jsonl", "loss.png"):
+        (out / name).write_text(" ".join(sys.argv[1:]))
+"""
+GENERATE = """\
+import os, pathlib, sys
+if os.environ["RANK"] == "0":
+    pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text("{}")
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the launch scripts in a folder of their own, with an empty set-up."""
+    (tmp_path / "launch").mkdir()
+    for path in (REPO / "launch").glob("*.sh"):
+        shutil.copy(path, tmp_path / "launch")
+    (tmp_path / "launch" / "setup.sh").write_text("echo nothing to install\n")
+    (tmp_path / "launch" / "train_gpt.py").write_text(TRAIN)
+    (tmp_path / "launch" / "generate.py").write_text(GENERATE)
+    return tmp_path
+
+
+def test_quickstart_does_both_jobs(copy):
+    status, output = _run("launch/quickstart.sh", "--ranks", 2, cwd=copy)
+    assert status == 0, output
+    out = copy / "runs" / "quickstart"
+    assert {path.name for path in out.iterdir()} == {
+        "train.jsonl", "loss.png", "generate.json", "training.log", "generation.log",
+    }  # fmt: skip
+    assert (out / "loss.png").read_text() == "--config configs/train/quickstart.yaml --context-parallel-size 2"
+    summary = output[output.index("== done") :]
+    assert re.search(r"training: \d+ s\n +generation: \d+ s\n", summary)
+    assert "generate.json" in summary
+
+
+def test_quickstart_names_the_failing_step(copy):
+    (copy / "launch" / "train_gpt.py").write_text("raise SystemExit('no cake left')\n")
+    status, output = _run("launch/quickstart.sh", "--ranks", 2, cwd=copy)
+    assert status == 1
+    report = output[output.index("quickstart failed") :]
+    assert 'in the step "training" (exit status 1); the last lines of runs/quickstart/training.log' in report
+    assert "no cake left" in report
+    assert "generation" not in output
+
+
+def test_quickstart_does_not_believe_a_job_that_wrote_nothing(copy):
+    (copy / "launch" / "train_gpt.py").write_text("")
+    status, output = _run("launch/quickstart.sh", "--ranks", 1, "--train-only", cwd=copy)
+    assert status == 1
+    assert "runs/quickstart/train.jsonl has not been written" in output
+
+
+def test_quickstart_can_be_interrupted(copy):
+    (copy / "launch" / "train_gpt.py").write_text(RANK_SCRIPT.replace("sys.argv[1]", "'sleep'"))
+    process = _start("launch/quickstart.sh", "--ranks", 2, cwd=copy)
+    seen = 0
+    for line in process.stdout:
+        seen += line.strip() == "asleep"
+        if seen == 2:
+            break
+    pids = _pids(copy / "launch")
+    process.send_signal(signal.SIGTERM)
+    status, _ = _finish(process)
+    assert status == 143
+    assert len(pids) == 3
+    assert not _left(pids)

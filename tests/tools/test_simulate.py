@@ -1,0 +1,99 @@
+"""`python -m megatron_tree.bench simulate`: its files, the paper's formulas in the planner's costs, docs/paper.md."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from megatron_tree.bench import paper, simulate
+from megatron_tree.bench.__main__ import main
+from megatron_tree.plan import load_topology
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_files(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["simulate", "--out", str(tmp_path / "out"), "--max-ranks", "64", "--topology", "gb200_nvl72"]) == 0
+    out = capsys.readouterr().out
+    assert "simulated, not measured" in out and "Llama 3.1 8B, 8 x dgx_h100" in out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"simulate.csv", "simulate-latency.png", "simulate-memory.png", "simulate-scale.png"}
+    for name in names:
+        assert 5_000 < (tmp_path / "out" / name).stat().st_size < 100_000
+    rows = list(csv.DictReader((tmp_path / "out" / "simulate.csv").open()))
+    assert {row["part"] for row in rows} == {"latency", "memory", "volume", "tables", "decode", "training"}
+    assert {row["topology"] for row in rows if row["part"] == "training"} == {"gb200_nvl72"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-ranks", "8"], "--max-ranks 8: at least 64 ranks hold the longest sequence"),
+        (["--topology", "nowhere"], "topology 'nowhere' is unknown"),
+    ],
+)
+def test_what_is_refused(options, message, capsys, tmp_path):
+    assert main(["simulate", "--out", str(tmp_path / "out"), *options]) == 1
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_volume_is_the_papers():
+    """Equation 14 counts elements; our states travel in fp32. Equation 10 counts p shifts, of which p - 1 are made."""
+    for row in simulate.volume():
+        if row.schedule == "allreduce":
+            assert row.sent_bytes == pytest.approx(row.published * 4 / paper.BYTES_PER_WORD)
+        if row.schedule == "ring":
+            assert row.sent_bytes == pytest.approx(row.published * (row.ranks - 1) / row.ranks)
+
+
+def test_memory_is_the_papers():
+    """Equation 9 for the tree; the ring holds one shard more than equation 8 says, as it must keep the cache."""
+    gaps = {}
+    for row in simulate.memory():
+        if row.schedule == "allreduce":
+            assert row.memory_bytes == pytest.approx(row.published, rel=1e-3)
+            gaps[row.case, row.seq_len] = -row.published
+        if row.schedule == "ring":
+            assert row.memory_bytes == pytest.approx(1.5 * row.published, rel=1e-3)
+    for row in simulate.memory():
+        if row.schedule == "ring":
+            gaps[row.case, row.seq_len] += row.published
+    for hidden, published in paper.MEMORY_GAP_MB.items():
+        assert gaps[f"hidden {hidden}", paper.MEMORY_SEQ_LEN] / 1e6 == pytest.approx(published, rel=0.01)
+
+
+def test_the_trees_latency_flattens_where_the_rings_grows():
+    """What figure 3 shows."""
+    found = {(r.ranks, r.seq_len, r.schedule): r.time_s for r in simulate.latency()}
+    first, last = paper.SEQ_LENS[0], paper.SEQ_LENS[-1]
+    for nodes in paper.NODES:
+        ring, tree = (found[8 * nodes, last, s] / found[8 * nodes, first, s] for s in ("ring", "allreduce"))
+        assert ring > 1.5 * tree
+        assert all(found[8 * nodes, s, "auto"] <= found[8 * nodes, s, "allreduce"] / 0.9 for s in paper.SEQ_LENS)
+    assert (
+        found[128, last, "ring"] > found[8, last, "ring"]
+        and found[128, last, "allreduce"] < found[8, last, "allreduce"]
+    )
+    assert found[128, last, "ring"] > paper.SPEEDUP_128_GPUS_5M * found[128, last, "allreduce"]
+
+
+def test_ever_more_ranks():
+    rows = list(simulate.scale(load_topology("dgx_h100"), 256))
+    for ranks in (64, 128, 256):
+        for case, limit in (("MHA", 0.25), ("GQA 4:1", 0.43), ("GQA 8:1", 0.62)):
+            mine = {r.schedule: r for r in rows if (r.part, r.ranks, r.case) == ("training", ranks, case)}
+            assert mine["auto"].sent_bytes == min(r.sent_bytes for r in mine.values())
+            assert mine["auto"].sent_bytes < limit * mine["ring"].sent_bytes
+            assert mine["auto"].time_s < 1.05 * min(r.time_s for r in mine.values())
+        decode = {r.schedule: r for r in rows if (r.part, r.ranks) == ("decode", ranks)}
+        assert decode["auto"].time_s < 1.1 * min(r.time_s for r in decode.values())
+        assert decode["auto"].memory_bytes < 0.5 * decode["ring"].memory_bytes
+
+
+def test_docs_show_the_published_numbers():
+    text = (REPO / "docs" / "paper.md").read_text()
+    for line in paper.TABLES:
+        assert f"{line.tree[0]:.2f} ± {line.tree[1]:.2f} | {line.ring[0]:.2f} ± {line.ring[1]:.2f}" in text
+    for name in ("latency", "memory", "scale"):
+        assert f"images/simulate-{name}.png" in text and (REPO / "docs" / "images" / f"simulate-{name}.png").is_file()

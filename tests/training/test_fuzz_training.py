@@ -1,0 +1,95 @@
+"""What training reads again with bytes flipped or cut: checkpoints, indexed datasets, its log. See test_fuzz_files."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("yaml")
+pytest.importorskip("matplotlib")
+
+from test_training_indexed import make, open_corpus
+
+from megatron_tree.training.checkpoint_files import MANIFEST, TRACKER, candidates, newest_good
+from megatron_tree.training.checkpoint_safety import INDEX, check_index
+from megatron_tree.training.report import read_log
+from support.damage import chances, damaged, examples, reads
+from support.dist_utils import run_distributed
+from support.training_utils import train_all, write_text
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run with two checkpoints, and every byte of them."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = write_text(folder / "text")
+    options = f"--data-path {text} --save {folder / 'kept'} --save-interval 2 --context-parallel-size 2"
+    run_distributed(train_all, 2, [(folder / "run", options)], fresh=True)
+    return folder, {path: path.read_bytes() for path in (folder / "kept").rglob("*") if path.is_file()}
+
+
+@examples(24, 200)
+def test_checkpoints(trained, seed, count):
+    """The newest is taken only with the bytes that were written; else it is named and the one before taken."""
+    folder, whole = trained
+    newest, older = (folder / "kept" / f"iter_000000{n}" for n in (4, 2))
+    for chance in chances(seed, count):
+        path = chance.choice([path for path in sorted(whole) if path.parent == newest or path.name == TRACKER])
+        path.write_bytes(damaged(whole[path], chance))
+        if path.name == INDEX:
+            reads(lambda: check_index(newest), newest)
+        found = reads(lambda: candidates(folder / "kept"), folder / "kept" / TRACKER)
+        if found is not None:
+            taken, warnings = newest_good(found[0])
+            if taken == newest:
+                assert all(p.read_bytes() == whole[p] for p in whole if p.name not in (MANIFEST, TRACKER))
+            else:
+                told = warnings + found[1]
+                assert taken == older and str(newest) in told[0]
+                assert (TRACKER if path.name == TRACKER else f"{path.name} ") in told[0]
+        path.write_bytes(whole[path])
+    assert newest_good(candidates(folder / "kept")[0]) == (newest, [])
+
+
+@examples(10, 120)
+def test_indexed_datasets(tmp_path, seed, count):
+    """With their checksums the samples are those that were written; without, the index must still fit together."""
+    prefix = make(tmp_path, "a", ["tree", "leaf", "root"], 60)
+    options = f"--data-path {prefix} --vocab-size 257 --eval-iters 0"
+
+    def load():
+        return open_corpus(options).train.batch(range(16))
+
+    expected, cache = load(), tmp_path / "index-cache"
+    assert reads(load) is not None
+    whole = {path: path.read_bytes() for path in [*tmp_path.glob("a.*"), *cache.iterdir()] if path.suffix != ".jsonl"}
+    for chance in chances(seed, count):
+        path = chance.choice([path for path in sorted(whole) if path.suffix in (".idx", ".bin", ".sha256", ".npy")])
+        if path.suffix == ".idx" and chance.random() < 0.5:
+            (tmp_path / "a.sha256").unlink()
+        path.write_bytes(damaged(whole[path], chance))
+        found = reads(load, prefix, cache)
+        assert found is None or np.array_equal(found, expected)
+        shutil.rmtree(cache)
+        cache.mkdir()
+        for name, data in whole.items():
+            name.write_bytes(data)
+
+
+@examples(8, 60)
+def test_logs(trained, tmp_path, seed, count):
+    """Half lines don't keep a run from ending; whole ones count."""
+    folder, _ = trained
+    whole = (folder / "run" / "train.jsonl").read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    path = tmp_path / "train.jsonl"
+    for chance in chances(seed, count):
+        cut = chance.randrange(len(whole))
+        path.write_bytes(whole[:cut])
+        full = [record for record in lines[: whole[:cut].count(b"\n")] if "event" not in record]
+        found = [record for record in read_log(path) if "event" not in record]
+        assert found in (full, [record for record in lines if "event" not in record][: len(full) + 1])
+        path.write_bytes(damaged(whole, chance))
+        assert len(read_log(path)) <= len(lines) + 64

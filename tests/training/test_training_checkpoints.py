@@ -1,0 +1,333 @@
+"""Checkpoints: resumed bit for bit, and in other layouts; never lost by a kill, a full disk or a damaged file."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("yaml")
+pytest.importorskip("matplotlib")
+
+from megatron_tree.training.checkpoint_files import (
+    MANIFEST,
+    TRACKER,
+    begin,
+    candidates,
+    checkpoint_folder,
+    contents,
+    digests_of,
+    fault_of,
+    finish,
+    newest_good,
+)
+from support.dist_utils import DistributedTestError, run_distributed
+from support.training_utils import losses, records, train_all, write_text
+
+# --- files ---
+
+
+def save(folder, iteration, text="weights", keep=None):
+    final = checkpoint_folder(folder, iteration)
+    unfinished = begin(final)
+    for name in (".metadata", "__0_0.distcp", "common.pt"):
+        (unfinished / name).write_text(f"{text} {iteration}")
+    sizes = contents(unfinished)
+    finish(final, sizes, digests_of(unfinished, sizes), keep)
+    return final
+
+
+def newest(folder):
+    return newest_good(candidates(folder)[0])
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_is_taken(tmp_path):
+    assert newest(tmp_path) == (None, [])
+    saved = [save(tmp_path, iteration) for iteration in (3, 12)]
+    assert newest(tmp_path) == (saved[1], [])
+    assert fault_of(saved[1]) is None
+    (tmp_path / TRACKER).write_text("3\n")
+    assert newest(tmp_path) == (saved[0], []), "the tracker's, though there is a newer one"
+    (tmp_path / TRACKER).unlink()
+    assert newest(tmp_path)[0] == saved[1]
+    (tmp_path / TRACKER).write_text("release\n")
+    with pytest.raises(ValueError, match="holds 'release' instead of a number"):
+        newest(tmp_path)
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (
+            lambda c: flip(c / "common.pt"),
+            "common.pt holds other bytes than were written: its sha256 is d45b7c0bfd0e66f1...",
+        ),
+        (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
+        (lambda c: truncate(c / "__0_0.distcp"), "__0_0.distcp has 9 bytes instead of 10"),
+        (lambda c: (c / MANIFEST).unlink(), f"it has no {MANIFEST}, so it was not written to its end"),
+        (
+            lambda c: (c / MANIFEST).write_text('{"common.pt": 10}'),
+            f"its {MANIFEST} is of an older version, which kept no digests: save it anew with this one",
+        ),
+        (lambda c: truncate(c / MANIFEST) or truncate(c / MANIFEST), f"its {MANIFEST} is damaged"),
+    ],
+)
+def test_a_damaged_one_is_passed_over(tmp_path, damage, fault):
+    older, newer = (save(tmp_path, iteration) for iteration in (8, 16))
+    damage(newer)
+    assert newest(tmp_path) == (older, [f"checkpoint {newer} is no good: {fault}"])
+    damage(older)
+    with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*iter_0000016 is no good.*iter_0000008"):
+        newest(tmp_path)
+
+
+def test_old_ones_are_deleted(tmp_path):
+    for iteration in (1, 2, 3, 30):
+        save(tmp_path, iteration)
+    save(tmp_path, 20, keep=2)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000020", "iter_0000030", TRACKER], "a newer one is not its own"
+    assert newest(tmp_path)[0].name == "iter_0000020"
+
+
+def _killed_at(folder, iteration, call):
+    """Save in a process of its own that is killed before its `call`-th change of the folder. Returns whether it was."""
+
+    def child():
+        count = iter(range(1_000_000))
+
+        def deadly(function):
+            def called(*args, **kwargs):
+                if next(count) == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return called
+
+        os.replace, Path.mkdir, Path.write_text = map(deadly, (os.replace, Path.mkdir, Path.write_text))
+        os.unlink, os.rmdir, Path.replace = map(deadly, (os.unlink, os.rmdir, Path.replace))
+        save(folder, iteration, "new", keep=2)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(30)
+    return process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("iteration", [3, 4], ids=["in its place", "the next"])
+def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path, iteration):
+    """Before every single renaming, writing and deleting: afterwards there is the former checkpoint or the new one, and
+    the next save succeeds."""
+    seen = set()
+    for call in range(100):
+        folder = tmp_path / str(call)
+        for earlier in (1, 2, 3):
+            save(folder, earlier, "old")
+        killed = _killed_at(folder, iteration, call)
+        good, _ = newest(folder)
+        seen.add((good.name, (good / "common.pt").read_text()))
+        assert good.name in ("iter_0000003", "iter_0000004")
+        assert fault_of(good) is None
+        save(folder, 5, keep=1)
+        assert names(folder) == ["iter_0000005", TRACKER], "nothing is left lying about"
+        if not killed:
+            break
+    assert call > 10
+    assert seen == {("iter_0000003", "old 3"), (f"iter_000000{iteration}", f"new {iteration}")}
+
+
+# --- training ---
+
+LONG = "--num-layers 4 --micro-batch-size 1 --train-iters 20 --seed 7"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def test_resumed_runs_go_on(tmp_path, text):
+    """Saved at cp = 4 after 10 of 20 steps: the same layout goes on bit for bit, others within 1e-5."""
+    options = f"--data-path {text} {LONG}"
+    cp4, kept = "--context-parallel-size 4", tmp_path / "kept"
+    runs = {
+        "whole": f"{options} {cp4}",
+        "half": f"{options} {cp4} --train-iters 10 --lr-decay-iters 20 --save {kept} --save-interval 5",
+        "cp2": f"{options} --context-parallel-size 2 --load {kept}",
+        "tp2": f"{options} --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --load {kept}",
+        "pp2": f"{options} --context-parallel-size 2 --pipeline-model-parallel-size 2 "
+        f"--num-virtual-stages-per-pipeline-rank 2 --load {kept}",
+        "dp4": f"{options} --load {kept}",
+        "wrong": f"{options} {cp4} --hidden-size 64 --load {kept}",
+        "none": f"{options} {cp4} --load {tmp_path / 'absent'}",
+        "done": f"{options} {cp4} --train-iters 10 --load {kept}",
+        "zero": f"{options} {cp4} --use-distributed-optimizer --load {kept}",
+        "same": f"{options} {cp4} --resume --save {kept}",
+    }
+    ranks = run_distributed(train_all, 4, [(tmp_path / n, run) for n, run in runs.items()], fresh=True, timeout=300)
+    assert all(rank == ranks[0] for rank in ranks)
+    outcomes = dict(zip(runs, ranks[0], strict=True))
+    expected = losses(tmp_path / "whole")
+    assert sorted(expected) == list(range(1, 21))
+    assert losses(tmp_path / "half") | losses(tmp_path / "same") == expected, "bit for bit"
+    for name in ("cp2", "tp2", "pp2", "dp4"):
+        assert losses(tmp_path / name) == {n: pytest.approx(expected[n], rel=1e-5, abs=0) for n in range(11, 21)}, name
+    assert "hidden_size=64, but" in outcomes["wrong"]
+    assert "use_distributed_optimizer=True, but" in outcomes["zero"]
+    assert "absent' has no checkpoint: name a folder that --save wrote" in outcomes["none"]
+    assert "train_iters=10, but" in outcomes["done"]
+    assert "has done 10 already" in outcomes["done"]
+
+
+def test_the_distributed_optimizer_and_16_bit(tmp_path, text):
+    """Saved at tp = 2, cp = 2 with the distributed optimizer: bit for bit there, at cp = 4 within rounding."""
+    options = f"--data-path {text} {LONG} --train-iters 6 --lr-decay-iters 6 --use-distributed-optimizer --eval-iters 0"
+    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    precisions = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 64 --loss-scale-window 2"}
+    runs = {}
+    for name, precision in precisions.items():
+        kept = tmp_path / f"kept-{name}"
+        runs |= {
+            f"{name}-whole": f"{options} {layout} {precision}",
+            f"{name}-half": f"{options} {layout} {precision} --train-iters 3 --save {kept}",
+            f"{name}-same": f"{options} {layout} {precision} --load {kept}",
+            f"{name}-cp4": f"{options} --context-parallel-size 4 {precision} --load {kept}",
+        }
+    run_distributed(train_all, 4, [(tmp_path / n, run) for n, run in runs.items()], fresh=True, timeout=300)
+    for name in precisions:
+        expected = losses(tmp_path / f"{name}-whole")
+        assert losses(tmp_path / f"{name}-half") | losses(tmp_path / f"{name}-same") == expected, name
+        rel = 1e-5 if name == "fp32" else 1e-3
+        close = {step: pytest.approx(expected[step], rel=rel) for step in range(4, 7)}
+        assert losses(tmp_path / f"{name}-cp4") == close, name
+    scales = [record["loss_scale"] for part in ("half", "same") for record in records(tmp_path / f"fp16-{part}")]
+    assert scales == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0], "it goes on doubling after every second step"
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, text):
+    """The ranks take the one before, all of them, and go on as the undisturbed run did."""
+    options = f"--data-path {text} --context-parallel-size 2 --train-iters 6"
+    kept = tmp_path / "kept"
+    ranks = run_distributed(_damaged, 2, tmp_path, options, kept, fresh=True)
+    assert ranks[0] == ranks[1]
+    expected = losses(tmp_path / "whole")
+    for name in ("flipped", "metadata"):
+        assert losses(tmp_path / name) == {step: expected[step] for step in range(3, 7)}
+    told = (tmp_path / "flipped.txt").read_text()
+    assert "iter_0000004 is no good: __0_0.distcp holds other bytes than were written" in told
+    assert (
+        "iter_0000004 is no good: .metadata is missing; taking the one before"
+        in (tmp_path / "metadata.txt").read_text()
+    )
+    assert "iter_0000002 is no good" in ranks[0][-1]
+
+
+def _damaged(rank, world, folder, options, kept):
+    import torch.distributed as dist
+
+    def once(action):
+        dist.barrier()
+        if rank == 0:
+            action()
+        dist.barrier()
+
+    newest, older = (checkpoint_folder(kept, iteration) for iteration in (4, 2))
+    train_all(rank, world, [(folder / "whole", f"{options} --save {kept} --save-interval 2 --keep-checkpoints 3")])
+    once(lambda: (kept / TRACKER).write_text("4\n"))
+    once(lambda: flip(newest / "__0_0.distcp"))
+    train_all(rank, world, [(folder / "flipped", f"{options} --load {kept}")])
+    once(lambda: (newest / ".metadata").unlink())
+    train_all(rank, world, [(folder / "metadata", f"{options} --load {kept}")])
+    once(lambda: (older / "common.pt").unlink())
+    return train_all(rank, world, [(folder / "nothing", f"{options} --load {kept}")])
+
+
+def test_a_kill_during_a_save(tmp_path, text):
+    """Both ranks are killed as soon as the second checkpoint's first file appears. The first one is in force; a new run
+    takes it and goes on as if nothing had been."""
+    options = f"--data-path {text} --context-parallel-size 2 --train-iters 4 --save-interval 2"
+    kept = tmp_path / "kept"
+    with pytest.raises(DistributedTestError, match="exit code -9"):
+        run_distributed(_killed_while_saving, 2, (tmp_path / "killed", f"{options} --save {kept}"), kept, fresh=True)
+    assert "iter_0000004.unfinished" in names(kept)
+    assert (kept / TRACKER).read_text() == "2\n"
+    runs = [
+        (tmp_path / "rest", f"{options} --resume --save {kept}"),
+        (tmp_path / "whole", options[: -len("--save-interval 2")]),
+    ]
+    run_distributed(train_all, 2, runs, fresh=True)
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "killed") | losses(tmp_path / "rest") == expected
+    assert losses(tmp_path / "rest").keys() == {3, 4}
+    assert names(kept) == ["iter_0000002", "iter_0000004", TRACKER]
+
+
+def _killed_while_saving(rank, world, run, kept):
+    def watch():
+        unfinished = kept / "iter_0000004.unfinished"
+        while not (unfinished.is_dir() and any(unfinished.iterdir())):
+            time.sleep(0.0002)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return train_all(rank, world, [run])
+
+
+# --- a graceful stop ---
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path, text):
+    """SIGTERM, then SIGUSR1, each to one rank only: all ranks end after the same step, with a checkpoint of it; the run
+    that goes on gives the losses of one that was never stopped."""
+    options = f"--data-path {text} --context-parallel-size 2 --train-iters 100000 --lr-decay-style constant"
+    kept = tmp_path / "kept"
+    results = run_distributed(_stopped, 2, tmp_path, f"{options} --save {kept} --resume", fresh=True)
+    assert results[0] == results[1]
+    first, second = results[0]
+    assert first.stopped
+    assert second.stopped
+    assert second.iteration > first.iteration >= 2
+    for name, outcome in (("first", first), ("second", second)):
+        said = (tmp_path / f"{name}.txt").read_text()
+        assert f"stopped by a signal after step {outcome.iteration} of 100000; continue with --load {kept}" in said
+        assert fault_of(checkpoint_folder(kept, outcome.iteration)) is None
+    assert "no checkpoint in" in (tmp_path / "first.txt").read_text()
+    whole = f"{options} --train-iters {second.iteration}"
+    run_distributed(train_all, 2, [(tmp_path / "whole", whole)], fresh=True)
+    assert losses(tmp_path / "first") | losses(tmp_path / "second") == losses(tmp_path / "whole")
+
+
+def _stopped(rank, world, folder, options):
+    def watch(name, number):
+        with contextlib.suppress(FileNotFoundError):
+            while len(records(folder / name)) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+            return
+        time.sleep(0.01)
+        watch(name, number)
+
+    outcomes = []
+    for name, number, place in (("first", signal.SIGTERM, 1), ("second", signal.SIGUSR1, 0)):
+        if rank == place:
+            threading.Thread(target=watch, args=(name, number), daemon=True).start()
+        outcomes += train_all(rank, world, [(folder / name, options)])
+    return outcomes

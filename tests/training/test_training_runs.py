@@ -1,0 +1,112 @@
+"""The training loop on ranks: equal losses however the sequence is spread; fp16; dropout; what is logged."""
+
+import math
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("yaml")
+pytest.importorskip("matplotlib")
+
+from megatron_tree.training.report import LOG_NAME
+from support.dist_utils import run_distributed
+from support.training_utils import losses, records, train_all, write_text
+
+FOUR = "--micro-batch-size 1"  # with four data-parallel ranks
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def run(world, folder, text, runs):
+    options = [(folder / name, f"--data-path {text} {more}") for name, more in runs.items()]
+    ranks = run_distributed(train_all, world, options, fresh=True, timeout=300)
+    assert all(rank == ranks[0] for rank in ranks), "all ranks end alike"
+    return dict(zip(runs, ranks[0], strict=True))
+
+
+def test_every_schedule_gives_the_same_losses(tmp_path, text):
+    cp4 = f"{FOUR} --context-parallel-size 4"
+    split = "--hierarchical-context-parallel-sizes 2 2"
+    runs = {
+        "alone": FOUR,
+        "tree": cp4,
+        "p2p": f"{cp4} --cp-comm-type p2p",
+        "all_gather": f"{cp4} --cp-comm-type all_gather",
+        "listed": f"{cp4} --cp-comm-type tree p2p --grid 2x2",
+        "a2a+tree": f"{cp4} --cp-comm-type a2a+tree {split}",
+        "a2a+p2p": f"{cp4} --cp-comm-type a2a+p2p {split}",
+        "a2a": f"{cp4} --cp-comm-type a2a",
+    }
+    outcomes = run(4, tmp_path, text, runs)
+    expected = losses(tmp_path / "alone")
+    assert sorted(expected) == [1, 2, 3, 4]
+    for name in runs:
+        assert losses(tmp_path / name) == {n: pytest.approx(expected[n], rel=1e-5, abs=0) for n in expected}, name
+        assert outcomes[name].final_loss == pytest.approx(math.fsum(expected.values()) / 4, rel=1e-5)
+
+
+def test_fp16_finds_its_loss_scale(tmp_path, text):
+    """From a scale that overflows: steps are skipped, parameters stay, the scale halves; then training goes on. Where
+    nothing overflows the scale doubles."""
+    fp16 = "--fp16 --context-parallel-size 2 --hysteresis 1"
+    runs = {
+        "fp32": "--context-parallel-size 2",
+        "fp16": f"{fp16} --initial-loss-scale 256 --loss-scale-window 2",
+        "falls": f"{fp16} --initial-loss-scale {2.0**24} --train-iters 24 --lr-decay-style constant",
+    }
+    run(2, tmp_path, text, runs)
+    assert not any(record["skipped"] for record in records(tmp_path / "fp16"))
+    assert losses(tmp_path / "fp16") == {n: pytest.approx(x, rel=1e-3) for n, x in losses(tmp_path / "fp32").items()}
+    grown = {record["step"]: record["loss_scale"] for record in records(tmp_path / "fp16")}
+    assert grown == {n: 256 * 2.0 ** (n // 2) for n in grown} and len(grown) > 2
+    steps = records(tmp_path / "falls")
+    skipped = [step["skipped"] for step in steps]
+    num_skipped = sum(skipped)
+    assert 0 < num_skipped < 20
+    assert skipped == [True] * num_skipped + [False] * (24 - num_skipped)
+    scales = [step["loss_scale"] for step in steps]
+    assert scales == [2.0 ** (24 - min(n, num_skipped)) for n in range(1, 25)]
+    assert all(step["grad_norm"] is None and step["lr"] == 0 for step in steps[:num_skipped])
+    assert "skipped: overflow at loss scale" in (tmp_path / "falls.txt").read_text()
+    assert steps[-1]["loss"] < min(step["loss"] for step in steps[: num_skipped + 1]) - 0.2
+
+
+def test_dropout_is_resumed_with_its_random_states(tmp_path, text):
+    dropout = "--attention-dropout 0.2 --hidden-dropout 0.2 --train-iters 4 --lr-decay-iters 4"
+    cp2, kept = "--context-parallel-size 2", tmp_path / "kept"
+    runs = {
+        "without": cp2,
+        "whole": f"{cp2} {dropout}",
+        "half": f"{cp2} {dropout} --train-iters 2 --save {kept}",
+        "rest": f"{cp2} {dropout} --load {kept}",
+        "other": f"{dropout} --load {kept}",
+    }
+    run(2, tmp_path, text, runs)
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "half") | losses(tmp_path / "rest") == expected
+    assert expected[1] != pytest.approx(losses(tmp_path / "without")[1], rel=1e-4)
+    assert losses(tmp_path / "other")[3] == pytest.approx(expected[3], rel=0.05)
+    note = "dropout starts with fresh random states"
+    assert note in (tmp_path / "other.txt").read_text()
+    assert note not in (tmp_path / "rest.txt").read_text()
+
+
+def test_what_is_logged(tmp_path, text):
+    runs = {"run": "--context-parallel-size 2 --eval-interval 3 --peak-tflops 0.01 --lr-decay-style linear"}
+    (outcome,) = run(2, tmp_path, text, runs).values()
+    assert (outcome.iteration, outcome.stopped) == (4, False)
+    (start,) = records(tmp_path / "run", "start")
+    assert start["peak_tflops"] == 0.01
+    assert start["options"]["lr_decay_style"] == "linear"
+    for step in records(tmp_path / "run"):
+        assert step["mfu"] == pytest.approx(step["tflops"] / 0.01)
+        assert step["tokens_per_s"] == pytest.approx(4 * 32 / step["seconds"])
+        assert step["memory_gib"] > 0.1
+    assert [record["step"] for record in records(tmp_path / "run", "validation")] == [3, 4]
+    assert (tmp_path / "run" / LOG_NAME).read_text().endswith("}\n")
+    said = (tmp_path / "run.txt").read_text()
+    assert "2 ranks, context parallel 2: tree; data parallel 1" in said
+    assert "MFU" in said
