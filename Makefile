@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test slow mutants gpu audit lint format
+.PHONY: help setup quickstart test slow gpu audit lint format
 
 # most of the GPU tests' time goes into compiling: with pytest-xdist in parallel, those that need much memory in one process
 GPU_WORKERS = $(shell python -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
@@ -19,9 +19,6 @@ test:            ## lint and the fast tests
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
-
-mutants:         ## plant faults in copies of the package: do the fast tests notice? (an hour; see tests/mutate.py)
-	python tests/mutate.py --out runs/mutants
 
 gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
 	python -m pytest $(GPU_WORKERS) tests/gpu $(GPU_TESTS); tests=$$?; \
