@@ -32,11 +32,11 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = f"megatron_tree.{MOVED[spec.name.partition('.')[2]]}"
         warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
-        self.kept = module.__spec__, module.__loader__, module.__package__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module):
-        module.__spec__, module.__loader__, module.__package__ = self.kept
+        module.__spec__ = module.__spec__.loader_state  # the import system has put the old path's there
 
 
 sys.meta_path.append(_Moved())
