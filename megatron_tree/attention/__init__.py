@@ -2,7 +2,7 @@
 
 - functional.py, cached.py   public functions: training, and over a sharded KV cache
 - sequences.py               a sequence and its shares
-- call.py                    one checked collective call: agree, plan, run
+- call.py, topology.py       one planned attention call, and the network it is planned for
 - validate.py                checks of arguments
 - autograd.py                forward and backward of training
 - grid.py, ring.py           the schedules of training; heads.py: exchanges of heads around them

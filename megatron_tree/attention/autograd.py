@@ -9,51 +9,51 @@ from .. import comm, kernels
 from ..comm.health.agree import agree, telling
 from ..layout import sequences_of
 from ..merge import merge_sinks
+from .call import AttnCall
 from .grid import grid_bwd, grid_fwd
-from .job import Job
 from .ring import ring_bwd, ring_fwd
 from .validate import check_finite_shares
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall) -> tuple[Tensor, Tensor]:
     """Differentiable attention of this rank's queries over the whole sequence: (out, lse) of its own share."""
-    return _TreeAttention.apply(q, k, v, sinks, job)
+    return _TreeAttention.apply(q, k, v, sinks, call)
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, job: Job):
-        run = ring_fwd if job.plan.forward.schedule == "ring" else grid_fwd
-        out, lse = run(q, k, v, job)
+    def forward(ctx, q, k, v, sinks, call: AttnCall):
+        run = ring_fwd if call.plan.forward.schedule == "ring" else grid_fwd
+        out, lse = run(q, k, v, call)
         if sinks is not None:  # one more leaf, added once, where the whole tree has met
             out, lse = merge_sinks(out, lse.transpose(1, 2), sinks.to(lse.dtype))
             lse = lse.transpose(1, 2)
         out, lse = out.to(q.dtype), lse.contiguous()
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.job = job
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        job = ctx.job
+        call = ctx.call
         # every rank takes part in the backward's collectives, with or without a gradient of its own
         dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype)
-        own = job.queries.segments([job.rank])
+        own = call.queries.segments([call.rank])
         if sum(segment.length for segment in own) < q.shape[1]:  # rows of padding: their gradients may be NaN
             padding = sequences_of(own, q.shape[1]).to(q.device) < 0
             dout = dout.masked_fill(padding[:, None, None], 0)
             dlse = None if dlse is None else dlse.masked_fill(padding, 0)
-        if job.config.check == "finite":
-            with telling(job.group):
-                check_finite_shares(job.config, job.group, job.queries, job.keys, dout=dout)
-            agree(job.group, "backward", check="finite", timeout_s=job.config.timeout_s)
-        with comm.Task(job.group, "the backward of tree attention"):
+        if call.config.check == "finite":
+            with telling(call.group):
+                check_finite_shares(call.config, call.group, call.queries, call.keys, dout=dout)
+            agree(call.group, "backward", check="finite", timeout_s=call.config.timeout_s)
+        with comm.Task(call.group, "the backward of tree attention"):
             flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
             delta = kernels.attn_delta(dout, out, flowing)
-            run = ring_bwd if job.plan.backward.schedule == "ring" else grid_bwd
-            dq, dk, dv = run(dout, q, k, v, lse, delta, job, flowing_lse=dlse is not None)
+            run = ring_bwd if call.plan.backward.schedule == "ring" else grid_bwd
+            dq, dk, dv = run(dout, q, k, v, lse, delta, call, flowing_lse=dlse is not None)
         dsinks = None
         if sinks is not None:
             seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))

@@ -16,7 +16,7 @@ from ..layout import Segment
 from ..log import say_once
 from ..plan import plan_decode
 from . import decode
-from .network import Network
+from .topology import GroupTopology
 from .validate import (
     check_cache,
     check_decode_schedule,
@@ -89,7 +89,7 @@ def tree_decode(
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
-        network = Network.of(cp_group, q.device, config)
+        network = GroupTopology.of(cp_group, q.device, config)
     b, s_q, h, _ = q.shape
     h_kv, d_v = v_cache.shape[2:]
     agree(
@@ -189,7 +189,7 @@ def tree_prefill(
             raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
         kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
-        network = Network.of(cp_group, q.device, config)
+        network = GroupTopology.of(cp_group, q.device, config)
     agree(
         cp_group,
         "tree_prefill",

@@ -11,12 +11,23 @@ import dataclasses
 
 from torch import Tensor
 
-from .. import comm
-from ..comm.health.agree import telling
-from ..config import TreeConfig
+from .. import comm, kernels
+from ..comm.health.agree import agree, telling
+from ..config import AttnSpec, TreeConfig
 from ..layout import Layout, Sharding, check_layout, packed_layout, shard_lengths
-from .call import attend, attend_here
-from .validate import check_cross_documents, check_packed, check_qkv, check_sinks, make_spec
+from .autograd import tree_attention
+from .call import plan_call
+from .heads import heads_to_tokens, tokens_to_heads
+from .topology import GroupTopology
+from .validate import (
+    check_cross_documents,
+    check_finite_shares,
+    check_packed,
+    check_qkv,
+    check_sinks,
+    check_ulysses,
+    make_spec,
+)
 
 _DEFAULT = TreeConfig()
 
@@ -69,7 +80,7 @@ def tree_attn_func(
         check_qkv(q, k, v, cross=cross)
         queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
     call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
-    out, lse = attend("tree_attn_func", q, k, v, sinks, **call)
+    out, lse = _attend("tree_attn_func", q, k, v, sinks, **call)
     return (out, lse) if return_lse else out
 
 
@@ -131,7 +142,7 @@ def tree_attn_varlen_func(
         check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
     call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
-    out, lse = attend("tree_attn_varlen_func", q, k, v, sinks, **call)
+    out, lse = _attend("tree_attn_varlen_func", q, k, v, sinks, **call)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -171,7 +182,109 @@ def attend_gathered(
             f"k holds {k.shape[1]} tokens: it must hold all shares, {queries.seq_len}, which must be equally long"
         )
     keys = dataclasses.replace(queries, fused=queries.world)
-    return attend_here(q, k, v, sinks, spec, queries, keys, cp_group, config.backend)[0]
+    return _attend_here(q, k, v, sinks, spec, queries, keys, cp_group, config.backend)[0]
+
+
+def _attend(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    spec: AttnSpec,
+    queries: Sharding,
+    keys: Sharding,
+    cp_group,
+    config: TreeConfig,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of checked tensors: agree, plan, and run, with Ulysses' exchanges around it if asked for."""
+    world, u = comm.group_size(cp_group), config.ulysses_size
+    with telling(cp_group):
+        check_sinks(sinks, q)
+        check_ulysses(u, world, q, k, queries)
+        kernels.choose(q, k, v, spec, config.backend)  # refuses what a named backend can't take
+        check_finite_shares(config, cp_group, queries, keys, q=q, k=k, v=v, sinks=sinks)
+        topology = GroupTopology.of(cp_group, q.device, config)
+    agree(
+        cp_group,
+        name,
+        check=config.check,
+        timeout_s=config.timeout_s,
+        also={f"dropout_{field}": value for field, value in spec.dropout._asdict().items()} if spec.dropout else None,
+        batch=q.shape[0],
+        seq_len=queries.seq_len,
+        seq_len_kv=keys.seq_len,
+        num_heads=q.shape[2],
+        num_heads_kv=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=q.dtype,
+        spec=dataclasses.replace(spec, dropout=None),
+        sinks=sinks is not None,
+        layout=queries.layout,
+        layout_kv=keys.layout,
+        return_lse=return_lse,
+        config=config,
+        topology=topology.digest,
+    )
+    with comm.Task(cp_group, name):
+        topology = topology.placed(cp_group, q.device, config)
+        call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, topology=topology)
+        if u == 1:
+            return tree_attention(q, k, v, sinks, plan_call(q, k, v, **call, members=tuple(range(world))))
+        return _attend_ulysses(q, k, v, sinks, **call, return_lse=return_lse)
+
+
+def _attend_ulysses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    spec: AttnSpec,
+    queries: Sharding,
+    keys: Sharding,
+    cp_group,
+    config: TreeConfig,
+    topology: GroupTopology,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Ulysses x tree: exchange heads for tokens, attend among the ranks with the same heads, and exchange back."""
+    world, rank, u = comm.group_size(cp_group), comm.group_rank(cp_group), config.ulysses_size
+    place = rank % u
+    team = comm.Team(
+        cp_group,
+        tuple((r,) for r in range(rank - place, rank - place + u)),
+        topology.topology.transport,
+        config.timeout_s,
+        ("ulysses", u),
+    )
+    if k.shape[2] < u:
+        k, v = (x.repeat_interleave(u // x.shape[2], 2) for x in (k, v))
+    first, count = place * (q.shape[2] // u), q.shape[2] // u
+    q, k, v = heads_to_tokens(team, q, k, v)
+    sinks = None if sinks is None else sinks[first : first + count]
+    queries, keys = (dataclasses.replace(x, fused=u) for x in (queries, keys))
+    team_of_heads = dict(cp_group=cp_group, config=config, topology=topology, members=tuple(range(place, world, u)))
+    call = plan_call(q, k, v, spec=spec.heads_from(first), queries=queries, keys=keys, **team_of_heads)
+    out, lse = tree_attention(q, k, v, sinks, call)
+    if not return_lse:
+        return *tokens_to_heads(team, out), None
+    out, lse = tokens_to_heads(team, out, lse.transpose(1, 2)[..., None])
+    return out, lse[..., 0].transpose(1, 2)
+
+
+def _attend_here(
+    q, k, v, sinks, spec: AttnSpec, queries: Sharding, keys: Sharding, cp_group, backend: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of what this rank holds, without a message: alone on a grid of one place."""
+    config = TreeConfig(backend=backend)
+    topology = GroupTopology.of(None, q.device, config).placed(None, q.device, config)
+    alone = dict(cp_group=None, config=config, topology=topology, members=(0,))
+    call = plan_call(q, k, v, spec=spec, queries=queries, keys=keys, **alone)
+    return tree_attention(q, k, v, sinks, dataclasses.replace(call, group=cp_group, order=(comm.group_rank(cp_group),)))
 
 
 def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:

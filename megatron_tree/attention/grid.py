@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import comm, kernels
 from ..config import AttnSpec
 from ..merge import bits_float, float_bits, merge_into, merge_states, pack_state, state_dtype, unpack_state
-from .job import Job
+from .call import AttnCall
 
 
 class HeadGroup:
@@ -29,8 +29,8 @@ class HeadGroup:
         self.spec = spec.heads_from(self.q.start)
 
 
-def _head_groups(q: Tensor, k: Tensor, job: Job, count: int) -> list[HeadGroup]:
-    return [HeadGroup(i, count, q.shape[2], k.shape[2], job.spec) for i in range(count)]
+def _head_groups(q: Tensor, k: Tensor, call: AttnCall, count: int) -> list[HeadGroup]:
+    return [HeadGroup(i, count, q.shape[2], k.shape[2], call.spec) for i in range(count)]
 
 
 class StateReducer:
@@ -62,17 +62,17 @@ class SumReducer:
         return total.to(self.wire)
 
 
-def grid_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+def grid_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall) -> tuple[Tensor, Tensor]:
     """(out [b, s, h, d_v] fp32, lse [b, h, s] fp32) of this rank's queries over the whole sequence."""
-    plan, s = job.plan.forward, q.shape[1]
-    cell = job.cell(plan)
-    groups, backend = _head_groups(q, k, job, plan.head_groups), dict(backend=job.config.backend)
-    reducer = StateReducer(job.wire, state_dtype(q.dtype))
+    plan, s = call.plan.forward, q.shape[1]
+    cell = call.cell(plan)
+    groups, backend = _head_groups(q, k, call, plan.head_groups), dict(backend=call.config.backend)
+    reducer = StateReducer(call.wire_dtype, state_dtype(q.dtype))
 
     def gather(group: HeadGroup) -> list:
         return [
-            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, job.keys.rows),
-            _start_gather((q[:, :, group.q],), cell.column, job.queries.rows),
+            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, call.keys.rows),
+            _start_gather((q[:, :, group.q],), cell.column, call.queries.rows),
         ]
 
     def compute(group: HeadGroup, gathered) -> list:
@@ -89,12 +89,12 @@ def grid_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]
         o, l = kernels.attn_fwd(queries, keys, values, **segments, spec=group.spec, **backend)
         o = o.to(out.dtype)
         o[:, cell.own_query_rows], l[..., cell.own_query_rows] = mine[0], mine[1].transpose(1, 2)
-        packed = pack_state(o.transpose(0, 1), l.permute(2, 0, 1), job.wire)
+        packed = pack_state(o.transpose(0, 1), l.permute(2, 0, 1), call.wire_dtype)
         return [comm.start_reduce_scatter(packed, cell.column, reducer)]
 
     arriving = gather(groups[0])
     own = dict(q_segments=cell.own_queries, k_segments=cell.own_keys)
-    out, lse = kernels.attn_fwd(q, k, v, **own, spec=job.spec, **backend)
+    out, lse = kernels.attn_fwd(q, k, v, **own, spec=call.spec, **backend)
     out, lse = out.to(state_dtype(q.dtype)), lse.contiguous()
     reduced = _pipeline(groups, arriving, gather, compute)
     if cell.column.size > 1:
@@ -103,15 +103,15 @@ def grid_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+def grid_bwd(dout, q, k, v, lse, delta, call: AttnCall, flowing_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's shares, fp32, from the global lse and delta [b, h, s]."""
-    plan = job.plan.backward
-    cell = job.cell(plan)
+    plan = call.plan.backward
+    cell = call.cell(plan)
     groups, options = (
-        _head_groups(q, k, job, plan.head_groups),
-        dict(backend=job.config.backend, flowing_lse=flowing_lse),
+        _head_groups(q, k, call, plan.head_groups),
+        dict(backend=call.config.backend, flowing_lse=flowing_lse),
     )
-    reducer = SumReducer(job.wire, state_dtype(q.dtype))
+    reducer = SumReducer(call.wire_dtype, state_dtype(q.dtype))
 
     def gather(group: HeadGroup) -> list:
         of_column = q[:, :, group.q], dout[:, :, group.q]
@@ -119,8 +119,8 @@ def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
             statistics = torch.stack((lse[:, group.q], delta[:, group.q]), -1).transpose(1, 2)
             of_column += (float_bits(statistics, q.dtype),)  # [b, s, h, words]
         return [
-            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, job.keys.rows),
-            _start_gather(of_column, cell.column, job.queries.rows),
+            _start_gather((k[:, :, group.kv], v[:, :, group.kv]), cell.row, call.keys.rows),
+            _start_gather(of_column, cell.column, call.queries.rows),
         ]
 
     def compute(group: HeadGroup, gathered) -> list:
@@ -140,20 +140,20 @@ def grid_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
             segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
             down, *parts = kernels.attn_bwd(*others, **segments, spec=group.spec, **options)
             down[:, cell.own_query_rows] = mine[0]
-            started.append(comm.start_reduce_scatter(down.transpose(0, 1).to(job.wire), cell.column, reducer))
+            started.append(comm.start_reduce_scatter(down.transpose(0, 1).to(call.wire_dtype), cell.column, reducer))
             if cell.row.size == 1:
                 sums = mine[1:]
             sums = _add(sums, parts)
         if cell.row.size > 1:
             sums = sums or [torch.zeros_like(x, dtype=dq.dtype) for x in (keys, values)]
             _add([x[:, cell.own_key_rows] for x in sums], mine[1:])
-            along = torch.cat([x.to(job.wire) for x in sums], -1).transpose(0, 1)
+            along = torch.cat([x.to(call.wire_dtype) for x in sums], -1).transpose(0, 1)
             started.append(comm.start_reduce_scatter(along, cell.row, reducer))
         return started
 
     arriving = gather(groups[0])
     own = dict(q_segments=cell.own_queries, k_segments=cell.own_keys)
-    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **own, spec=job.spec, **options)
+    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **own, spec=call.spec, **options)
     reduced = _pipeline(groups, arriving, gather, compute)
     if cell.column.size > 1:
         dq = torch.cat([parts[0] for parts in reduced], 2).transpose(0, 1)[:, : q.shape[1]]

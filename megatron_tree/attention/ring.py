@@ -12,50 +12,50 @@ from torch import Tensor
 
 from .. import comm, kernels
 from ..merge import empty_state, merge_into, state_dtype
-from .job import Job
+from .call import AttnCall
 
 
 class _Ring:
-    def __init__(self, job: Job):
-        self.job, self.order, self.size = job, job.order, len(job.order)
-        self.at = self.order.index(job.rank)
-        self.own = job.queries.segments([job.rank])
+    def __init__(self, call: AttnCall):
+        self.call, self.order, self.size = call, call.order, len(call.order)
+        self.at = self.order.index(call.rank)
+        self.own = call.queries.segments([call.rank])
 
     def shift(self, x: Tensor, into: Tensor) -> comm.Transfer:
-        return comm.start_shift(x, into, self.job.group, self.order, timeout_s=self.job.config.timeout_s)
+        return comm.start_shift(x, into, self.call.group, self.order, timeout_s=self.call.config.timeout_s)
 
     def packed(self, k: Tensor, v: Tensor) -> Tensor:
         """[rows, b, h_kv, d + d_v], padded to the longest share."""
         kv = torch.cat((k, v), -1).transpose(0, 1)
-        return F.pad(kv, (0, 0) * 3 + (0, self.job.keys.rows - kv.shape[0])).contiguous()
+        return F.pad(kv, (0, 0) * 3 + (0, self.call.keys.rows - kv.shape[0])).contiguous()
 
     def segments(self, step: int) -> dict:
         """Own queries against the share that is here at this step."""
-        return dict(q_segments=self.own, k_segments=self.job.keys.segments([self.order[self.at - step]]))
+        return dict(q_segments=self.own, k_segments=self.call.keys.segments([self.order[self.at - step]]))
 
 
-def ring_fwd(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+def ring_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall) -> tuple[Tensor, Tensor]:
     """(out [b, s, h, d_v], lse [b, h, s]), fp32, of this rank's queries: p - 1 shifts of KV."""
-    ring, widths = _Ring(job), (k.shape[-1], v.shape[-1])
+    ring, widths = _Ring(call), (k.shape[-1], v.shape[-1])
     kv = ring.packed(k, v)
     other = torch.empty_like(kv)
     out, lse = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
     for step in range(ring.size):
         transfer = ring.shift(kv, other) if step < ring.size - 1 else None
         keys, values = kv.transpose(0, 1).split(widths, -1)
-        o, l = kernels.attn_fwd(q, keys, values, **ring.segments(step), spec=job.spec, backend=job.config.backend)
+        o, l = kernels.attn_fwd(q, keys, values, **ring.segments(step), spec=call.spec, backend=call.config.backend)
         merge_into((out, lse), (o, l.transpose(1, 2)))
         if transfer:
             kv, other = transfer.wait(), kv
     return out, lse.transpose(1, 2)
 
 
-def ring_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+def ring_bwd(dout, q, k, v, lse, delta, call: AttnCall, flowing_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv: KV goes round again; its gradient follows one step behind, grows at every rank, and comes home."""
-    ring, widths = _Ring(job), (k.shape[-1], v.shape[-1])
-    options = dict(spec=job.spec, backend=job.config.backend, flowing_lse=flowing_lse)
+    ring, widths = _Ring(call), (k.shape[-1], v.shape[-1])
+    options = dict(spec=call.spec, backend=call.config.backend, flowing_lse=flowing_lse)
     kv, dq, going_home = ring.packed(k, v), 0, None
-    other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=job.wire)
+    other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=call.wire_dtype)
     for step in range(ring.size):
         transfer = ring.shift(kv, other) if step < ring.size - 1 else None
         keys, values = kv.transpose(0, 1).split(widths, -1)
@@ -65,7 +65,7 @@ def ring_bwd(dout, q, k, v, lse, delta, job: Job, flowing_lse: bool) -> tuple[Te
         if going_home:
             dkv += going_home.wait()
         if ring.size > 1:
-            going_home = ring.shift(dkv.to(job.wire), home)
+            going_home = ring.shift(dkv.to(call.wire_dtype), home)
         if transfer:
             kv, other = transfer.wait(), kv
     dkv = (going_home.wait() if going_home else dkv).transpose(0, 1)[:, : k.shape[1]]

@@ -10,7 +10,7 @@ from ..comm.health.agree import agree, telling
 from ..config import TreeConfig
 from ..layout import Layout, check_layout, shard_lengths, shard_positions
 from .heads import gather_rows
-from .network import Network
+from .topology import GroupTopology
 
 _DEFAULT = TreeConfig()
 
@@ -66,7 +66,7 @@ def gather_shares(x: Tensor, cp_group, dim: int, *, config: TreeConfig | None = 
         return x
     config = config or _DEFAULT
     with telling(cp_group):
-        network = Network.of(cp_group, x.device, config)
+        network = GroupTopology.of(cp_group, x.device, config)
     call = {"shape": x.shape, "dtype": x.dtype, "dim": dim % x.dim(), "topology": network.digest}
     agree(cp_group, "gather_shares", check=config.check, timeout_s=config.timeout_s, **call)
     with comm.Task(cp_group, "gather_shares"):

@@ -134,7 +134,7 @@ def test_a_refusal_is_heard_in_every_call():
 def _out_of_memory_before(rank, world):
     attend()
     if rank == 1:
-        from megatron_tree.attention import call as module
+        from megatron_tree.attention import functional as module
 
         def check_sinks(*_):
             raise MemoryError("no room")

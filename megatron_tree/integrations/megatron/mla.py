@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ...attention.functional import attend_gathered
-from ...attention.network import Network
 from ...attention.sequences import gather_shares
+from ...attention.topology import GroupTopology
 from ...config import TreeConfig, check_choice
 from ...log import say_once
 from ...plan import Shape
@@ -211,7 +211,7 @@ class LatentMLASelfAttention(MLASelfAttention):
         cp, config, tree = self.core_attention.cp_group, self.config, self.core_attention.tree_config
         n, world = self.num_attention_heads_per_partition, cp.size()
         shape = Shape(n, n, self.q_head_dim, config.v_head_dim)
-        network = Network.of(cp, device, tree).placed(cp, device, tree)
+        network = GroupTopology.of(cp, device, tree).placed(cp, device, tree)
         widths = config.kv_lora_rank * n * (config.qk_head_dim + config.v_head_dim)
         return choose_latent(
             world,

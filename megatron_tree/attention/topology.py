@@ -1,4 +1,4 @@
-"""The network of a group: the topology that the planner reckons with, and where the group's ranks stand in it."""
+"""The topology of a process group: the network that the planner assumes, and where the group's ranks are in it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .. import comm
 from ..config import TreeConfig
 from ..plan import Placement, Topology, default_topology, load_topology, place
 
-_networks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {(topology, transport, device): Network}
+_made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {key: GroupTopology}
 
 
-class Network(NamedTuple):
-    """What the planner reckons with, and in `topology.transport` how messages will really travel."""
+class GroupTopology(NamedTuple):
+    """The network that the planner assumes; `topology.transport` is how messages really travel."""
 
     topology: Topology
     digest: str
@@ -27,9 +27,9 @@ class Network(NamedTuple):
     placement: Placement | None = None
 
     @classmethod
-    def of(cls, group, device: torch.device, config: TreeConfig) -> Network:
-        """The network of a group; its placement is not known before `placed`. Raises ``ValueError``."""
-        made, key = _networks.get(group, {}) if group is not None else {}, cls._key(device, config)
+    def of(cls, group, device: torch.device, config: TreeConfig) -> GroupTopology:
+        """The topology of a group; its placement is not known before `placed`. Raises ``ValueError``."""
+        made, key = _made.get(group, {}) if group is not None else {}, cls._key(device, config)
         if key in made:
             return made[key]
         backend = comm.backend(group)
@@ -40,15 +40,15 @@ class Network(NamedTuple):
         topology = dataclasses.replace(topology, transport=comm.resolve_transport(group, device, wanted))
         return cls(topology, f"{topology.name} ({zlib.crc32(repr(topology).encode()):08x})")
 
-    def placed(self, group, device: torch.device, config: TreeConfig) -> Network:
+    def placed(self, group, device: torch.device, config: TreeConfig) -> GroupTopology:
         """The same with its ranks on their hosts; collective at the group's first call."""
         if self.placement is not None:
             return self
         hosts = comm.hosts(group, timeout_s=config.timeout_s)
-        network = self._replace(hosts=hosts, placement=place(self.topology, hosts))
+        placed = self._replace(hosts=hosts, placement=place(self.topology, hosts))
         if group is not None:
-            _networks.setdefault(group, {})[self._key(device, config)] = network
-        return network
+            _made.setdefault(group, {})[self._key(device, config)] = placed
+        return placed
 
     def placement_of(self, ranks: tuple[int, ...]) -> Placement:
         """Some of the group's ranks alone, numbered from 0."""
