@@ -3,7 +3,7 @@ from support import triton_interpreter  # noqa: F401, I001  first: see its docst
 import pytest
 import torch
 
-from support.dist_utils import close_pools, poisoned_empty, seed_everything
+from support.ranks import close_pools, poisoned_empty, seed_everything
 
 
 def pytest_configure(config):

@@ -1,12 +1,12 @@
 """Decoding and prefill over drawn caches, against the float64 oracle, and lives of a cache against plain lists.
 
-fuzz_utils.py says how to run more of it, and how to run a failure again.
+fuzz.py says how to run more of it, and how to run a failure again.
 """
 
 import pytest
 
+from support.fuzz import CALLS, attack
 from support.fuzz_cache import LIVES, check_decode, check_life, decodes, run_decode, run_life
-from support.fuzz_utils import CALLS, attack
 
 WORLDS = (1, 2, 3, 4)
 

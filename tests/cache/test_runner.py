@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.dist_utils import largest, run_distributed
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 

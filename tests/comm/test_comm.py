@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_tree import CommError, comm
 from megatron_tree.kernels import merge_packed
-from support.dist_utils import largest, run_distributed
+from support.ranks import largest, run_distributed
 
 SHAPES = [(1, 4), (4, 1), (2, 2), (2, 3), (3, 2)]  # nodes x ranks on each
 TRANSPORTS = ("direct", "builtin")

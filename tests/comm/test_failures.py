@@ -11,9 +11,9 @@ import torch.distributed as dist
 import megatron_tree
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
 from megatron_tree.training.checkpoint_files import TRACKER
-from support.dist_utils import DistributedTestError, run_distributed
 from support.failing_ranks import HOWS, LIMIT, WHERES, call, die, lose, run_to_the_end, start_clock
-from support.training_utils import train_all, write_text
+from support.ranks import DistributedTestError, run_distributed
+from support.training_runs import train_all, write_text
 
 SAVE_LIMIT = 5.0  # seconds: Megatron's own collectives at the start of a run need some
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, unshard_sequence
 from megatron_tree.comm.health.agree import agree
 from megatron_tree.comm.health.watch import Watch
-from support.dist_utils import run_distributed
 from support.failing_ranks import LIMIT, call, run_to_the_end, start_clock
+from support.ranks import run_distributed
 
 LONG = TreeConfig(timeout_s=30)
 

@@ -5,14 +5,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from test_decode import make, same_everywhere
 
 from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
-from megatron_tree.cache import ShardedCache, quantize
+from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
-from megatron_tree.kernels import gather_row
 from megatron_tree.layout import Segment
-from support.dist_utils import largest, run_distributed
+from support.decoding import cache_of, decode_inputs, prefill_chunk, same_everywhere
+from support.ranks import largest, run_distributed
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "plain": ((4, 4), 8, 8, {}),
@@ -35,36 +34,12 @@ def want(q, k, v, first, window_size=(-1, -1), softcap=0.0, sinks=None):
     return energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, sinks=sinks)[0]
 
 
-def cache_of(rank, world, options, page_size, dtype="auto"):
-    left = options.get("window_size", (-1, -1))[0]
-    cache = ShardedCache([None if left < 0 else left + 1], rank=rank, world=world, page_size=page_size, dtype=dtype)
-    return cache, cache.book.add()
-
-
-def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
-    """Append a chunk [1, n, ...] that every rank knows; returns this rank's (output, positions in the chunk)."""
-    rank, world = cache.book.rank, cache.book.world
-    append = cache.append([row], q.shape[1], sharded=True)
-    first = append.first[0]
-    mine = [p - first for start, count in append.shares[rank] for p in range(start, start + count)]
-    given = torch.tensor(mine or [0])  # as a model does that has to run one token
-    cache.write(0, append, k[:, given], v[:, given])
-    view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
-    keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
-    segments = cache.book.key_segments(row, 0, first)
-    if gathers_keys:
-        segments = [cache.book.key_segments(row, 0, first, r) for r in range(world)]
-    q = q[:, torch.tensor(mine, dtype=torch.int64)]
-    shares = dict(shares=append.shares, key_segments=segments)
-    return tree_prefill(q, keys, values, cp_group=dist.group.WORLD, **shares, **options), mine
-
-
 def _prefill(rank, world, page_size):
     worst = {}
     for form, (heads, d, d_v, options) in FORMS.items():
         for chunks in CHUNKS:
             for gathers_keys in (False, True) if chunks is CHUNKS[0] else (False,):
-                q, k, v = make(1, sum(chunks), sum(chunks), heads, d, d_v, torch.float32)
+                q, k, v = decode_inputs(1, sum(chunks), sum(chunks), heads, d, d_v, torch.float32)
                 cache, row = cache_of(rank, world, options, page_size)
                 at = 0
                 for n in chunks:
@@ -87,7 +62,7 @@ def test_prefill_in_chunks(world, page_size):
 
 
 def _prefill_with_triton(rank, world):
-    q, k, v = make(1, 40, 40, dtype=torch.float32)
+    q, k, v = decode_inputs(1, 40, 40, dtype=torch.float32)
     options, worst = dict(config=TreeConfig(backend="triton", timeout_s=60)), []
     for gathers_keys in (False, True):
         cache, row = cache_of(rank, world, {}, 4)
@@ -103,7 +78,7 @@ def test_prefill_with_triton_kernels():
 
 
 def _prefill_bf16(rank, world):
-    q, k, v = make(1, 96, 96, (8, 2), 32, 32, torch.bfloat16)
+    q, k, v = decode_inputs(1, 96, 96, (8, 2), 32, 32, torch.bfloat16)
     truth = want(q, k, v, 0)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
@@ -128,7 +103,7 @@ def _decode(rank, world, page_size):
     worst = {}
     for form, (heads, d, d_v, options) in FORMS.items():
         for dtype in ("auto", "int8", "fp8") if form in ("gqa", "window") else ("auto",):
-            q, k, v = make(4, n, max(lengths) + n, heads, d, d_v, torch.float32)
+            q, k, v = decode_inputs(4, n, max(lengths) + n, heads, d, d_v, torch.float32)
             cache, first_row = cache_of(rank, world, options, page_size, dtype)
             rows = [first_row, *(cache.book.add() for _ in lengths[1:])]
             for i, length in enumerate(lengths):
@@ -172,7 +147,7 @@ def test_decode_from_pages(world, page_size):
 
 
 def _decode_bf16(rank, world):
-    q, k, v = make(2, 1, 128, (8, 2), 32, 32, torch.bfloat16)
+    q, k, v = decode_inputs(2, 1, 128, (8, 2), 32, 32, torch.bfloat16)
     truth = want(q, k, v, 127)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
@@ -193,7 +168,7 @@ def test_decode_in_bf16_within_the_rule(world):
 
 
 def _nothing_to_do(rank, world):
-    q, k, v = make(1, 0, 3, dtype=torch.float32)
+    q, k, v = decode_inputs(1, 0, 3, dtype=torch.float32)
     options = dict(cp_group=dist.group.WORLD, shares=[[] for _ in range(world)])
     alone = tree_prefill(q, k, v, key_segments=[Segment(0, 0, 3)], **options)
     segments = [[Segment(0, 0, 3)], *([] for _ in range(world - 1))]
@@ -206,7 +181,7 @@ def test_no_queries_at_all():
 
 
 def _message(rank, world, what):
-    q, k, v = make(1, 6, 6, dtype=torch.float32)
+    q, k, v = decode_inputs(1, 6, 6, dtype=torch.float32)
     shares = [[(3 * r, 3)] for r in range(world)]
     segments = [Segment(0, 3 * rank, 3)]
     mine = slice(3 * rank, 3 * rank + 3)

@@ -7,29 +7,10 @@ import torch.distributed as dist
 from megatron_tree import energy, tree_decode
 from megatron_tree.cache import ShardedCache
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
-from support.dist_utils import largest, run_distributed
+from support.decoding import decode_inputs, decode_oracle, same_everywhere
+from support.ranks import largest, run_distributed
 
 WORLDS = (1, 2, 3, 4, 6)
-
-
-def make(batch, s_q, total, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    h, h_kv = heads
-    shapes = ((s_q, h, d), (total, h_kv, d), (total, h_kv, d_v))
-    return [torch.randn(batch, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
-
-
-def oracle(q, k, v, keep, *, softcap=0.0, sinks=None):
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap)
-    q, k, v = (x.double() for x in (q, k, v))
-    return energy.attention(q, k, v, spec=spec, keep=keep, sinks=None if sinks is None else sinks.double())
-
-
-def same_everywhere(x):
-    """Whether every rank holds the same bits."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return all(torch.equal(parts[0], p) for p in parts)
 
 
 def _one_token(rank, world, lengths_list):
@@ -37,11 +18,11 @@ def _one_token(rank, world, lengths_list):
     worst = 0.0
     for lengths in lengths_list:
         total, start = sum(lengths), sum(lengths[:rank])
-        q, k, v = make(3, 1, total, dtype=torch.float32)
+        q, k, v = decode_inputs(3, 1, total, dtype=torch.float32)
         sinks = torch.linspace(-1, 1, 4)
         mine = slice(start, start + lengths[rank])
         for options in ({}, dict(softcap=2.0), dict(sinks=sinks)):
-            out, lse = oracle(q, k, v, None, **options)
+            out, lse = decode_oracle(q, k, v, None, **options)
             for schedule in DECODE_SCHEDULES:
                 o, l = tree_decode(
                     q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule, return_lse=True, **options
@@ -64,7 +45,7 @@ def test_one_token_any_shards(world):
 def _many_tokens(rank, world):
     """s_q = 3 over a round-robin cache with windows, left padding and ragged rows."""
     total, s_q = 4 * world + 5, 3
-    q, k, v = make(2, s_q, total, dtype=torch.float32)
+    q, k, v = decode_inputs(2, s_q, total, dtype=torch.float32)
     slots = torch.arange(total)
     positions = torch.stack((slots, torch.where(slots < 4, -1, slots - 4)))  # row 1: four slots of left padding
     q_positions = positions[:, -s_q:]
@@ -78,7 +59,7 @@ def _many_tokens(rank, world):
     for window in ((-1, -1), (4, 0), (0, 0)):
         spec = AttnSpec(softmax_scale=1.0, window_size=window)
         keep = energy.visible(q_positions, positions, spec) & (positions >= 0)[:, None]
-        out, lse = oracle(q, k, v, keep)
+        out, lse = decode_oracle(q, k, v, keep)
         for schedule in DECODE_SCHEDULES:
             o, l = tree_decode(
                 q,
@@ -105,13 +86,13 @@ def test_many_tokens_windows_and_padding(world):
 
 def _ragged(rank, world, dtype):
     """cache_seqlens: another number of valid slots per row, and NaN in the slots beyond."""
-    q, k, v = make(4, 1, 6 * world, dtype=dtype)
+    q, k, v = decode_inputs(4, 1, 6 * world, dtype=dtype)
     mine = slice(6 * rank, 6 * rank + 6)
     lengths = torch.tensor([(3 * row + rank) % 7 for row in range(4)])
     valid = torch.stack([torch.arange(6) < n for n in lengths])  # [4, 6]
     everyone = [torch.empty_like(valid) for _ in range(world)]
     dist.all_gather(everyone, valid)
-    out, _ = oracle(q, k, v, torch.cat(everyone, 1)[:, None])
+    out, _ = decode_oracle(q, k, v, torch.cat(everyone, 1)[:, None])
     for x in (k, v):
         x[:, mine][~valid] = float("nan")
     error = 0.0
@@ -120,8 +101,8 @@ def _ragged(rank, world, dtype):
         error = largest((error, (o - out).abs().max().item()))
     uniform = torch.full((4,), 4)
     keep = torch.cat([torch.arange(6) < 4] * world)[None]
-    q, k, v = make(4, 1, 6 * world, dtype=dtype)
-    out, _ = oracle(q, k, v, keep)
+    q, k, v = decode_inputs(4, 1, 6 * world, dtype=dtype)
+    out, _ = decode_oracle(q, k, v, keep)
     o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=uniform)
     return largest((error, (o - out).abs().max().item()))
 
@@ -132,8 +113,8 @@ def test_ragged_caches(world):
 
 
 def _bf16(rank, world):
-    q, k, v = make(2, 1, 64 * world, heads=(8, 2), d=32, d_v=32, dtype=torch.bfloat16)
-    out, _ = oracle(q, k, v, None)
+    q, k, v = decode_inputs(2, 1, 64 * world, heads=(8, 2), d=32, d_v=32, dtype=torch.bfloat16)
+    out, _ = decode_oracle(q, k, v, None)
     dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
     allowed = (dense.transpose(1, 2).double() - out).abs().max()
     mine = slice(64 * rank, 64 * rank + 64)
@@ -151,7 +132,7 @@ def test_bf16_within_the_rule(world):
 
 def _huge_logits(rank, world):
     """Scores of +-1e4, all on one rank or on all: finite, and equal to the oracle."""
-    q, k, v = make(1, 1, 4 * world, dtype=torch.float32)
+    q, k, v = decode_inputs(1, 1, 4 * world, dtype=torch.float32)
     worst = 0.0
     for scale in (3e3, -3e3):
         spec = AttnSpec(softmax_scale=scale)

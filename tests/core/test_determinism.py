@@ -1,6 +1,5 @@
 """The same inputs, the same bits: run after run, on all ranks, in new processes, and for a row alone or in a batch."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -9,66 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_cached import cache_of, prefill_chunk
-from test_decode import make as make_decode
-from test_decode import same_everywhere
-from test_tree_attn import make_inputs, make_sinks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_tree import TreeConfig, kernels, tree_attn_func, tree_decode
-from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree import TreeConfig, kernels, tree_decode
+from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton.decode import SPLIT_KEYS
 from megatron_tree.layout import Segment
 from megatron_tree.merge import merge_sinks
 from megatron_tree.plan import default_topology, place, plan_decode
-from support.dist_utils import run_distributed
+from support.attention import make_inputs, make_sinks
+from support.decoding import decode_inputs, same_everywhere
+from support.ranks import run_distributed
+from support.same_bits import FIXED, bits, digest
 
 REPO = Path(__file__).resolve().parents[2]
 TIMES = 50
-FIXED = tuple(s for s in DECODE_SCHEDULES if s not in ("auto", "allreduce"))
-
-
-def digest(*tensors):
-    parts = [
-        x.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes() for x in tensors
-    ]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def _bits(rank, world, dtype, times, deterministic):
-    """{what: digests of `times` runs}: training on every schedule, decode, prefill in both ways."""
-    found, group = {}, dist.group.WORLD
-    inputs = [x.chunk(world, 1)[rank] for x in make_inputs(32 * world, (4, 2), d=16, d_v=16, dtype=dtype)]
-    schedules = {"tree": dict(grid=(world, 1)), "KV gather": dict(grid=(1, world)), "ring": dict(schedule="ring")}
-    if world == 4:
-        schedules["grid 2x2"] = dict(grid=(2, 2), head_groups=2)
-    for name, options in schedules.items():
-        config = TreeConfig(**options, deterministic=deterministic)
-        leaves = [x.clone().requires_grad_() for x in inputs[:3]] + [make_sinks(4).to(dtype).requires_grad_()]
-        runs = found.setdefault((name, "training"), [])
-        for _ in range(times):
-            out, lse = tree_attn_func(*leaves[:3], sinks=leaves[3], cp_group=group, config=config, return_lse=True)
-            runs.append(digest(out, lse, *torch.autograd.grad(out, leaves, inputs[3])))
-    config = TreeConfig(deterministic=deterministic)
-    q, k, v = make_decode(3, 1, 40 * world, d=16, d_v=16, dtype=dtype)
-    k, v = (x.chunk(world, 1)[rank] for x in (k, v))
-    lengths = torch.tensor([40, 11 + rank, 0])
-    for schedule in FIXED:
-        options = dict(cp_group=group, cache_seqlens=lengths, schedule=schedule, config=config, sinks=make_sinks(4))
-        runs = [tree_decode(q, k, v, return_lse=True, **options) for _ in range(times)]
-        assert same_everywhere(runs[0][0]) and same_everywhere(runs[0][1]), schedule
-        found[schedule, "decode"] = [digest(*x) for x in runs]
-    q, k, v = make_decode(1, 36, 36, d=16, d_v=16, dtype=dtype)
-    for gathers_keys in (False, True):
-        runs = found.setdefault((gathers_keys, "prefill"), [])
-        for _ in range(times):
-            cache, row = cache_of(rank, world, {}, 4)
-            new = slice(0, 20), slice(20, 36)
-            options = dict(config=config)
-            outs = [prefill_chunk(cache, row, q[:, i], k[:, i], v[:, i], options, gathers_keys)[0] for i in new]
-            runs.append(digest(*outs))
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -77,7 +32,7 @@ def _bits(rank, world, dtype, times, deterministic):
     [(3, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow)],
 )
 def test_the_same_bits_fifty_times(world, dtype, deterministic):
-    for found in run_distributed(_bits, world, dtype, TIMES, deterministic, timeout=600):
+    for found in run_distributed(bits, world, dtype, TIMES, deterministic, timeout=600):
         assert {what for _, what in found} == {"training", "decode", "prefill"}
         assert all(len(runs) == TIMES for runs in found.values())
         assert [name for name, runs in found.items() if len(set(runs)) > 1] == []
@@ -86,19 +41,14 @@ def test_the_same_bits_fifty_times(world, dtype, deterministic):
 @pytest.mark.slow
 def test_the_same_bits_in_new_processes():
     """Other processes, other addresses: what they print is what the ranks of this session find."""
-    code = "from test_determinism import print_bits; print_bits()"
-    paths = os.pathsep.join(map(str, (REPO, REPO / "tests", Path(__file__).parent)))
+    code = "from support.same_bits import print_bits; print_bits()"
+    paths = os.pathsep.join(map(str, (REPO, REPO / "tests")))
     command = [sys.executable, "-c", code]
     there = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300, check=True
     )
-    here = run_distributed(_bits, 2, torch.bfloat16, 1, True)
+    here = run_distributed(bits, 2, torch.bfloat16, 1, True)
     assert there.stdout.splitlines()[-1] == str(here)
-
-
-def print_bits():
-    """For the processes of `test_the_same_bits_in_new_processes`."""
-    print(run_distributed(_bits, 2, torch.bfloat16, 1, True))
 
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])
@@ -131,7 +81,7 @@ def test_threads_do_not_matter(backend):
 def _rows(rank, world, dtype):
     """Schedules and forms in which a row of a batch of 8 has other bits than alone."""
     group, share, size, different = dist.group.WORLD, 37, 16, []
-    q, k, v = make_decode(8, 2, share * world, heads=(6, 2), d=24, d_v=20, dtype=dtype)
+    q, k, v = decode_inputs(8, 2, share * world, heads=(6, 2), d=24, d_v=20, dtype=dtype)
     lengths = torch.tensor([share, 0, 5, 20, 36, 1, share, 17])
     q_positions = torch.tensor([[n + share * (world - 1), n + share * (world - 1) + 1] for n in lengths.tolist()])
     slots = share * rank + torch.arange(share).expand(8, -1)
@@ -193,7 +143,7 @@ def test_splits_of_triton_do_not_depend_on_the_batch(paged):
     """Without deterministic=True they do: the bits of a row change. Two splits of SPLIT_KEYS, the second one ragged."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n = SPLIT_KEYS + 128
-    q, k, v = (x.to(device) for x in make_decode(4, 1, n, heads=(2, 1), d=16, d_v=16, dtype=torch.float32))
+    q, k, v = (x.to(device) for x in decode_inputs(4, 1, n, heads=(2, 1), d=16, d_v=16, dtype=torch.float32))
     lengths = torch.tensor([n - 5, 300, n, 1], device=device)
     pages = n // 64
     table = torch.arange(4 * pages, dtype=torch.int32, device=device).reshape(4, pages)
@@ -243,7 +193,7 @@ def test_auto_leaves_the_all_reduce_out():
 
 def _refusals(rank, world):
     """Messages of calls that deterministic=True refuses, on every rank before anything is sent; the group goes on."""
-    q, k, v = make_decode(2, 1, 8, dtype=torch.float32)
+    q, k, v = decode_inputs(2, 1, 8, dtype=torch.float32)
     call, said = dict(cp_group=dist.group.WORLD, config=TreeConfig(deterministic=True, timeout_s=20)), []
     for options in (dict(schedule="allreduce"), dict(config=TreeConfig(deterministic=rank == 1, timeout_s=20))):
         try:

@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_tree_attn import make_inputs, make_sinks
 
 from megatron_tree import TreeConfig, tree_attn_func, tree_attn_varlen_func, tree_decode, tree_prefill
 from megatron_tree.layout import Segment
-from support.dist_utils import run_distributed
+from support.attention import make_inputs, make_sinks
+from support.ranks import run_distributed
 
 NAN, INF = float("nan"), float("inf")
 LIMIT_S = 10.0  # seconds: of a time limit of 600

@@ -1,12 +1,12 @@
 """Training attention under drawn shapes, masks, layouts, grids and schedules, against the float64 oracle.
 
-fuzz_utils.py says how to run more of it, and how to run a failure again.
+fuzz.py says how to run more of it, and how to run a failure again.
 """
 
 import pytest
 
+from support.fuzz import CALLS, attack
 from support.fuzz_attention import calls_or_refusals, check, run
-from support.fuzz_utils import CALLS, attack
 
 WORLDS = (1, 2, 3, 4)
 

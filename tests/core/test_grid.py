@@ -5,14 +5,15 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from test_tree_attn import dense, make_inputs, oracle, run_one, worst_error
 
 from megatron_tree import TreeConfig, comm, energy, tree_decode
 from megatron_tree.attention import call as attend
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.plan import default_topology, place
 from megatron_tree.plan.plans import grids, inner_grids
-from support.dist_utils import largest, run_distributed
+from support.attention import dense, make_inputs, oracle, run_one, worst_error
+from support.hosts import Hosts
+from support.ranks import largest, run_distributed
 
 PLACES = {  # host of every rank
     "2 x 2": (0, 0, 1, 1),
@@ -21,19 +22,6 @@ PLACES = {  # host of every rank
     "3 x 2": (0, 0, 1, 1, 2, 2),
     "2 x 3": (0, 1, 0, 1, 0, 1),
 }
-
-
-class Hosts:
-    """Makes comm believe that ranks run on these hosts, while the context is open."""
-
-    def __init__(self, hosts):
-        self.hosts = hosts
-
-    def __enter__(self):
-        self.real, comm.machines._this_host = comm.machines._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
-
-    def __exit__(self, *_):
-        comm.machines._this_host = self.real
 
 
 def _nested(rank, world, hosts, transport):

@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, shard_positions, shard_sequence, tree_attn_func, unshard_sequence
-from megatron_tree.config import AttnSpec
-from megatron_tree.layout import shard_lengths
-from megatron_tree.plan.planner import grids
-from support.dist_utils import largest, run_distributed
+from megatron_tree import shard_positions, shard_sequence, tree_attn_func, unshard_sequence
+from support.attention import configs, dense, make_inputs, make_sinks, oracle, run_one, worst_error
+from support.ranks import largest, run_distributed
 
 WORLDS = (1, 2, 3, 4, 6)
 MASKS = {
@@ -23,72 +21,6 @@ MASKS = {
     "sinks, window": dict(sinks=True, window_size=(4, -1)),
 }
 HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
-
-
-def configs(world):
-    for grid in grids(world):
-        yield f"grid {grid[0]}x{grid[1]}", TreeConfig(grid=grid)
-    yield "ring", TreeConfig(schedule="ring")
-    yield "auto", TreeConfig()
-
-
-def make_inputs(seq_len, heads, *, batch=2, d=8, d_v=8, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    h, h_kv = heads
-    shapes = ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))  # q, k, v, dout
-    return [torch.randn(batch, seq_len, n, m, generator=g, dtype=torch.float64).to(dtype) for n, m in shapes]
-
-
-def oracle(q, k, v, dout, dlse=None, *, causal=True, window_size=(-1, -1), softcap=0.0, sinks=None):
-    """(out, lse, dq, dk, dv[, dsinks]) of the whole sequence in float64."""
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, causal=causal, window_size=window_size, softcap=softcap)
-    positions = torch.arange(q.shape[1])
-    keep = energy.visible(positions, positions, spec)
-    q, k, v, dout, sinks = (None if x is None else x.double() for x in (q, k, v, dout, sinks))
-    out, lse = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks)
-    grads = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks, dlse=dlse)
-    return out, lse, *grads
-
-
-def run_one(inputs, layout, config, mask, dlse=None):
-    """This rank's (out, lse, dq, dk, dv[, dsinks summed over ranks]) and the rows of the sequence it holds."""
-    group = dist.group.WORLD
-    world, rank = dist.get_world_size(), dist.get_rank()
-    rows = shard_positions(inputs[0].shape[1], rank, world, layout)
-    q, k, v, dout = (x[:, rows] for x in inputs)
-    # strides as Megatron's: sequence first in memory
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v))
-    mask = dict(mask)
-    leaves = [q, k, v]
-    if mask.get("sinks"):
-        mask["sinks"] = make_sinks(q.shape[2]).to(q.dtype).requires_grad_()
-        leaves.append(mask["sinks"])
-    passed = tuple(shard_lengths(inputs[0].shape[1], world, layout)) if layout == "contiguous" else layout
-    out, lse = tree_attn_func(q, k, v, cp_group=group, layout=passed, config=config, return_lse=True, **mask)
-    loss = (out.double() * dout.double()).sum()
-    if dlse is not None:
-        loss = loss + (lse * dlse[..., rows]).sum()
-    grads = list(torch.autograd.grad(loss, leaves))
-    if len(grads) == 4:
-        dist.all_reduce(grads[3])
-    return rows, [out.detach(), lse.detach(), *grads]
-
-
-def make_sinks(h):
-    return torch.linspace(-1.0, 1.5, h, dtype=torch.float64)
-
-
-def worst_error(rows, mine, truth):
-    """Largest absolute error over out, lse and gradients of this rank's rows."""
-    worst = 0.0
-    for i, (x, t) in enumerate(zip(mine, truth)):
-        t = t if i == 5 else t[..., rows] if i == 1 else t[:, rows]
-        assert x.shape == t.shape, (i, x.shape, t.shape)
-        same = torch.isinf(t) & (x.double() == t)
-        error = torch.where(same, 0.0, x.double() - t).abs()
-        assert not error.isnan().any(), f"NaN in result {i}"
-        worst = largest((worst, error.max().item() if error.numel() else 0.0))
-    return worst
 
 
 def _against_oracle(rank, world, cases):
@@ -150,14 +82,6 @@ def _gradient_through_lse(rank, world):
 @pytest.mark.parametrize("world", [1, 4])
 def test_gradient_flows_through_lse(world):
     assert largest(map(largest, run_distributed(_gradient_through_lse, world))) < 1e-12
-
-
-def dense(q, k, v, dout):
-    """The same mathematics, dense and causal, done in the inputs' dtype by torch's own attention."""
-    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    grads = torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2))
-    return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
 
 def _low_precision(rank, world, dtype):

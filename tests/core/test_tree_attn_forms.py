@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from test_tree_attn import configs, make_inputs, make_sinks, worst_error
 
 from megatron_tree import (
     TreeConfig,
@@ -22,7 +21,8 @@ from megatron_tree.attention.functional import attend_gathered
 from megatron_tree.attention.sequences import gather_shares
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
-from support.dist_utils import largest, run_distributed
+from support.attention import configs, make_inputs, make_sinks, worst_error
+from support.ranks import largest, run_distributed
 
 SEED = 12345678901234
 

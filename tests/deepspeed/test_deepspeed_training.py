@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.dist_utils import largest, run_distributed
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from support.dist_utils import run_distributed
+from support.ranks import run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")

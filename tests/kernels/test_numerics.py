@@ -1,19 +1,19 @@
 """Numbers at the edge against the float64 oracle, for every backend and schedule: huge and equal logits, outliers,
 denormals, rows that see nothing, and NaN wherever there is padding."""
 
-import numerics_utils as edge
 import pytest
 import torch
 import torch.distributed as dist
-from test_cached import cache_of, prefill_chunk
-from test_tree_attn import configs
 
 from megatron_tree import TreeConfig, energy, kernels, merge, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.kernels import PagedKV, Visible, aten
 from megatron_tree.layout import Segment, positions_of, sequences_of, shard_positions
-from support.dist_utils import run_distributed
-from support.numerics_utils import CASES, LSE_LIMIT, SCALE
+from support import extreme_values as edge
+from support.attention import configs
+from support.decoding import cache_of, prefill_chunk
+from support.extreme_values import CASES, LSE_LIMIT, SCALE
+from support.ranks import run_distributed
 
 NEG_INF, NAN = float("-inf"), float("nan")
 DTYPES = (torch.float32, *edge.LOW)

@@ -12,10 +12,9 @@ from megatron_tree import energy, kernels, merge
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels.triton import attn_delta, configs, host
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
-from support.dist_utils import largest
+from support.ranks import largest
+from support.triton_inputs import DEVICE, NEG_INF, inputs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEG_INF = float("-inf")
 REPO = Path(__file__).resolve().parents[2]
 SPECS = {
     "causal": {},
@@ -41,13 +40,6 @@ CELLS = {  # query segments, KV segments, rows of each: one launch covers them a
     ),
     "offsets": ((Segment(3, 30, 21),), (Segment(0, 0, 7), Segment(9, 25, 33)), 24, 45),
 }
-
-
-def inputs(s_q, s_k, heads=(4, 2), d=16, d_v=16, batch=2, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    h, h_kv = heads
-    shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
-    return [torch.randn(batch, *s, generator=g).to(DEVICE, dtype) for s in shapes]
 
 
 def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):

@@ -2,21 +2,12 @@
 
 import pytest
 import torch
-from test_triton import DEVICE, NEG_INF, inputs
 
 from megatron_tree import energy, merge
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import Visible
 from megatron_tree.kernels.triton import decode, merge_packed
-
-
-def paged(x, page, seed):
-    """x [b, s, ...] as pages in a random order, with their block table; a page more that nobody uses."""
-    b, s = x.shape[:2]
-    order = torch.randperm(b * (s // page), generator=torch.Generator().manual_seed(seed))
-    pages = torch.full((len(order) + 1, page, *x.shape[2:]), 100, dtype=x.dtype, device=x.device)
-    pages[order.to(x.device)] = x.reshape(-1, page, *x.shape[2:])
-    return pages, order.view(b, -1).int().to(x.device)
+from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])

@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_triton import DEVICE, inputs
-from test_triton_decode import paged
 
 from megatron_tree import TreeConfig, energy, kernels, tree_decode
 from megatron_tree.cache import ShardedCache, quantize
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import decode
+from support.triton_inputs import DEVICE, inputs, paged
 
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

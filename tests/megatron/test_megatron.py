@@ -8,12 +8,12 @@ import dataclasses
 import pytest
 import torch
 
-from support.dist_utils import run_distributed
+from support.ranks import run_distributed
 
 pytest.importorskip("megatron.core")
 
 from megatron_tree import TreeConfig
-from support.megatron_utils import Case, build_model, check, megatron, reference_of, run_all, schedules
+from support.megatron_models import Case, build_model, check, megatron, reference_of, run_all, schedules
 
 
 @pytest.mark.supports("MHA, GQA, MQA (num_query_groups)", with_="every schedule; cp = 2, 4")

@@ -15,8 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_tree import TreeConfig, packed_layout, shard_positions
 from megatron_tree.integrations import megatron as tree
-from support.dist_utils import largest, run_distributed
-from support.megatron_core_utils import Group, causal_mask, config, core_attention, qkv
+from support.core_attention import Group, causal_mask, config, core_attention, qkv
+from support.ranks import largest, run_distributed
 
 causal, no_mask, padding = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.padding
 

@@ -14,12 +14,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_tree.integrations import megatron as tree
-from support import megatron_utils
-from support.dist_utils import largest, run_distributed
-from support.megatron_core_utils import Group, config, core_attention
-from support.megatron_parallel_utils import Run, build_chunks, config_of, in_layout, plain
-from support.megatron_serving_utils import FullForwards, check, compare, scenario, served, text_of
-from support.megatron_utils import Case, build_model, megatron
+from support import megatron_models
+from support.core_attention import Group, config, core_attention
+from support.megatron_layouts import Run, build_chunks, config_of, in_layout, plain
+from support.megatron_models import Case, build_model, megatron
+from support.megatron_serving import FullForwards, check, compare, scenario, served, text_of
+from support.ranks import largest, run_distributed
 from support_matrix import refused
 
 SERVED = "serving a GPTModel, its KV cache sharded (MegatronRunner)"
@@ -85,7 +85,7 @@ def _yarn(rank, world):
     numbers = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8}
     numbers |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
     numbers |= {"yarn_correction_range_round_to_int": True}
-    make = megatron_utils.transformer_config
+    make = megatron_models.transformer_config
 
     def with_yarn(*args, **kwargs):
         made = make(*args, **kwargs)
@@ -93,7 +93,7 @@ def _yarn(rank, world):
             setattr(made, name, value)
         return made
 
-    with mock.patch.object(megatron_utils, "transformer_config", with_yarn):
+    with mock.patch.object(megatron_models, "transformer_config", with_yarn):
         return compare(rank, world, [case(positions="yarn")], {})
 
 
@@ -141,7 +141,7 @@ def test_a_failure_takes_the_tokens_back(world):
 def _train_serve_train(rank, world):
     with megatron(tp=1, pp=1, cp=world):
         model = build_model(case(cp=world))
-        batch = megatron_utils.compat.batch_on_this_cp_rank(megatron_utils.whole_batch(case()))
+        batch = megatron_models.compat.batch_on_this_cp_rank(megatron_models.whole_batch(case()))
         losses = []
         for serve in (True, False):
             model.train()

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from support.dist_utils import run_distributed
+from support.ranks import run_distributed
 
 pytest.importorskip("megatron.core")
 
-from support.megatron_parallel_utils import (
+from support.megatron_layouts import (
     STEPS,
     Run,
     check_training,

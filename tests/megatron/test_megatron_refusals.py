@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_tree import TreeConfig
-from support.megatron_core_utils import causal_mask, core_attention, qkv
+from support.core_attention import causal_mask, core_attention, qkv
 from support_matrix import refused
 
 when_built = functools.partial(refused, when="the model is built")

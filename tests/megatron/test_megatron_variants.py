@@ -6,12 +6,12 @@ from unittest import mock
 import pytest
 import torch
 
-from support import megatron_utils
-from support.dist_utils import run_distributed
+from support import megatron_models
+from support.ranks import run_distributed
 
 pytest.importorskip("megatron.core")
 
-from support.megatron_utils import Case, check, forward_backward, megatron, reference_of, schedules, transformer_config
+from support.megatron_models import Case, check, forward_backward, megatron, reference_of, schedules, transformer_config
 
 
 def options(**extra):
@@ -133,7 +133,7 @@ def capped(case):
         return plain(self, SOFTCAP * torch.tanh(scores / SOFTCAP), *args)
 
     with (
-        mock.patch.object(megatron_utils, "transformer_config", configured),
+        mock.patch.object(megatron_models, "transformer_config", configured),
         mock.patch.object(FusedScaleMaskSoftmax, "forward", softmax),
     ):
         return forward_backward(case)

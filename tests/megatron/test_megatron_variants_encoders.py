@@ -14,7 +14,7 @@ from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encod
 
 from megatron_tree import shard_sequence, unshard_sequence
 from megatron_tree.integrations import megatron as tree
-from support.megatron_utils import VOCAB, Case, check, gradients_over_cp, schedules, set_weights, transformer_config
+from support.megatron_models import VOCAB, Case, check, gradients_over_cp, schedules, set_weights, transformer_config
 
 LENGTHS, ENCODER_LENGTHS = (32, 19, 6), (48, 5, 33)  # tokens of every row, the rest is padding
 

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_grid import Hosts
 
-from support.dist_utils import run_distributed
+from support.hosts import Hosts
+from support.ranks import run_distributed
 
 pytest.importorskip("megatron.core")
 
@@ -24,7 +24,7 @@ from megatron_tree.integrations.megatron import mla as megatron_mla
 from megatron_tree.integrations.megatron.mla import GatheredTreeAttention, LatentMLASelfAttention, use_mla_latent
 from megatron_tree.integrations.megatron.mla_choice import choose_latent
 from megatron_tree.plan import Shape, load_topology, place
-from support.megatron_utils import SEQ_LENGTH, Case, build_model, check, megatron
+from support.megatron_models import SEQ_LENGTH, Case, build_model, check, megatron
 
 
 def options(**extra):

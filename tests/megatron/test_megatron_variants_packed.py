@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
-from support.megatron_utils import (
+from support.megatron_models import (
     VOCAB,
     Case,
     build_model,

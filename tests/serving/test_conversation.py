@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.dist_utils import largest, run_distributed
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -16,8 +16,8 @@ from megatron_tree.serving.sampling import SamplingParams
 from megatron_tree.serving.terminal import Lines, open_input
 from megatron_tree.serving.transcript import Transcript
 from support.hf_models import prompt, tiny_model
+from support.http_server import byte_model, byte_tokenizer
 from support.plain_runner import PlainRunner
-from support.server_utils import byte_model, byte_tokenizer
 
 GREEDY = SamplingParams(max_tokens=6)
 

@@ -19,7 +19,7 @@ import h11
 from megatron_tree.serving.http.app import create_app
 from megatron_tree.serving.http.protocol import REFUSED, ChatRequest, CompletionRequest
 from support.damage import chances, damaged, examples
-from support.server_utils import NAME, byte_model, byte_tokenizer, is_idle, serving, until
+from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, serving, until
 
 COMPLETION = {"model": NAME, "prompt": "abc", "max_tokens": 2, "temperature": 0}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "temperature": 0}

@@ -213,7 +213,7 @@ def test_a_chat_in_a_terminal(tmp_path):
     import signal
     import time
 
-    from support.server_utils import byte_model, byte_tokenizer
+    from support.http_server import byte_model, byte_tokenizer
 
     byte_model().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.dist_utils import run_distributed
+from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
@@ -13,7 +13,7 @@ from megatron_tree.serving.requests import Request
 from megatron_tree.serving.scheduler import Load, QueueFull, Scheduler
 from support.hf_models import plain, prompt, tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer
-from support.scheduler_utils import make_scheduler, request, serve, text_of, tokens_of
+from support.scheduling import make_scheduler, request, serve, text_of, tokens_of
 
 LENGTHS = (3, 21, 8, 1, 30, 9)
 NEW = (7, 12, 1, 9, 5, 8)

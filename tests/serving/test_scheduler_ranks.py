@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from support.dist_utils import run_distributed
+from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
 from megatron_tree.errors import TreeError
 from support.hf_models import plain, prompt, tiny_model
-from support.scheduler_utils import make_scheduler, request, tokens_of
+from support.scheduling import make_scheduler, request, tokens_of
 
 
 def _threads(rank, world):

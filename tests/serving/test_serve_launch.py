@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 import openai
 
-from support.server_utils import byte_model, byte_tokenizer
+from support.http_server import byte_model, byte_tokenizer
 
 REPO = Path(__file__).parents[2]
 KEY = "a-key-for-tests"

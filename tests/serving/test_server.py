@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import openai
 
-from support.server_utils import END, NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
+from support.http_server import END, NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
 
 TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]

@@ -19,7 +19,7 @@ from megatron_tree.serving.http.errors import ApiError
 from megatron_tree.serving.http.guard import is_loopback
 from megatron_tree.serving.http.prompts import Prompts
 from megatron_tree.serving.http.protocol import REFUSED, ChatRequest
-from support.server_utils import NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
+from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
 
 TOKENIZER = byte_tokenizer()
 KEY = "a-key-for-tests"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from support.dist_utils import largest
 from support.hf_models import VOCAB, tiny_model
+from support.ranks import largest
 
 STEPS = 4
 EAGER = ("gpt_oss", "gemma2")  # Transformers' sdpa has neither sinks nor softcap

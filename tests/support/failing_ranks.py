@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, kernels, tree_attn_func, tree_decode, tree_prefill
 from megatron_tree.comm.rendezvous import start_default_group
 from megatron_tree.layout import Segment
-from support import dist_utils
+from support.ranks import WORKER_ENV, environment, fork_server, seed_everything
 
 LIMIT = 2.0  # seconds, of every collective
 HOWS = ("SIGKILL", "SIGSTOP", "exception", "out of memory")
@@ -53,22 +53,22 @@ def run_to_the_end(fn, world, *args, victims=(), timeout=60.0, limit=30.0):
         free_port.bind(("127.0.0.1", 0))
         port = free_port.getsockname()[1]
         free_port.close()
-        context = dist_utils._context()
-        with dist_utils._environment({**dist_utils.WORKER_ENV, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
-            ranks = [
+        context = fork_server()
+        with environment({**WORKER_ENV, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+            processes = [
                 context.Process(
                     target=_rank, args=(rank, world, port, limit, folder, list(sys.path), fn, args), daemon=True
                 )
                 for rank in range(world)
             ]
-            for process in ranks:
+            for process in processes:
                 process.start()
         end = time.monotonic() + timeout
-        for rank, process in enumerate(ranks):
+        for rank, process in enumerate(processes):
             if rank not in victims:
                 process.join(max(0.0, end - time.monotonic()))
-        codes = [process.exitcode for process in ranks]
-        for process in ranks:
+        codes = [process.exitcode for process in processes]
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
@@ -84,8 +84,8 @@ def _outcome(folder, rank, code):
 def _rank(rank, world, port, limit, folder, path, fn, args):
     sys.path[:] = path
     torch.set_num_threads(1)
-    os.environ.update(dist_utils.WORKER_ENV, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    dist_utils.seed_everything()
+    os.environ.update(WORKER_ENV, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    seed_everything()
     said, code = {}, 0
     try:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

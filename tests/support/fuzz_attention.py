@@ -13,7 +13,7 @@ from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
 from megatron_tree.layout import Packed, positions_of, sequences_of, shard_positions, shard_segments
 from megatron_tree.plan.planner import grids
-from support.fuzz_utils import DTYPES, EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
+from support.fuzz import DTYPES, EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from test_decode import same_everywhere
 
 from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
 from megatron_tree.cache import CACHE_DTYPES, ShardedCache, quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.kernels import gather_row
-from support.fuzz_utils import EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
+from support.decoding import same_everywhere
+from support.fuzz import EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 
 HEADS = st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1), (8, 4)])
 HEAD_DIMS = st.sampled_from([(4, 4), (8, 8), (8, 4), (3, 5), (1, 1)])

@@ -14,7 +14,7 @@ from megatron_tree.bench import __main__ as bench
 from megatron_tree.bench import needle, session
 from megatron_tree.plan import Level, Topology
 from support.hf_models import SHAPE
-from support.server_utils import byte_tokenizer
+from support.http_server import byte_tokenizer
 
 LAYERS, KV_HEADS, D = 2, 2, 16
 SHAPE_OPTIONS = ["--layers", LAYERS, "--heads", 4, "--kv-heads", KV_HEADS, "--head-dim", D]

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from megatron_tree.bench import __main__ as bench
 from megatron_tree.bench.soak import checks, report
 from megatron_tree.bench.soak.records import Answer, Incarnation, Kill, Record, Sample, Survivor
-from support.emulation_utils import emulated
+from support.emulation import emulated
 
 REPO = Path(__file__).parents[2]
 STEPS, SAVED = 300, 20

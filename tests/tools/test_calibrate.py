@@ -13,8 +13,8 @@ from megatron_tree.calibrate import __main__ as command
 from megatron_tree.calibrate import calibrate, compute, links
 from megatron_tree.emulate import Cluster
 from megatron_tree.plan import load_topology, place, save_topology
-from support.dist_utils import DistributedTestError, run_distributed
-from support.emulation_utils import emulated
+from support.emulation import emulated
+from support.ranks import DistributedTestError, run_distributed
 
 REPO = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_tree.emulate import Cluster, Unavailable, network_bytes
 from megatron_tree.emulate.network import build_switch
-from support.emulation_utils import emulated
+from support.emulation import emulated
 
 NETWORK = dict(latency_s=1e-3, rate_bits=1e9, lifetime_s=60)
 PORT = 7000

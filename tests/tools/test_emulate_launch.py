@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tree.emulate import Cluster, bits_per_second, nodes_by_ranks, seconds
-from support.emulation_utils import emulated
+from support.emulation import emulated
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.dist_utils import DistributedTestError, run_distributed
+from support.ranks import DistributedTestError, run_distributed
 
 
 def _sum_of_ranks(rank, world, scale):
@@ -138,14 +138,15 @@ def test_seeds_are_the_same_in_every_call_and_rank():
 
 
 def test_no_worker_survives_a_killed_session(tmp_path):
+    (tmp_path / "job.py").write_text("import os\ndef pid(rank, world):\n    return os.getpid()\n")
     script = tmp_path / "session.py"
     script.write_text(
-        "import sys, os, time\n"
-        f"sys.path[:0] = [{os.path.dirname(__file__)!r}, {str(Path(__file__).resolve().parents[1])!r}]\n"
-        "import test_harness\n"
-        "from support import dist_utils\n"
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})\n"
+        "import job\n"
+        "from support import ranks\n"
         "if __name__ == '__main__':\n"
-        "    print(*dist_utils.run_distributed(test_harness._pid, 2), flush=True)\n"
+        "    print(*ranks.run_distributed(job.pid, 2), flush=True)\n"
         "    time.sleep(600)\n"
     )
     session = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=tmp_path)

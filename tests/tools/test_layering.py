@@ -91,6 +91,24 @@ def test_imports_go_down_the_layers():
     assert not [violation for path in _sources() for violation in _violations(path)]
 
 
+def _test_modules_imported(path):
+    """Lines of a file below tests/ that import a test module, in the code that it hands to other processes too."""
+    return [
+        f"{path.name}:{number}"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\b(?:from|import)\s+(?:[\w.]+\.)?test_\w+", line)
+    ]
+
+
+def test_tests_share_through_support_not_through_each_other(tmp_path):
+    """A test module may be renamed, split or left out alone; what several use lies in tests/support/."""
+    (tmp_path / "test_a.py").write_text("import torch\nfrom test_b import x\ncode = 'import test_c'\n")
+    assert _test_modules_imported(tmp_path / "test_a.py") == ["test_a.py:2", "test_a.py:3"]
+    files = [path for path in sorted((REPO / "tests").rglob("*.py")) if path != Path(__file__).resolve()]
+    assert len(files) > 50
+    assert not [line for path in files for line in _test_modules_imported(path)]
+
+
 def test_the_check_sees_violations(monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules[__name__], "REPO", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "megatron_tree")

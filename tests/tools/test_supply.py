@@ -17,7 +17,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_packaging import _pins, _requirements
+
+from support.pins import pinned, requirements
 
 psutil = pytest.importorskip("psutil")
 
@@ -29,7 +30,7 @@ SOURCES = [*sorted((REPO / "megatron_tree").rglob("*.py")), *sorted((REPO / "lau
 
 def test_what_is_installed_for_us_has_the_version_that_is_pinned():
     """All that our requirements bring in, however far down. Torch pins its own CUDA libraries."""
-    pins, waiting, wrong, seen = _pins(), [(r.name, frozenset(r.extras)) for r in _requirements()], set(), set()
+    pins, waiting, wrong, seen = pinned(), [(r.name, frozenset(r.extras)) for r in requirements()], set(), set()
     if "tensorboard" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
         pytest.skip("not the environment that launch/setup.sh makes")
     while waiting:
@@ -264,8 +265,8 @@ def test_what_the_launch_scripts_listen_on(tmp_path, script):
     """The rendezvous, gloo's ports of the ranks and the HTTP server's: all on loopback, nothing else at any time."""
     pytest.importorskip("deepspeed")
     pytest.importorskip("megatron.core")
-    from support.server_utils import byte_model, byte_tokenizer
-    from support.training_utils import TINY, write_text
+    from support.http_server import byte_model, byte_tokenizer
+    from support.training_runs import TINY, write_text
 
     model = tmp_path / "tiny"
     byte_tokenizer().save_pretrained(model)

@@ -10,14 +10,13 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("yaml")
 pytest.importorskip("matplotlib")
 
-from test_training_indexed import make, open_corpus
-
 from megatron_tree.training.checkpoint_files import MANIFEST, TRACKER, candidates, newest_good
 from megatron_tree.training.checkpoint_safety import INDEX, check_index
 from megatron_tree.training.report import read_log
 from support.damage import chances, damaged, examples, reads
-from support.dist_utils import run_distributed
-from support.training_utils import train_all, write_text
+from support.indexed_data import open_corpus, write_indexed
+from support.ranks import run_distributed
+from support.training_runs import train_all, write_text
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_checkpoints(trained, seed, count):
 @examples(10, 120)
 def test_indexed_datasets(tmp_path, seed, count):
     """With their checksums the samples are those that were written; without, the index must still fit together."""
-    prefix = make(tmp_path, "a", ["tree", "leaf", "root"], 60)
+    prefix = write_indexed(tmp_path, "a", ["tree", "leaf", "root"], 60)
     options = f"--data-path {prefix} --vocab-size 257 --eval-iters 0"
 
     def load():

@@ -26,8 +26,8 @@ from megatron_tree.training.checkpoint_files import (
     finish,
     newest_good,
 )
-from support.dist_utils import DistributedTestError, run_distributed
-from support.training_utils import losses, records, train_all, write_text
+from support.ranks import DistributedTestError, run_distributed
+from support.training_runs import losses, records, train_all, write_text
 
 # --- files ---
 

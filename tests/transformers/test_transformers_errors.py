@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.dist_utils import run_distributed
+from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree.integrations import megatron as tree
-from support.dist_utils import run_distributed
-from support.megatron_utils import SEQ_LENGTH, VOCAB, Case, megatron, transformer_config
+from support.megatron_models import SEQ_LENGTH, VOCAB, Case, megatron, transformer_config
+from support.ranks import run_distributed
 
 GLOBAL_BATCH, STEPS = 4, 3
 LEARNING_RATE, CLIP, EPS = (

@@ -1,6 +1,6 @@
 """Run a function on several real ranks (processes with a gloo group) from inside a test.
 
-    from support.dist_utils import run_distributed
+    from support.ranks import run_distributed
 
     def _ranks_add_up(rank, world, scale):          # top level: the workers import it by name
         x = torch.full((4,), scale * rank)
@@ -153,7 +153,7 @@ def _session_store():
     return _store
 
 
-def _context():
+def fork_server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *(name for name in PRELOAD_IF_IMPORTED if name in sys.modules)])
     return context
@@ -165,10 +165,10 @@ class _Pool:
     def __init__(self, world_size):
         self.connections, self.processes = [], []
         self.traces = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = _context()
+        context = fork_server()
         server_env = {**WORKER_ENV, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
-            with _environment(server_env):  # inherited by the fork server, which starts with the first worker
+            with environment(server_env):  # inherited by the fork server, which starts with the first worker
                 for rank in range(world_size):
                     ours, theirs = context.Pipe()
                     worker = context.Process(target=_worker, args=(theirs, self._trace(rank)), daemon=True)
@@ -255,7 +255,7 @@ class _Pool:
 
 
 @contextlib.contextmanager
-def _environment(values):
+def environment(values):
     before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: str(value) for name, value in values.items()})
     try:
@@ -295,7 +295,7 @@ def _worker(connection, trace_path):
 def _run_job(rank, world, task, timeout, env, path, directory, port, prefix):
     sys.path[:] = path
     os.chdir(directory)
-    with _environment({**WORKER_ENV, "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, **env}):
+    with environment({**WORKER_ENV, "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, **env}):
         fn, args = pickle.loads(task)
         seed_everything()
         dist.set_debug_level_from_env()

@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 from megatron_tree.integrations import megatron as tree
-from support.dist_utils import largest, run_distributed
-from support.megatron_utils import VOCAB, build_model, megatron, reference_of
+from support.megatron_models import VOCAB, build_model, megatron, reference_of
+from support.ranks import largest, run_distributed
 
 PAGE, CHUNK = 2, 10
 PROMPTS = (21, 9, 3)

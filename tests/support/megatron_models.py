@@ -18,7 +18,7 @@ from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat as compat
 from megatron_tree.integrations.megatron.mla import use_mla_latent
 from megatron_tree.integrations.megatron.norm import use_sequence_parallel_norm
-from support.dist_utils import run_distributed
+from support.ranks import run_distributed
 
 SEQ_LENGTH, VOCAB = 32, 64
 TOLERANCE = 1e-5  # of the largest entry

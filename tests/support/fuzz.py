@@ -17,10 +17,10 @@ import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
-from test_grid import Hosts
 
 from megatron_tree.layout import Packed
-from support.dist_utils import DistributedTestError, run_distributed
+from support.hosts import Hosts
+from support.ranks import DistributedTestError, run_distributed
 
 SEED = int(os.environ.get("TREE_FUZZ_SEED", "0"))
 # at least; a test draws whole sessions, about twice as many of the fast ones

@@ -1,0 +1,53 @@
+"""Attention over a sharded cache on ranks: inputs, the float64 oracle, and chunks of a prompt."""
+
+import torch
+import torch.distributed as dist
+
+from megatron_tree import energy, tree_prefill
+from megatron_tree.cache import ShardedCache
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import gather_row
+
+
+def decode_inputs(batch, s_q, total, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((s_q, h, d), (total, h_kv, d), (total, h_kv, d_v))
+    return [torch.randn(batch, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def decode_oracle(q, k, v, keep, *, softcap=0.0, sinks=None):
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap)
+    q, k, v = (x.double() for x in (q, k, v))
+    return energy.attention(q, k, v, spec=spec, keep=keep, sinks=None if sinks is None else sinks.double())
+
+
+def same_everywhere(x):
+    """Whether every rank holds the same bits."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return all(torch.equal(parts[0], p) for p in parts)
+
+
+def cache_of(rank, world, options, page_size, dtype="auto"):
+    left = options.get("window_size", (-1, -1))[0]
+    cache = ShardedCache([None if left < 0 else left + 1], rank=rank, world=world, page_size=page_size, dtype=dtype)
+    return cache, cache.book.add()
+
+
+def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
+    """Append a chunk [1, n, ...] that every rank knows; returns this rank's (output, positions in the chunk)."""
+    rank, world = cache.book.rank, cache.book.world
+    append = cache.append([row], q.shape[1], sharded=True)
+    first = append.first[0]
+    mine = [p - first for start, count in append.shares[rank] for p in range(start, start + count)]
+    given = torch.tensor(mine or [0])  # as a model does that has to run one token
+    cache.write(0, append, k[:, given], v[:, given])
+    view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
+    keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
+    segments = cache.book.key_segments(row, 0, first)
+    if gathers_keys:
+        segments = [cache.book.key_segments(row, 0, first, r) for r in range(world)]
+    q = q[:, torch.tensor(mine, dtype=torch.int64)]
+    shares = dict(shares=append.shares, key_segments=segments)
+    return tree_prefill(q, keys, values, cp_group=dist.group.WORLD, **shares, **options), mine

@@ -1,0 +1,22 @@
+"""Inputs of the Triton kernels: on the GPU where there is one, elsewhere for the interpreter."""
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEG_INF = float("-inf")
+
+
+def inputs(s_q, s_k, heads=(4, 2), d=16, d_v=16, batch=2, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h, h_kv = heads
+    shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
+    return [torch.randn(batch, *s, generator=g).to(DEVICE, dtype) for s in shapes]
+
+
+def paged(x, page, seed):
+    """x [b, s, ...] as pages in a random order, with their block table; a page more that nobody uses."""
+    b, s = x.shape[:2]
+    order = torch.randperm(b * (s // page), generator=torch.Generator().manual_seed(seed))
+    pages = torch.full((len(order) + 1, page, *x.shape[2:]), 100, dtype=x.dtype, device=x.device)
+    pages[order.to(x.device)] = x.reshape(-1, page, *x.shape[2:])
+    return pages, order.view(b, -1).int().to(x.device)
