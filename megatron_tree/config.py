@@ -1,4 +1,4 @@
-"""What a user can choose (`TreeConfig`) and what one attention call is (`AttnSpec`). No torch needed."""
+"""The user's options (`TreeConfig`) and the mathematics of one attention call (`AttnSpec`). Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "t
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise a ``ValueError`` that names the option, the value seen and the choices."""
+    """Raise a ``ValueError`` with the option, its value and the choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
-    """How tree attention is carried out. The defaults suit most users; the result does not depend on it."""
+    """How tree attention is computed. The defaults suit most users; the result does not depend on these options."""
 
     schedule: str = "auto"
-    """Training and prefill: "grid" (gathers and tree reductions on an a x b grid), "ring" (KV passed round, the
+    """Training and prefill: "grid" (gathers and tree reductions on an a x b grid), "ring" (KV passed around a ring, the
     baseline), or "auto" (the grid that the planner chooses)."""
 
     grid: tuple[int, int] | None = None
@@ -33,49 +33,49 @@ class TreeConfig:
     (1, p) a KV gather. None: the planner chooses."""
 
     grid_backward: tuple[int, int] | None = None
-    """The backward's grid, where it shall differ. None: `grid`, and if that is None, too, the planner chooses."""
+    """The backward's grid. None: same as `grid`; if both are None the planner chooses."""
 
     head_groups: int | None = None
-    """Groups of KV heads that are gathered, computed and reduced one after another, so that communication overlaps
-    compute and buffers stay small; it must divide the KV heads. None: the planner chooses."""
+    """Number of groups of KV heads that are gathered, computed and reduced one after another, so that communication
+    overlaps compute and buffers stay small; it must divide the number of KV heads. None: the planner chooses."""
 
     ulysses_size: int = 1
-    """Ulysses x tree: heads are split over this many neighbouring ranks by all-to-alls before and after, and the tree
-    (or the ring) joins ranks with the same heads. It must divide the ranks and the query heads, and divide the KV heads
-    or be a multiple of them. `grid` then is that of ranks / ulysses_size."""
+    """Ulysses x tree: all-to-alls before and after attention split the heads over this many neighbouring ranks; the
+    tree (or the ring) joins ranks with the same heads. It must divide the number of ranks and of query heads,
+    and divide the number of KV heads or be a multiple of it. `grid` then covers ranks / ulysses_size ranks."""
 
     topology: str | None = None
-    """The network that the planner reckons with: a name in configs/topology, or the path of a YAML file, for instance
-    one that `python -m megatron_tree.calibrate` wrote. None: a usual one of the backend's kind."""
+    """The topology that the planner assumes: a name in configs/topology, or the path of a YAML file, for instance one
+    written by `python -m megatron_tree.calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo)."""
 
     memory_budget: int | None = None
-    """Bytes of communication buffers that the planner may spend on a rank; what needs more is not considered."""
+    """Limit in bytes of a rank's communication buffers; schedules that need more are excluded. None: no limit."""
 
     transport: str = "auto"
-    """How messages travel: "direct" (point-to-point, gloo on CPU), "builtin" (the backend's collectives); "auto"."""
+    """How messages are sent: "direct" (point-to-point; gloo on CPU), "builtin" (the backend's collectives), "auto"."""
 
     backend: str = "auto"
     """Kernels: "triton" (ours, for GPUs), "aten" (torch's flash kernels), "reference" (the formulas in plain torch);
     "auto" logs what it chose and why."""
 
     comm_dtype: str = "auto"
-    """What partial outputs and gradients travel in: "auto" (the inputs' dtype; lse always fp32) or "fp32"."""
+    """Dtype in which partial outputs and gradients are sent: "auto" (the inputs' dtype; lse always fp32) or "fp32"."""
 
     timeout_s: float = 600.0
-    """Seconds that one collective may take before it becomes a `CommError`."""
+    """Time limit of one collective in seconds; a `CommError` is raised after it."""
 
     check: str = "first"
-    """When ranks compare the call's signature before any payload: at its "first" use, "always", or "never". "finite" is
-    "always", and each rank looks for NaN and infinities in q, k, v and sinks, and in the backward in dout (with
-    ulysses_size in that of its heads): one found, every rank raises a ``ValueError`` that names rank, tensor and place.
-    Padding may hold anything. It is for hunting a fault: every tensor is read once more, an accelerator waited for."""
+    """When ranks compare the call's signature before they send data: at its "first" use, "always", or "never". "finite"
+    implies "always"; in addition each rank searches q, k, v and sinks, and in the backward dout (with ulysses_size that
+    of its heads), for NaN and infinity. If it finds one, every rank raises a ``ValueError`` with rank, tensor and
+    index. Padding is ignored. For debugging: it reads every tensor once more and synchronizes the device."""
 
     deterministic: bool = False
-    """The same inputs give the same bits in every run, and a row of a decode batch the same bits alone and among others
-    as long as the schedule is the same (name one: "auto" may choose by the batch). What can't promise that is refused,
-    and left out by "auto": aten's kernels on CUDA, whose backward adds up in any order and whose decode is split by the
-    batch; the decode schedule "allreduce", whose order of summing is the backend's. Decoding costs more: Triton's
-    kernels split the keys every 1024 whatever the batch, the others attend row by row."""
+    """The same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and in a
+    batch, provided that the schedule is the same (name one: "auto" may depend on the batch). What can't guarantee this
+    is refused, and excluded by "auto": aten's CUDA kernels, whose backward sums in any order and whose decode splits by
+    batch size; the decode schedule "allreduce", whose summation order is up to the backend. Decoding is slower:
+    Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by row."""
 
     def __post_init__(self):
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -114,35 +114,35 @@ class TreeConfig:
 
 
 class Dropout(NamedTuple):
-    """Attention dropout whose mask is a function of (seed, sequence, head, query position, key position) alone.
+    """Attention dropout whose mask depends only on (seed, sequence, head, query position, key position).
 
-    So every rank, block and backend that computes a (query, key) pair drops it or keeps it alike.
+    So every rank, block and backend that computes a (query, key) pair makes the same decision.
     """
 
     p: float
-    """Probability that a weight is dropped, 0 < p < 1; those kept are scaled by 1 / (1 - p)."""
+    """Probability of dropping a weight, 0 < p < 1; the others are scaled by 1 / (1 - p)."""
     seed: int
     """0 <= seed < 2**63, the same on every rank."""
     first_head: int = 0
-    """Number of the tensors' head 0 among all heads."""
+    """Global index of the tensors' head 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttnSpec:
-    """The mathematics of one attention call, the same on every rank and for every block of it, down to the bits."""
+    """The mathematics of one attention call, identical on every rank and for every block of it."""
 
     softmax_scale: float
     causal: bool = True
     window_size: tuple[int, int] = (-1, -1)
-    """(left, right): query i sees keys i-left .. i+right; -1 = unbounded. Causal acts as right = 0."""
+    """(left, right): query i sees keys i-left .. i+right; -1 = unbounded. Causal implies right = 0."""
     softcap: float = 0.0
-    """Logits become softcap * tanh(logits / softcap); 0 turns it off."""
+    """Logits become softcap * tanh(logits / softcap); 0 disables it."""
     dropout: Dropout | None = None
     deterministic: bool = False
     """As `TreeConfig.deterministic`."""
 
     def heads_from(self, first: int) -> AttnSpec:
-        """The same call for tensors that hold its query heads from `first` on."""
+        """The same call for tensors whose head 0 is this call's query head `first`."""
         if self.dropout is None or first == 0:
             return self
         return replace(self, dropout=self.dropout._replace(first_head=self.dropout.first_head + first))

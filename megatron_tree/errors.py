@@ -1,14 +1,14 @@
-"""Errors of the package. Bad input from a user is always a plain ``ValueError``."""
+"""Exceptions of the package. Invalid input always raises a plain ``ValueError``."""
 
 
 class TreeError(RuntimeError):
-    """Something went wrong at run time that is not the caller's input."""
+    """A failure at run time that invalid input did not cause."""
 
 
 class CommError(TreeError):
-    """A collective failed or ran past its time limit. The message names the operation and the ranks."""
+    """A collective failed or timed out. The message names the operation and the ranks."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()):
         super().__init__(message)
         self.ranks = ranks
-        """Global ranks that failed, where it is known."""
+        """Global ranks that failed, if known."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and what people wrote in files, read with care."""
+"""Atomic writing of files; strict reading of YAML and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def whole_file(path: Path):
-    """A path to write to that takes the name `path` only when the block ends well: a file is whole or not there."""
+    """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises."""
     part = path.with_name(f".{path.name}.part")
     try:
         yield part
@@ -22,19 +22,19 @@ def whole_file(path: Path):
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file says: plain values, lists and mappings.
+    """The content of a YAML file: plain values, lists and mappings.
 
-    Raises: ``ValueError`` that names the file, if it can't be read, is no YAML, or says a thing twice.
+    Raises: ``ValueError`` with the file's name if it can't be read, is not valid YAML, or has a duplicate key.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a name that stands in a mapping twice, and aliases: few bytes of them make values without end."""
+        """Rejects duplicate keys, and aliases, with which a few bytes can expand without limit."""
 
         def construct_mapping(self, node, deep=False):
             found = super().construct_mapping(node, deep)
             if len(found) < len(node.value):
-                raise yaml.constructor.ConstructorError(None, None, "a name stands here twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "duplicate key", node.start_mark)
             return found
 
         def compose_node(self, parent, index):
@@ -51,8 +51,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def read_json(data: str | bytes) -> Any:
-    """`json.loads` whose errors are ``ValueError``s, of nesting too deep and of a name that stands in an object twice,
-    too."""
+    """`json.loads` that also raises ``ValueError`` for duplicate keys and for nesting that is too deep."""
     try:
         return json.loads(data, object_pairs_hook=_object)
     except RecursionError:
@@ -60,11 +59,11 @@ def read_json(data: str | bytes) -> Any:
 
 
 def read_deepspeed_config(option: str, path: str) -> dict[str, Any]:
-    """DeepSpeed's options in a JSON file. Raises: ``ValueError`` that names the option and the file."""
+    """DeepSpeed's options from a JSON file. Raises: ``ValueError`` with the option and the file."""
     try:
         config = read_json(Path(path).read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{option}={path!r} is no readable JSON file: {error}") from error
+        raise ValueError(f"{option}={path!r} is not a readable JSON file: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{option}={path!r} in that file must be an object of DeepSpeed's options")
     return config
@@ -73,20 +72,21 @@ def read_deepspeed_config(option: str, path: str) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands in an object twice")
+        raise ValueError("duplicate key")
     return found
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise ``ValueError`` for a text with half of a UTF-16 pair: JSON can name it, but it is no character, and no
-    tokenizer takes it."""
+    """Raise ``ValueError`` for text with an unpaired UTF-16 surrogate: JSON allows it, but no tokenizer accepts it."""
     try:
         if isinstance(value, str):
             value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: character {error.start} is half of a pair of UTF-16: write the whole one") from None
+        raise ValueError(
+            f"{name}: character {error.start} is an unpaired UTF-16 surrogate: write both halves"
+        ) from None
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256, hexadecimal, of what JSON makes of a value; the order of names does not matter."""
+    """Hexadecimal SHA-256 of a value as JSON, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What the package tells about its choices: logger "megatron_tree", level INFO, each line once per process."""
+"""The logger "megatron_tree": the package logs its choices at level INFO, each line once per process."""
 
 import logging
 
@@ -7,7 +7,7 @@ _said: set[str] = set()
 
 
 def say_once(line: str) -> None:
-    """Log a line the first time it comes up."""
+    """Log a line unless this process has logged it before."""
     if line not in _said:
         _said.add(line)
         logger.info(line)

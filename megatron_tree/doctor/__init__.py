@@ -1,1 +1,1 @@
-"""`python -m megatron_tree.doctor`: what is installed, what a configuration would use, and what it lacks."""
+"""`python -m megatron_tree.doctor`: reports what is installed, what a configuration would use, and what is missing."""

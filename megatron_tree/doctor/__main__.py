@@ -1,4 +1,4 @@
-"""Say what is installed, which kernels, fusions, network and plan a configuration would use, and what it lacks."""
+"""Report what is installed, which kernels, fusions, network and plan a configuration would use, and what is missing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ examples:
   python -m megatron_tree.doctor --for deepspeed --cp 4 --dtype fp16
   python -m megatron_tree.doctor --for functions --json
 
-In the first column, ! marks what is needed and missing, - what works but could be better. The exit status is 1 if
+In the first column, ! marks what is required but missing, - what works but could be better. The exit status is 1 if
 anything is marked !, 2 if the options contradict one another.
 """
 
 
 def main(argv: list[str]) -> int:
-    """Print the findings. Returns 0, 1 if something that the configuration needs is missing, 2 for wrong options."""
+    """Print the findings. Returns 0, 1 if something required is missing, 2 for invalid options."""
     args = _parser().parse_args(argv)
     try:
         sections = examine(args)
@@ -69,7 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--for", dest="purpose", choices=machine.NEEDED, default="megatron", help="what it is for (default megatron)")
+    add(
+        "--for",
+        dest="purpose",
+        choices=machine.NEEDED,
+        default="megatron",
+        help="the framework (default megatron)",
+    )
     add("--json", action="store_true", help="print JSON")
     add = parser.add_argument_group("the configuration").add_argument
     add("--cp", type=_count, default=8, help="context-parallel ranks (default 8)")
@@ -85,7 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", choices=BACKENDS, default="auto", help="TreeConfig's backend (default auto)")
     add("--cp-comm-type", choices=CP_COMM_TYPES, default="tree", help="Megatron's option (default tree)")
     add("--hierarchical-context-parallel-sizes", type=_count, nargs=2, metavar=("U", "R"), help="for a2a+...")
-    add("--topology", help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: a usual one)")
+    add(
+        "--topology",
+        help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: by backend)",
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What a configuration would use: Megatron's way in, fused kernels, attention kernels, the plan; and why."""
+"""What a configuration would use, and why: Megatron's integration, fused kernels, attention kernels, the plan."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import torch
 
 from ..config import AttnSpec
-from ..integrations.megatron import compat as compat
+from ..integrations.megatron import compat
 from ..integrations.megatron import fusions as megatron_fusions
 from ..kernels.dispatch import choose
 from ..plan import Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
 from ..plan.plans import seconds, size
-from .findings import MISSING, NOTE, OK, Row, Section
+from .findings import MISSING, NOTE, OK, Finding, Section
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_ROWS = 16  # of the tensors that a backend is chosen for: which one it is does not depend on their length
+_ROWS = 16  # tokens of the tensors that a backend is chosen for; the choice does not depend on their number
 _RUNS = {"a2a": "Ulysses", "a2a+tree": "Ulysses x tree", "a2a+p2p": "Ulysses x ring"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A configuration, in Megatron's words."""
+    """A configuration, in Megatron's terms."""
 
     cp: int
     tp: int
@@ -60,14 +60,14 @@ class Wanted:
 
     @property
     def ulysses(self) -> int:
-        """Ranks over which heads are split by all-to-all."""
+        """Number of ranks over which heads are split by all-to-all."""
         if self.cp == 1 or not self.cp_comm_type.startswith("a2a"):
             return 1
         return self.cp if self.cp_comm_type == "a2a" else self.hierarchical[0]
 
     @property
     def shape(self) -> Shape:
-        """Heads of one rank, while it computes."""
+        """Heads of one rank during attention."""
         ranks = self.tp * self.ulysses
         return Shape(
             max(1, self.heads // ranks), max(1, self.kv_heads // ranks), self.head_dim, self.head_dim_v or self.head_dim
@@ -75,52 +75,54 @@ class Wanted:
 
 
 def megatron(wanted: Wanted) -> Section:
-    """Whether `cp_comm_type` reaches tree attention in this megatron-core."""
-    rows = []
+    """How `cp_comm_type` selects tree attention in this megatron-core."""
+    findings = []
     try:
         version = compat.megatron_version()
         compat.attention_classes()
     except compat.UnsupportedMegatronError as error:
-        rows.append(Row("megatron-core", "unusable", str(error), MISSING))
-        return Section("Megatron", rows)
-    rows.append(Row("megatron-core", version, "has all that tree attention needs"))
+        findings.append(Finding("megatron-core", "unusable", str(error), MISSING))
+        return Section("Megatron", findings)
+    findings.append(Finding("megatron-core", version, "has all that tree attention needs"))
     patched = compat.is_patched()
     flag = f"cp_comm_type {wanted.cp_comm_type!r}"
     if wanted.cp == 1:
-        rows.append(Row(flag, "not used", "--cp 1: Megatron's own attention, which needs no context parallelism"))
+        findings.append(
+            Finding(flag, "not used", "--cp 1: Megatron's own attention, which needs no context parallelism")
+        )
     elif patched and wanted.cp_comm_type in compat.TREE_CP_COMM_TYPES:
-        rows.append(Row(flag, "works as it is", "this megatron-core is patched (patches/megatron-lm)"))
+        findings.append(Finding(flag, "works as it is", "this megatron-core is patched (patches/megatron-lm)"))
     elif wanted.cp_comm_type in compat.TREE_CP_COMM_TYPES:
         way = "by install() in the program, --spec, or bash patches/apply.sh: docs/megatron-lm.md"
-        rows.append(Row(flag, "needs one line", way))
+        findings.append(Finding(flag, "needs one line", way))
     else:
         way = "ours with --spec or use_tree_attention, else TransformerEngine's: docs/megatron-lm.md"
-        rows.append(Row(flag, "by the layer spec", way))
+        findings.append(Finding(flag, "by the layer spec", way))
     if compat.misreads_cp_comm_type_list():
-        note = "this release reads it one entry too far; install() and the patch put that right"
-        rows.append(Row("a list in cp_comm_type", "needs install()", note))
-    return Section("Megatron", rows)
+        note = "this release reads it off by one entry; install() and the patch correct that"
+        findings.append(Finding("a list in cp_comm_type", "needs install()", note))
+    return Section("Megatron", findings)
 
 
 def fusions(wanted: Wanted) -> Section:
-    """Megatron's fused kernels, and the options that turn them on."""
-    rows, needs = [], set()
+    """Megatron's fused kernels, and the options that enable them."""
+    findings, needs = [], set()
     for fusion in megatron_fusions.fusions(normalization=wanted.normalization):
         set_to = ", ".join(f"{name}={value}" for name, value in fusion.options.items())
         lacks = f"needs {' and '.join(fusion.needs)}" if fusion.needs else ""
         if megatron_fusions.GPU not in fusion.needs:
             needs |= {name for need in fusion.needs for name in megatron_fusions.HOW_TO_GET if name in need}
         note = "; ".join(part for part in (lacks, set_to and f"set {set_to}") if part)
-        rows.append(Row(fusion.name, fusion.by, note, OK if fusion.used else NOTE))
+        findings.append(Finding(fusion.name, fusion.by, note, OK if fusion.used else NOTE))
     problem = megatron_fusions.apex_problem()
     if problem:
-        rows.append(Row("apex", "another package", problem, MISSING))
-    rows += [Row(name, "how to get it", megatron_fusions.HOW_TO_GET[name], NOTE) for name in sorted(needs)]
-    return Section("Megatron's fused kernels", rows)
+        findings.append(Finding("apex", "another package", problem, MISSING))
+    findings += [Finding(name, "how to get it", megatron_fusions.HOW_TO_GET[name], NOTE) for name in sorted(needs)]
+    return Section("Megatron's fused kernels", findings)
 
 
 def kernels(wanted: Wanted) -> Section:
-    """The backend of the attention itself."""
+    """The backend of the attention kernels."""
     device, dtype, shape = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[wanted.dtype], wanted.shape
     q, k, v = (
         torch.empty(1, _ROWS, heads, dim, dtype=dtype, device=device)
@@ -134,9 +136,9 @@ def kernels(wanted: Wanted) -> Section:
     try:
         choice = choose(q, k, v, AttnSpec(softmax_scale=shape.head_dim**-0.5), wanted.backend)
     except ValueError as error:
-        return Section("attention kernels", [Row(what, "refused", str(error), MISSING)])
+        return Section("attention kernels", [Finding(what, "refused", str(error), MISSING)])
     slow = choice.name == "reference" and wanted.backend == "auto"
-    return Section("attention kernels", [Row(what, choice.name, choice.reason, NOTE if slow else OK)])
+    return Section("attention kernels", [Finding(what, choice.name, choice.reason, NOTE if slow else OK)])
 
 
 def _topology(wanted: Wanted) -> Topology:
@@ -146,23 +148,25 @@ def _topology(wanted: Wanted) -> Topology:
 
 
 def plan(wanted: Wanted, purpose: str) -> Section:
-    """How the ranks would share the work, and how long it is predicted to take. `purpose`: see `machine.NEEDED`."""
-    rows, title = [], "plan"
+    """The planned schedule and its predicted cost. `purpose`: a key of `machine.NEEDED`."""
+    findings, title = [], "plan"
     try:
         topology = _topology(wanted)
     except ImportError:
-        return Section(title, [Row("topology", "unreadable", "files need pyyaml: pip install pyyaml", MISSING)])
+        return Section(title, [Finding("topology", "unreadable", "files need pyyaml: pip install pyyaml", MISSING)])
     rest = wanted.cp // wanted.ulysses
-    # Megatron numbers ranks by tensor parallelism first: a rank of the rest is tp x ulysses away from the next.
+    # Megatron numbers ranks by tensor parallelism first: neighbours in the tree are tp x ulysses ranks apart.
     hosts = [r * wanted.tp * wanted.ulysses // topology.host_size for r in range(rest)]
     placement = place(topology, hosts)
     source = "named" if wanted.topology else "assumed, since --topology names none"
-    rows.append(Row("topology", topology.name, f"{source}; ranks on {len(set(hosts))} of its hosts"))
+    findings.append(Finding("topology", topology.name, f"{source}; ranks on {len(set(hosts))} of its hosts"))
     if wanted.ulysses > 1:
-        rows.append(Row("all-to-all", f"{wanted.ulysses} ranks", f"{_RUNS[wanted.cp_comm_type]}: heads are split"))
+        findings.append(
+            Finding("all-to-all", f"{wanted.ulysses} ranks", f"{_RUNS[wanted.cp_comm_type]}: heads are split")
+        )
     if rest == 1:
-        rows.append(Row("tree", "1 rank", "nothing to exchange"))
-        return Section(title, rows)
+        findings.append(Finding("tree", "1 rank", "nothing to exchange"))
+        return Section(title, findings)
     word = DTYPES[wanted.dtype].itemsize
     if purpose == "deepspeed":
         shape = wanted.shape
@@ -175,9 +179,9 @@ def plan(wanted: Wanted, purpose: str) -> Section:
             topology=topology,
             placement=placement,
         )
-        rows.append(_row("decode", decode.schedule, decode.cost))
-        rows.append(Row("why", "", decode.reason))
-        return Section(title, rows)
+        findings.append(_cost_finding("decode", decode.schedule, decode.cost))
+        findings.append(Finding("why", "", decode.reason))
+        return Section(title, findings)
     second = wanted.cp_comm_type.removeprefix("a2a+")
     training = plan_training(
         rest,
@@ -190,14 +194,14 @@ def plan(wanted: Wanted, purpose: str) -> Section:
         schedule="ring" if second == "p2p" else "auto",
         grid=(1, rest) if second == "all_gather" else None,
     )
-    rows.append(_row("forward", str(training.forward), training.forward.cost))
-    rows.append(_row("backward", str(training.backward), training.backward.cost))
-    rows.append(Row("why", "", training.reason))
-    return Section(title, rows)
+    findings.append(_cost_finding("forward", str(training.forward), training.forward.cost))
+    findings.append(_cost_finding("backward", str(training.backward), training.backward.cost))
+    findings.append(Finding("why", "", training.reason))
+    return Section(title, findings)
 
 
-def _row(name: str, value: str, cost) -> Row:
-    return Row(
+def _cost_finding(name: str, value: str, cost) -> Finding:
+    return Finding(
         name,
         value,
         f"predicted {seconds(cost.time_s)} a layer, {size(cost.bytes)} sent, {size(cost.peak_bytes)} buffers",

@@ -1,4 +1,4 @@
-"""What the doctor finds: rows in sections, and how they are printed."""
+"""What the doctor reports: findings in sections, printed as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ OK, NOTE, MISSING = "ok", "note", "missing"
 _MARKS = {OK: " ", NOTE: "-", MISSING: "!"}
 
 
-class Row(NamedTuple):
+class Finding(NamedTuple):
     """One finding."""
 
     what: str
     value: str
     note: str = ""
-    """Why it is so, or the way to change it."""
+    """The reason, or how to change it."""
     state: str = OK
-    """"ok"; "note": it works, but better would be possible; "missing": the configuration needs it."""
+    """"ok"; "note": works, but could be better; "missing": required by the configuration."""
 
 
 class Section(NamedTuple):
     """Findings under one heading."""
 
     title: str
-    rows: list[Row]
+    findings: list[Finding]
 
 
-def missing(sections: list[Section]) -> list[Row]:
-    """The rows that keep the configuration from running."""
-    return [row for section in sections for row in section.rows if row.state == MISSING]
+def missing(sections: list[Section]) -> list[Finding]:
+    """Findings that prevent the configuration from running."""
+    return [f for section in sections for f in section.findings if f.state == MISSING]
 
 
 def as_text(sections: list[Section]) -> str:
-    """A table for each section, then what is missing."""
+    """One table per section, then the list of what is missing."""
     lines = []
     for section in sections:
         lines += ["", section.title]
-        widths = [max(len(row[i]) for row in section.rows) for i in range(2)]
-        for row in section.rows:
-            cells = [_MARKS[row.state], row.what.ljust(widths[0]), row.value.ljust(widths[1]), row.note]
+        widths = [max(len(f[i]) for f in section.findings) for i in range(2)]
+        for f in section.findings:
+            cells = [_MARKS[f.state], f.what.ljust(widths[0]), f.value.ljust(widths[1]), f.note]
             lines.append("  ".join(cells).rstrip())
     lacking = missing(sections)
     lines += ["", f"missing ({len(lacking)}, marked ! above):" if lacking else "nothing that is needed is missing"]
-    lines += [f"  {row.what}: {row.note or row.value}" for row in lacking]
+    lines += [f"  {f.what}: {f.note or f.value}" for f in lacking]
     return "\n".join(lines[1:])
 
 
 def as_json(sections: list[Section]) -> dict:
-    """The same for programs."""
+    """The same as JSON values."""
     return {
         "ok": not missing(sections),
-        "sections": {section.title: [row._asdict() for row in section.rows] for section in sections},
-        "missing": [row._asdict() for row in missing(sections)],
+        "sections": {section.title: [f._asdict() for f in section.findings] for section in sections},
+        "missing": [f._asdict() for f in missing(sections)],
     }

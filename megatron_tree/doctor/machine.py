@@ -1,4 +1,4 @@
-"""The machine: packages, devices, compiler, network. Nothing is imported but torch."""
+"""The machine: packages, devices, compiler, network. Imports only torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import megatron_tree
 
-from .findings import MISSING, NOTE, OK, Row, Section
+from .findings import MISSING, NOTE, OK, Finding, Section
 
 # Distribution, what it is for.
 PACKAGES = (
@@ -37,7 +37,7 @@ _EXTRA = {"megatron-core": "megatron", "deepspeed": "deepspeed", "transformers":
 
 
 def tested_versions() -> dict[str, str]:
-    """Distribution -> the version that the tests run with, from constraints.txt; empty where that file is not found."""
+    """{distribution: tested version} from constraints.txt; empty if that file is not found."""
     files = [Path(__file__).resolve().parents[2] / "constraints.txt"]
     try:
         installed = importlib.metadata.files("megatron_tree") or []
@@ -54,8 +54,8 @@ def tested_versions() -> dict[str, str]:
 
 def packages(purpose: str) -> Section:
     """What is installed. `purpose` is a key of `NEEDED`."""
-    tested, rows = tested_versions(), []
-    rows.append(Row("megatron_tree", megatron_tree.__version__, str(Path(__file__).resolve().parents[1])))
+    tested, findings = tested_versions(), []
+    findings.append(Finding("megatron_tree", megatron_tree.__version__, str(Path(__file__).resolve().parents[1])))
     for name, use in PACKAGES:
         try:
             found = importlib.metadata.version(name)
@@ -63,69 +63,75 @@ def packages(purpose: str) -> Section:
             needed = name in NEEDED[purpose]
             extra = _EXTRA.get(name)
             way = f"pip install 'megatron_tree[{extra}]'" if extra else f"pip install {name}"
-            rows.append(Row(name, "not installed", f"for {use}{f': {way}' * needed}", MISSING if needed else OK))
+            findings.append(
+                Finding(name, "not installed", f"for {use}{f': {way}' * needed}", MISSING if needed else OK)
+            )
             continue
         other = tested.get(name, found) not in (found, found.split("+")[0])
         note = f"for {use}; tested with {tested[name]}" if other else f"for {use}"
-        rows.append(Row(name, found, note, NOTE if other else OK))
-    return Section("packages", rows)
+        findings.append(Finding(name, found, note, NOTE if other else OK))
+    return Section("packages", findings)
 
 
 def devices() -> Section:
     """Processor, GPU, compiler."""
-    rows = [
-        Row("python", platform.python_version()),
-        Row("system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"),
+    findings = [
+        Finding("python", platform.python_version()),
+        Finding("system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"),
     ]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(i)
             kind = "ROCm" if torch.version.hip else f"CUDA {torch.version.cuda}"
             capability = f"{kind}, capability {facts.major}.{facts.minor}, {facts.total_memory / 1e9:.0f} GB"
-            rows.append(Row(f"GPU {i}", facts.name, capability))
+            findings.append(Finding(f"GPU {i}", facts.name, capability))
     else:
         why = "this build of torch has no CUDA" if not torch.backends.cuda.is_built() else "torch sees no device"
-        rows.append(Row("GPU", "none", f"{why}; everything runs on the CPU with gloo, for tests", NOTE))
+        findings.append(Finding("GPU", "none", f"{why}; everything runs on the CPU with gloo, for tests", NOTE))
     compiler = next((path for name in ("c++", "g++", "clang++", "cc") if (path := shutil.which(name))), None)
     needed = torch.cuda.is_available()
     how = "Triton and Megatron's data sets compile with it: apt-get install g++ (Debian, Ubuntu)"
-    rows.append(Row("C++ compiler", compiler or "none", "" if compiler else how, _state(compiler, needed)))
-    return Section("machine", rows)
+    findings.append(Finding("C++ compiler", compiler or "none", "" if compiler else how, _state(compiler, needed)))
+    return Section("machine", findings)
 
 
 def network(ranks: int) -> Section:
-    """Communication backends and the variables that steer them, for this many ranks."""
+    """Communication backends and the environment variables that configure them, for this many ranks."""
     distributed = torch.distributed.is_available()
-    rows = []
+    findings = []
     if not distributed:
-        rows.append(Row("torch.distributed", "not built in", "install another build of torch", _state(None, ranks > 1)))
-        return Section("network", rows)
+        findings.append(
+            Finding("torch.distributed", "not built in", "install another build of torch", _state(None, ranks > 1))
+        )
+        return Section("network", findings)
     gloo, nccl = torch.distributed.is_gloo_available(), torch.distributed.is_nccl_available()
     gpu = torch.cuda.is_available()
-    rows.append(Row("gloo", "available" if gloo else "none", "for CPU ranks", _state(gloo, ranks > 1 and not gpu)))
+    findings.append(
+        Finding("gloo", "available" if gloo else "none", "for CPU ranks", _state(gloo, ranks > 1 and not gpu))
+    )
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and gpu else "available" if nccl else "none"
-    rows.append(Row("NCCL", version, "for GPU ranks", _state(nccl, ranks > 1 and gpu)))
+    findings.append(Finding("NCCL", version, "for GPU ranks", _state(nccl, ranks > 1 and gpu)))
     used = "nccl" if gpu and nccl else "gloo"
-    rows.append(Row("backend of the ranks", used, "what torch.distributed should be initialized with"))
-    rows += [_interface(name, ranks, used) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+    findings.append(Finding("backend of the ranks", used, "what torch.distributed should be initialized with"))
+    findings += [_interface(name, ranks, used) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
     threads = os.environ.get("OMP_NUM_THREADS")
-    note = "" if threads else "on CPU ranks set it to the cores of a rank, else every rank starts a thread per core"
-    rows.append(Row("OMP_NUM_THREADS", threads or "not set", note, OK if threads or gpu else NOTE))
-    return Section("network", rows)
+    note = "" if threads else "on CPU ranks set it to the cores of one rank, else each rank starts a thread per core"
+    findings.append(Finding("OMP_NUM_THREADS", threads or "not set", note, OK if threads or gpu else NOTE))
+    return Section("network", findings)
 
 
-def _interface(variable: str, ranks: int, backend: str) -> Row:
+def _interface(variable: str, ranks: int, backend: str) -> Finding:
     value = os.environ.get(variable)
     there = [name for _, name in socket.if_nameindex()]
     if not value:
-        return Row(variable, "not set", f"the backend chooses among {', '.join(there)}")
+        return Finding(variable, "not set", f"the backend chooses among {', '.join(there)}")
     if variable.startswith("NCCL"):  # a list of prefixes, "^" for all but these, "=" for exact names
-        return Row(variable, value, f"interfaces: {', '.join(there)}")
+        return Finding(variable, value, f"interfaces: {', '.join(there)}")
     wrong = [name for name in value.split(",") if name not in there]
     if not wrong:
-        return Row(variable, value)
+        return Finding(variable, value)
     note = f"no such interface: {', '.join(wrong)}; ranks would hang. There are {', '.join(there)}"
-    return Row(variable, value, note, _state(None, ranks > 1 and backend == "gloo"))
+    return Finding(variable, value, note, _state(None, ranks > 1 and backend == "gloo"))
 
 
 def _state(found, needed: bool) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .forked import Forked
-from .network import Network, enter, require
+from .network import EmulatedNetwork, enter, require
 from .ranks import Rank, Ranks
 
 _MASTER_ADDR = "10.77.0.1"  # the first node's address (switch.c)
@@ -54,7 +54,7 @@ class Cluster(Forked):
             raise ValueError(f"lifetime_s={lifetime_s}: must be positive")
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.latency_s, self.rate_bits, self.lifetime_s = latency_s, rate_bits, lifetime_s
-        self._network: Network | None = None
+        self._network: EmulatedNetwork | None = None
         self._runs = itertools.count()
 
     @property
@@ -67,7 +67,7 @@ class Cluster(Forked):
         require()
 
     def __enter__(self) -> Cluster:
-        self._network = Network(
+        self._network = EmulatedNetwork(
             nodes=self.nodes,
             latency_s=self.latency_s,
             rate_bits=self.rate_bits,

@@ -82,7 +82,7 @@ def build_switch() -> Path:
     return program
 
 
-class Network:
+class EmulatedNetwork:
     """The running switch and the namespaces it holds. `close` ends every process in them."""
 
     def __init__(self, *, nodes: int, latency_s: float, rate_bits: float, lifetime_s: float):

@@ -1,4 +1,4 @@
-"""Print every way to spread attention over the ranks of a cluster, with its predicted cost, and which one is chosen."""
+"""Print every candidate schedule of an attention call on a cluster, with its predicted cost, and the chosen one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=_count, help="KV heads on a rank (default: as many as query heads)")
     add("--head-dim", type=_count, default=128, help="of queries and keys (default 128)")
     add("--head-dim-v", type=_count, help="of values (default: --head-dim)")
-    add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and of what travels (default bf16)")
+    add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and the messages (default bf16)")
     add("--full", action="store_true", help="no causal mask")
     add("--queries", type=_count, default=1, help="queries of a decode step (default 1)")
     add = parser.add_argument_group("the plan").add_argument
@@ -150,8 +150,8 @@ def _check_schedule(schedule: str, passes: tuple[str, ...]) -> None:
         choices = DECODE_SCHEDULES if name == "decode" else SCHEDULES
         if schedule not in choices:
             raise ValueError(
-                f"--schedule {schedule} is none for the {name}: choose {', '.join(choices)}, and with --pass only the "
-                f"passes that have it"
+                f"--schedule {schedule} does not apply to the {name}: choose {', '.join(choices)}, or select "
+                f"the passes that it applies to with --pass"
             )
 
 

@@ -1,14 +1,14 @@
 """The cost model: how long messages take on the links of a topology.
 
-A **phase** is what one rank sends over one level at once. Phases of different levels that run at the same time are a
-**stage**; stages follow one another. For each level a stage takes
+A **phase** is what one rank sends over one level at once. Phases of different levels that run at the same time form a
+**stage**; stages run one after another. For each level, a stage takes
 
     latency * hops + max(bytes of the rank / bandwidth, bytes of all ranks behind the port / port_bandwidth)
 
-and the slowest level counts, plus the overhead of all calls (of all ranks' messages, where they share cores). gloo
-sends a message only once its receiver has said that it is ready; where receives are not posted early, this takes one
-more latency, during which the calls are made. Bytes are those of the ranks' actual positions. Ranks that see the same
-picture are counted once: a few probes stand for all.
+seconds. The slowest level counts, plus the overhead of all calls (of all ranks' messages, where ranks share cores).
+gloo sends a message only after its receiver has reported that it is ready. Unless receives are posted early, this takes
+one more latency, which overlaps with the overheads. Bytes follow from the ranks' actual positions. Ranks with the same
+distances to their peers have the same cost, so a few probes stand for all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from .topology import Placement, Topology
 
-PROBES = 64  # ranks that are looked at where not all see the same picture
+PROBES = 64  # ranks whose cost is computed where not all ranks are alike
 
 
 class Phase(NamedTuple):
@@ -28,17 +28,17 @@ class Phase(NamedTuple):
 
     level: int
     messages: int
-    """Sent one after another, under way together."""
+    """Sent one after another, in flight together."""
     bytes: float
-    """Of all these messages."""
+    """Total of these messages."""
     sharers: int = 1
-    """Ranks that send as much through the same port."""
+    """Ranks that send as much through the same port, this one included."""
     hops: int = 1
-    """Latencies that follow one another."""
+    """Latencies that add up."""
 
 
-class Network:
-    """A topology with a group's ranks in it. Positions are those of `Placement.order`."""
+class PlacedTopology:
+    """A topology and the positions of a group's ranks in it, numbered as in `Placement.order`."""
 
     def __init__(self, topology: Topology, placement: Placement):
         self.topology, self.placement = topology, placement
@@ -48,7 +48,7 @@ class Network:
         self.units = [placement.units[r] for r in placement.order]
         self.population = [Counter(unit[i] for unit in self.units) for i in range(len(topology.levels))]
         self.alike = self.top == 0 or (self.top == 1 and len(set(self.population[0].values())) == 1)
-        """Whether every rank sees the same picture."""
+        """Whether every rank has equally many peers at each distance."""
         self.probes = (0,) if self.alike else spread(self.block if self.block > 1 else self.world)
 
     def level(self, x: int, y: int) -> int:
@@ -77,24 +77,24 @@ class Network:
     ) -> float:
         """Seconds of phases that run at the same time.
 
-        calls: if not one for each message. posted: whether receives are posted early. active: how many ranks send as
-        many messages, if not all.
+        calls: number of calls, if not one per message. posted: whether receives are posted early. active: number of
+        ranks that send as many messages, if not all.
         """
-        slowest, told, messages = 0.0, 0.0, 0
+        slowest, ready, messages = 0.0, 0.0, 0
         for phase in stage:
             level = self.topology.levels[phase.level]
             flow = max(phase.bytes / level.bandwidth, phase.bytes * phase.sharers / level.port_bandwidth)
             slowest = max(slowest, phase.hops * level.latency_s + flow)
-            told = max(told, 0.0 if posted or not self.direct else level.latency_s)
+            ready = max(ready, 0.0 if posted or not self.direct else level.latency_s)
             messages += phase.messages
         own = (messages if calls is None else calls) * self.topology.overhead_s
         everyones = messages * (self.world if active is None else active) * self.topology.shared_overhead_s
-        return max(told, own, everyones) + slowest + (self.topology.wake_s if messages else 0.0)
+        return max(ready, own, everyones) + slowest + (self.topology.wake_s if messages else 0.0)
 
     def exchange(self, counts: Callable[[int], Counter], message_bytes: float, calls: int | None = None):
-        """Every rank sends messages of one size at once, as many over each level as `counts(position)` says.
+        """Every rank sends messages of one size at once; `counts(position)` gives their number over each level.
 
-        Returns (seconds for the slowest rank, mean bytes per level).
+        Returns (seconds of the slowest rank, mean bytes per level).
         """
         slowest, mean = 0.0, [0.0] * len(self.topology.levels)
         for x in self.probes:
@@ -119,9 +119,9 @@ class Network:
 
 
 @lru_cache(maxsize=64)
-def network(topology: Topology, placement: Placement) -> Network:
-    """The `Network` of these two, made once."""
-    return Network(topology, placement)
+def placed_topology(topology: Topology, placement: Placement) -> PlacedTopology:
+    """`PlacedTopology(topology, placement)`, cached."""
+    return PlacedTopology(topology, placement)
 
 
 def spread(n: int) -> tuple[int, ...]:
@@ -132,17 +132,17 @@ def spread(n: int) -> tuple[int, ...]:
 def pipeline(groups: int, gather: list[float], own: float, compute: float, reduce: list[float]) -> float:
     """Seconds of a pass over head groups.
 
-    The own share of all groups is computed while the first group is gathered. While a group computes, the last one is
-    reduced and the next one gathered, on one network. Of collectives in two stages the host starts the second one
-    when it comes by: a gather's is not overlapped, a reduction's runs under the next group.
+    A rank's own share of all groups is computed while the first group is gathered. While one group is computed, the
+    previous one is reduced and the next one gathered, over one network. The host starts the second stage of a two-stage
+    collective: a gather's second stage is not overlapped, a reduction's overlaps with the next group's compute.
 
     Args:
         gather, reduce: seconds of one group's stages, at most two.
-        own: seconds of the own share of all groups.
+        own: seconds of attention on the rank's own share, all groups.
         compute: seconds of the rest of one group.
     """
     (fetch, *pass_on), (first, *second) = gather or [0.0], reduce or [0.0]
-    start, busy = max(own, fetch) + sum(pass_on), 0.0  # when a group can compute; until when the network is taken
+    start, busy = max(own, fetch) + sum(pass_on), 0.0  # when a group can compute; until when the network is busy
     for group in range(groups):
         more = group + 1 < groups
         busy = max(start, busy) + (group > 0) * first + (group > 1) * sum(second) + more * fetch

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from .cost import Network, Phase
+from .cost import Phase, PlacedTopology
 from .plans import Cost, Reduction
 
-GLOO_LATENCIES = 1.7  # of a round of gloo's all-reduce: measured; two of its messages are under way at a time
+GLOO_LATENCIES = 1.7  # per round of gloo's all-reduce, measured; two of its messages are in flight at a time
 
 
-class Step(NamedTuple):
+class StepSizes(NamedTuple):
     """Sizes of one decode step in bytes."""
 
     rows: int
@@ -29,10 +29,10 @@ class Step(NamedTuple):
 
 
 class _Sum:
-    """Adds up what a reduction takes after the local attention."""
+    """Accumulates the cost of a reduction after the local attention."""
 
-    def __init__(self, net: Network):
-        self.net, self.time, self.sent, self.steps = net, 0.0, [0.0] * len(net.topology.levels), 0
+    def __init__(self, placed: PlacedTopology):
+        self.placed, self.time, self.sent, self.steps = placed, 0.0, [0.0] * len(placed.topology.levels), 0
 
     def add(self, time: float, sent: list[float], steps: int = 1):
         self.time += time
@@ -40,42 +40,42 @@ class _Sum:
         self.steps += steps
 
     def merge(self, states: float, state_bytes: float):
-        """Read that many states and merge them."""
-        self.time += states * state_bytes / self.net.topology.memory_bandwidth
+        """Add reading `states` states from memory to merge them."""
+        self.time += states * state_bytes / self.placed.topology.memory_bandwidth
 
 
 def _all_to_all(total: _Sum, share: float) -> None:
     """Every rank sends a share to every other at once."""
-    net = total.net
-    total.add(*net.exchange(net.everyone, share, None if net.direct else 1))
+    placed = total.placed
+    total.add(*placed.exchange(placed.everyone, share, None if placed.direct else 1))
 
 
 def _around(total: _Sum, share: float, rounds: int, *, hops: Callable[[int, int], int]) -> None:
     """A built-in collective that passes `rounds` shares along a ring through all ranks.
 
-    `hops(level, hops of the ring there)` is its latencies. gloo waits for the slowest hop in every round, and mostly
-    for the receiver to say that it is ready; others pass on without waiting and use all ports of a unit.
+    `hops(level, hops of the ring at that level)` is its number of latencies. gloo waits for the slowest hop in every
+    round, and usually for the receiver to be ready. Other backends forward without waiting and use all ports of a unit.
     """
-    net = total.net
-    p, levels = net.world, net.topology.levels
-    sent = [net.hops[i] / p * rounds * share for i in range(len(levels))]
-    if net.direct:
-        slowest = max(levels[i].latency_s for i in net.hops)
-        flow = max(share / levels[i].bandwidth for i in net.hops)
+    placed = total.placed
+    p, levels = placed.world, placed.topology.levels
+    sent = [placed.hops[i] / p * rounds * share for i in range(len(levels))]
+    if placed.direct:
+        slowest = max(levels[i].latency_s for i in placed.hops)
+        flow = max(share / levels[i].bandwidth for i in placed.hops)
         total.add(rounds * (GLOO_LATENCIES * slowest + flow), sent)
         return
-    latency = sum(hops(i, n) * levels[i].latency_s for i, n in net.hops.items())
-    behind = {i: net.behind(0, i) for i in net.hops}
+    latency = sum(hops(i, n) * levels[i].latency_s for i, n in placed.hops.items())
+    behind = {i: placed.behind(0, i) for i in placed.hops}
     stage = [Phase(i, 1, rounds * share / n, sharers=n, hops=0) for i, n in behind.items()]
-    total.add(latency + net.time(stage, 1), sent)
+    total.add(latency + placed.time(stage, 1), sent)
 
 
-def _allreduce(net: Network, step: Step) -> tuple[_Sum, int]:
+def _allreduce(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
     """The paper's Algorithm 3: MAX of lse, then SUM of packed numerators and denominators."""
-    total, p = _Sum(net), net.world
+    total, p = _Sum(placed), placed.world
 
     def hops(level: int, n: int) -> int:  # up and down a chain inside the innermost units and a tree of units
-        return 2 * ((len(net.population[level - 1]) - 1).bit_length() if level else net.behind(0, 1) - 1)
+        return 2 * ((len(placed.population[level - 1]) - 1).bit_length() if level else placed.behind(0, 1) - 1)
 
     for size in (step.rows * 4, step.state):
         _around(total, size / p, 2 * (p - 1), hops=hops)
@@ -83,23 +83,23 @@ def _allreduce(net: Network, step: Step) -> tuple[_Sum, int]:
     return total, 2 * step.state
 
 
-def _allgather(net: Network, step: Step) -> tuple[_Sum, int]:
-    total = _Sum(net)
-    if net.direct:
+def _allgather(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
+    total = _Sum(placed)
+    if placed.direct:
         _all_to_all(total, step.state)
     else:
-        _around(total, step.state, net.world - 1, hops=lambda level, n: n)
-    total.merge(net.world, step.state)
-    return total, net.world * step.state
+        _around(total, step.state, placed.world - 1, hops=lambda level, n: n)
+    total.merge(placed.world, step.state)
+    return total, placed.world * step.state
 
 
 @lru_cache(maxsize=64)
-def _doubling_steps(net: Network, stride: int) -> tuple[dict[int, tuple[int, int]], ...]:
-    """Recursive doubling among positions 0, stride, 2 stride, ...; the rest beyond a power of two folds in first.
+def _doubling_steps(placed: PlacedTopology, stride: int) -> tuple[dict[int, tuple[int, int]], ...]:
+    """Recursive doubling among positions 0, stride, 2 stride, ...; ranks beyond a power of two fold in first.
 
-    By step: for each level the messages, and how many of them share the busiest port.
+    Returns for each step: {level: (number of messages, number of them that share the busiest port)}.
     """
-    n = net.world // stride
+    n = placed.world // stride
     core = 1 << (n.bit_length() - 1)
     fold = [(core + i, i) for i in range(n - core)]
     middle = [[(x, x ^ (1 << bit)) for x in range(core)] for bit in range(core.bit_length() - 1)]
@@ -108,11 +108,11 @@ def _doubling_steps(net: Network, stride: int) -> tuple[dict[int, tuple[int, int
     for pairs in (fold, *middle, back):
         ports, used = Counter(), Counter()
         for x, y in pairs:
-            level = net.level(x * stride, y * stride)
+            level = placed.level(x * stride, y * stride)
             used[level] += 1
             if level:
                 for way, at in (("out", x), ("in", y)):
-                    ports[level, way, net.units[at * stride][level - 1]] += 1
+                    ports[level, way, placed.units[at * stride][level - 1]] += 1
         if pairs:
             busiest = {level: max((m for (i, *_), m in ports.items() if i == level), default=1) for level in used}
             found.append({level: (m, busiest[level]) for level, m in used.items()})
@@ -120,51 +120,51 @@ def _doubling_steps(net: Network, stride: int) -> tuple[dict[int, tuple[int, int
 
 
 def _doubling(total: _Sum, stride: int, state: int) -> int:
-    """Exchange states by recursive doubling; returns how many states a rank holds at most."""
-    net = total.net
-    for step in _doubling_steps(net, stride):
+    """Exchange states by recursive doubling; returns the largest number of states that a rank holds."""
+    placed = total.placed
+    for step in _doubling_steps(placed, stride):
         active = sum(messages for messages, _ in step.values())
         phases = [Phase(level, 1, state, sharers) for level, (_, sharers) in step.items()]
-        time = max(net.time([phase], active=active) for phase in phases)
-        sent = [step.get(level, (0, 0))[0] * state / net.world for level in range(len(total.sent))]
+        time = max(placed.time([phase], active=active) for phase in phases)
+        sent = [step.get(level, (0, 0))[0] * state / placed.world for level in range(len(total.sent))]
         total.add(time, sent)
         total.merge(2, state)
-    return (net.world // stride - 1).bit_length() + 1
+    return (placed.world // stride - 1).bit_length() + 1
 
 
-def _butterfly(net: Network, step: Step) -> tuple[_Sum, int]:
-    total = _Sum(net)
+def _butterfly(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
+    total = _Sum(placed)
     kept = _doubling(total, 1, step.state)
     return total, kept * step.state
 
 
-def _scatter(net: Network, step: Step) -> tuple[_Sum, int]:
+def _scatter(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
     """Rows split over the ranks; each merges its own and sends the result to all."""
-    total = _Sum(net)
-    share = -(-step.rows // net.world) * step.row_bytes
+    total = _Sum(placed)
+    share = -(-step.rows // placed.world) * step.row_bytes
     _all_to_all(total, share)
-    total.merge(net.world, share)
-    if net.direct:
+    total.merge(placed.world, share)
+    if placed.direct:
         _all_to_all(total, share)
     else:
-        _around(total, share, net.world - 1, hops=lambda level, n: n)
-    return total, 2 * net.world * share
+        _around(total, share, placed.world - 1, hops=lambda level, n: n)
+    return total, 2 * placed.world * share
 
 
-def _two_level(net: Network, step: Step, across: str) -> tuple[_Sum, int]:
-    if net.block == 1:  # nothing to nest: every rank is a leader
-        return _allgather(net, step)
-    total, state, n, r = _Sum(net), step.state, net.nodes, net.block
-    inside = net.count(0, range(r))
-    if not net.direct:  # all ranks of a node take part in both all-gathers, each with its like in the other nodes
-        for counts, size in ((inside, r), (Counter({net.top: n - 1}), n)):
+def _two_level(placed: PlacedTopology, step: StepSizes, across: str) -> tuple[_Sum, int]:
+    if placed.block == 1:  # nothing to nest: every rank is a leader
+        return _allgather(placed, step)
+    total, state, n, r = _Sum(placed), step.state, placed.nodes, placed.block
+    inside = placed.count(0, range(r))
+    if not placed.direct:  # an all-gather inside the node, then one among ranks of the same place in their nodes
+        for counts, size in ((inside, r), (Counter({placed.top: n - 1}), n)):
             if size > 1:
-                stage = [Phase(i, m, m * state, net.behind(0, i), m) for i, m in counts.items()]
-                total.add(net.time(stage, 1), [counts[i] * state for i in range(len(total.sent))])
+                stage = [Phase(i, m, m * state, placed.behind(0, i), m) for i, m in counts.items()]
+                total.add(placed.time(stage, 1), [counts[i] * state for i in range(len(total.sent))])
             total.merge(size, state)
         return total, (r + n) * state
     to_leader = (
-        net.time([Phase(i, m, m * state) for i, m in inside.items()], active=n),
+        placed.time([Phase(i, m, m * state) for i, m in inside.items()], active=n),
         [m * state / r for m in (inside[i] for i in range(len(total.sent)))],
     )
     total.add(*to_leader)
@@ -173,26 +173,26 @@ def _two_level(net: Network, step: Step, across: str) -> tuple[_Sum, int]:
     if across == "butterfly":
         kept = _doubling(total, r, state)
     else:
-        counts = net.count(0, range(0, net.world, r))
+        counts = placed.count(0, range(0, placed.world, r))
         stage = [Phase(i, m, m * state) for i, m in counts.items()]
-        total.add(net.time(stage, active=n), [counts[i] * state / r for i in range(len(total.sent))])
+        total.add(placed.time(stage, active=n), [counts[i] * state / r for i in range(len(total.sent))])
         total.merge(n, state)
     total.add(*to_leader)
     return total, (r + kept) * state
 
 
-def _ring(net: Network, step: Step) -> tuple[float, list[float], int, int]:
-    """The baseline: KV goes round, each shift under the attention of the shard at hand."""
-    compute, p = step.kv_bytes / net.topology.memory_bandwidth, net.world
-    shift, each = net.shift([step.kv_bytes])
+def _ring(placed: PlacedTopology, step: StepSizes) -> tuple[float, list[float], int, int]:
+    """The baseline: KV travels round the ring, each shift overlapped with the attention over the current shard."""
+    compute, p = step.kv_bytes / placed.topology.memory_bandwidth, placed.world
+    shift, each = placed.shift([step.kv_bytes])
     return (p - 1) * max(shift, compute) + compute, [(p - 1) * n for n in each], p - 1, 2 * step.kv_bytes
 
 
-def reductions(net: Network, step: Step) -> list[Reduction]:
+def reductions(placed: PlacedTopology, step: StepSizes) -> list[Reduction]:
     """Every schedule with its predicted cost, the simpler ones first."""
-    compute = step.kv_bytes / net.topology.memory_bandwidth
-    ready = net.topology.levels[net.top].latency_s if net.direct and net.world > 1 else 0.0
-    start = max(compute, ready)  # meanwhile the receivers say that they are ready
+    compute = step.kv_bytes / placed.topology.memory_bandwidth
+    ready = placed.topology.levels[placed.top].latency_s if placed.direct and placed.world > 1 else 0.0
+    start = max(compute, ready)  # receivers report that they are ready meanwhile
     found = [
         ("allgather", "direct", _allgather),
         ("butterfly", "direct", _butterfly),
@@ -203,12 +203,12 @@ def reductions(net: Network, step: Step) -> list[Reduction]:
     ]
     costs = []
     for schedule, across, take in found:
-        if across == "butterfly" and not (net.direct and net.block > 1 and net.nodes > 2):
+        if across == "butterfly" and not (placed.direct and placed.block > 1 and placed.nodes > 2):
             continue
-        total, peak = take(net, step) if net.world > 1 else (_Sum(net), 0)
+        total, peak = take(placed, step) if placed.world > 1 else (_Sum(placed), 0)
         costs.append((schedule, across, start + total.time, compute, total.sent, total.steps, peak))
-    time, sent, steps, peak = _ring(net, step)
-    costs.append(("ring", "direct", time, net.world * compute, sent, steps, peak if net.world > 1 else 0))
+    time, sent, steps, peak = _ring(placed, step)
+    costs.append(("ring", "direct", time, placed.world * compute, sent, steps, peak if placed.world > 1 else 0))
     return [
         Reduction(
             schedule=schedule,

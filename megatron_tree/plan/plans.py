@@ -1,4 +1,4 @@
-"""What planning is about: sizes of a call, grids of ranks, and the plans with their predicted cost."""
+"""The planner's data: sizes of a call, grids of ranks, and plans with their predicted cost."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one pass is predicted to take."""
+    """Predicted cost of one pass."""
 
     time_s: float
-    """Seconds from start to end, communication and compute as far as they overlap."""
+    """Seconds from start to end, with the overlap of communication and compute."""
     compute_s: float
-    """Seconds of a rank's own attention in it."""
+    """Seconds of one rank's attention, part of time_s."""
     bytes_per_level: tuple[float, ...]
     """Bytes that one rank sends over each level of the topology, innermost first; the mean over the ranks."""
     steps: int
-    """Exchanges or collectives that wait for one another."""
+    """Number of exchanges or collectives that run one after another."""
     peak_bytes: int
-    """Buffers of the busiest rank: what is gathered, partial or received, beyond its inputs and outputs."""
+    """Bytes of the busiest rank's buffers: gathered, partial and received tensors, beyond inputs and outputs."""
 
     @property
     def bytes(self) -> float:
-        """Bytes that one rank sends in all."""
+        """Bytes that one rank sends over all levels."""
         return sum(self.bytes_per_level)
 
 
@@ -47,9 +47,9 @@ class PassPlan:
     grid: tuple[int, int]
     """(a, b): queries are gathered over a ranks, KV over b. A ring has (1, p)."""
     inner: tuple[int, int]
-    """(a0, b0): the part of the grid that lies in one node; a0 * b0 = `Placement.block`."""
+    """(a0, b0): the part of the grid inside one node; a0 * b0 = `Placement.block`."""
     head_groups: int
-    """KV heads are worked off in this many groups, the communication of one under the compute of another."""
+    """KV heads are processed in this many groups; one group's communication overlaps another's compute."""
     cost: Cost
 
     def __str__(self) -> str:
@@ -66,14 +66,14 @@ class TrainingPlan:
     forward: PassPlan
     backward: PassPlan
     reason: str
-    """One sentence for people."""
+    """The choice and its alternatives, in one readable sentence."""
     candidates: tuple[tuple[PassPlan, ...], tuple[PassPlan, ...]]
-    """All that was weighed for the forward and for the backward, fastest first."""
+    """All candidates for the forward and for the backward, fastest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """One way to bring the partial states of a decode step together."""
+    """One way to merge the partial states of a decode step over the ranks."""
 
     schedule: str
     across: str
@@ -93,11 +93,11 @@ class DecodePlan:
     cost: Cost
     reason: str
     candidates: tuple[Reduction, ...]
-    """All that was weighed, fastest first."""
+    """All candidates, fastest first."""
 
 
 def grids(world: int) -> list[tuple[int, int]]:
-    """All grids (a, b) of `world` ranks, by rising a."""
+    """All grids (a, b) of `world` ranks, in ascending order of a."""
     return [(a, world // a) for a in range(1, world + 1) if world % a == 0]
 
 
@@ -111,7 +111,7 @@ def check_grid(grid: tuple[int, int], world: int, name: str = "grid") -> None:
 
 
 def parse_grid(text: str, wrong: str = "is no grid: write AxB, for instance 2x4") -> tuple[int, int]:
-    """ "2x4" as (2, 4). Raises ``argparse.ArgumentTypeError``, which says `wrong` of the text, for anything else."""
+    """ "2x4" as (2, 4). Raises ``argparse.ArgumentTypeError`` with the text and `wrong` for anything else."""
     match = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text.lower())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
@@ -128,14 +128,14 @@ def _by(grid: tuple[int, int]) -> str:
 
 
 def seconds(s: float) -> str:
-    """A time for people: 3 digits and a unit."""
+    """A time with 3 significant digits and a unit, such as "1.25 ms"."""
     for unit, scale in (("s", 1), ("ms", 1e-3), ("us", 1e-6)):
         if s >= scale or unit == "us":
             return f"{s / scale:.3g} {unit}"
 
 
 def size(n: float) -> str:
-    """Bytes for people: 3 digits and a decimal unit."""
+    """Bytes with 3 significant digits and a decimal unit, such as "24.1 MB"."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= scale:
             return f"{n / scale:.3g} {unit}"

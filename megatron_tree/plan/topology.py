@@ -1,4 +1,4 @@
-"""What the machine looks like: levels of links, from the innermost outwards, and where a group's ranks sit in them."""
+"""A machine as levels of links, innermost first, and the positions of a group's ranks in it."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ _SHARE = "share/megatron_tree/topology"  # where a wheel puts the files of confi
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One kind of link. Two ranks talk over the lowest level that has both in one unit."""
+    """One kind of link. Two ranks communicate over the lowest level with both in one unit."""
 
     name: str
-    """As it is printed: "nvlink", "infiniband", "ethernet"."""
+    """Printed in plans, such as "nvlink", "infiniband", "ethernet"."""
     size: int
-    """How many units of the level below (ranks, at the innermost level) one unit of this level holds; 0 = any number
-    (outermost level only)."""
+    """Units of the level below (at the innermost level: ranks) in one unit of this level; 0 = any number (outermost
+    level only)."""
     latency_s: float
     """Seconds from the start of one small message to its arrival."""
     bandwidth: float
-    """Bytes/s that one rank can send while it is alone, in one direction."""
+    """Bytes/s that one rank alone can send in one direction."""
     port_bandwidth: float
-    """Bytes/s of the port by which one unit of the level below reaches this level; all ranks below share it. At the
+    """Bytes/s of the port from one unit of the level below to this level; all ranks of that unit share it. At the
     innermost level a unit is a rank, so this equals `bandwidth`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A machine: its levels, innermost first, and what a rank does with them."""
+    """A machine: its levels of links, innermost first, and the speed of a rank."""
 
     name: str
     levels: tuple[Level, ...]
     host_size: int
-    """Ranks on one host at most. Less than the innermost level's size where that level spans hosts."""
+    """Largest number of ranks on one host. Smaller than the innermost level's size where that level spans hosts."""
     overhead_s: float
-    """Seconds of a rank's own time that one message (one collective, if builtin) costs on top of latency."""
+    """Seconds of a rank's CPU time per message (per collective, if builtin), in addition to latency."""
     shared_overhead_s: float = 0.0
-    """Seconds by which one message of *any* rank delays all of them: ranks that share too few cores, as on an emulated
-    cluster. 0 where every rank has a core of its own."""
+    """Seconds by which one message of *any* rank delays all ranks, where ranks share too few cores, as on an emulated
+    cluster. 0 where every rank has its own core."""
     wake_s: float = 0.0
-    """Seconds that a rank needs to go on once its messages are there, per exchange."""
+    """Seconds per exchange until a rank resumes after its messages have arrived."""
     memory_bandwidth: float
-    """Bytes/s at which decode reads the KV cache."""
+    """Bytes/s at which decode kernels read the KV cache."""
     flops: float
-    """Matrix flop/s that the attention kernels reach in training."""
+    """Matrix flop/s of the attention kernels in training."""
     transport: str
     """"direct": point-to-point exchanges (gloo); "builtin": the backend's own collectives (nccl)."""
 
@@ -82,7 +82,7 @@ class Topology:
 
     @cached_property
     def capacities(self) -> tuple[float, ...]:
-        """Ranks that one unit of each level holds at most."""
+        """Largest number of ranks in one unit of each level."""
         found, ranks = [], 1
         for level in self.levels:
             ranks = ranks * level.size if level.size else math.inf
@@ -103,18 +103,18 @@ def _check_number(where: str, name: str, value: object, *, zero: bool) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of one group sit; made by `place`."""
+    """The positions of a group's ranks in a topology; made by `place`."""
 
     order: tuple[int, ...]
     """Position -> group rank: the ranks sorted so that every unit of every level is contiguous."""
     block: int
-    """Positions per unit just below the outermost level that the group spans; 1 when these units differ in size, and
-    when there is only one."""
+    """Positions per unit just below the outermost level that the group spans; 1 if these units differ in size, or if
+    there is only one."""
     units: tuple[tuple[int, ...], ...] = field(repr=False)
     """By group rank: the number of its unit at each level, innermost first."""
 
     def level(self, r1: int, r2: int) -> int:
-        """Index of the lowest level that has two group ranks in one unit."""
+        """Index of the lowest level with both group ranks in one unit."""
         return next(i for i, (x, y) in enumerate(zip(self.units[r1], self.units[r2])) if x == y)
 
     @cached_property
@@ -127,19 +127,19 @@ class Placement:
     def _hash(self) -> int:
         return hash((self.order, self.block, self.units))
 
-    def __hash__(self) -> int:  # a key of the plans' cache, looked up in every decode step
+    def __hash__(self) -> int:  # a cache key, looked up in every decode step
         return self._hash
 
 
 def place(topology: Topology, hosts: Sequence[Hashable]) -> Placement:
-    """Where the ranks of a group sit, from the host of each.
+    """The positions of a group's ranks in a topology.
 
     Args:
         topology: its sizes say how hosts fill the levels. Hosts are taken in the order of their first rank; ranks of
-            one host stay together, also where there are more of them than `host_size`.
+            one host stay together, even if there are more of them than `host_size`.
         hosts: one id per group rank; equal ids are one host.
 
-    Raises: ValueError if the topology has no link between hosts, or holds fewer units than there are.
+    Raises: ValueError if the topology has no link between hosts, or too few units for them.
     """
     numbers = {host: n for n, host in enumerate(dict.fromkeys(hosts))}
     capacities, size = topology.capacities, topology.host_size
@@ -181,7 +181,7 @@ def place(topology: Topology, hosts: Sequence[Hashable]) -> Placement:
 
 
 def _folder() -> Path | None:
-    """Where topologies are kept: configs/topology of a checkout, else what a wheel put under share/."""
+    """The folder of topology files: configs/topology of a checkout, else share/ of an installed wheel."""
     root = Path(__file__).resolve().parents[2]
     folders = [root / "configs" / "topology", root / _SHARE]
     try:
@@ -193,13 +193,13 @@ def _folder() -> Path | None:
 
 
 def known_topologies() -> list[str]:
-    """Names that `load_topology` takes: the files of configs/topology."""
+    """Names for `load_topology`: the files in configs/topology."""
     folder = _folder()
     return sorted(path.stem for path in folder.glob("*.yaml")) if folder else []
 
 
 def load_topology(name_or_path: str | Path) -> Topology:
-    """The topology of a name in configs/topology, or of a YAML file. Raises ValueError that names what is wrong."""
+    """Load a topology by its name in configs/topology, or from a YAML file. Raises ValueError with the faulty entry."""
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in known_topologies():
@@ -225,7 +225,7 @@ def load_topology(name_or_path: str | Path) -> Topology:
 
 
 def _take(content: object, kind: type) -> dict:
-    """The fields of `kind` from a mapping; numbers may be written as 1e9, which YAML takes for text."""
+    """The fields of `kind` from a mapping; numbers may be written as 1e9, which YAML reads as text."""
     if not isinstance(content, dict):
         raise ValueError(f"a {kind.__name__.lower()} must be a mapping of {', '.join(f.name for f in fields(kind))}")
     names = {f.name: f.type for f in fields(kind)}
@@ -247,7 +247,7 @@ def _take(content: object, kind: type) -> dict:
 
 
 def save_topology(topology: Topology, path: str | Path) -> None:
-    """Write a topology as YAML that `load_topology` reads back to an equal one."""
+    """Write a topology as YAML; `load_topology` reads it back to an equal one."""
     import yaml
 
     content = {**asdict(topology), "levels": [asdict(level) for level in topology.levels]}
@@ -284,8 +284,8 @@ _DEFAULTS = {
 
 
 def default_topology(backend: str) -> Topology:
-    """What is assumed for a communication backend when the user names no topology: configs/topology holds the same
-    figures, with their sources. Raises ValueError for a backend without a default."""
+    """The topology assumed for a communication backend when the user names none; configs/topology has the same figures
+    with their sources. Raises ValueError for a backend without a default."""
     if backend not in _DEFAULTS:
         raise ValueError(
             f"no topology is assumed for backend {backend!r}, only for {', '.join(_DEFAULTS)}: name one with "

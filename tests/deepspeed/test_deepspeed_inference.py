@@ -89,7 +89,7 @@ def test_refusals_name_option_value_and_way_out(tmp_path):
         "block_size=0",
         "replace_with_kernel_inject=True can't be used here",
         "pass tp_size=",
-        "config='no/such/file.json' is no readable JSON file",
+        "config='no/such/file.json' is not a readable JSON file",
         "in that file must be an object of DeepSpeed's options",
         "enable_cuda_graph=True can't be used here",
     )

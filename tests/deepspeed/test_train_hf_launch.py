@@ -70,8 +70,8 @@ def test_a_run_in_two_parts_and_other_layouts_give_the_same_losses(text, tmp_pat
     ("options", "message"),
     [
         (("--steps", "0"), "steps=0 must be 1 or more"),
-        (("--deepspeed-config", "absent.json"), "deepspeed_config='absent.json' is no readable JSON file"),
-        (("--deepspeed-config", os.devnull), "is no readable JSON file"),
+        (("--deepspeed-config", "absent.json"), "deepspeed_config='absent.json' is not a readable JSON file"),
+        (("--deepspeed-config", os.devnull), "is not a readable JSON file"),
     ],
 )
 def test_options_that_are_refused(options, message):

@@ -70,7 +70,10 @@ def test_csv_holds_all_candidates(capsys, tmp_path):
         ([*SMALL, "--kv-heads", "3"], "--kv-heads 3 must divide --heads 4"),
         ([*SMALL, "--grid", "4x4"], r"grid=\(4, 4\) has 16 cells but cp_group has 4 ranks"),
         ([*SMALL, "--memory-budget", "1"], "memory_budget=1 bytes is too small"),
-        ([*SMALL, "--schedule", "scatter"], "--schedule scatter is none for the forward: choose auto, grid, ring"),
+        (
+            [*SMALL, "--schedule", "scatter"],
+            "--schedule scatter does not apply to the forward: choose auto, grid, ring",
+        ),
         ([*SMALL, "--csv", "/nowhere/plan.csv"], "No such file or directory"),
     ],
 )

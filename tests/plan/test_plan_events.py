@@ -12,11 +12,10 @@ import itertools
 import pytest
 
 from megatron_tree.plan import default_topology, place
-from megatron_tree.plan.cost import network
-from megatron_tree.plan.decode import Step as Sizes
-from megatron_tree.plan.decode import reductions
+from megatron_tree.plan.cost import placed_topology
+from megatron_tree.plan.decode import StepSizes, reductions
 from megatron_tree.plan.plans import Shape, grids, inner_grids
-from megatron_tree.plan.training import Call, grid_plan, ring_plan
+from megatron_tree.plan.training import CallSizes, grid_plan, ring_plan
 from support.event_simulator import Step, run
 
 ROW = 4 * 129
@@ -40,7 +39,7 @@ def close(predicted, simulated, limit):
 
 def decode(topology, hosts, rows, schedule, across="direct"):
     placement = place(topology, hosts)
-    found = reductions(network(topology, placement), Sizes(rows, ROW, 0))
+    found = reductions(placed_topology(topology, placement), StepSizes(rows, ROW, 0))
     cost = next(r.cost for r in found if (r.schedule, r.across) == (schedule, across))
     ready = topology.levels[placement.top].latency_s  # that the receivers are ready, told during the local attention
     return placement, cost.time_s - ready
@@ -103,11 +102,11 @@ def test_two_level(hosts, rows):
 def test_ring(hosts, backward):
     placement = place(ETHERNET, HOSTS[hosts])
     p = len(HOSTS[hosts])
-    call = Call.of(p, Shape(8, 4, 64, 64), batch=1, seq_len=1024 * p, bytes_per_word=2, causal=True)
-    predicted = ring_plan(network(ETHERNET, placement), call, backward).cost.time_s
-    programs = [[Step([((x + 1) % p, call.kv)] * (1 + backward), 1 + backward)] * (p - 1) for x in range(p)]
+    sizes = CallSizes.of(p, Shape(8, 4, 64, 64), batch=1, seq_len=1024 * p, bytes_per_word=2, causal=True)
+    predicted = ring_plan(placed_topology(ETHERNET, placement), sizes, backward).cost.time_s
+    programs = [[Step([((x + 1) % p, sizes.kv)] * (1 + backward), 1 + backward)] * (p - 1) for x in range(p)]
     if backward:
-        programs = [[*steps, Step([((x + 1) % p, call.kv)], 1)] for x, steps in enumerate(programs)]
+        programs = [[*steps, Step([((x + 1) % p, sizes.kv)], 1)] for x, steps in enumerate(programs)]
     close(predicted, run(ETHERNET, placement, programs, posted=False), 1.1)
 
 
@@ -117,18 +116,18 @@ def test_ring(hosts, backward):
 def test_grids(hosts, topology, tokens):
     """Every nested grid, forward: gathers of KV and q, then the reduce-scatter, with no time for compute."""
     placement = place(topology, HOSTS[hosts])
-    net, p, block = network(topology, placement), len(HOSTS[hosts]), placement.block
-    call = Call.of(p, Shape(8, 4, 64, 64), batch=1, seq_len=tokens * p, bytes_per_word=2, causal=True)
-    state = call.o + call.statistic
+    placed, p, block = placed_topology(topology, placement), len(HOSTS[hosts]), placement.block
+    sizes = CallSizes.of(p, Shape(8, 4, 64, 64), batch=1, seq_len=tokens * p, bytes_per_word=2, causal=True)
+    state = sizes.o + sizes.statistic
     for a, b in grids(p):
         for a0, b0 in inner_grids((a, b), block):
             cell = []
             for x in range(p):
                 (i1, j1), (i0, j0) = divmod(x // block, b // b0), divmod(x % block, b0)
                 cell.append((i1, i0, j1, j0))
-            programs = [_gathers_and_reduction(x, cell, call.kv, call.q, state) for x in range(p)]
+            programs = [_gathers_and_reduction(x, cell, sizes.kv, sizes.q, state) for x in range(p)]
             simulated = run(topology, placement, programs, posted=False)
-            predicted = grid_plan(net, call, (a, b), (a0, b0), 1, False).cost.time_s
+            predicted = grid_plan(placed, sizes, (a, b), (a0, b0), 1, False).cost.time_s
             close(predicted, simulated + topology.overhead_s, 1.25 if tokens == 1 else 1.1)
 
 

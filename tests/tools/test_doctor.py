@@ -134,7 +134,7 @@ def test_a_compiler_is_needed_with_a_gpu(monkeypatch):
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        (row,) = [row for row in machine.devices().rows if row.what == "C++ compiler"]
+        (row,) = [f for f in machine.devices().findings if f.what == "C++ compiler"]
         states[gpu] = row.state
     assert states == {False: "note", True: "missing"}
 

@@ -80,7 +80,7 @@ def test_a_hugging_face_tokenizer(tmp_path):
         ("--input broken.jsonl", "broken.jsonl:1 is not JSON"),
         ("--input deep.jsonl", "deep.jsonl:1 is not JSON"),
         ("--input long.jsonl", "long.jsonl:1 is not JSON"),
-        ("--input half.jsonl", "half.jsonl:2: character 1 is half of a pair"),
+        ("--input half.jsonl", "half.jsonl:2: character 1 is an unpaired UTF-16 surrogate"),
         ("--input latin", "latin is not UTF-8 text"),
         ("--input empty", "no file holds any text"),
         ("--input latin --output there", "there.bin exists; delete it or choose another prefix"),
