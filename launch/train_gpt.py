@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 
 
 def main(argv: list[str]) -> int:
@@ -59,8 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for message in (".*Apex.*", "full scope is deprecated.*", ".*_tensor` is deprecated.*"):  # from Megatron-core
-        warnings.filterwarnings("ignore", message=message)
-    from megatron_tree.launching import leave
+    from megatron_tree.launching import leave, quiet
 
+    quiet()
     leave(main(sys.argv[1:]))

@@ -144,6 +144,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megatron_tree.launching import leave
+    from megatron_tree.launching import leave, quiet
 
+    quiet()
     leave(main(sys.argv[1:]))

@@ -1,20 +1,39 @@
-"""What the launch scripts share: options from a YAML file, and an orderly end in trouble."""
+"""What the launch scripts share: options from a YAML file, their output, and how they end after a failure."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import logging
 import os
 import reprlib
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
 from .files import read_yaml
 from .log import logger
+
+# Notices of other packages that a user of our commands can do nothing about; every rank prints them.
+WARNINGS = (
+    r".*Apex (is|are) not installed",
+    r"full scope is deprecated",
+    r".*_tensor` is deprecated. Please use `torch.distributed",
+)
+LOG_LINES = {"megatron.core.rerun_state_machine": "RerunStateMachine initialized in mode"}
+
+
+def quiet() -> None:
+    """Hide notices of other packages that mean nothing to a user. Call it before those packages are imported."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name, text in LOG_LINES.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
 
 
 def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -103,6 +122,7 @@ def run_script(
         if rank == 0:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
         return 2
+    quiet()
     if choices:
         tell_choices(rank)
     expected: tuple[type[Exception], ...] = ()
@@ -126,6 +146,23 @@ def tell_choices(rank: int) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+@contextlib.contextmanager
+def hold_log():
+    """Log lines below a warning wait until the end of the block, so that none lands inside a streamed answer."""
+    handlers = logger.handlers[:]
+    for handler in handlers:
+        logger.removeHandler(handler)
+        logger.addHandler(MemoryHandler(sys.maxsize, flushLevel=logging.WARNING, target=handler))
+    try:
+        yield
+    finally:
+        for held in [handler for handler in logger.handlers if isinstance(handler, MemoryHandler)]:
+            logger.removeHandler(held)
+            held.close()
+        for handler in handlers:
+            logger.addHandler(handler)
 
 
 def leave(status: int) -> None:

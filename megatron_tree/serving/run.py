@@ -15,6 +15,7 @@ from .. import comm
 from ..comm.wire import share, share_all
 from ..integrations.transformers import models
 from ..integrations.transformers.generation import check_length
+from ..launching import hold_log
 from .arguments import sampling_params
 from .conversation import Answer, Conversation
 from .jobs import JobOptions, run_job
@@ -95,14 +96,15 @@ def _run_one(args: Namespace, ready: Started) -> None:
         sharded=args.prefill == "sharded",
         timeout_s=60 * args.distributed_timeout_minutes,
     )
-    result = conversation.answer(
-        prompt[0].tolist(),
-        params,
-        on_text=(lambda text: print(text, end="", flush=True)) if args.stream else None,
-        progress=Progress("prefill") if rank == 0 else None,
-        keep_logits=args.check and rank == 0,
-    )
-    say("" if args.stream else result.text, flush=True)
+    with hold_log():  # until the answer is complete
+        result = conversation.answer(
+            prompt[0].tolist(),
+            params,
+            on_text=(lambda text: print(text, end="", flush=True)) if args.stream else None,
+            progress=Progress("prefill") if rank == 0 else None,
+            keep_logits=args.check and rank == 0,
+        )
+        say("" if args.stream else result.text, end="\n\n", flush=True)
     figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
     figures["ranks"] = _gather_ranks(rank, result, runner.cache, ready.group)
     if rank == 0:
@@ -110,7 +112,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
         figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}
         figures |= {"temperature": params.temperature, "seed": params.seed if params.temperature else None}
         figures |= {"tokens": result.tokens, "text": result.text, "finish_reason": result.finish_reason}
-        say(f"\n{cache_table(figures['ranks'])}\n\n{time_table(figures)}", flush=True)
+        say(f"{cache_table(figures['ranks'])}\n\n{time_table(figures)}", flush=True)
     if args.check:
         _check(args, ready, result, figures)
     if rank == 0 and args.json:

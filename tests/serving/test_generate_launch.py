@@ -76,16 +76,7 @@ def _processes_with(variable):
 
 
 def test_generates_checks_and_reports(folder, tmp_path):
-    options = (
-        "--max-new-tokens",
-        7,
-        "--ignore-eos",
-        "--check",
-        "--json",
-        tmp_path / "f.json",
-        "--schedule",
-        "allreduce",
-    )
+    options = ("--max-new-tokens", 7, "--ignore-eos", "--check", "--json", tmp_path / "f.json")
     code, output = _launch(2, *_about(folder), *options)
     assert code == 0, output
     assert "check: all 7 tokens are equal" in output
@@ -95,6 +86,8 @@ def test_generates_checks_and_reports(folder, tmp_path):
     assert sum(rank["cached_tokens"] for rank in figures["ranks"]) == prompt_tokens + 6
     assert figures["check"]["tokens_equal"] is True
     assert figures["check"]["max_logit_difference"] < 1e-4
+    said = [line for line in output.splitlines() if "decode schedule" in line]
+    assert said and all(line.startswith("decode schedule") for line in said), "a log line inside the answer"
     prefill = f"prefill: {prompt_tokens} of {prompt_tokens}"
     for text in (prefill, "of the whole", "per token", f"{prompt_tokens:,} tokens"):
         assert text in output
@@ -106,6 +99,7 @@ def test_a_file_of_prompts_with_sampling(folder, tmp_path):
     options = ("--model", folder, "--prompts", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
     options += ("--temperature", 1.0, "--top-k", 20, "--seed", 5, "--max-new-tokens", 5, "--max-rows", 2)
     options += ("--prefill-chunk", 4, "--cache-block-size", 2, "--resume")
+    options += ("--schedule", "allreduce")
     code, output = _launch(2, *options)
     assert code == 0, output
     assert "3 answered in" in output and "0 were there, 0 failed" in output
