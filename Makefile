@@ -1,11 +1,12 @@
 .PHONY: help setup quickstart test slow gpu audit lint format
 
-# most of the GPU tests' time goes into compiling: with pytest-xdist in parallel, those that need much memory in one process
+# The GPU tests spend most of their time compiling, so they run in parallel with pytest-xdist. Tests that need much memory
+# share one process.
 GPU_WORKERS = $(shell python -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
 
 GPU_TESTS = tests/kernels/test_triton.py tests/kernels/test_triton_decode.py tests/kernels/test_triton_paged.py tests/kernels/test_dropout.py
 
-help:            ## this list
+help:            ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 setup:           ## create .venv (or use the active environment) and install everything
@@ -14,17 +15,17 @@ setup:           ## create .venv (or use the active environment) and install eve
 quickstart:      ## train and generate on this machine
 	bash launch/quickstart.sh
 
-test:            ## lint and the fast tests
+test:            ## lint, then the fast tests
 	bash launch/test.sh
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
 
-gpu:             ## on a machine with a GPU: its tests, then the race of tile sizes and the benchmark
+gpu:             ## on a machine with a GPU: its tests, the timing of tile sizes, the kernel benchmark
 	python -m pytest $(GPU_WORKERS) tests/gpu $(GPU_TESTS); tests=$$?; \
 	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F) && exit $$tests
 
-audit:           ## the pinned dependencies against the known vulnerabilities; needs a network that reaches PyPI itself
+audit:           ## check the pinned dependencies for known vulnerabilities; needs a network that reaches PyPI itself
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && python3 -m venv "$$folder" && \
 	"$$folder/bin/pip" install -q pip-audit && \
 	"$$folder/bin/pip-audit" --strict --no-deps --disable-pip --progress-spinner off -r constraints.txt
@@ -32,5 +33,5 @@ audit:           ## the pinned dependencies against the known vulnerabilities; n
 lint:            ## ruff
 	bash launch/test.sh --lint-only
 
-format:          ## let ruff rewrite the sources
+format:          ## ruff fixes and formats the sources
 	bash launch/test.sh --format

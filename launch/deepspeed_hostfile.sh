@@ -4,19 +4,19 @@
 # usage: bash launch/deepspeed_hostfile.sh --hostfile FILE [OPTION ...] SCRIPT [ARGUMENT ...]
 #
 #   --hostfile FILE        lines "HOST slots=RANKS", see configs/hostfile.example
-#   --master-addr ADDRESS  address of the first host as the others see it (default: asked for with ssh)
+#   --master-addr ADDRESS  address of the first host as the others see it (default: found with ssh)
 #   --port PORT            port of the rendezvous on the first host (default: 29500)
 #   --launcher NAME        pdsh (default), openmpi, mpich, impi, mvapich or slurm; the program must be installed here
-#   --node-rank N          no ssh: this command is started by hand (or by a scheduler) on every node, N counting from 0
+#   --node-rank N          do not use ssh: you (or a scheduler) start this command on every node; N counts from 0
 #                          in the hostfile's order; needs --master-addr
-#   --export NAME          pass this variable on to the nodes, too (can be repeated)
+#   --export NAME          also pass this variable to the nodes (can be repeated)
 #   --log-level LEVEL      of the launcher: debug, info, warning, error (default)
 #
-# What the nodes need: the repository and its environment at the same path (a shared file system, or a copy), and
-# ssh from here to every host without a password (ssh-keygen, then ssh-copy-id HOST; try "ssh HOST true").
-# Passed on by default, where set: OMP_NUM_THREADS, DS_ACCELERATOR, TORCH_DISTRIBUTED_DEBUG, and what begins with
-# NCCL_, GLOO_, UCX_, CUDA_DEVICE_, MEGATRON_TREE_. Interfaces must be named where a node has several networks:
-# NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes.
+# Every node needs the repository and its environment at the same path (a shared file system, or a copy). This machine
+# needs ssh to every host without a password (ssh-keygen, then ssh-copy-id HOST; test with "ssh HOST true").
+# These variables are passed to the nodes if they are set: OMP_NUM_THREADS, DS_ACCELERATOR, TORCH_DISTRIBUTED_DEBUG, and
+# all that start with NCCL_, GLOO_, UCX_, CUDA_DEVICE_, MEGATRON_TREE_. If a node has several networks, name the
+# interface: NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes.
 # Example: GLOO_SOCKET_IFNAME=eth0 bash launch/deepspeed_hostfile.sh --hostfile hosts launch/train_gpt.py --help
 
 set -euo pipefail
@@ -53,7 +53,7 @@ hosts="$(grep -c . <<<"$names")"
 bad="$(grep -avE "^[0-9]+:[A-Za-z0-9_[][][A-Za-z0-9_.:@%-]*[[:space:]]+slots=[1-9][0-9]{0,4}$" <<<"$names" | head -n 1)" || true
 [ -z "$bad" ] || die "$hostfile, line ${bad%%:*}: '${bad#*:}' is not 'HOST slots=RANKS', see configs/hostfile.example"
 twice="$(sed -E 's/^[0-9]+:([^[:space:]]+).*/\1/' <<<"$names" | sort | uniq -d | head -n 1)"
-[ -z "$twice" ] || die "$hostfile names $twice twice: give a host one line, with the ranks of both"
+[ -z "$twice" ] || die "$hostfile lists the host $twice more than once: use one line per host, with the total of its ranks"
 
 use_environment
 command -v deepspeed >/dev/null || die "no deepspeed in $VIRTUAL_ENV: run 'bash launch/setup.sh' first"
@@ -65,25 +65,25 @@ if [ -n "$node_rank" ]; then
     [ "$node_rank" -lt "$hosts" ] || die "--node-rank $node_rank: $hostfile names $hosts hosts, ranks 0 to $((hosts - 1))"
     options+=(--no_ssh --node_rank "$node_rank")
 else
-    command -v ssh >/dev/null || die "no ssh found: install it, or start every node by hand (--node-rank)"
+    command -v ssh >/dev/null || die "no ssh found: install it, or start the command on every node yourself (--node-rank)"
     [ "$launcher" != pdsh ] || command -v pdsh >/dev/null ||
-        die "no pdsh found: install it, choose another --launcher, or start every node by hand (--node-rank)"
+        die "no pdsh found: install it, choose another --launcher, or start the command on every node yourself (--node-rank)"
     options+=(--launcher "$launcher" --force_multi)
 fi
 if [ -z "${DS_ACCELERATOR:-}" ] && ! has_gpu; then
-    warn "no GPU on this machine: DS_ACCELERATOR=cpu is set for all nodes; set DS_ACCELERATOR=cuda if the nodes have some"
+    warn "no GPU on this machine: DS_ACCELERATOR=cpu is set for all nodes; set DS_ACCELERATOR=cuda if the nodes have GPUs"
     export DS_ACCELERATOR=cpu
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 for name in ${exports[@]+"${exports[@]}"}; do
     [ -n "${!name+set}" ] || die "--export $name: the variable is not set"
-    [[ "${!name}" != *$'\n'* ]] || die "--export $name: a value of several lines can't be passed on"
+    [[ "${!name}" != *$'\n'* ]] || die "--export $name: the value has several lines, which deepspeed can't pass on"
 done
 pattern='^(OMP_NUM_THREADS|DS_ACCELERATOR|TORCH_DISTRIBUTED_DEBUG|(NCCL|GLOO|UCX|CUDA_DEVICE|MEGATRON_TREE)_[A-Z0-9_]+)$'
 
-# deepspeed takes the variables for the other nodes from the file that DS_ENV_FILE names, and puts double quotes around
-# values that need some: what is special inside those is escaped here.
+# deepspeed reads the variables for the other nodes from the file DS_ENV_FILE, and puts double quotes around values that
+# need them. Escape what is special inside double quotes.
 DS_ENV_FILE="$(mktemp)"
 export DS_ENV_FILE
 for name in $(compgen -e | grep -E "$pattern" || true) ${exports[@]+"${exports[@]}"}; do

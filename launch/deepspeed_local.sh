@@ -7,10 +7,10 @@
 #   --port PORT         port of the rendezvous (default: a free one)
 #   --log-level LEVEL   of the launcher: debug, info, warning, error (default)
 #
-# Without a GPU the ranks run on the CPU (DS_ACCELERATOR=cpu) and share the cores. They talk over the loopback interface.
-# Variables that are set already are kept: DS_ACCELERATOR, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
-# Ends with the status of the first rank that failed. Ctrl-C or SIGTERM ends all ranks; they have STOP_SECONDS (5) for it:
-# set that variable to as long as a training run may need to write a checkpoint.
+# Without a GPU the ranks run on the CPU (DS_ACCELERATOR=cpu) and share the cores. They use the loopback interface.
+# The script keeps these variables if you have set them: DS_ACCELERATOR, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME,
+# NCCL_SOCKET_IFNAME. Its exit status is that of the first rank that failed. Ctrl-C or SIGTERM ends all ranks; after
+# STOP_SECONDS (default: 5) they are killed, so set it higher if a training run needs time to write a checkpoint.
 # Example: bash launch/deepspeed_local.sh -n 4 launch/generate.py --help
 
 set -euo pipefail
@@ -52,6 +52,6 @@ if [ -z "$port" ]; then
     port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
 fi
 
-# An empty hostfile path: a hostfile of the cluster must not turn a local run into one over several nodes.
+# deepspeed reads /job/hostfile by default, which would turn a local run into one on several nodes.
 run_group deepspeed --hostfile /dev/null/none --master_port "$port" ${ranks:+--num_gpus "$ranks"} \
     --no_local_rank --log_level "$level" "$@"

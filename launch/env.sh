@@ -1,4 +1,4 @@
-# Shared by the scripts of this folder; to be sourced, does nothing by itself.
+# Functions shared by the scripts in this folder. Source it; it does nothing by itself.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -23,7 +23,7 @@ has_rocm() { [ -e /dev/kfd ] && { command -v rocm-smi || command -v amd-smi || [
 
 num_cores() { getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1; }
 
-# Put the environment's programs first on PATH: the active virtual environment, or else .venv.
+# Put the programs of the active virtual environment, or else of .venv, first on PATH.
 use_environment() {
     local venv="${VIRTUAL_ENV:-$REPO/.venv}"
     [ -x "$venv/bin/python" ] || die "no Python environment at $venv: run 'bash launch/setup.sh' first"
@@ -31,12 +31,12 @@ use_environment() {
     unset PYTHONHOME
 }
 
-# Process ids that carry a mark in their environment (Linux): finds also what has left its process group.
+# The processes with this mark in their environment (Linux), including those that have left the process group.
 marked_processes() {
     grep -lzsxF "MEGATRON_TREE_RUN_$1=1" /proc/[0-9]*/environ 2>/dev/null | sed -E 's|/proc/([0-9]+)/environ|\1|'
 }
 
-# Run a command in a process group of its own, pass signals on to it, and leave no process behind however it ends.
+# Run a command in its own process group, pass signals on to it, and leave no process behind however it ends.
 # usage: run_group COMMAND [ARGUMENT ...]      returns the command's exit status
 run_group() {
     local status=0
@@ -55,7 +55,7 @@ run_group() {
     return "$status"
 }
 
-# Seconds that a group has to end by itself before it is killed; a script that runs such scripts needs more than they.
+# Seconds from SIGTERM to SIGKILL. A script that runs another one needs a larger value than that one.
 STOP_SECONDS="${STOP_SECONDS:-5}"
 
 stop_group() {

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# From nothing to both main jobs: set up the environment, train a small GPT with tree context parallelism, then let
-# SmolLM2-135M-Instruct answer a question on a long text with its KV cache spread over the ranks.
+# Set up the environment, train a small GPT with tree context parallelism, then let SmolLM2-135M-Instruct answer a
+# question about a long text with its KV cache sharded over the ranks.
 #
 # usage: bash launch/quickstart.sh [--train-only | --generate-only] [--ranks N] [--help]
 #
-#   --train-only      no generation
-#   --generate-only   no training
-#   --ranks N         ranks for both (default: 4, or with GPUs as many as they are, at most a power of two)
+#   --train-only      skip the generation
+#   --generate-only   skip the training
+#   --ranks N         ranks for both (default: 4; with GPUs the largest power of two that is not above their number)
 #
-# Everything that is made lies in runs/quickstart: train.jsonl, loss.png, checkpoints/, generate.json and, where the
-# output is not a terminal, the logs. Takes under 10 minutes on two cores after the downloads of the set-up.
+# All results go to runs/quickstart: train.jsonl, loss.png, checkpoints/, generate.json and, if the output is not a
+# terminal, the logs. It takes under 10 minutes on two cores, plus the downloads.
 # The two jobs are launch/train_gpt.py with configs/train/quickstart.yaml and launch/generate.py with
 # configs/generate/cpu.yaml, started with launch/deepspeed_local.sh.
 
@@ -40,11 +40,11 @@ failed() {
         printf '; the last lines of %s:\n' "$3"
         tr '\r' '\n' <"$3" | tail -n 25 | sed 's/^/    /'
     else
-        printf ': the reason stands above\n'
+        printf ': see the messages above\n'
     fi
 } >&2
 
-# usage: job NAME SCRIPT [ARGUMENT ...]    runs it on all ranks; the output goes to a log as well unless it is a terminal
+# usage: job NAME SCRIPT [ARGUMENT ...]    runs it on all ranks; unless the output is a terminal, it also goes to a log
 job() {
     local name="$1" log="" status=0 start=$SECONDS
     shift
@@ -66,12 +66,12 @@ job() {
     summary+="  $name: $((SECONDS - start)) s"$'\n'
 }
 
-# usage: made NAME FILE ...    a step that ended well must have left these
+# usage: made NAME FILE ...    fails unless the step has written these files
 made() {
     local name="$1" file
     shift
     for file in "$@"; do
-        [ -s "$file" ] || { printf '%s has not been written\n' "$file" >&2 && failed "$name" 1 && exit 1; }
+        [ -s "$file" ] || { printf '%s was not written\n' "$file" >&2 && failed "$name" 1 && exit 1; }
         [ "$file" -nt "$out/.started" ] || { printf '%s is from an earlier run\n' "$file" >&2 && failed "$name" 1 && exit 1; }
     done
 }

@@ -3,16 +3,16 @@
 #
 # usage: bash launch/setup.sh [--force] [--help]
 #
-#   --force   install again even though nothing has changed
+#   --force   install again even if nothing has changed
 #
-# Versions come from constraints.txt. Where nothing has changed since the last time, it ends at once.
+# The versions come from constraints.txt. If nothing has changed since the last run, the script ends at once.
 #
 # MEGATRON_TREE_PYTHON       the interpreter for a new .venv (default: python3.11, or else the first of
 #                            python3, python3.12, python3.13 that is 3.11 or newer)
-# MEGATRON_TREE_TORCH_INDEX  the package index to take torch from, for example PyTorch's index of CPU or ROCm builds.
-#                            Without it torch comes from the index that pip is configured for: where no GPU is found
-#                            the CPU build is taken if that index has it, otherwise the default build, which on Linux
-#                            brings several GB of CUDA libraries along (and runs without a GPU all the same).
+# MEGATRON_TREE_TORCH_INDEX  the package index for torch, for example PyTorch's index of CPU or ROCm builds. By default
+#                            torch comes from pip's configured index. Without a GPU the script installs the CPU build
+#                            if that index has one, and otherwise the default build. On Linux that includes several GB
+#                            of CUDA libraries; it also runs without a GPU.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -83,7 +83,7 @@ explain() {
     fi
 } >&2
 
-# Run a command with its output in the log; on a terminal the seconds count up meanwhile.
+# Run a command with its output in the log; on a terminal, show the seconds that have passed.
 step() {
     local title="$1" start=$SECONDS status=0
     shift
@@ -128,22 +128,22 @@ install_torch() {
     if [ -n "${MEGATRON_TREE_TORCH_INDEX:-}" ]; then
         step "$torch from MEGATRON_TREE_TORCH_INDEX" pip_install --index-url "$MEGATRON_TREE_TORCH_INDEX" "$torch"
     elif python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${torch#*==}')" 2>/dev/null; then
-        say "  $torch is there already"
+        say "  $torch is already installed"
     elif [ "$gpu" = yes ]; then
         has_rocm && warn "for a ROCm build set MEGATRON_TREE_TORCH_INDEX, see bash launch/setup.sh --help"
         step "$torch" pip_install "$torch"
     elif [ "$(uname -s)" = Linux ] && pip_install --dry-run --no-deps "$torch+cpu" >/dev/null 2>&1; then
         step "$torch, CPU build" pip_install "$torch+cpu"
     else
-        [ "$(uname -s)" = Linux ] && say "  no CPU build of torch in the configured index: the default build follows, which may" \
-            "be several GB (MEGATRON_TREE_TORCH_INDEX avoids that, see bash launch/setup.sh --help)"
+        [ "$(uname -s)" = Linux ] && say "  no CPU build of torch in the configured index: installing the default build, which" \
+            "may be several GB (MEGATRON_TREE_TORCH_INDEX avoids that, see bash launch/setup.sh --help)"
         step "$torch" pip_install "$torch"
     fi
 }
 
 say "installing into $VIRTUAL_ENV ($(python -V), GPU: $gpu); log: $log"
 command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
-    warn "no C++ compiler found: Triton and DeepSpeed need one for what they compile at run time (Debian, Ubuntu: g++)"
+    warn "no C++ compiler found: Triton and DeepSpeed compile code at run time (Debian, Ubuntu: install g++)"
 install_torch || { explain && exit 1; }
 step "megatron-core, deepspeed, transformers and tools" \
     pip_install -c constraints.txt -e '.[megatron,deepspeed,hf,launch,serve,test,dev]' || { explain && exit 1; }

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Start a script on the nodes of a Slurm job, one task per rank. Submit it from the repository's folder:
+# Start a script on the nodes of a Slurm job, one task per rank. Submit it from the folder of the repository:
 #
 # usage: sbatch SLURM_OPTIONS launch/slurm_train.sh [--help] [--port PORT] SCRIPT [ARGUMENT ...]
 # usage: bash launch/slurm_train.sh [--help] [--port PORT] SCRIPT [ARGUMENT ...]        inside an allocation (salloc)
 #
-#   --port PORT   of the rendezvous on the first node (default: 20000 + the job's number modulo 20000)
+#   --port PORT   port of the rendezvous on the first node (default: 20000 + job id modulo 20000)
 #
-# Slurm starts the ranks itself (srun): no ssh, no hostfile. --ntasks-per-node is the number of ranks on a node, one for
-# each GPU; ask for GPUs by node (--gpus-per-node), for with --gpus-per-task a rank sees no GPU but its own.
-# Three minutes before the time limit Slurm sends SIGUSR1 to all ranks; launch/train_gpt.py then finishes its step,
-# writes a checkpoint and ends well. With --resume the next job goes on from there, so a long training is
+# Slurm starts the ranks (srun), so neither ssh nor a hostfile is needed. --ntasks-per-node is the number of ranks per
+# node, one for each GPU. Request GPUs per node (--gpus-per-node): with --gpus-per-task a rank sees only its own GPU.
+# Three minutes before the time limit Slurm sends SIGUSR1 to all ranks. launch/train_gpt.py then finishes its step,
+# writes a checkpoint and exits with 0. With --resume the next job continues from it. For a long training, submit
 #
 #   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 --job-name gpt --dependency singleton \
 #       launch/slurm_train.sh launch/train_gpt.py --config my.yaml --save /shared/gpt --save-interval 500 --resume
 #
-# submitted several times: jobs of one name run one after another. What the nodes need: the repository and its
-# environment at the same path. NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes, where a node has several
-# networks. The environment is passed on as it is (sbatch's default).
+# several times: jobs with the same name run one after another. Every node needs the repository and its environment at
+# the same path. If a node has several networks, set NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes. All
+# environment variables are passed on (sbatch's default).
 
 #SBATCH --signal=USR1@180
 #SBATCH --output=%x-%j.out
 
 set -euo pipefail
-# sbatch runs a copy of this script: its place says nothing then, but Slurm knows where it was submitted.
+# sbatch runs a copy of this script from another folder, but Slurm tells where it was submitted.
 here="$(dirname "${BASH_SOURCE[0]}")"
 [ -f "$here/env.sh" ] || here="${SLURM_SUBMIT_DIR:-.}/launch"
 [ -f "$here/env.sh" ] || { echo "error: no launch/env.sh in ${SLURM_SUBMIT_DIR:-$PWD}: submit from the repository's folder" >&2 && exit 1; }

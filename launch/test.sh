@@ -4,10 +4,10 @@
 # usage: bash launch/test.sh [--lint-only | --format | --help] [pytest's arguments ...]
 #
 #   --lint-only   ruff check and ruff format --check, no tests
-#   --format      let ruff fix and format the sources, no tests
+#   --format      ruff fixes and formats the sources, no tests
 #
-# Without -m among pytest's arguments the tests marked slow are left out: bash launch/test.sh -m slow runs those,
-# bash launch/test.sh -m '' all. Example: bash launch/test.sh tests/core/test_decode.py -k ring -x
+# By default the tests marked slow do not run: "bash launch/test.sh -m slow" runs only those, "bash launch/test.sh -m ''"
+# runs all. Example: bash launch/test.sh tests/core/test_decode.py -k ring -x
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -30,7 +30,7 @@ if [ "${1:-}" = --format ]; then
     exit
 fi
 if [ "$lint" = 1 ]; then
-    ruff check . || die "ruff found the above: 'make format' repairs most of it"
+    ruff check . || die "ruff check failed: 'make format' fixes most of the findings above"
     ruff format --check . || die "the files above are not formatted: run 'make format'"
 fi
 [ "$tests" = 1 ] || exit 0

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Make Megatron's own `--cp-comm-type tree` work, by a small patch; or take the patch out again.
+# Patch Megatron so that its option `--cp-comm-type tree` works, or revert the patch.
 #
 # usage: bash patches/apply.sh --megatron PATH [--revert] [--check] [--help]
 #
-#   --megatron PATH   a checkout of Megatron-LM, or the folder in which megatron-core is installed: the one that holds
+#   --megatron PATH   a checkout of Megatron-LM, or the folder in which megatron-core is installed: the one that contains
 #                     megatron/core
-#   --revert          take the patch out
-#   --check           change nothing; exit with 0 if the patch is in (with --revert: if it is not)
+#   --revert          remove the patch
+#   --check           change nothing; exit with 0 if the patch is applied (with --revert: if it is not)
 #
-# The release is read from megatron/core/package_info.py; there is a patch for each of 0.14 to 0.19. Doing it twice does
-# no harm. patches/README.md says what the patch changes.
+# The script reads the release from megatron/core/package_info.py and has a patch for each of 0.14 to 0.19. It does nothing
+# if the patch is already applied. patches/README.md describes the changes.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/env.sh"

@@ -324,7 +324,7 @@ def test_quickstart_does_not_believe_a_job_that_wrote_nothing(copy):
     (copy / "launch" / "train_gpt.py").write_text("")
     status, output = _run("launch/quickstart.sh", "--ranks", 1, "--train-only", cwd=copy)
     assert status == 1
-    assert "runs/quickstart/train.jsonl has not been written" in output
+    assert "runs/quickstart/train.jsonl was not written" in output
 
 
 def test_quickstart_can_be_interrupted(copy):
