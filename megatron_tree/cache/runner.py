@@ -1,101 +1,23 @@
 """Runs a model over the rows of a sharded KV cache, whatever framework the model is from.
 
-`CachedCall` is what the model's attention layers call while it runs; a `RowRunner` cuts prompts into chunks, gives
-every rank its tokens and their positions, and takes tokens back when a run fails. A framework adds `RowRunner._run`.
+A `RowRunner` cuts prompts into chunks and gives every rank its tokens and their positions. A framework adds
+`RowRunner._run`, and its attention layers call `ForwardPass.attend`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..attention.cached import tree_decode, tree_prefill
 from ..comm import broadcast, group_size
 from ..comm.health.agree import agree, telling
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice
-from ..kernels import gather_row
-from . import Append, ShardedCache, View
+from . import ShardedCache
+from .forward import ForwardPass, forward_pass
 
 CHUNK_SIZE = 2048
-
-
-@dataclass
-class CachedCall:
-    """One run of a model over new tokens of some rows."""
-
-    store: ShardedCache
-    cp_group: object
-    schedule: str
-    rows: tuple[int, ...]
-    append: Append
-    progress: Callable[[int, int], None] | None = None
-    written: set[int] = field(default_factory=set)
-    """Layers that have stored their tokens."""
-    views: dict[int, View] = field(default_factory=dict)
-    """By kind of layer: where the kernels find the rows."""
-
-    @property
-    def end(self) -> int:
-        """Tokens of the longest row, the new ones among them."""
-        return max(self.append.first) + self.append.num_tokens
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, config: TreeConfig, **options) -> Tensor:
-        """Store a layer's new keys and values, and attend to all that the ranks hold of the rows. Collective.
-
-        Args:
-            layer: its number, from 0; every layer once per call.
-            q: [b, n, h, d]; k, v: [b, n, h_kv, d] and [b, n, h_kv, d_v], positions already applied: the new tokens of
-                each row; in a sharded prefill this rank's share of the one row's, or one token if it has none.
-            config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks.
-        Returns: [b, n, h, d_v] in q's dtype.
-        """
-        store, kind = self.store, self.store.kind_of[layer]
-        self.written.add(layer)
-        store.write(layer, self.append, k, v)
-        if kind not in self.views:
-            self.views[kind] = store.view(kind, self.rows, q.device)
-        run = self._prefill if self.append.shares is not None else self._decode
-        out = run(layer, self.views[kind], q, config=config, cp_group=self.cp_group, **options)
-        if self.progress is not None:
-            self.progress(len(self.written), len(store.layers))
-        return out
-
-    def _prefill(self, layer: int, view: View, q: Tensor, *, cp_group, **options) -> Tensor:
-        store, append, rank = self.store, self.append, self.store.book.rank
-        pages, kind = store.layers[layer], store.kind_of[layer]
-        own = sum(count for _, count in append.shares[rank])
-        # queries and partial results are as wide as keys and values: the fewer travel
-        gather_keys = store.book.num_visible(append, kind) * pages.k.shape[2] <= append.num_tokens * q.shape[2]
-        segments = store.key_segments(append, kind, of_all_ranks=gather_keys)
-        held = sum(segment.length for segment in (segments[rank] if gather_keys else segments))
-        k, v = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype)
-        options.update(cp_group=cp_group, shares=append.shares, key_segments=segments)
-        out = tree_prefill(q[:, :own], k, v, **options)
-        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))
-
-    def _decode(self, layer: int, view: View, q: Tensor, *, window_size: tuple[int, int], **options) -> Tensor:
-        pages, num_queries = self.store.layers[layer], q.shape[1]
-        if num_queries > 1 or window_size != (-1, -1):
-            first = torch.tensor(self.append.first, device=q.device)[:, None]
-            options["q_positions"] = first + torch.arange(num_queries, device=q.device)
-            options["cache_positions"] = view.positions
-        return tree_decode(
-            q,
-            pages.k,
-            pages.v,
-            cache_seqlens=view.lengths,
-            block_table=view.block_table,
-            k_scale=pages.k_scale,
-            v_scale=pages.v_scale,
-            window_size=window_size,
-            schedule=self.schedule,
-            **options,
-        )
 
 
 class RowRunner:
@@ -198,8 +120,8 @@ class RowRunner:
             if sharded and world > 1 and len(chunk) >= world * self._book.page_size:
                 logits = self._sharded_chunk(row, chunk, tell)
             else:
-                with self._calling([row], len(chunk), progress=tell) as call:
-                    logits = self._run(call, chunk[None], self._positions(call), keep=len(chunk) - 1)[0, -1]
+                with self._forward_pass([row], len(chunk), progress=tell) as forward:
+                    logits = self._run(forward, chunk[None], self._positions(forward), keep=len(chunk) - 1)[0, -1]
         return logits.float()
 
     @torch.no_grad()
@@ -212,11 +134,11 @@ class RowRunner:
         """
         with telling(self.cp_group):
             self._check(rows, tokens, dims=2)
-        with self._calling(rows, tokens.shape[1]) as call:
-            return self._run(call, tokens.to(self.device), self._positions(call), keep=None).float()
+        with self._forward_pass(rows, tokens.shape[1]) as forward:
+            return self._run(forward, tokens.to(self.device), self._positions(forward), keep=None).float()
 
-    def _run(self, call: CachedCall, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
-        """Run the model over tokens [b, n] at positions [b, n], int64; its attention layers call `call.attend`.
+    def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+        """Run the model over tokens [b, n] at positions [b, n], int64; its attention layers call `forward.attend`.
 
         Returns: logits [b, n, vocab_size], or [b, 1, vocab_size] of the token at index `keep`.
         """
@@ -224,30 +146,24 @@ class RowRunner:
 
     def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
         """Logits of the chunk's last token."""
-        with self._calling([row], len(chunk), sharded=True, progress=progress) as call:
-            first, shares, rank = call.append.first[0], call.append.shares, self._book.rank
+        with self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
+            first, shares, rank = forward.append.first[0], forward.append.shares, self._book.rank
             runs = shares[rank] or [(first, 1)]  # a rank without tokens runs one all the same
             positions = torch.cat([torch.arange(start, start + count) for start, count in runs]).to(self.device)
             end = first + len(chunk)
             owner = next(i for i, runs in enumerate(shares) if runs and sum(runs[-1]) == end)
             keep = len(positions) - 1 if owner == rank else 0
-            logits = self._run(call, chunk[positions - first][None], positions[None], keep=keep)[0, -1]
+            logits = self._run(forward, chunk[positions - first][None], positions[None], keep=keep)[0, -1]
             return broadcast(logits.contiguous(), self.cp_group, owner, timeout_s=self.config.timeout_s)
 
-    def _positions(self, call: CachedCall) -> Tensor:
-        first = torch.tensor(call.append.first, device=self.device)[:, None]
-        return first + torch.arange(call.append.num_tokens, device=self.device)
+    def _positions(self, forward: ForwardPass) -> Tensor:
+        first = torch.tensor(forward.append.first, device=self.device)[:, None]
+        return first + torch.arange(forward.append.num_tokens, device=self.device)
 
-    @contextlib.contextmanager
-    def _calling(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
-        append = self.store.append(rows, num_tokens, sharded=sharded)
-        call = CachedCall(self.store, self.cp_group, self.schedule, tuple(rows), append, progress)
-        try:
-            yield call
-        except BaseException:
-            for row, length in zip(rows, append.first, strict=True):
-                self.store.crop(row, length)
-            raise
+    def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+        """Context of one run of the model over num_tokens new tokens of each of these rows, see `forward_pass`."""
+        options = {"cp_group": self.cp_group, "schedule": self.schedule, "sharded": sharded, "progress": progress}
+        return forward_pass(self.store, rows, num_tokens, **options)
 
     def _check(self, rows, tokens: Tensor, dims: int) -> None:
         if tokens.dim() != dims or 0 in tokens.shape or tokens.dtype != torch.int64:

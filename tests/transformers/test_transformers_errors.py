@@ -94,7 +94,7 @@ def test_a_model_that_changes_what_the_cache_returned(model):
         return (k[:, :, 1:], v[:, :, 1:]) if layer_idx == 1 else (k, v)
 
     cache.update = without_the_first_row
-    with pytest.raises(ValueError, match=r"layer_idx=1\) attends to 5 rows.*layer 1 with 6 rows"):
+    with pytest.raises(ValueError, match=r"layer_idx=1\) attends to 5 keys.*layer 1 with 6 keys"):
         model(prompt(1, 6), past_key_values=cache)
     assert attention.layer_idx == 1
 

@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from ...cache import ShardedCache
-from ...cache.runner import CHUNK_SIZE, CachedCall, RowRunner
+from ...cache.forward import ForwardPass
+from ...cache.runner import CHUNK_SIZE, RowRunner
 from . import compat as compat
 from .attention import TreeDotProductAttention
 
@@ -110,14 +111,14 @@ class MegatronRunner(RowRunner):
             config=self._cores[0].tree_config,
         )
 
-    def _run(self, call: CachedCall, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+    def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() before it is served")
         with contextlib.ExitStack() as stack:
             for layer, core in enumerate(self._cores):
-                core.serving = functools.partial(self._attend, call, layer)
+                core.serving = functools.partial(self._attend, forward, layer)
                 stack.callback(setattr, core, "serving", None)
-            whole = _at_least(call.end)
+            whole = _at_least(forward.end)
             ask = lambda module, args, kwargs: ((whole,), {"packed_seq": True})  # noqa: E731
             pick = lambda module, args, found: _rows_of(found, positions)  # noqa: E731
             for rotary in self._rotary:
@@ -129,15 +130,14 @@ class MegatronRunner(RowRunner):
             logits = self.model(tokens, positions, None, runtime_gather_output=True)
         return logits[..., : self.vocab_size]
 
-    def _attend(self, call: CachedCall, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, forward: ForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """What a layer's core attention does during a call: q [n, b, h/tp, d] and so on, out [n, b, h/tp * d_v]."""
         core = self._cores[layer]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = call.attend(
+        forward.write(layer, k, v)
+        out = forward.attend(
             layer,
             q,
-            k,
-            v,
             config=core.tree_config,
             softmax_scale=core.softmax_scale,
             window_size=self._windows[layer],

@@ -10,7 +10,7 @@ How attention finds the cache. Transformers hands the attention function the mod
 cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
 the keys and values that the update returned (or, with latent attention, ones expanded from them row by row). So the
 update leaves a note in a context variable, the attention call takes it, and both say which layer they are: a note of
-another layer or with another number of rows is an error, never a guess.
+another layer or with another number of keys is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from transformers import AttentionInterface
 
-from ...attention.cached import tree_decode, tree_prefill
+from ...attention.cached import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm.health.agree import agree
 from ...config import TreeConfig
-from .cache import TreeCache, TreeCacheLayer, Update, last_update
+from .cache import TreeCache, TreeCacheLayer, last_update
 from .training import attend_to_shard
 
 __all__ = [
@@ -82,10 +82,10 @@ def tree_attention(
     if update is None:
         return _attention_without_cache(module, q, k, v, attention_mask, options), None
     layer_idx = getattr(module, "layer_idx", None)
-    if update.layer_idx != layer_idx or update.num_rows != k.shape[1]:
+    if update.layer_idx != layer_idx or update.num_keys != k.shape[1]:
         raise ValueError(
-            f"{type(module).__name__} (layer_idx={layer_idx}) attends to {k.shape[1]} rows, but the last cache update "
-            f"was one of layer {update.layer_idx} with {update.num_rows} rows: this model does not pass what the cache "
+            f"{type(module).__name__} (layer_idx={layer_idx}) attends to {k.shape[1]} keys, but the last cache update "
+            f"was one of layer {update.layer_idx} with {update.num_keys} keys: this model does not pass what the cache "
             "returns to the attention function of the same layer. Use attn_implementation='sdpa' for it"
         )
     if sliding_window != update.cache.window(layer_idx):
@@ -94,62 +94,10 @@ def tree_attention(
             f"configuration told the cache {update.cache.window(layer_idx)}: what it would see may be gone. Use "
             "attn_implementation='sdpa' for this model, and Transformers' own cache"
         )
-    if update.call.is_sharded:
-        return _prefill(update, layer_idx, q, k, v, attention_mask, options), None
-    return _decode(update, layer_idx, q, k, v, attention_mask, options), None
-
-
-def _prefill(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, attention_mask, options) -> Tensor:
-    """This rank's share of a chunk of a prompt, over all that the ranks hold of the row."""
-    cache, append = update.cache, update.call.append
-    if attention_mask is not None:
-        raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
-    own = sum(count for _, count in append.shares[cache.rank])
-    kind = cache.store.kind_of[layer_idx]
-    # queries and partial results are as wide as keys and values: the fewer travel
-    gather_keys = cache.store.book.num_visible(append, kind) * k.shape[2] <= append.num_tokens * q.shape[2]
-    segments = cache.store.key_segments(append, kind, of_all_ranks=gather_keys)
-    held = sum(segment.length for segment in (segments[cache.rank] if gather_keys else segments))
-    out = tree_prefill(
-        q[:, :own],
-        k[:, :held],
-        v[:, :held],
-        shares=append.shares,
-        key_segments=segments,
-        cp_group=cache.cp_group,
-        config=cache.tree_config,
-        **options,
-    )
-    # a rank without tokens runs one all the same
-    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))
-
-
-def _decode(update: Update, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, attention_mask, options) -> Tensor:
-    """New tokens that are on all ranks, over all that the ranks hold of their rows."""
-    cache, call = update.cache, update.call
-    pages, view = cache.store.layers[layer_idx], call.views[cache.store.kind_of[layer_idx]]
-    num_queries, dense = q.shape[1], False
-    if k.shape[1] == num_queries and not cache.returns_all:
-        k, v = pages.k, pages.v
-        options.update(block_table=view.block_table, k_scale=pages.k_scale, v_scale=pages.v_scale)
-    else:  # made from what the cache holds, [b, longest row, ...]
-        dense = True
-    if num_queries > 1 or attention_mask is not None or options["window_size"] != (-1, -1):
-        first = torch.tensor(call.append.first, device=q.device)[:, None]
-        positions = view.positions[:, : k.shape[1]] if dense else view.positions
-        if attention_mask is not None:
-            num_slots = call.append.first[0] + num_queries
-            if attention_mask.shape[1] != num_slots:
-                raise ValueError(
-                    f"attention_mask {list(attention_mask.shape)} must cover all {num_slots} slots: "
-                    f"{call.append.first[0]} in the cache and {num_queries} new ones"
-                )
-            seen = attention_mask.gather(1, positions.clamp(max=num_slots - 1))
-            positions = torch.where(seen, positions, -1)
-        q_positions = first + torch.arange(num_queries, device=q.device)
-        options.update(q_positions=q_positions, cache_positions=positions)
-    options.update(cp_group=cache.cp_group, config=cache.tree_config, schedule=cache.schedule)
-    return tree_decode(q, k, v, cache_seqlens=view.lengths, **options)
+    cache = update.cache
+    kv = (k, v) if cache.returns_all else None
+    out = update.forward.attend(layer_idx, q, kv=kv, visible=attention_mask, config=cache.tree_config, **options)
+    return out, None
 
 
 def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_mask, options: dict) -> Tensor:

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
-from ...cache import Append, ShardedCache, View
+from ...cache import ShardedCache
 from ...cache.files import load_rows, save_rows
+from ...cache.forward import ForwardPass, forward_pass
 from ...comm import group_rank, group_size
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
-from ...kernels import gather_row
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-@dataclass
-class Call:
-    """One run of the model over new tokens of some rows."""
-
-    rows: tuple[int, ...]
-    append: Append
-    progress: Callable[[int, int], None] | None = None
-    done: set[int] = field(default_factory=set)
-    """Layers that have stored their tokens."""
-    views: dict[int, View] = field(default_factory=dict)
-    """By kind of layer: where the kernels find the rows."""
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.append.shares is not None
 
 
 class Update(NamedTuple):
@@ -43,8 +24,9 @@ class Update(NamedTuple):
 
     cache: TreeCache
     layer_idx: int
-    num_rows: int  # rows of the keys and values that the update returned
-    call: Call
+    num_keys: int
+    """Of each row, in what the update returned."""
+    forward: ForwardPass
 
 
 last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
@@ -139,55 +121,41 @@ class TreeCache(Cache):
         """The rows that Transformers' own `generate` means, in the order of its batch."""
         # latent attention stores what keys and values are made from: the model wants all of it back
         self.returns_all = getattr(text, "kv_lora_rank", None) is not None
-        self._call = self._batch_call = None
+        self._forward = self._batch_forward = None
         super().__init__(layers=[TreeCacheLayer(self, i) for i in range(len(windows))])
 
     @contextlib.contextmanager
-    def calling(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
-        """Context of one run of the model over num_tokens new tokens of each of these rows. Yields the `Call`.
-
-        sharded: this rank runs its share of one row's tokens, as `Call.append.shares` says. A failure inside takes the
-        tokens back.
-        """
-        call = Call(tuple(rows), self.store.append(rows, num_tokens, sharded=sharded), progress)
-        self._call = call
+    def forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+        """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
+        options = {"cp_group": self.cp_group, "schedule": self.schedule, "sharded": sharded, "progress": progress}
         try:
-            yield call
-        except BaseException:
-            for row, length in zip(rows, call.append.first, strict=True):
-                self.store.crop(row, length)
-            raise
+            with forward_pass(self.store, rows, num_tokens, **options) as self._forward:
+                yield self._forward
         finally:
-            self._call = None
+            self._forward = None
             last_update.set(None)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Take new tokens k [b, h_kv, n, d] and v [b, h_kv, n, d_v], and leave a note for the attention call.
 
-        Returns: what that call is to be given: in a sharded prefill and for latent attention all that this rank holds
-        (one row of zeros where it holds nothing: latent attention can't expand an empty tensor), otherwise the
-        arguments, and the attention reads the pages.
+        Returns: what that call is to be given: for latent attention all that this rank holds (one token of zeros where
+        it holds nothing: latent attention can't expand an empty tensor), otherwise the arguments; the attention reads
+        the pages.
         """
-        call = self._call or self._own_call(key_states, layer_idx)
-        call.done.add(layer_idx)
+        forward = self._forward or self._own_forward(key_states, layer_idx)
         k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        self.store.write(layer_idx, call.append, k, v)
-        kind = self.store.kind_of[layer_idx]
-        if kind not in call.views:
-            call.views[kind] = self.store.view(kind, call.rows, k.device)
-        if call.is_sharded or self.returns_all:
-            k, v = self._all_rows(layer_idx, call.views[kind], k, v)
-        if call.progress is not None:
-            call.progress(layer_idx + 1, len(self.layers))
-        last_update.set(Update(self, layer_idx, k.shape[1], call))
+        forward.write(layer_idx, k, v)
+        if self.returns_all:
+            k, v = forward.held(layer_idx, k.dtype)
+        last_update.set(Update(self, layer_idx, k.shape[1], forward))
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def _own_call(self, key_states: Tensor, layer_idx: int) -> Call:
-        """The call of a model that Transformers' `generate` runs: it begins when a layer comes for the first time."""
-        call = self._batch_call
-        if call is None or layer_idx in call.done or not call.rows:
-            if call is not None and len(call.done) < len(self.layers):
-                n = call.append.num_tokens
+    def _own_forward(self, key_states: Tensor, layer_idx: int) -> ForwardPass:
+        """The pass of a model that Transformers' `generate` runs: it begins when a layer comes for the first time."""
+        forward = self._batch_forward
+        if forward is None or layer_idx in forward.written or not forward.rows:
+            if forward is not None and len(forward.written) < len(self.layers):
+                n = forward.append.num_tokens
                 raise ValueError(
                     f"the model's last run over this cache ended before it came to all layers: its {n} tokens are "
                     f"there in some layers only. Forget them with cache.crop(-{n}), or all with cache.reset()"
@@ -196,26 +164,15 @@ class TreeCache(Cache):
                 self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
             if len(self.rows) != key_states.shape[0]:
                 raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {key_states.shape[0]}")
-            call = Call(tuple(self.rows), self.store.append(self.rows, key_states.shape[2]))
-            self._batch_call = call
-        return call
-
-    def _all_rows(self, layer_idx: int, view: View, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All that this rank holds of the rows [b, longest, h_kv, d], zeros beyond each row's length."""
-        pages, lengths = self.store.layers[layer_idx], view.lengths.tolist()
-        if not max(lengths):
-            return torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
-        paged = pages.paged(view.block_table)
-        rows = [gather_row(pages.k, pages.v, paged, i, n, k.dtype) for i, n in enumerate(lengths)]
-        if len(rows) == 1:
-            return rows[0]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return tuple(pad([row[which][0] for row in rows], batch_first=True) for which in (0, 1))
+            append = self.store.append(self.rows, key_states.shape[2])
+            forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append)
+            self._batch_forward = forward
+        return forward
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; during a run of the model those before it."""
-        if self._call is not None:
-            return max(self._call.append.first)
+        if self._forward is not None:
+            return max(self._forward.append.first)
         return max((self.store.book.rows[row].length for row in self.rows), default=0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -237,7 +194,7 @@ class TreeCache(Cache):
     def reset(self) -> None:
         """Forget all rows and free the memory."""
         self.store.reset()
-        self.rows, self._batch_call = [], None
+        self.rows, self._batch_forward = [], None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens of all rows of the batch; zero or negative, as in Transformers."""
@@ -250,14 +207,14 @@ class TreeCache(Cache):
                 self.store.book.check_crop(row, kept)  # all rows or none
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.crop(row, kept)
-            self._batch_call = None
+            self._batch_forward = None
 
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
-        """Write the batch to files; see `cache_files.save_rows`."""
+        """Write the batch to files; see `cache.files.save_rows`."""
         save_rows(self.store, self.rows, folder, tokens, cp_group=self.cp_group, fingerprint=fingerprint)
 
     def load(self, folder, *, fingerprint: str, device="cpu") -> list[Tensor]:
-        """Make what `save` wrote the batch, which must be empty; returns its tokens. See `cache_files.load_rows`."""
+        """Make what `save` wrote the batch, which must be empty; returns its tokens. See `cache.files.load_rows`."""
         if self.rows:
             raise ValueError(f"the cache holds a batch of {len(self.rows)} rows already: call reset() before load()")
         options = dict(cp_group=self.cp_group, fingerprint=fingerprint, device=device)

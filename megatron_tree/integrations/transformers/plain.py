@@ -49,7 +49,7 @@ def made_up_row(cache: TreeCache, config, num_tokens: int, progress: Callable[[i
     done = 0
     for chunk in zip(*layers, strict=True):
         n = chunk[0][0].shape[2]
-        with cache.calling([row], n):
+        with cache.forward_pass([row], n):
             for layer, (k, v) in enumerate(chunk):
                 cache.update(k, v, layer)
         done += n

@@ -55,10 +55,10 @@ class Runner(RowRunner):
         )
         self.model, self.cache = model, cache
 
-    def _calling(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
-        return self.cache.calling(rows, num_tokens, sharded=sharded, progress=progress)
+    def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+        return self.cache.forward_pass(rows, num_tokens, sharded=sharded, progress=progress)
 
-    def _run(self, call, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+    def _run(self, forward, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
         output = self.model(
             input_ids=tokens,
             position_ids=positions,
