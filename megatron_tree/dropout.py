@@ -1,12 +1,12 @@
-"""The mask of attention dropout: a pure function of which query meets which key, the same in every backend.
+"""The mask of attention dropout: a pure function of the seed, the head and the positions, the same in every backend.
 
-Pair (query position, key position, head, sequence) is the counter and the seed the key of Philox-4x32 (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", 2011); the pair is dropped when the first word is below p * 2**32. No
-state and no order: whatever the grid of ranks, the cut into blocks and the backend, a pair has the same fate. Seven
-rounds are the fewest for which the paper found no failure in BigCrush.
+(query position, key position, head, sequence) is the counter and the seed is the key of Philox-4x32 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", 2011). A pair is dropped if the first word is below p * 2**32. The
+generator has no state, so the decision does not depend on the grid of ranks, the blocks or the backend. Seven rounds
+are the fewest for which the paper found no failure in BigCrush.
 
-Dropout scales values, not probabilities: the weight exp(s_a - lse) meets keep_a / (1 - p) * v_a, so lse and the merge
-of partial results stay those of attention without dropout. `energy` takes the weights made here in just this sense.
+Dropout scales values, not probabilities: the weight exp(s_a - lse) multiplies keep_a / (1 - p) * v_a, so lse and the
+merge of partial results are those of attention without dropout. `energy` applies the weights in the same way.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def threshold(p: float) -> int:
-    """The first word, 0 .. 2**32 - 1, that is kept."""
+    """The smallest first word, 0 .. 2**32 - 1, that is kept."""
     return min(int(p * 2**32), _WORD)
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The lower and the upper 32 bits: Philox's key."""
+    """The lower and the upper 32 bits of the seed: Philox's key."""
     return seed & _WORD, seed >> 32 & _WORD
 
 
 def philox(key: tuple[int, int], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
-    """First word of Philox-4x32 of int64 counters, broadcast; each holds 32 bits (negative ones modulo 2**32)."""
+    """First word of Philox-4x32 for int64 counters, which are broadcast and taken modulo 2**32."""
     c0, c1, c2, c3 = (c & _WORD for c in (c0, c1, c2, c3))
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -45,7 +45,7 @@ def philox(key: tuple[int, int], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor)
 
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of x * factor in int64: the factor goes in two halves, so that nothing overflows."""
+    """Upper and lower 32 bits of x * factor in int64; the factor is split into two halves to avoid overflow."""
     upper, lower = x * (factor >> 16), x * (factor & 0xFFFF)  # below 2**48
     upper = upper + (lower >> 16)
     return upper >> 16, (upper & 0xFFFF) << 16 | lower & 0xFFFF
@@ -61,11 +61,15 @@ def keep_weights(
     q_sequences: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """What every pair's value is multiplied by: 1 / (1 - p) where it is kept, else 0.
+    """The factor of every pair's value: 1 / (1 - p) if the pair is kept, else 0.
 
-    Args: q_positions int64 [s_q], k_positions int64 [s_k]; q_sequences int64 [s_q], the number of each query's packed
-    document (None: one sequence). Returns: `dtype` [batch, num_heads, s_q, s_k]. Batch row r of document n has the
-    sequence number r + n: rows of a batch, or packed documents, all differ.
+    Args:
+        q_positions: int64 [s_q].
+        k_positions: int64 [s_k].
+        q_sequences: int64 [s_q], the number of each query's packed document. None: one sequence.
+
+    Returns: `dtype` [batch, num_heads, s_q, s_k]. Document n in batch row r has the sequence number r + n, so rows of a
+    batch, or packed documents, get different masks.
     """
     device = q_positions.device
     heads = torch.arange(num_heads, device=device)[:, None, None] + dropout.first_head

@@ -1,10 +1,10 @@
 """Which rank holds which tokens: layouts, positions, and the segments that kernels work on.
 
-- "zigzag": the sequence is cut into 2p equal chunks; rank r holds chunks r and 2p-1-r. The order of Megatron's
-  `get_batch_on_this_cp_rank`: under a causal mask every rank has the same work.
-- "contiguous": one piece per rank, as even as can be (the first seq_len % p ranks hold one token more).
-- a tuple of p lengths: contiguous pieces of just these lengths, zeros allowed.
-- `Packed`: documents one after another, every one of them cut zigzag on its own. Megatron's packed (thd) layout.
+- "zigzag": the sequence is cut into 2p equal chunks; rank r holds chunks r and 2p-1-r, in the order of Megatron's
+  `get_batch_on_this_cp_rank`. Under a causal mask every rank has the same work.
+- "contiguous": one piece per rank, as even as possible (the first seq_len % p ranks hold one token more).
+- a tuple of p lengths: contiguous pieces of these lengths; zeros are allowed.
+- `Packed`: documents one after another, each of them cut zigzag on its own. This is Megatron's packed (thd) layout.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 class Segment(NamedTuple):
-    """A run of rows whose positions rise by one: rows row .. row+length-1 hold positions pos .. pos+length-1.
+    """A run of consecutive positions: rows row .. row+length-1 hold positions pos .. pos+length-1.
 
-    Queries see keys of their own sequence only: `seq` tells packed documents apart.
+    seq: number of the packed document. Queries see only keys of the same document.
     """
 
     row: int
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents of these lengths, each padded at its end to the length beside it; zeros allowed in both."""
+    """Documents of `lengths` tokens, each padded at its end to the entry of `padded`. Zeros are allowed in both."""
 
     lengths: tuple[int, ...]
     padded: tuple[int, ...]
@@ -44,28 +44,34 @@ class Packed:
     def __post_init__(self):
         if len(self.lengths) != len(self.padded) or any(not 0 <= n <= m for n, m in zip(self.lengths, self.padded)):
             raise ValueError(
-                f"cu_seqlens and cu_seqlens_padded make documents of {self._told(self.lengths)} and "
-                f"{self._told(self.padded)} rows: there must be equally many, none longer than its padded length"
+                f"cu_seqlens and cu_seqlens_padded give documents of {self._shown(self.lengths)} and "
+                f"{self._shown(self.padded)} rows: they must have equally many, none longer than its padded length"
             )
 
     @staticmethod
-    def _told(lengths: tuple[int, ...]) -> str:
+    def _shown(lengths: tuple[int, ...]) -> str:
         return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
 
     def __repr__(self) -> str:
-        """Short, and another one for other documents: ranks compare it."""
+        """Short and, through the checksum, different for different documents: ranks compare it."""
         return f"{len(self.lengths)} documents ({zlib.crc32(str((self.lengths, self.padded)).encode()):08x})"
 
 
 Layout = str | tuple[int, ...] | Packed
 
-_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, its values): all layers pass the same one
+# cu_seqlens -> (its version, its values): all layers pass the same tensor, and reading it from a GPU is slow
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packed_layout(cu_seqlens, cu_seqlens_padded=None, *, num_rows: int | None = None) -> Packed:
-    """The layout of packed documents, from integers [n + 1] that begin at 0 and never fall, as flash-attn takes them.
+    """The layout of packed documents from their boundaries.
 
-    num_rows: of all ranks; what lies behind the last document is padding. Raises ``ValueError``.
+    Args:
+        cu_seqlens: integers [n + 1], list or tensor, that start at 0 and do not decrease, as in flash-attn.
+        cu_seqlens_padded: the same including each document's padding. Default: no padding.
+        num_rows: rows on all ranks together; those after the last document are padding.
+
+    Raises: ``ValueError`` for boundaries that are not as described.
     """
     bounds = _bounds("cu_seqlens", cu_seqlens)
     padded = bounds if cu_seqlens_padded is None else _bounds("cu_seqlens_padded", cu_seqlens_padded)
@@ -85,20 +91,21 @@ def _bounds(name: str, values) -> list[int]:
         found = known[1]
     else:
         found = list(values)
-    rising = all(isinstance(n, int) for n in found) and all(a <= b for a, b in itertools.pairwise(found))
-    if not found or found[0] != 0 or not rising:
-        raise ValueError(f"{name}={Packed._told(tuple(found))} must be integers that begin at 0 and never fall")
+    sorted_integers = all(isinstance(n, int) for n in found) and all(a <= b for a, b in itertools.pairwise(found))
+    if not found or found[0] != 0 or not sorted_integers:
+        raise ValueError(f"{name}={Packed._shown(tuple(found))} must be integers that start at 0 and do not decrease")
     return found
 
 
 def check_layout(layout: Layout, world: int) -> None:
-    """Raise ``ValueError`` for a layout that does not exist or does not fit `world` ranks."""
+    """Raise ``ValueError`` if the layout is unknown or does not fit `world` ranks."""
     if isinstance(layout, Packed):
         bad = next((n for n in layout.padded if n % (2 * world)), 0) if world > 1 else 0
         if bad:
             raise ValueError(
                 f"a packed document of {bad} padded tokens can't be sharded zigzag over {world} ranks: every document "
-                f"must be padded to a multiple of 2 * {world} = {2 * world}; say so by cu_seqlens_padded"
+                f"must be padded to a multiple of 2 * {world} = {2 * world}; pass the padded boundaries as "
+                "cu_seqlens_padded"
             )
         return
     if isinstance(layout, (tuple, list)):
@@ -145,7 +152,7 @@ def shard_segments(seq_len: int, rank: int, world: int, layout: Layout = "zigzag
 
 
 def join(segments) -> tuple[Segment, ...]:
-    """Drop empty segments and fuse neighbours that go on in both row and position."""
+    """Drop empty segments and fuse neighbours that are consecutive in both row and position."""
     done: list[Segment] = []
     for s in segments:
         if s.length == 0:
@@ -159,7 +166,7 @@ def join(segments) -> tuple[Segment, ...]:
 
 
 def _packed_segments(documents: Packed, rank: int, world: int) -> tuple[Segment, ...]:
-    """Two chunks of every document; what of them is padding belongs to no segment. One rank holds whole documents."""
+    """Two chunks of every document, without its padding; whole documents if there is only one rank."""
     found, row, parts = [], 0, 2 * world if world > 1 else 1
     for seq, (length, padded) in enumerate(zip(documents.lengths, documents.padded)):
         c = padded // parts
@@ -171,10 +178,10 @@ def _packed_segments(documents: Packed, rank: int, world: int) -> tuple[Segment,
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How one sequence lies on `world` ranks.
+    """How one sequence is distributed over `world` ranks.
 
-    fused: with n, every rank holds the shares of its team of n neighbours, one after another: after Ulysses'
-    all-to-all, and with n = world after an all-gather.
+    fused: n means that every rank holds the shards of n neighbouring ranks one after another, as after Ulysses'
+    all-to-all; n = world after an all-gather.
     """
 
     seq_len: int
@@ -184,16 +191,16 @@ class Sharding:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank on the wire: those of the longest share; shorter ones are padded."""
+        """Rows that a rank sends: those of the longest shard; shorter ones are padded."""
         return self.fused * max(shard_lengths(self.seq_len, self.world, self.layout))
 
     def rows_of(self, rank: int, *, at: int) -> slice:
-        """Rows of this rank's share where it stands at index `at` of several, without the padding on the wire."""
+        """Rows of this rank's shard in a tensor of several, at index `at`, without the padding that was sent."""
         length = self.fused * shard_lengths(self.seq_len, self.world, self.layout)[rank]
         return slice(at * self.rows, at * self.rows + length)
 
     def segments(self, ranks, skip: int | None = None) -> tuple[Segment, ...]:
-        """Segments of what these ranks hold laid one after another, without the rank at index `skip`."""
+        """Segments of these ranks' shards one after another, without the rank at index `skip`."""
         n = self.fused
         shares = tuple(None if i == skip else r - r % n + m for i, r in enumerate(ranks) for m in range(n))
         return gathered_segments(shares, self.seq_len, self.world, self.layout, self.rows // n)
@@ -203,7 +210,7 @@ class Sharding:
 def gathered_segments(
     ranks: tuple[int | None, ...], seq_len: int, world: int, layout: Layout, stride: int
 ) -> tuple[Segment, ...]:
-    """Segments of several ranks' shards laid one after another, each padded to `stride` rows; None: left out."""
+    """Segments of several ranks' shards one after another, each padded to `stride` rows; None: no segments."""
     return join(
         s._replace(row=i * stride + s.row)
         for i, r in enumerate(ranks)
@@ -231,7 +238,7 @@ def positions_of(segments, num_rows: int, *, device=None, padding: int = -1) -> 
 def shard_positions(seq_len: int, rank: int, world: int, layout: Layout = "zigzag", *, device=None) -> Tensor:
     """int64 [tokens of this rank]: the global position of every row of the shard, in row order.
 
-    Of packed documents: its row in the whole packed sequence, padding included.
+    For packed documents: its row in the whole packed sequence, including padding.
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank} is not one of {world} ranks")

@@ -88,9 +88,9 @@ def test_packed_tensors_are_read_again_when_they_change():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: packed_layout([]), "cu_seqlens=.*begin at 0"),
-        (lambda: packed_layout([1, 2]), "cu_seqlens=.*begin at 0"),
-        (lambda: packed_layout([0, 4, 3]), "never fall"),
+        (lambda: packed_layout([]), "cu_seqlens=.*start at 0"),
+        (lambda: packed_layout([1, 2]), "cu_seqlens=.*start at 0"),
+        (lambda: packed_layout([0, 4, 3]), "do not decrease"),
         (lambda: packed_layout([0.0, 4.0]), "integers"),
         (lambda: packed_layout([0, 4], [0, 4, 8]), "equally many"),
         (lambda: packed_layout([0, 4, 9], [0, 8, 12]), "none longer"),

@@ -279,7 +279,7 @@ def refusals():
         "causal=False": lambda g: tree_attn_func(q, k[:, :4], v[:, :4], cp_group=g),
         "no window_size": lambda g: tree_attn_func(q, k[:, :4], v[:, :4], cp_group=g, causal=False, window_size=(2, 2)),
         "3-D tensor": lambda g: tree_attn_varlen_func(q, k, v, cu_seqlens=cu, cp_group=g),
-        "begin at 0 and never fall": lambda g: tree_attn_varlen_func(*packed, cu_seqlens=cu + 1, cp_group=g),
+        "start at 0 and do not decrease": lambda g: tree_attn_varlen_func(*packed, cu_seqlens=cu + 1, cp_group=g),
         "max_seqlen=4": lambda g: tree_attn_varlen_func(*packed, cu_seqlens=cu, max_seqlen=4, cp_group=g),
         "ulysses_size=3 must divide the 2": lambda g: tree_attn_func(
             q, k, v, cp_group=g, config=TreeConfig(ulysses_size=3)
