@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import sysconfig
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ import numpy as np
 
 EOD = 256  # end of document; bytes are 0 .. 255
 VOCAB_SIZE = 257
-SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Samples(Protocol):
-    """An endless run of samples. Sample i is the same whatever the ranks, and whenever the run was resumed."""
+    """Numbered samples. Sample i is the same in every parallel layout, and in a resumed run."""
 
     def batch(self, indices) -> np.ndarray:
         """int64 [len(indices), seq_length + 1]: tokens, and one more for the labels."""
@@ -25,14 +26,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedText:
-    """Documents, each followed by EOD, one after the other, cut into samples of `seq_length` tokens and their
-    successors.
-
-    Sample i holds the tokens i * seq_length .. (i + 1) * seq_length (one more than `seq_length`, for the labels).
+    """Documents, each followed by EOD, concatenated and cut into samples: sample i of an epoch's order holds the tokens
+    i * seq_length .. (i + 1) * seq_length (one more than `seq_length`, for the labels). Every epoch has its own order.
     """
 
     tokens: np.ndarray
-    """int16 [n]: bytes and EOD."""
+    """Integers [n]."""
     seq_length: int
     seed: int
 
@@ -41,12 +40,15 @@ class PackedText:
             raise ValueError(
                 f"{self.tokens.size} tokens of text don't fill one sample of seq_length={self.seq_length} + 1 tokens"
             )
+        order = functools.lru_cache(1)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(len(self)))
+        object.__setattr__(self, "_order", order)
 
     def __len__(self) -> int:
+        """Samples of an epoch."""
         return (self.tokens.size - 1) // self.seq_length
 
     def sample(self, index: int) -> np.ndarray:
-        """int64 [seq_length + 1]: sample number `index` of an endless run; every epoch has an order of its own."""
+        """int64 [seq_length + 1]."""
         epoch, place = divmod(index, len(self))
         start = int(self._order(epoch)[place]) * self.seq_length
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
@@ -55,16 +57,9 @@ class PackedText:
         """int64 [len(indices), seq_length + 1]."""
         return np.stack([self.sample(i) for i in indices])
 
-    def _order(self, epoch: int) -> np.ndarray:
-        cached = self.__dict__.get("_cached_order")
-        if cached is None or cached[0] != epoch:
-            cached = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self)))
-            object.__setattr__(self, "_cached_order", cached)
-        return cached[1]
-
     def unigram_entropy(self) -> float:
-        """Loss, in nats per token, of the best model that ignores context: the entropy of the byte frequencies."""
-        counts = np.bincount(self.tokens, minlength=VOCAB_SIZE).astype(np.float64)
+        """Loss, in nats per token, of the best model that ignores context: the entropy of the token frequencies."""
+        counts = np.bincount(self.tokens).astype(np.float64)
         p = counts[counts > 0] / counts.sum()
         return float(-(p * np.log(p)).sum())
 
@@ -80,13 +75,13 @@ class Corpus:
     num_tokens: int
     """Of the training part, in one epoch."""
     digest: str
-    """SHA-256 of the tokens, the split and the order, hexadecimal: equal on all ranks, and stored in checkpoints."""
+    """SHA-256, hexadecimal, that identifies the tokens, the split and the order; stored in checkpoints."""
     unigram: float | None
-    """Loss of the model that ignores context, nats per token; None where it would take too long to count."""
+    """Loss of the model that ignores context, in nats per token; None for indexed datasets."""
 
 
 def open_corpus(args: argparse.Namespace) -> Corpus:
-    """What `data_path` names: indexed datasets (all ranks call it then), a folder of text, or the standard library.
+    """What `data_path` names: indexed datasets (a collective call then), a folder of text, or the standard library.
 
     Raises: ValueError that names the option.
     """
@@ -113,7 +108,7 @@ def standard_library() -> Path:
 def load_corpus(
     path: str | Path | None, *, suffix: str = ".py", seq_length: int, seed: int, valid_fraction: float = 0.02
 ) -> Corpus:
-    """Read all files below a folder as documents.
+    """Read all files below a folder as documents, a token for each byte.
 
     Args:
         path: folder; None means Python's standard library.
@@ -127,7 +122,7 @@ def load_corpus(
     if not folder.is_dir():
         raise ValueError(f"data_path={str(path)!r} is not a folder: name one that holds text files, or leave it out")
     found = (file.relative_to(folder) for file in folder.rglob(f"*{suffix}"))
-    names = sorted(name.as_posix() for name in found if not set(SKIPPED_FOLDERS) & set(name.parts))
+    names = sorted(name.as_posix() for name in found if not SKIPPED_FOLDERS & set(name.parts))
     documents = [text for name in names if (folder / name).is_file() and (text := (folder / name).read_bytes())]
     if len(documents) < 2:
         raise ValueError(
@@ -136,26 +131,21 @@ def load_corpus(
     order = np.random.default_rng(seed).permutation(len(documents))
     num_valid = max(1, round(valid_fraction * len(documents)))
     valid, train = (_pack([documents[i] for i in part]) for part in (order[:num_valid], order[num_valid:]))
-    digest = hashlib.sha256(train.tobytes() + b"|" + valid.tobytes()).hexdigest()
     text = PackedText(tokens=train, seq_length=seq_length, seed=seed)
     return Corpus(
         train=text,
         valid=PackedText(tokens=valid, seq_length=seq_length, seed=seed),
         num_documents=len(documents),
         num_tokens=train.size,
-        digest=digest,
+        digest=hashlib.sha256(train.tobytes() + b"|" + valid.tobytes()).hexdigest(),
         unigram=text.unigram_entropy(),
     )
 
 
 def _pack(documents: list[bytes]) -> np.ndarray:
-    tokens = np.empty(sum(map(len, documents)) + len(documents), dtype=np.int16)
-    end = 0
-    for text in documents:
-        start, end = end, end + len(text) + 1
-        tokens[start : end - 1] = np.frombuffer(text, dtype=np.uint8)
-        tokens[end - 1] = EOD
-    return tokens
+    """int16 [n]: the documents' bytes, each followed by EOD."""
+    ended = [np.append(np.frombuffer(text, dtype=np.uint8).astype(np.int16), np.int16(EOD)) for text in documents]
+    return np.concatenate(ended)
 
 
 def microbatch_indices(consumed: int, *, micro_batch_size: int, global_batch_size: int, dp_rank: int, dp_size: int):
@@ -163,7 +153,7 @@ def microbatch_indices(consumed: int, *, micro_batch_size: int, global_batch_siz
 
     Args: consumed: samples used so far by all ranks together.
     Yields: ranges of `micro_batch_size` numbers. Over all ranks they are consumed .. consumed + global_batch_size - 1,
-    whatever the parallel layout.
+    in every parallel layout.
     """
     step = micro_batch_size * dp_size
     for start in range(consumed, consumed + global_batch_size, step):

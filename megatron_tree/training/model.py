@@ -1,9 +1,9 @@
-"""Megatron-core's GPT model, data-parallel wrapper and optimizer, from the options."""
+"""Megatron-core's GPT model, data-parallel wrapper, optimizer and learning-rate schedule, from the options."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,32 +21,16 @@ from ..config import TreeConfig
 from ..integrations import megatron as tree
 from ..integrations.megatron.fusions import fusion_options
 from ..integrations.megatron.norm import use_sequence_parallel_norm
-from .schedule import build_scheduler
 
 
 @dataclass
 class Trainee:
     """A model under training."""
 
-    chunks: list[Any]
-    """DistributedDataParallel around each part of the GPTModel that this rank holds: one, or one per virtual stage."""
+    model: DistributedDataParallel
+    """Around this rank's part of the GPTModel."""
     optimizer: Any
-    scheduler: Any
-    config: TransformerConfig
-
-    def named_chunks(self) -> list[tuple[str, Any]]:
-        """The parts with Megatron-LM's names for them in a checkpoint."""
-        if len(self.chunks) == 1:
-            return [("model", self.chunks[0])]
-        return [(f"model{stage}", chunk) for stage, chunk in enumerate(self.chunks)]
-
-    def num_parameters(self) -> int:
-        """Of this rank."""
-        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
-
-    def loss_scale(self) -> float:
-        """1 unless training is in fp16."""
-        return float(self.optimizer.get_loss_scale())
+    scheduler: OptimizerParamScheduler
 
 
 def start_model_parallel(args: argparse.Namespace) -> None:
@@ -53,83 +38,81 @@ def start_model_parallel(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=args.context_parallel_size,
         hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()  # as Megatron-LM spreads them
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()  # as in Megatron-LM
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int, multiple: int = 64) -> int:
-    """Vocabulary size, rounded up to `multiple` and to the tensor-parallel size."""
-    padded = -(-vocab_size // multiple) * multiple
-    return -(-padded // tensor_parallel_size) * tensor_parallel_size
+def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
+    """Build this rank's part of everything that is trained, with its parameters on `device`."""
+    config = transformer_config(args)
+    config.finalize_model_grads_func = finalize_model_grads
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(args, config),
+        vocab_size=padded_vocab_size(args.vocab_size, args.tensor_model_parallel_size),
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=args.rotary_base,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    ).to(device)
+    model = Float16Module(config, model) if args.bf16 else model
+    zero = args.use_distributed_optimizer
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=zero, check_for_nan_in_grad=True
+    )
+    model = DistributedDataParallel(config, ddp_config, model)
+    optimizer_config = OptimizerConfig(
+        optimizer="adam", params_dtype=config.params_dtype, **_named(OptimizerConfig, args)
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
+    config.grad_scale_func = optimizer.scale_loss
+    return Trainee(model, optimizer, build_scheduler(args, optimizer))
 
 
-def parameter_dtype(args: argparse.Namespace) -> torch.dtype:
-    """Of the parameters that compute; the optimizer's own copies are fp32."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    """Megatron's model configuration: RMSNorm, SwiGLU, no biases, the loss averaged over all tokens.
 
-
-def transformer_config(args: argparse.Namespace, *, on_gpu: bool) -> TransformerConfig:
-    """Megatron's model configuration: RMSNorm, SwiGLU, no biases, losses averaged over all tokens."""
-    dtype = parameter_dtype(args)
-    interleaved = args.num_virtual_stages_per_pipeline_rank is not None
-    per_layer = args.cp_comm_type if len(args.cp_comm_type) > 1 else args.cp_comm_type[0]
-    optional = {} if args.window_size is None else {"window_size": args.window_size}
-    if args.window_attn_skip_freq is not None:
-        optional["window_attn_skip_freq"] = args.window_attn_skip_freq
+    Raises: ValueError, AssertionError for values that Megatron-core refuses.
+    """
+    on_gpu, dtype = torch.cuda.is_available(), torch.bfloat16 if args.bf16 else torch.float32
+    named = _named(TransformerConfig, args)
+    if len(args.cp_comm_type) == 1:
+        named["cp_comm_type"] = args.cp_comm_type[0]
     return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
+        **named,
         normalization="RMSNorm",
         layernorm_epsilon=args.norm_epsilon,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        hidden_dropout=args.hidden_dropout,
-        attention_dropout=args.attention_dropout,
         attention_softmax_in_fp32=True,
-        softmax_type=args.softmax_type,
-        init_method_std=args.init_method_std,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
-        overlap_p2p_comm=interleaved,  # without it, messages between two stages would take each other's place
-        batch_p2p_comm=not interleaved,
-        context_parallel_size=args.context_parallel_size,
-        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-        cp_comm_type=per_layer,
+        batch_p2p_comm=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=args.bf16,
-        fp16=args.fp16,
         calculate_per_token_loss=True,
-        recompute_granularity=args.recompute_granularity,
-        recompute_modules=args.recompute_modules,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
         use_cpu_initialization=not on_gpu,
         bias_activation_fusion=on_gpu,
         **(fusion_options(normalization="RMSNorm") if on_gpu else {}),
-        **optional,
     )
 
 
-def block_spec(args: argparse.Namespace, config: TransformerConfig, stage: int | None) -> Any:
+def _named(config: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The options that are fields of one of Megatron's configurations, by name; those left at None keep its default."""
+    given = {field.name: getattr(args, field.name, None) for field in fields(config)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
     """Megatron's own layers; with context parallelism tree attention in them, with sequence parallelism our norm."""
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage
-    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if args.sequence_parallel:
         spec = use_sequence_parallel_norm(spec)
     if args.context_parallel_size == 1:
@@ -145,64 +128,28 @@ def block_spec(args: argparse.Namespace, config: TransformerConfig, stage: int |
     return tree.use_tree_attention(spec, tree_config=tree_config)
 
 
-def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
-    """Build this rank's part of everything that is trained.
-
-    Args:
-        args: checked options.
-        device: where parameters live.
-    """
-    config = transformer_config(args, on_gpu=device.type == "cuda")
-    config.finalize_model_grads_func = finalize_model_grads
-    chunks = [_chunk(args, config, device, stage) for stage in range(args.num_virtual_stages_per_pipeline_rank or 1)]
-    optimizer = get_megatron_optimizer(_optimizer_config(args), chunks, use_gloo_process_groups=False)
-    config.grad_scale_func = optimizer.scale_loss
-    return Trainee(chunks=chunks, optimizer=optimizer, scheduler=build_scheduler(args, optimizer), config=config)
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int, multiple: int = 64) -> int:
+    """Vocabulary size, rounded up to `multiple` and to the tensor-parallel size."""
+    padded = -(-vocab_size // multiple) * multiple
+    return -(-padded // tensor_parallel_size) * tensor_parallel_size
 
 
-def _chunk(args: argparse.Namespace, config: TransformerConfig, device: torch.device, stage: int) -> Any:
-    """The part of the model that this rank holds in a virtual stage (0 if there are none)."""
-    place = {"ignore_virtual": False, "vp_stage": stage}
-    vp_stage = None if args.num_virtual_stages_per_pipeline_rank is None else stage
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(args, config, vp_stage),
-        vocab_size=padded_vocab_size(args.vocab_size, args.tensor_model_parallel_size),
-        max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(**place),
-        post_process=parallel_state.is_pipeline_last_stage(**place),
-        position_embedding_type="rope",
-        rotary_base=args.rotary_base,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        vp_stage=vp_stage,
-    ).to(device)
-    if args.bf16 or args.fp16:
-        model = Float16Module(config, model)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        check_for_nan_in_grad=not args.fp16,  # there they are expected: the loss scale follows them
-    )
-    return DistributedDataParallel(config, ddp_config, model, disable_bucketing=stage > 0)
-
-
-def _optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=args.lr,
+def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron-core's scheduler: linear warm-up, then `lr_decay_style`. It counts samples, as in Megatron-LM; a resumed
+    run follows its own options, not the checkpoint's."""
+    batch = args.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
         min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        clip_grad=args.clip_grad,
-        bf16=args.bf16,
-        fp16=args.fp16,
-        loss_scale=args.loss_scale,
-        initial_loss_scale=args.initial_loss_scale,
-        min_loss_scale=args.min_loss_scale,
-        loss_scale_window=args.loss_scale_window,
-        hysteresis=args.hysteresis,
-        params_dtype=parameter_dtype(args),
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        lr_warmup_steps=args.lr_warmup_iters * batch,
+        lr_decay_steps=args.lr_decay_iters * batch,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters * batch,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

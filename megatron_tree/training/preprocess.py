@@ -1,7 +1,7 @@
-"""Make an indexed dataset (PREFIX.bin and PREFIX.idx, Megatron's format) from text files, and PREFIX.sha256 of both.
+"""Make an indexed dataset (PREFIX.bin and PREFIX.idx, Megatron's format) from text files.
 
 A text file is one document; of a .jsonl file every line is one, the string under --json-key. Each ends with the
-tokenizer's end-of-text token. Both files are whole or not there: an interrupted run leaves none.
+tokenizer's end-of-text token. An interrupted run leaves no files.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from ..files import check_text, whole_file
-from .digests import sha256, write_digests
-from .indexed import DIGESTS
-from .tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from .data import EOD, VOCAB_SIZE
 
 EXAMPLES = """\
 examples:
@@ -45,45 +41,60 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def load_tokenizer(name: str | None):
+    """Megatron-core's Hugging Face tokenizer from a folder or hub name; its byte-level one for None.
+
+    Returns an object with `tokenize(text)`, `eod` and `vocab_size`.
+    Raises: ValueError if it can't be loaded, or has no end-of-text token.
+    """
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    if name is None:
+        library = {"library": "byte-level"}
+        return MegatronTokenizer.from_pretrained(metadata_path=library, vocab_size=VOCAB_SIZE, _eos_id=EOD)
+    try:
+        tokenizer = MegatronTokenizer.from_pretrained(name, {"library": "huggingface"}, use_fast=True)
+    except Exception as error:  # whatever Transformers raises at damaged files
+        raise ValueError(f"tokenizer_model={name!r} can't be loaded: {error}") from error
+    if tokenizer.eod is None:
+        raise ValueError(f"tokenizer_model={name!r} has no end-of-text token, which must end documents")
+    return tokenizer
+
+
 def find_files(inputs: list[str], suffix: str) -> list[Path]:
     """The files to read, in order of their names below each input.
 
-    Raises: ValueError for an input that is not there, or a folder with no such file.
+    Raises: ValueError for an input that does not exist, or a folder without such a file.
     """
     files = []
     for name in inputs:
         path = Path(name)
         found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file()) if path.is_dir() else [path]
-        if not found:
-            raise ValueError(f"input={name!r} holds no file *{suffix}: name the ending with --suffix")
         if not path.exists():
             raise ValueError(f"input={name!r} does not exist")
+        if not found:
+            raise ValueError(f"input={name!r} holds no file *{suffix}: name the ending with --suffix")
         files += found
     return files
 
 
-def read_documents(file: Path, json_key: str) -> Iterator[tuple[str, int]]:
-    """(text, its bytes in the file) of each document.
-
-    Raises: ValueError that names the file (and line) if it is not UTF-8, or not what a .jsonl file should be.
-    """
+def read_documents(file: Path, json_key: str) -> Iterator[str]:
+    """The text of each document. Raises: ValueError that names the file (and line) if it can't be read as one."""
     try:
         if file.suffix != ".jsonl":
-            yield file.read_text(encoding="utf-8"), file.stat().st_size
+            yield file.read_text(encoding="utf-8")
             return
-        with file.open("rb") as lines:
+        with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _text_of(line, json_key, f"{file}:{number}"), len(line)
+                    yield _text_of(line, json_key, f"{file}:{number}")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
-def _text_of(line: bytes, json_key: str, where: str) -> str:
+def _text_of(line: str, json_key: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except UnicodeDecodeError:
-        raise
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON that can be read: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
@@ -93,10 +104,10 @@ def _text_of(line: bytes, json_key: str, where: str) -> str:
 
 
 def write_dataset(files: list[Path], prefix: str, tokenizer, *, json_key: str = "text", progress: bool = False) -> dict:
-    """Write PREFIX.bin and PREFIX.idx, and their SHA-256 in PREFIX.sha256.
+    """Write PREFIX.bin and PREFIX.idx.
 
     Args:
-        files: see `find_files`. prefix: of the output. tokenizer: with encode(), eod and vocab_size.
+        files: see `find_files`. prefix: of the output. tokenizer: see `load_tokenizer`.
         progress: show a bar on standard error.
     Returns: {"documents", "tokens"} that were written.
     Raises: ValueError if the output exists, or there is no text.
@@ -105,50 +116,40 @@ def write_dataset(files: list[Path], prefix: str, tokenizer, *, json_key: str = 
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     from tqdm import tqdm
 
-    paths = [Path(prefix + ending) for ending in (".idx", ".bin")]
-    for path in paths:
+    index, data = (Path(prefix + ending) for ending in (".idx", ".bin"))
+    for path in (index, data):
         if path.exists():
             raise ValueError(f"output={prefix!r}: {path} exists; delete it or choose another prefix")
-    paths[0].parent.mkdir(parents=True, exist_ok=True)
-    total = sum(file.stat().st_size for file in files)
+    index.parent.mkdir(parents=True, exist_ok=True)
     count = {"documents": 0, "tokens": 0}
-    with (
-        whole_file(paths[0]) as index,
-        whole_file(paths[1]) as data,
-        tqdm(total=total, unit="B", unit_scale=True, disable=not progress, dynamic_ncols=True) as bar,
-    ):
-        builder = IndexedDatasetBuilder(str(data), dtype=DType.optimal_dtype(tokenizer.vocab_size))
-        try:
-            for file in files:
-                for text, size in read_documents(file, json_key):
-                    if text:
-                        tokens = np.append(tokenizer.encode(text).astype(np.int64), tokenizer.eod)
-                        builder.add_item(torch.from_numpy(tokens))
-                        builder.end_document()
-                        count["documents"] += 1
-                        count["tokens"] += tokens.size
-                    bar.update(size)
+    with whole_file(index) as index_part, whole_file(data) as data_part:
+        builder = IndexedDatasetBuilder(str(data_part), dtype=DType.optimal_dtype(tokenizer.vocab_size))
+        with builder.data_file:
+            for file in tqdm(files, unit="file", disable=not progress, dynamic_ncols=True):
+                for text in filter(None, read_documents(file, json_key)):
+                    tokens = torch.tensor([*tokenizer.tokenize(text), tokenizer.eod])
+                    builder.add_item(tokens)
+                    builder.end_document()
+                    count["documents"] += 1
+                    count["tokens"] += tokens.numel()
             if not count["documents"]:
                 raise ValueError("input: no file holds any text")
-            builder.finalize(str(index))
-        finally:
-            builder.data_file.close()
-    write_digests(Path(prefix + DIGESTS), {path.name: sha256(path) for path in paths})
+            builder.finalize(str(index_part))
     return count
 
 
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
-        tokenizer = HuggingFaceTokenizer(args.tokenizer_model) if args.tokenizer_model else ByteTokenizer()
+        tokenizer = load_tokenizer(args.tokenizer_model)
         files = find_files(args.input, args.suffix)
         count = write_dataset(files, args.output, tokenizer, json_key=args.json_key, progress=sys.stderr.isatty())
     except ValueError as error:
         print(f"preprocess: {error}", file=sys.stderr)
         return 2
+    documents, tokens = count["documents"], count["tokens"]
     print(
-        f"{args.output}.bin and .idx: {count['documents']:,} documents, {count['tokens']:,} tokens, "
-        f"vocabulary {tokenizer.vocab_size:,}"
+        f"{args.output}.bin and .idx: {documents:,} documents, {tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     )
     return 0
 

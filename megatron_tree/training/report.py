@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,12 @@ LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
 PLOT_NAME = "loss.png"
 FINAL_STEPS = 10
-# Where Megatron-LM has the same curve, by its name.
-TENSORBOARD_NAMES = {
+TENSORBOARD_NAMES = {  # Megatron-LM's, where it has the same curve
     "loss": "lm loss",
     "grad_norm": "grad-norm",
     "lr": "learning-rate",
-    "loss_scale": "loss-scale",
-    "tflops": "throughput",
     "seconds": "iteration-time",
     "tokens_per_s": "tokens-per-second",
-    "mfu": "mfu",
-    "memory_gib": "memory-gib",
 }
 
 
@@ -37,8 +31,7 @@ class Reporter:
         folder: gets train.jsonl and loss.png. A resumed run appends to the log.
         first_step, last_step: the steps this run will do, inclusive.
         unigram: loss of the byte unigram model, nats per token; None if it is not known.
-        log_interval: steps between printed lines; 0 means ten lines a run, and where the output is a terminal only
-            the bar.
+        log_interval: steps between printed lines; 0 means ten lines a run, or on a terminal only the progress bar.
         tensorboard_dir: gets TensorBoard's event files, None means none.
         enabled: False on all ranks but one.
     """
@@ -57,9 +50,7 @@ class Reporter:
         self.folder, self.unigram, self.enabled = Path(folder), unigram, enabled
         self.first_step, self.last_step = first_step, last_step
         self.losses: dict[int, float] = {}
-        self._log_interval = log_interval
-        self._bar = self._file = self._tensorboard = None
-        self._started = time.monotonic()
+        self._log_interval, self._file, self._tensorboard = log_interval, None, None
         if not enabled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -70,41 +61,34 @@ class Reporter:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(tensorboard_dir, purge_step=first_step)
-        if sys.stdout.isatty():
-            self._bar = tqdm(total=last_step, initial=first_step - 1, unit="step", file=sys.stdout, dynamic_ncols=True)
+        self._terminal = sys.stdout.isatty()
+        steps = {"total": last_step, "initial": first_step - 1, "unit": "step"}
+        self._bar = tqdm(**steps, file=sys.stdout, dynamic_ncols=True, disable=not self._terminal)
 
     def header(self, **facts: Any) -> None:
         """Log what the run is: options, versions, sizes."""
         self._write({"event": "start", "first_step": self.first_step, "unigram_loss": self.unigram, **facts})
 
-    def step(
-        self, step: int, *, loss: float, grad_norm: float | None, lr: float, tokens_per_s: float, **figures: float
-    ) -> None:
-        """Log one training step; `figures` are those of `throughput.Throughput` and others with names of their own."""
+    def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, tokens_per_s: float, seconds: float):
+        """Log one training step."""
         self.losses[step] = loss
         if not self.enabled:
             return
-        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s, **figures}
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s, "seconds": seconds}
         self._write({"step": step, **values})
-        self._draw(step, {name: values.get(key) for key, name in TENSORBOARD_NAMES.items()})
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-            self._bar.update()
+        self._draw(step, {TENSORBOARD_NAMES[name]: value for name, value in values.items()})
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+        self._bar.update()
         if self._line_due(step):
-            elapsed = time.monotonic() - self._started
             norm = "" if grad_norm is None else f"  grad norm {grad_norm:.2f}"
-            mfu = f"  MFU {100 * figures['mfu']:.1f} %" if "mfu" in figures else ""
-            skipped = f"  skipped: overflow at loss scale {figures['loss_scale']:g}" if figures.get("skipped") else ""
-            self.say(
-                f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {loss:.4f}{norm}  lr {lr:.2e}"
-                f"  {tokens_per_s:,.0f} tokens/s{mfu}  {elapsed:.0f} s{skipped}"
-            )
+            number = f"{step:>{len(str(self.last_step))}}/{self.last_step}"
+            self.say(f"step {number}  loss {loss:.4f}{norm}  lr {lr:.2e}  {tokens_per_s:,.0f} tokens/s")
 
     def _line_due(self, step: int) -> bool:
         if self._log_interval:
             return step % self._log_interval == 0
         every = max(1, (self.last_step - self.first_step + 1) // LINES_PER_RUN)
-        return self._bar is None and (step % every == 0 or step in (self.first_step, self.last_step))
+        return not self._terminal and (step % every == 0 or step in (self.first_step, self.last_step))
 
     def validation(self, step: int, loss: float) -> None:
         """Log a validation."""
@@ -116,10 +100,8 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if self.enabled:
-            if self._bar is not None:
-                self._bar.write(text, file=sys.stdout)
-            else:
-                print(text, flush=True)
+            self._bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
     def final_loss(self) -> float:
         """Mean loss of the last ten steps (fewer in a shorter run)."""
@@ -130,8 +112,7 @@ class Reporter:
         """Draw the loss curve and close the log."""
         if not self.enabled:
             return
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         self._write({"event": "end", "final_loss": self.final_loss(), "unigram_loss": self.unigram})
         self._file.close()
         if self._tensorboard is not None:
@@ -139,10 +120,9 @@ class Reporter:
         draw_losses(self.folder / LOG_NAME, self.folder / PLOT_NAME)
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(name, value, step)
+        for name, value in values.items():
+            if self._tensorboard is not None and value is not None:
+                self._tensorboard.add_scalar(name, value, step)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
@@ -151,8 +131,8 @@ class Reporter:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a train.jsonl; a step that a resumed run did again counts once, with its later values. Lines that
-    are none, such as the half of one that a crash has left, don't count."""
+    """All records of a train.jsonl: its events, then its steps. Of a step that a resumed run repeated the later record
+    counts. Lines that are not records, such as an incomplete one after a crash, are ignored."""
     records = [record for line in Path(path).read_bytes().split(b"\n") if (record := _record(line))]
     steps = {record["step"]: record for record in records if "loss" in record and "event" not in record}
     return [record for record in records if "event" in record] + [steps[step] for step in sorted(steps)]
@@ -168,7 +148,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _end_line(path: Path) -> None:
-    """What is appended must not go on with the half of a line that a crash has left."""
+    """End the incomplete line that a crash may have left."""
     with path.open("a+b") as file:
         file.seek(max(0, file.tell() - 1))
         if file.read() not in (b"", b"\n"):
@@ -190,15 +170,9 @@ def draw_losses(log: Path, picture: Path) -> None:
     axes.plot([r["step"] for r in training], [r["loss"] for r in training], linewidth=1.2, label="training")
     if validation:
         axes.plot([r["step"] for r in validation], [r["loss"] for r in validation], "o", label="validation")
-    unigram = start.get("unigram_loss")
-    if unigram is not None:
-        axes.axhline(unigram, color="grey", linestyle="--", label="byte unigram entropy")
-    axes.set(
-        xlabel="step",
-        ylabel="loss, nats per token",
-        ylim=(0, None),
-        title=start.get("title", ""),
-    )
+    if start.get("unigram_loss") is not None:
+        axes.axhline(start["unigram_loss"], color="grey", linestyle="--", label="byte unigram entropy")
+    axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, None), title=start.get("title", ""))
     axes.legend()
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)

@@ -5,7 +5,6 @@ import json
 from megatron_tree.training import preprocess
 from megatron_tree.training.arguments import parse_arguments
 from megatron_tree.training.check import check_arguments
-from megatron_tree.training.tokenizers import ByteTokenizer
 from support.training_runs import TINY
 
 
@@ -14,7 +13,7 @@ def write_indexed(folder, name, words, num_documents):
     texts = [f"{words[i % len(words)]}{i} " * (3 + i % 7) for i in range(num_documents)]
     lines = folder / f"{name}.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    preprocess.write_dataset([lines], str(folder / name), ByteTokenizer())
+    preprocess.write_dataset([lines], str(folder / name), preprocess.load_tokenizer(None))
     return str(folder / name)
 
 

@@ -47,8 +47,7 @@ def _train(rank, world, folder, options):
     from megatron_tree.integrations import megatron as tree
     from megatron_tree.training.arguments import parse_arguments
     from megatron_tree.training.check import check_arguments
-    from megatron_tree.training.loop import train
-    from megatron_tree.training.stop import StopRequest
+    from megatron_tree.training.loop import StopRequest, train
 
     args = parse_arguments([*TINY.split(), "--output-dir", str(folder), *options.split()])
     output = folder.with_name(folder.name + ".txt") if rank == 0 else os.devnull

@@ -1,9 +1,7 @@
 """What training reads again with bytes flipped or cut: checkpoints, indexed datasets, its log. See test_fuzz_files."""
 
 import json
-import shutil
 
-import numpy as np
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -14,7 +12,6 @@ from megatron_tree.training.checkpoint_files import MANIFEST, TRACKER, candidate
 from megatron_tree.training.checkpoint_safety import INDEX, check_index
 from megatron_tree.training.report import read_log
 from support.damage import chances, damaged, examples, reads
-from support.indexed_data import open_corpus, write_indexed
 from support.ranks import run_distributed
 from support.training_runs import train_all, write_text
 
@@ -50,31 +47,6 @@ def test_checkpoints(trained, seed, count):
                 assert (TRACKER if path.name == TRACKER else f"{path.name} ") in told[0]
         path.write_bytes(whole[path])
     assert newest_good(candidates(folder / "kept")[0]) == (newest, [])
-
-
-@examples(10, 120)
-def test_indexed_datasets(tmp_path, seed, count):
-    """With their checksums the samples are those that were written; without, the index must still fit together."""
-    prefix = write_indexed(tmp_path, "a", ["tree", "leaf", "root"], 60)
-    options = f"--data-path {prefix} --vocab-size 257 --eval-iters 0"
-
-    def load():
-        return open_corpus(options).train.batch(range(16))
-
-    expected, cache = load(), tmp_path / "index-cache"
-    assert reads(load) is not None
-    whole = {path: path.read_bytes() for path in [*tmp_path.glob("a.*"), *cache.iterdir()] if path.suffix != ".jsonl"}
-    for chance in chances(seed, count):
-        path = chance.choice([path for path in sorted(whole) if path.suffix in (".idx", ".bin", ".sha256", ".npy")])
-        if path.suffix == ".idx" and chance.random() < 0.5:
-            (tmp_path / "a.sha256").unlink()
-        path.write_bytes(damaged(whole[path], chance))
-        found = reads(load, prefix, cache)
-        assert found is None or np.array_equal(found, expected)
-        shutil.rmtree(cache)
-        cache.mkdir()
-        for name, data in whole.items():
-            name.write_bytes(data)
 
 
 @examples(8, 60)

@@ -1,4 +1,4 @@
-"""The training loop on ranks: equal losses however the sequence is spread; fp16; dropout; what is logged."""
+"""The training loop on ranks: equal losses however the sequence is spread; dropout; what is logged."""
 
 import math
 
@@ -48,32 +48,6 @@ def test_every_schedule_gives_the_same_losses(tmp_path, text):
         assert outcomes[name].final_loss == pytest.approx(math.fsum(expected.values()) / 4, rel=1e-5)
 
 
-def test_fp16_finds_its_loss_scale(tmp_path, text):
-    """From a scale that overflows: steps are skipped, parameters stay, the scale halves; then training goes on. Where
-    nothing overflows the scale doubles."""
-    fp16 = "--fp16 --context-parallel-size 2 --hysteresis 1"
-    runs = {
-        "fp32": "--context-parallel-size 2",
-        "fp16": f"{fp16} --initial-loss-scale 256 --loss-scale-window 2",
-        "falls": f"{fp16} --initial-loss-scale {2.0**24} --train-iters 24 --lr-decay-style constant",
-    }
-    run(2, tmp_path, text, runs)
-    assert not any(record["skipped"] for record in records(tmp_path / "fp16"))
-    assert losses(tmp_path / "fp16") == {n: pytest.approx(x, rel=1e-3) for n, x in losses(tmp_path / "fp32").items()}
-    grown = {record["step"]: record["loss_scale"] for record in records(tmp_path / "fp16")}
-    assert grown == {n: 256 * 2.0 ** (n // 2) for n in grown} and len(grown) > 2
-    steps = records(tmp_path / "falls")
-    skipped = [step["skipped"] for step in steps]
-    num_skipped = sum(skipped)
-    assert 0 < num_skipped < 20
-    assert skipped == [True] * num_skipped + [False] * (24 - num_skipped)
-    scales = [step["loss_scale"] for step in steps]
-    assert scales == [2.0 ** (24 - min(n, num_skipped)) for n in range(1, 25)]
-    assert all(step["grad_norm"] is None and step["lr"] == 0 for step in steps[:num_skipped])
-    assert "skipped: overflow at loss scale" in (tmp_path / "falls.txt").read_text()
-    assert steps[-1]["loss"] < min(step["loss"] for step in steps[: num_skipped + 1]) - 0.2
-
-
 def test_dropout_is_resumed_with_its_random_states(tmp_path, text):
     dropout = "--attention-dropout 0.2 --hidden-dropout 0.2 --train-iters 4 --lr-decay-iters 4"
     cp2, kept = "--context-parallel-size 2", tmp_path / "kept"
@@ -95,18 +69,16 @@ def test_dropout_is_resumed_with_its_random_states(tmp_path, text):
 
 
 def test_what_is_logged(tmp_path, text):
-    runs = {"run": "--context-parallel-size 2 --eval-interval 3 --peak-tflops 0.01 --lr-decay-style linear"}
+    runs = {"run": "--context-parallel-size 2 --eval-interval 3 --lr-decay-style linear"}
     (outcome,) = run(2, tmp_path, text, runs).values()
     assert (outcome.iteration, outcome.stopped) == (4, False)
     (start,) = records(tmp_path / "run", "start")
-    assert start["peak_tflops"] == 0.01
     assert start["options"]["lr_decay_style"] == "linear"
     for step in records(tmp_path / "run"):
-        assert step["mfu"] == pytest.approx(step["tflops"] / 0.01)
         assert step["tokens_per_s"] == pytest.approx(4 * 32 / step["seconds"])
-        assert step["memory_gib"] > 0.1
+        assert set(step) == {"step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"}
     assert [record["step"] for record in records(tmp_path / "run", "validation")] == [3, 4]
     assert (tmp_path / "run" / LOG_NAME).read_text().endswith("}\n")
     said = (tmp_path / "run.txt").read_text()
     assert "2 ranks, context parallel 2: tree; data parallel 1" in said
-    assert "MFU" in said
+    assert "tokens/s" in said
