@@ -15,6 +15,8 @@ from support.failing_ranks import HOWS, LIMIT, WHERES, call, die, lose, run_to_t
 from support.ranks import DistributedTestError, run_distributed
 from support.training_runs import train_all, write_text
 
+pytestmark = pytest.mark.alone
+
 SAVE_LIMIT = 5.0  # seconds: Megatron's own collectives at the start of a run need some
 
 IN_CI = {

@@ -15,6 +15,8 @@ from megatron_tree.comm.health.watch import Watch
 from support.failing_ranks import LIMIT, call, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
+pytestmark = pytest.mark.alone
+
 LONG = TreeConfig(timeout_s=30)
 
 

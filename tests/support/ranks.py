@@ -35,6 +35,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from support.turns import enough_cores
+
 SEED = 1234
 START_TIMEOUT = 120.0  # seconds for a pool of workers to come up
 GRACE = 0.5  # seconds in which the other ranks may still report after the first failure
@@ -117,12 +119,13 @@ def run_distributed(fn, world_size, *args, timeout=120.0, env=None, fresh=False)
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank is needed")
     task = pickle.dumps((fn, args))
-    pool = _Pool(world_size) if fresh else _pools.pop(world_size, None) or _Pool(world_size)
-    try:
-        results = pool.run(task, timeout, env or {})
-    except BaseException:
-        pool.kill()
-        raise
+    with enough_cores(world_size):
+        pool = _Pool(world_size) if fresh else _pools.pop(world_size, None) or _Pool(world_size)
+        try:
+            results = pool.run(task, timeout, env or {})
+        except BaseException:
+            pool.kill()
+            raise
     if fresh:
         pool.kill()
     else:

@@ -27,6 +27,7 @@ def _on_cluster():
     return calibrate(CPU, name="emulated", memory_bandwidth=2e9, flops=3e9)
 
 
+@pytest.mark.alone
 @emulated
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_finds_what_the_network_was_set_to(nodes, ranks_per_node, tmp_path):

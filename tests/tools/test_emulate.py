@@ -118,6 +118,7 @@ def _ping_and_send(num_bytes):
     return measured, network_bytes()["network"] - before
 
 
+@pytest.mark.alone
 @emulated
 def test_delay_rate_and_bytes_are_what_was_set():
     num_bytes, latency_s, rate_bits = 5_000_000, 20e-3, 100e6
