@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test slow gpu audit lint format
+.PHONY: help setup quickstart test quick slow gpu audit lint format
 
 # The GPU tests spend most of their time compiling, so they run in parallel with pytest-xdist. Tests that need much memory
 # share one process.
@@ -17,6 +17,9 @@ quickstart:      ## train and generate on this machine
 
 test:            ## lint, then the fast tests
 	bash launch/test.sh
+
+quick:           ## lint, then a selection of the tests (tests/quick.txt): about two minutes on two cores
+	bash launch/test.sh @tests/quick.txt
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow

@@ -8,6 +8,9 @@
 #
 # By default the tests marked slow do not run: "bash launch/test.sh -m slow" runs only those, "bash launch/test.sh -m ''"
 # runs all. Example: bash launch/test.sh tests/core/test_decode.py -k ring -x
+#
+# The tests run in parallel, in one process per core, at most 8: "-n 4" sets another number, and "-n 0" runs them one by
+# one, for a debugger.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -34,5 +37,6 @@ if [ "$lint" = 1 ]; then
     ruff format --check . || die "the files above are not formatted: run 'make format'"
 fi
 [ "$tests" = 1 ] || exit 0
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(num_cores)}" TOKENIZERS_PARALLELISM=false
-exec python -m pytest -m 'not slow' --durations=15 --durations-min=5 "$@"
+workers=$(($(num_cores) < 8 ? $(num_cores) : 8))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(num_cores) / workers))}" TOKENIZERS_PARALLELISM=false
+exec python -m pytest -n "$workers" --dist loadgroup -m 'not slow' --durations=15 --durations-min=5 "$@"
