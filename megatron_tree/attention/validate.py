@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments: every message names the argument, the values seen and the way out."""
+"""Checks of the public functions' arguments. Every message names the argument, its value and what to do."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
     """q [b, s, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], of one dtype, on one device.
 
-    cross: k and v may be of another sequence, with another length than q.
+    cross: k and v may have another length than q.
     """
     _check_heads(q, k, v, "k", "v")
     if k.shape[1] != v.shape[1] or (k.shape[1] != q.shape[1] and not cross):
         raise ValueError(
-            f"q, k and v must hold equally many tokens of this rank's share: q has {q.shape[1]}, k {k.shape[1]}, "
-            f"v {v.shape[1]} (shapes are [batch, sequence, heads, head_dim]); only k and v of cross attention, with "
-            "causal=False and no window_size, may be of another length than q"
+            f"q, k and v must have the same number of tokens on this rank: q has {q.shape[1]}, k {k.shape[1]}, "
+            f"v {v.shape[1]} (shapes are [batch, sequence, heads, head_dim]); only in cross attention, with "
+            "causal=False and no window_size, may k and v have another length than q"
         )
 
 
@@ -38,31 +38,33 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_cross_documents(queries: Packed, keys: Packed, spec: AttnSpec) -> None:
-    """Whether packed queries may look at packed keys of other lengths."""
+    """Raise ``ValueError`` unless packed queries can attend to packed keys of other lengths."""
     if queries == keys:
         return
     if spec.left is not None or spec.right is not None:
         raise ValueError(
             f"cu_seqlens_kv differs from cu_seqlens with causal={spec.causal} and window_size={spec.window_size}: "
-            "other documents for k and v are cross attention, which needs causal=False and no window"
+            "different documents for k and v are cross attention, which needs causal=False and no window"
         )
     counts = [len(x.lengths) for x in (queries, keys)]
     if counts[0] != counts[1]:
-        raise ValueError(f"cu_seqlens has {counts[0]} documents and cu_seqlens_kv {counts[1]}: they must be as many")
+        raise ValueError(
+            f"cu_seqlens has {counts[0]} documents and cu_seqlens_kv {counts[1]}: the numbers must be equal"
+        )
 
 
 def check_ulysses(size: int, world: int, q: Tensor, k: Tensor, queries: Sharding) -> None:
-    """Whether heads can be split over `size` of `world` ranks."""
+    """Raise ``ValueError`` unless the heads can be split over `size` of `world` ranks."""
     h, h_kv = q.shape[2], k.shape[2]
     if world % size:
         raise ValueError(f"ulysses_size={size} must divide the {world} ranks of cp_group")
     if h % size or (h_kv % size and size % h_kv):
         raise ValueError(
             f"ulysses_size={size} must divide the {h} query heads, and divide the {h_kv} KV heads or be a multiple of "
-            "them: choose another size, or 1 for tree attention alone"
+            "them: choose another size, or 1 to turn it off"
         )
     if size > 1 and isinstance(queries.layout, tuple):
-        raise ValueError(f"ulysses_size={size} needs equal shares; layout={queries.layout} gives every rank its own")
+        raise ValueError(f"ulysses_size={size} needs shards of equal length, unlike layout={queries.layout}")
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -156,7 +158,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def check_decode_schedule(schedule: str, config: TreeConfig) -> None:
-    """Whether the schedule exists, and is one whose bits config.deterministic can promise."""
+    """Raise ``ValueError`` unless the schedule exists and is deterministic if config.deterministic is set."""
     check_choice("schedule", schedule, DECODE_SCHEDULES)
     if config.deterministic and schedule == "allreduce":
         raise ValueError(
@@ -169,7 +171,7 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
     """`PagedKV` of checked arguments, None without a block_table."""
     if block_table is None:
         if k_scale is not None or v_scale is not None:
-            raise ValueError("k_scale and v_scale come with pages: pass block_table, too")
+            raise ValueError("k_scale and v_scale are for pages: also pass block_table")
         return None
     ok = isinstance(block_table, Tensor) and block_table.dtype == torch.int32
     if not ok or block_table.dim() != 2 or block_table.shape[0] != q.shape[0] or not block_table.shape[1]:
@@ -180,8 +182,8 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in (k_cache, v_cache)]
     if [len(shape) for shape in shapes] != [4, 4] or shapes[0][:2] != shapes[1][:2] or 0 in shapes[0][:2]:
         raise ValueError(
-            f"k_cache {shapes[0]} and v_cache {shapes[1]} must be pages [pages, page_size, heads, head_dim], equally "
-            "many, at least one"
+            f"k_cache {shapes[0]} and v_cache {shapes[1]} must both be [pages, page_size, heads, head_dim], with the "
+            "same number of pages, at least one"
         )
     for name, x in (("block_table", block_table), ("k_scale", k_scale), ("v_scale", v_scale)):
         if isinstance(x, Tensor) and x.device != q.device:
@@ -191,8 +193,8 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
     if scaled != eight_bits or len(set(scaled)) > 1:
         given = " and ".join(name for name, there in zip(("k_scale", "v_scale"), scaled) if there) or "no scale"
         raise ValueError(
-            f"k_cache in {k_cache.dtype} and v_cache in {v_cache.dtype} come with {given}: pages in int8 or fp8 need "
-            "both k_scale and v_scale, others neither"
+            f"k_cache in {k_cache.dtype} and v_cache in {v_cache.dtype} have {given}: pages in int8 or fp8 need both "
+            "k_scale and v_scale, other pages neither"
         )
     for name, scale, pages in (("k_scale", k_scale, k_cache), ("v_scale", v_scale, v_cache)):
         if scale is not None and (scale.shape != pages.shape[:3] or scale.dtype != torch.float32):
@@ -216,8 +218,8 @@ def check_visible(q: Tensor, s_local: int, q_positions, cache_positions, cache_s
         raise ValueError(f"only {given} is given: pass q_positions and cache_positions, or neither")
     if q_positions is None and (s_q > 1 or spec.left is not None):
         raise ValueError(
-            f"q holds {s_q} tokens with window_size={spec.window_size}: pass q_positions and cache_positions, to say "
-            "what each query may see (without them one query sees every valid slot)"
+            f"q has {s_q} tokens with window_size={spec.window_size}: pass q_positions and cache_positions, which "
+            "decide what each query sees (without them a single query sees every valid slot)"
         )
     if q_positions is not None:
         q_positions = _rows("q_positions", q_positions, b, s_q, q.device)
@@ -254,8 +256,8 @@ def _rows(name: str, positions, b: int, n: int, device) -> Tensor:
 def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: Sharding, **tensors) -> None:
     """With config.check "finite": raise ``ValueError`` for NaN or infinities in this rank's q, k, v, dout or sinks.
 
-    Rows of padding are not read, they may hold anything: those are the rows of no segment of the sharding (thd padding,
-    the ends of a padded batch's rows, what Megatron's padding mask hides).
+    Padding is not checked and may contain anything. These are the rows of no segment of the sharding: thd padding, the
+    ends of a padded batch's rows, and what Megatron's padding mask hides.
     """
     if config.check != "finite":
         return
@@ -269,8 +271,8 @@ def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: S
 
 
 def check_finite_cache(config: TreeConfig, cp_group, q, k_cache, v_cache, sinks, visible: Visible, paged=None) -> None:
-    """`check_finite_shares` for a cache: slots beyond cache_seqlens, of pages not owned and at position -1 may hold
-    anything. Of pages the index told is [row, slot, head, column], with slots counted through the row's pages."""
+    """`check_finite_shares` for a cache. Slots beyond cache_seqlens, in pages not owned and at position -1 may contain
+    anything. For pages the index in the message is [row, slot, head, column]; slots count along the row's pages."""
     if config.check != "finite":
         return
     rank = comm.group_rank(cp_group)
@@ -288,7 +290,7 @@ def check_finite_cache(config: TreeConfig, cp_group, q, k_cache, v_cache, sinks,
 
 
 def _check_finite(rank: int, name: str, x: Tensor | None, used: Tensor | None = None, first_row: int = 0) -> None:
-    """used: bool [b or 1, s], the rows of x [b, s, ...] that count."""
+    """used: bool [b or 1, s], the rows of x [b, s, ...] to check."""
     if x is None or not x.numel():
         return
     bad = ~torch.isfinite(x)
@@ -300,5 +302,5 @@ def _check_finite(rank: int, name: str, x: Tensor | None, used: Tensor | None = 
         at[0] += first_row
         raise ValueError(
             f"{name} on rank {rank} of cp_group holds NaN or infinities in {int(bad.sum())} places, the first at "
-            f"{name}{at} = {value}: look where that rank's {name} comes from (check='finite' looked)"
+            f"{name}{at} = {value}: check the code that computes {name} on that rank (found by check='finite')"
         )
