@@ -1,11 +1,21 @@
 """Merging partial results: the associative operation that lets attention be reduced over a tree.
 
-A state is (out, lse): out [..., d] the attention output over some keys, lse [...] the natural log of their summed
-exponentials, fp32 (float64 for float64 inputs). The identity is out = 0, lse = -inf: a shard with nothing to see.
-The rule is `energy.merge_by_energy` in closed form: weights exp(lse_i - max), summed; two identities merge to one.
+A state is (out [b, s, h, d], lse [b, h, s]): attention over some of the keys, and the natural log of their summed
+exponentials, fp32 (float64 for float64 inputs). The identity is out 0, lse -inf: a shard with nothing to see.
+On the wire a state is packed: one buffer whose last axis holds out and then lse.
+
+Everything here is equation (4) of docs/design.md, `energy.merge_by_energy` in closed form: with top = max_i lse_i and
+w_i = exp(lse_i - top),
+
+    out = sum_i w_i out_i / sum_i w_i,      lse = top + log sum_i w_i                       (4)
+
+It is divided by the sum of w_i, not by exp(lse): near 1e4 an lse in fp32 is known to 1e-3 only, and so would the
+weights be. Triton has the same in kernels/triton/merge.py.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -19,69 +29,126 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_state(shape, *, dtype: torch.dtype = torch.float32, device=None) -> tuple[Tensor, Tensor]:
-    """The identity: out zeros of `shape` [..., d], lse -inf [...]."""
+    """The identity: out zeros of `shape` [..., s, h, d], lse -inf [..., h, s]."""
+    *lead, s, h, _ = shape
     out = torch.zeros(shape, dtype=dtype, device=device)
-    return out, torch.full(shape[:-1], NEG_INF, dtype=dtype, device=device)
-
-
-def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge n states at once: outs [n, ..., d], lses [n, ...] -> out [..., d], lse [...]; sums in the order given."""
-    dtype = state_dtype(lses.dtype)
-    lses = lses.to(dtype)
-    m = lses.amax(0)
-    m = torch.where(m == NEG_INF, 0.0, m)
-    weights = torch.exp(lses - m)  # [n, ...]; 0 for empty states
-    den = weights.sum(0)
-    num = torch.zeros(outs.shape[1:], dtype=dtype, device=outs.device)
-    for w, o in zip(weights, outs):
-        num = num + w[..., None] * o.to(dtype)
-    safe = torch.where(den == 0, 1.0, den)
-    return num / safe[..., None], torch.where(den == 0, NEG_INF, m + torch.log(safe))
-
-
-def merge_state(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge two states (out, lse). Commutative to the last bit, associative up to rounding."""
-    return merge_states(torch.stack((a[0], b[0])), torch.stack((a[1], b[1])))
+    return out, torch.full((*lead, h, s), NEG_INF, dtype=dtype, device=device)
 
 
 def merge_into(acc: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor]) -> None:
-    """Merge `part` into the accumulator `acc` in place; out [..., d] and lse [...] of both line up."""
+    """Merge the state `part` into the state `acc`, in place."""
     (acc_out, acc_lse), (out, lse) = acc, part
-    kept, joined, new = _weights(acc_lse, lse.to(acc_lse.dtype))
-    acc_out.mul_(kept[..., None])
-    acc_out.addcmul_(joined[..., None], out.to(acc_out.dtype))
-    acc_lse.copy_(new)
+    kept, joined, merged = _weights_of_two(acc_lse, lse.to(acc_lse.dtype))
+    acc_out.mul_(_over_rows(kept))
+    acc_out.addcmul_(_over_rows(joined), out.to(acc_out.dtype))
+    acc_lse.copy_(merged)
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the sink leaf (score sinks, value 0), once in the whole tree.
-
-    out [..., d], lse [...], sinks broadcastable to lse, fp32.
-    """
-    kept, _, new = _weights(lse, sinks.to(lse.dtype))
-    return out * kept[..., None], new
+    """Add the sink leaf (score sinks [h], value 0), once in the whole tree."""
+    kept, _, merged = _weights_of_two(lse, sinks.to(lse.dtype)[:, None])
+    return out.to(lse.dtype) * _over_rows(kept), merged
 
 
-def _weights(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What two states of lse a and b weigh in their merge, and its lse. Divided by their sum, not by exp(lse): near 1e4
-    an lse in fp32 is known to 1e-3 only, and so would the weights be."""
-    m = torch.maximum(a, b)
-    m = torch.where(m == NEG_INF, 0.0, m)
-    of_a, of_b = torch.exp(a - m), torch.exp(b - m)
-    den = of_a + of_b
-    safe = torch.where(den == 0, 1.0, den)
-    return of_a / safe, of_b / safe, m + torch.log(den)
+def merge_packed(packed: Tensor) -> Tensor:
+    """Merge packed states [n, ..., d + 1] of one dtype, in order, to one [..., d + 1]."""
+    out, lse = packed[..., :-1], packed[..., -1:]
+    top = finite(lse.amax(0))
+    return normalized(_sum(numerators(out, lse, top)), top)
+
+
+class StateReducer:
+    """Reduces packed states: `wire` is the dtype in which out travels, `dtype` the one in which states are merged."""
+
+    def __init__(self, wire: torch.dtype, dtype: torch.dtype):
+        self.wire, self.dtype = wire, dtype
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """Merge [n, ..., d + w] from the wire to [..., d + 1] in `dtype`, in order."""
+        out, lse = _split(parts, self.dtype)
+        top = finite(lse.amax(0))
+        return normalized(_sum(numerators(o, l, top) for o, l in zip(out, lse)), top)  # one by one: they are large
+
+    def narrow(self, state: Tensor) -> Tensor:
+        """A merged state [..., d + 1] as it travels, [..., d + w]."""
+        if self.wire == self.dtype:
+            return state
+        return torch.cat((state[..., :-1].to(self.wire), float_bits(state[..., -1:], self.wire)), -1)
+
+
+class SumReducer:
+    """Reduces gradients: narrow on the wire, summed in `dtype`."""
+
+    def __init__(self, wire: torch.dtype, dtype: torch.dtype):
+        self.wire, self.dtype = wire, dtype
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """Sum [n, ...] in order."""
+        total = parts[0].to(self.dtype)
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def narrow(self, total: Tensor) -> Tensor:
+        """A sum as it travels."""
+        return total.to(self.wire)
+
+
+def finite(top: Tensor) -> Tensor:
+    """The largest lse, finite even where nothing was seen: exp(-inf - top) is then 0."""
+    return top.clamp(min=torch.finfo(top.dtype).min)
+
+
+def numerators(out: Tensor, lse: Tensor, top: Tensor) -> Tensor:
+    """(w out, w) [..., d + 1] with w = exp(lse - top): out [..., d] of any dtype, lse and top [..., 1]."""
+    terms = lse.new_empty((*out.shape[:-1], out.shape[-1] + 1))
+    weights = torch.sub(lse, top, out=terms[..., -1:]).exp_()
+    torch.mul(out, weights, out=terms[..., :-1])
+    return terms
+
+
+def normalized(total: Tensor, top: Tensor) -> Tensor:
+    """The packed state [..., d + 1] of summed numerators, in place."""
+    num, den = total[..., :-1], total[..., -1:]
+    num.div_(den.clamp(min=torch.finfo(total.dtype).tiny))
+    torch.add(top, den.log(), out=den)
+    return total
+
+
+def _sum(terms) -> Tensor:
+    """Their sum, in the first one's memory. One by one: in torch's sum the order would depend on where a row stands."""
+    return functools.reduce(Tensor.add_, terms)
+
+
+def _weights_of_two(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What two states of lse a and b weigh in their merge, and its lse."""
+    top = finite(torch.maximum(a, b))
+    of_a, of_b = torch.exp(a - top), torch.exp(b - top)
+    total = of_a + of_b
+    den = total.clamp(min=torch.finfo(total.dtype).tiny)
+    return of_a / den, of_b / den, top + torch.log(total)
+
+
+def _over_rows(weights: Tensor) -> Tensor:
+    """Weights [..., h, s] as factors of out [..., s, h, d]."""
+    return weights.transpose(-1, -2)[..., None]
 
 
 def pack_state(out: Tensor, lse: Tensor, wire: torch.dtype) -> Tensor:
-    """One buffer [..., d + w] for the wire: out in dtype `wire`, then lse bit for bit (w = 1, 2 or 4 words of it)."""
-    return torch.cat((out.to(wire), float_bits(lse[..., None], wire)), -1)
+    """One buffer [b, s, h, d + w] for the wire: out in dtype `wire`, then lse bit for bit in w = 1, 2 or 4 words."""
+    return torch.cat((out.to(wire), float_bits(_over_rows(lse), wire)), -1)
 
 
 def unpack_state(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a buffer made by `pack_state` from an lse of `dtype`; out keeps the wire's dtype."""
+    """(out [b, s, h, d], lse [b, h, s]) of what `pack_state` made of an lse of `dtype`; out keeps its dtype."""
+    out, lse = _split(packed, dtype)
+    return out, lse[..., 0].transpose(-1, -2)
+
+
+def _split(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out [..., d], lse [..., 1]) of packed states."""
     words = bit_words(dtype, packed.dtype)
-    return packed[..., :-words], bits_float(packed[..., -words:], dtype)[..., 0]
+    return packed[..., :-words], bits_float(packed[..., -words:], dtype)
 
 
 def bit_words(dtype: torch.dtype, wire: torch.dtype) -> int:
@@ -96,8 +163,6 @@ def float_bits(x: Tensor, wire: torch.dtype) -> Tensor:
 
 def bits_float(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `float_bits`."""
-    return (
-        x.to(dtype)
-        if dtype.itemsize <= x.dtype.itemsize
-        else x.clone(memory_format=torch.contiguous_format).view(dtype)
-    )
+    if dtype.itemsize <= x.dtype.itemsize:
+        return x.to(dtype)
+    return x.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,8 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, call: AttnCall):
         run = ring_fwd if call.plan.forward.schedule == "ring" else grid_fwd
         out, lse = run(q, k, v, call)
-        if sinks is not None:  # one more leaf, added once, where the whole tree has met
-            out, lse = merge_sinks(out, lse.transpose(1, 2), sinks.to(lse.dtype))
-            lse = lse.transpose(1, 2)
+        if sinks is not None:  # added once, where the whole tree has met
+            out, lse = merge_sinks(out, lse, sinks)  # one more term of F: (4)
         out, lse = out.to(q.dtype), lse.contiguous()
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call
@@ -52,10 +53,13 @@ class _TreeAttention(torch.autograd.Function):
         with comm.Task(call.group, "the backward of tree attention"):
             flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
             delta = kernels.attn_delta(dout, out, flowing)
+            if flowing is not None:
+                backend = kernels.choose(q, k, v, call.spec, call.config.backend, flowing_lse=True)
+                call = dataclasses.replace(call, backend=backend)
             run = ring_bwd if call.plan.backward.schedule == "ring" else grid_bwd
-            dq, dk, dv = run(dout, q, k, v, lse, delta, call, flowing_lse=dlse is not None)
+            dq, dk, dv = run(dout, q, k, v, lse, delta, call)  # d2F/dqkv dzeta: (5) to (7)
         dsinks = None
         if sinks is not None:
             seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))
-            dsinks = -(seen * delta).sum((0, 2)).to(sinks.dtype)
+            dsinks = -(seen * delta).sum((0, 2)).to(sinks.dtype)  # d2F/dsinks dzeta: (8)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None

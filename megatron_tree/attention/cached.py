@@ -82,12 +82,12 @@ def tree_decode(
             check_cache(q, k_cache, v_cache)
         spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
-        if paged is None:
-            kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
-        else:
-            kernels.check_pages(q, k_cache, v_cache, spec, config.backend)
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
+        masked = visible.needs_mask(paged is not None)
+        backend = kernels.choose(q, k_cache, v_cache, spec, config.backend, masked=masked)
+        if paged is not None:
+            backend.check_pages(k_cache)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
         network = GroupTopology.of(cp_group, q.device, config)
     b, s_q, h, _ = q.shape
@@ -137,7 +137,7 @@ def tree_decode(
             across=plan.across,
             transport=topology.transport,
             placement=placement,
-            backend=config.backend,
+            backend=backend,
             timeout_s=config.timeout_s,
             paged=paged,
         )
@@ -187,7 +187,7 @@ def tree_prefill(
         own = key_segments[rank] if gathers_keys else key_segments
         if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
-        kernels.choose(q, k_cache, v_cache, spec, config.backend)  # refuses what a named backend can't take
+        backend = kernels.choose(q, k_cache, v_cache, spec, config.backend)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         network = GroupTopology.of(cp_group, q.device, config)
     agree(
@@ -212,7 +212,7 @@ def tree_prefill(
         spec=spec,
         group=cp_group,
         transport=network.topology.transport,
-        backend=config.backend,
+        backend=backend,
         timeout_s=config.timeout_s,
     )
     with comm.Task(cp_group, "tree_prefill"), torch.no_grad():

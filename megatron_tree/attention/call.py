@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import comm
 from ..config import AttnSpec, TreeConfig
+from ..kernels import Backend
 from ..layout import Layout, Packed, Segment, Sharding
 from ..log import say_once
 from ..plan import PassPlan, Shape, TrainingPlan, plan_training
@@ -49,6 +50,8 @@ class AttnCall:
     """The ranks of `group` that take part, node by node: position -> group rank."""
     config: TreeConfig
     transport: str
+    backend: Backend
+    """The kernels of this call."""
     wire_dtype: torch.dtype
     """What partial outputs and gradients travel in."""
 
@@ -98,6 +101,7 @@ def plan_call(
     cp_group,
     config: TreeConfig,
     topology: GroupTopology,
+    backend: Backend,
     members: tuple[int, ...],
 ) -> AttnCall:
     """The planned call of some ranks of the group. All teams of the group follow the first team's plan."""
@@ -133,6 +137,7 @@ def plan_call(
         plan=plan,
         order=tuple(members[i] for i in placement.order),
         config=config,
+        backend=backend,
         transport=topology.topology.transport,
         wire_dtype=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
     )

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from .. import comm, kernels
 from ..config import AttnSpec
-from ..merge import merge_sinks, pack_state, state_dtype, unpack_state
+from ..merge import StateReducer, merge_sinks, pack_state, state_dtype, unpack_state
 from ..plan import Placement
-from .grid import StateReducer
 
 
 def decode(
     q, k, v, sinks, *, visible: kernels.Visible, spec: AttnSpec, group, schedule: str, across: str, transport: str,
-    placement: Placement, backend: str, timeout_s: float, paged: kernels.PagedKV | None = None,
+    placement: Placement, backend: kernels.Backend, timeout_s: float, paged: kernels.PagedKV | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q [b, s_q, h, d] over every rank's k, v [b, s_local, h_kv, d], or pages of them.
 
@@ -41,12 +40,10 @@ def decode(
             block=placement.block,
             across=across,
         )
-        state = kernels.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged, backend=backend)
+        state = backend.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)
         state = reduction.finish(state)
     out, lse = unpack_state(state, state_dtype(q.dtype))
-    if sinks is not None:
-        out, lse = merge_sinks(out, lse, sinks.to(lse.dtype))
-    return out, lse.transpose(1, 2)
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 
 
 def _gathered(q, k, v, visible: kernels.Visible, paged: kernels.PagedKV):
@@ -59,7 +56,7 @@ def _gathered(q, k, v, visible: kernels.Visible, paged: kernels.PagedKV):
     return k, v, visible
 
 
-def _ring(q, k, v, visible, spec, group, order, backend: str, timeout_s: float) -> Tensor:
+def _ring(q, k, v, visible, spec, group, order, backend: kernels.Backend, timeout_s: float) -> Tensor:
     """The rival: every rank's cache is passed round, p - 1 times, while the one at hand is computed.
 
     Shards differ in length, and where only some slots are valid their positions go along: what the next message will
@@ -98,7 +95,7 @@ def _ring(q, k, v, visible, spec, group, order, backend: str, timeout_s: float) 
         seen = kernels.Visible()
         if len(shard) > 2:
             seen = kernels.Visible(q_positions=q_positions, k_positions=shard[2])
-        parts[order[at - step]] = kernels.attn_decode(q, *shard[:2], visible=seen, spec=spec, backend=backend)
+        parts[order[at - step]] = backend.attn_decode(q, *shard[:2], visible=seen, spec=spec)
         shard = [x for x in (t.wait() for t in transfers) if x is not None]
         coming = following.wait().tolist() if following else None
     return kernels.merge_packed(torch.stack([parts[r] for r in range(p)]))
@@ -106,7 +103,7 @@ def _ring(q, k, v, visible, spec, group, order, backend: str, timeout_s: float) 
 
 def prefill(
     q, k, v, sinks, *, q_segments, k_segments, num_queries: list[int], spec: AttnSpec, group, transport: str,
-    wire: torch.dtype, backend: str, timeout_s: float,
+    wire: torch.dtype, backend: kernels.Backend, timeout_s: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of queries that are sharded over keys that are sharded: the tree alone, whatever the keys' number.
 
@@ -122,20 +119,17 @@ def prefill(
     if team.size > 1:
         padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, longest - n)).transpose(0, 1)
         q = comm.start_gather(padded.contiguous(), team).wait().transpose(0, 1)
-    out, lse = kernels.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
-    out, lse = out.to(state_dtype(q.dtype)), lse.transpose(1, 2)
+    out, lse = backend.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
     if team.size > 1:
-        packed = pack_state(out.transpose(0, 1), lse.transpose(0, 1), wire)
-        out, lse = comm.start_reduce_scatter(packed, team, StateReducer(wire, state_dtype(q.dtype))).wait()
-        out, lse = out.transpose(0, 1)[:, :n], lse.transpose(0, 1)[:, :n]
-    if sinks is not None:
-        out, lse = merge_sinks(out, lse, sinks.to(lse.dtype))
-    return out, lse.transpose(1, 2)
+        packed, dtype = pack_state(out, lse, wire).transpose(0, 1), state_dtype(q.dtype)
+        state = comm.start_reduce_scatter(packed, team, StateReducer(wire, dtype)).wait()
+        out, lse = unpack_state(state.transpose(0, 1)[:, :n], dtype)
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 
 
 def prefill_gathered(
-    q, k, v, sinks, *, q_segments, k_segments: list[list], spec: AttnSpec, group, transport: str, backend: str,
-    timeout_s: float,
+    q, k, v, sinks, *, q_segments, k_segments: list[list], spec: AttnSpec, group, transport: str,
+    backend: kernels.Backend, timeout_s: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`prefill` while keys are few: all ranks' keys are gathered, and nothing is left to be merged.
 
@@ -149,11 +143,8 @@ def prefill_gathered(
         both = comm.start_gather(both.transpose(0, 1).contiguous(), team).wait().transpose(0, 1)
         k, v = both[..., :d], both[..., d:]
     segments = [s._replace(row=s.row + r * longest) for r, own in enumerate(k_segments) for s in own]
-    out, lse = kernels.attn_fwd(q, k, v, q_segments=q_segments, k_segments=segments, spec=spec, backend=backend)
-    if sinks is not None:
-        out, lse = merge_sinks(out.to(lse.dtype), lse.transpose(1, 2), sinks.to(lse.dtype))
-        lse = lse.transpose(1, 2)
-    return out, lse
+    out, lse = backend.attn_fwd(q, k, v, q_segments=q_segments, k_segments=segments, spec=spec)
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 
 
 class _TwoBuffers:

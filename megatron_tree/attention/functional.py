@@ -204,7 +204,7 @@ def _attend(
     with telling(cp_group):
         check_sinks(sinks, q)
         check_ulysses(u, world, q, k, queries)
-        kernels.choose(q, k, v, spec, config.backend)  # refuses what a named backend can't take
+        backend = kernels.choose(q, k, v, spec, config.backend)
         check_finite_shares(config, cp_group, queries, keys, q=q, k=k, v=v, sinks=sinks)
         topology = GroupTopology.of(cp_group, q.device, config)
     agree(
@@ -231,7 +231,8 @@ def _attend(
     )
     with comm.Task(cp_group, name):
         topology = topology.placed(cp_group, q.device, config)
-        call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, topology=topology)
+        call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config)
+        call.update(topology=topology, backend=backend)
         if u == 1:
             return tree_attention(q, k, v, sinks, plan_call(q, k, v, **call, members=tuple(range(world))))
         return _attend_ulysses(q, k, v, sinks, **call, return_lse=return_lse)
@@ -249,6 +250,7 @@ def _attend_ulysses(
     cp_group,
     config: TreeConfig,
     topology: GroupTopology,
+    backend: kernels.Backend,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Ulysses x tree: exchange heads for tokens, attend among the ranks with the same heads, and exchange back."""
@@ -268,7 +270,8 @@ def _attend_ulysses(
     sinks = None if sinks is None else sinks[first : first + count]
     queries, keys = (dataclasses.replace(x, fused=u) for x in (queries, keys))
     team_of_heads = dict(cp_group=cp_group, config=config, topology=topology, members=tuple(range(place, world, u)))
-    call = plan_call(q, k, v, spec=spec.heads_from(first), queries=queries, keys=keys, **team_of_heads)
+    spec = spec.heads_from(first)
+    call = plan_call(q, k, v, spec=spec, queries=queries, keys=keys, backend=backend, **team_of_heads)
     out, lse = tree_attention(q, k, v, sinks, call)
     if not return_lse:
         return *tokens_to_heads(team, out), None
@@ -282,7 +285,8 @@ def _attend_here(
     """(out, lse) of what this rank holds, without a message: alone on a grid of one place."""
     config = TreeConfig(backend=backend)
     topology = GroupTopology.of(None, q.device, config).placed(None, q.device, config)
-    alone = dict(cp_group=None, config=config, topology=topology, members=(0,))
+    chosen = kernels.choose(q, k, v, spec, backend)
+    alone = dict(cp_group=None, config=config, topology=topology, backend=chosen, members=(0,))
     call = plan_call(q, k, v, spec=spec, queries=queries, keys=keys, **alone)
     return tree_attention(q, k, v, sinks, dataclasses.replace(call, group=cp_group, order=(comm.group_rank(cp_group),)))
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..merge import state_dtype
-from .grid import SumReducer
+from ..merge import SumReducer, state_dtype
 
 
 def heads_to_tokens(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:

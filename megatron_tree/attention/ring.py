@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import comm, kernels
+from .. import comm
 from ..merge import empty_state, merge_into, state_dtype
 from .call import AttnCall
 
@@ -43,23 +43,22 @@ def ring_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall) -> tuple[Tensor, T
     for step in range(ring.size):
         transfer = ring.shift(kv, other) if step < ring.size - 1 else None
         keys, values = kv.transpose(0, 1).split(widths, -1)
-        o, l = kernels.attn_fwd(q, keys, values, **ring.segments(step), spec=call.spec, backend=call.config.backend)
-        merge_into((out, lse), (o, l.transpose(1, 2)))
+        merge_into((out, lse), call.backend.attn_fwd(q, keys, values, **ring.segments(step), spec=call.spec))
         if transfer:
             kv, other = transfer.wait(), kv
-    return out, lse.transpose(1, 2)
+    return out, lse
 
 
-def ring_bwd(dout, q, k, v, lse, delta, call: AttnCall, flowing_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+def ring_bwd(dout, q, k, v, lse, delta, call: AttnCall) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv: KV goes round again; its gradient follows one step behind, grows at every rank, and comes home."""
     ring, widths = _Ring(call), (k.shape[-1], v.shape[-1])
-    options = dict(spec=call.spec, backend=call.config.backend, flowing_lse=flowing_lse)
     kv, dq, going_home = ring.packed(k, v), 0, None
     other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=call.wire_dtype)
     for step in range(ring.size):
         transfer = ring.shift(kv, other) if step < ring.size - 1 else None
         keys, values = kv.transpose(0, 1).split(widths, -1)
-        dq_part, dk, dv = kernels.attn_bwd(dout, q, keys, values, lse, delta, **ring.segments(step), **options)
+        segments = ring.segments(step)
+        dq_part, dk, dv = call.backend.attn_bwd(dout, q, keys, values, lse, delta, **segments, spec=call.spec)
         dq = dq_part + dq
         dkv = torch.cat((dk, dv), -1).transpose(0, 1).contiguous()
         if going_home:

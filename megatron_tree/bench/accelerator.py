@@ -10,13 +10,14 @@ timed step that receives something else fails.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import Backend
 from ..kernels.blocks import DIAGONAL, split
 from .ranks import sleep_until
 
@@ -98,15 +99,19 @@ def attention_flops(pairs: int, head_dim: int, head_dim_v: int, name: str = "att
 
 @contextlib.contextmanager
 def _replaced(handler) -> Iterator[None]:
-    """Let handler(name, original, args, options) stand for the kernels that decode.py, grid.py and ring.py call."""
-    originals = {name: getattr(kernels, name) for name in ("attn_decode", "attn_fwd", "attn_bwd")}
+    """Let handler(name, original, args, options) stand for the functions of every backend."""
+    originals = {name: getattr(Backend, name) for name in ("attn_decode", "attn_fwd", "attn_bwd")}
+
+    def replaced(name: str, run):
+        return lambda self, *args, **options: handler(name, functools.partial(run, self), args, options)
+
     for name, run in originals.items():
-        setattr(kernels, name, lambda *args, _name=name, _run=run, **options: handler(_name, _run, args, options))
+        setattr(Backend, name, replaced(name, run))
     try:
         yield
     finally:
         for name, run in originals.items():
-            setattr(kernels, name, run)
+            setattr(Backend, name, run)
 
 
 def _copy(result):

@@ -66,12 +66,11 @@ class DecodeBench:
         self.allowed = session.ALLOWED[dtype]
 
     def _oracle(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) [b, 1, h(, d)] in float64: the shard's parts, merged as the energy's derivative says."""
+        """out [b, 1, h, d] and lse [b, h, 1] in float64: the shard's parts, merged as the energy's derivative says."""
         parts = []
         for at in range(0, max(1, self.k.shape[1]), ORACLE_TOKENS):
             k, v = (x[:, at : at + ORACLE_TOKENS].double() for x in (self.k, self.v))
-            out, lse = energy.attention(self.q.double(), k, v, spec=self.spec)
-            parts.append((out, lse.transpose(1, 2)))
+            parts.append(energy.attention(self.q.double(), k, v, spec=self.spec))
         mine = energy.merge_by_energy(*(torch.stack(x) for x in zip(*parts)))
         whole = comm.gather_sequence(pack_state(*mine, torch.float64)[None], self.group)
         return energy.merge_by_energy(*unpack_state(whole, torch.float64))
@@ -85,7 +84,7 @@ class DecodeBench:
     def error(self, results: tuple[Tensor, ...]) -> float:
         """The worst error on any rank as a share of what is allowed; infinite if ranks don't have the same bits."""
         out, lse = results
-        errors = relative_error(out, self.truth[0]) / self.allowed, (lse.transpose(1, 2) - self.truth[1]).abs().max()
+        errors = relative_error(out, self.truth[0]) / self.allowed, (lse - self.truth[1]).abs().max()
         bits = zlib.crc32(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in results))
         seen = self.meeting.meet(self.rank, float(errors[0]), float(errors[1]) / LSE_ALLOWED, float(bits))
         worst = max(max(a, b) if a == a and b == b else math.inf for a, b, _ in seen)

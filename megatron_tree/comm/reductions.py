@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import merge_packed
-from ..merge import NEG_INF, pack_state, unpack_state
+from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather, start_reduce_scatter
 from .groups import Team, from_next, group_rank, group_size, note
 from .work import Mail, Transfer
@@ -116,16 +116,10 @@ def start_reduction(
 def _allreduce(call: Call) -> Steps:
     """The paper's Algorithm 3: the maximum of lse, then one sum of numerators and denominators."""
     state = yield
-    out, lse = unpack_state(state, state.dtype)
-    m = all_reduce(lse.clone(), call.group, op="max", timeout_s=call.timeout_s)
-    m = torch.where(m == NEG_INF, 0.0, m)
-    w = torch.exp(lse - m)[..., None]
-    total = all_reduce(torch.cat((out * w, w), -1), call.group, timeout_s=call.timeout_s)
-    den = total[..., -1]
-    safe = torch.where(den == 0, 1.0, den)
-    return pack_state(
-        total[..., :-1] / safe[..., None], torch.where(den == 0, NEG_INF, m + torch.log(safe)), state.dtype
-    )
+    out, lse = state[..., :-1], state[..., -1:]
+    top = finite(all_reduce(lse.clone(), call.group, op="max", timeout_s=call.timeout_s))
+    total = all_reduce(numerators(out, lse, top), call.group, timeout_s=call.timeout_s)
+    return normalized(total, top)
 
 
 def _allgather_builtin(call: Call) -> Steps:

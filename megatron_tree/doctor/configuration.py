@@ -10,7 +10,7 @@ import torch
 from ..config import AttnSpec
 from ..integrations.megatron import compat
 from ..integrations.megatron import fusions as megatron_fusions
-from ..kernels.dispatch import choose
+from ..kernels import choose
 from ..plan import Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
 from ..plan.plans import seconds, size
 from .findings import MISSING, NOTE, OK, Finding, Section

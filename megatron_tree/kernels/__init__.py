@@ -1,28 +1,18 @@
 """Attention over one block of queries and keys, on one device: no communication here."""
 
-from .dispatch import (
-    Choice,
-    PagedKV,
-    Visible,
-    attn_bwd,
-    attn_decode,
-    attn_delta,
-    attn_fwd,
-    check_pages,
-    choose,
-    gather_row,
-    merge_packed,
-)
+from .backends import Backend, attn_bwd, attn_decode, attn_fwd, choose
+from .by_device import attn_delta, merge_packed
+from .masks import Visible
+from .paged import PagedKV, gather_row
 
 __all__ = [
-    "Choice",
+    "Backend",
     "PagedKV",
     "Visible",
     "attn_bwd",
     "attn_decode",
     "attn_delta",
     "attn_fwd",
-    "check_pages",
     "choose",
     "gather_row",
     "merge_packed",

@@ -12,16 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import AttnSpec
-from ..energy import visible
 from ..merge import NEG_INF, empty_state, merge_into, state_dtype
 from .blocks import DIAGONAL, MASKED, Block, split
+from .masks import Visible, visible
+from .paged import PagedKV, decode_masked
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
-    """Why this backend can't take the call, or None if it can."""
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, flowing_lse: bool, masked: bool) -> str | None:
+    """Why this backend can't take the call, or None if it can; see `kernels.choose`."""
+    if flowing_lse:
+        return "a gradient that flows through lse"
     if spec.softcap:
         return "softcap"
     if spec.dropout:
@@ -40,11 +43,17 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
         return f"head_dim {max(q.shape[-1], v.shape[-1])} above 256"
     if spec.left is not None or spec.right not in (None, 0):
         return "window_size"
+    if masked:
+        return f"lengths or positions of a cache on {q.device.type}: its flash kernels take no mask"
     return None
 
 
+def check_pages(k: Tensor) -> None:
+    """Pages of any size: their rows are gathered."""
+
+
 def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """Partial attention over segments; see `kernels.attn_fwd`."""
+    """See `Backend.attn_fwd`."""
     blocks = split(q_segments, k_segments, spec)
     b, s_q, h, _ = q.shape
     if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
@@ -53,23 +62,29 @@ def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: A
     for block in blocks:
         rows, mask = block.q_rows, _mask(block, q, spec)
         o, l = _block_fwd(q[:, rows], k[:, block.k_rows], v[:, block.k_rows], block, mask, spec)
-        merge_into((out[:, rows], lse[:, rows]), (o, l.transpose(1, 2)))
-    return out, lse.transpose(1, 2).contiguous()
+        merge_into((out[:, rows], lse[..., rows]), (o, l))
+    return out, lse
 
 
-def attn_fwd_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """Partial attention under an explicit mask: keep bool [s_q, s_k], [b, s_q, s_k] or None (all visible). CPU only."""
+def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
+    """See `Backend.attn_decode`."""
+    return decode_masked(attn_masked, q, k, v, visible=visible, spec=spec, paged=paged)
+
+
+def attn_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """Partial attention under a mask: keep bool [s_q, s_k], [b, s_q, s_k] or None (all visible). CPUs only."""
     if k.shape[1] == 0:
-        out, lse = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
-        return out, lse.transpose(1, 2)
+        return empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
     mask = None
     if keep is not None:
+        if q.device.type != "cpu":
+            raise ValueError(f"backend='aten' takes no mask on {q.device.type}: use backend='auto' or 'reference'")
         mask = _additive(keep if keep.dim() == 3 else keep[None], q.dtype)[:, None]
     return _block_fwd(q, k, v, None, mask, spec)
 
 
 def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's dq, dk, dv from the global lse and delta; see `kernels.attn_bwd`."""
+    """See `Backend.attn_bwd`."""
     dtype = state_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     out = _out_with_delta(dout, delta)

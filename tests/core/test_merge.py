@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tree import energy, merge
+from support.states import merged
 
 NEG_INF = float("-inf")
 many = settings(max_examples=500, deadline=None)
@@ -14,16 +15,16 @@ many = settings(max_examples=500, deadline=None)
 
 @st.composite
 def states(draw, n=None, max_n=8):
-    """outs [n, rows, d] and lses [n, rows], fp32; some empty, lses from tiny to huge."""
+    """outs [n, s, h, d] and lses [n, h, s], fp32; some empty, lses from tiny to huge."""
     n = n or draw(st.integers(1, max_n))
-    rows, d = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    s, h, d = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     spread = draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]))
     shift = draw(st.sampled_from([0.0, -1e4, 1e4]))
-    outs = torch.randn(n, rows, d, generator=g)
-    lses = torch.randn(n, rows, generator=g) * spread + shift
-    empty = torch.rand(n, rows, generator=g) < draw(st.sampled_from([0.0, 0.5, 1.0]))
-    return torch.where(empty[..., None], 0.0, outs), torch.where(empty, NEG_INF, lses)
+    outs = torch.randn(n, s, h, d, generator=g)
+    lses = torch.randn(n, h, s, generator=g) * spread + shift
+    empty = torch.rand(n, h, s, generator=g) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return torch.where(empty.transpose(1, 2)[..., None], 0.0, outs), torch.where(empty, NEG_INF, lses)
 
 
 def truth(outs, lses):
@@ -45,21 +46,21 @@ def close(a, b, tolerance=5e-6):
 @many
 @given(states())
 def test_merging_many_matches_the_derivation(s):
-    close(merge.merge_states(*s), truth(*s))
+    close(merged(zip(*s)), truth(*s))
 
 
 @many
 @given(states(n=3))
 def test_associative(s):
     a, b, c = zip(*s)
-    close(merge.merge_state(merge.merge_state(a, b), c), merge.merge_state(a, merge.merge_state(b, c)), 2e-5)
+    close(merged([merged([a, b]), c]), merged([a, merged([b, c])]), 2e-5)
 
 
 @many
 @given(states(n=2))
 def test_commutative_to_the_last_bit(s):
     a, b = zip(*s)
-    for x, y in zip(merge.merge_state(a, b), merge.merge_state(b, a)):
+    for x, y in zip(merged([a, b]), merged([b, a])):
         assert torch.equal(x, y)
 
 
@@ -68,7 +69,7 @@ def test_commutative_to_the_last_bit(s):
 def test_identity(s):
     state = s[0][0], s[1][0]
     nothing = merge.empty_state(state[0].shape)
-    for out, lse in (merge.merge_state(state, nothing), merge.merge_state(nothing, state)):
+    for out, lse in (merged([state, nothing]), merged([nothing, state])):
         assert torch.equal(out, state[0]) and torch.equal(lse, state[1])
     acc = merge.empty_state(state[0].shape)
     merge.merge_into(acc, state)
@@ -77,7 +78,7 @@ def test_identity(s):
 
 def test_two_empty_states_merge_to_an_empty_one():
     nothing = merge.empty_state((2, 3, 4))
-    out, lse = merge.merge_state(nothing, nothing)
+    out, lse = merged([nothing, nothing])
     assert not out.any() and (lse == NEG_INF).all()
     merge.merge_into(nothing, merge.empty_state((2, 3, 4)))
     assert not nothing[0].any() and (nothing[1] == NEG_INF).all()
@@ -93,7 +94,7 @@ def test_any_tree_over_many_partials(data):
     while len(forest) > 1:  # a random tree: merge two random subtrees
         a = forest.pop(pick.randrange(len(forest)))
         b = forest.pop(pick.randrange(len(forest)))
-        forest.append(merge.merge_state(a, b))
+        forest.append(merged([a, b]))
     close(forest[0], truth(outs, lses), 1e-4)
 
 
@@ -109,8 +110,8 @@ def test_in_place_accumulation_is_the_same_merge(s):
 @given(states(n=2), st.integers(0, 2**16))
 def test_sink_is_a_leaf_with_value_zero(s, seed):
     out, lse = s[0][0], s[1][0]
-    sinks = torch.randn(lse.shape, generator=torch.Generator().manual_seed(seed)) * 3
-    leaf = torch.stack((out, torch.zeros_like(out))), torch.stack((lse, sinks))
+    sinks = torch.randn(lse.shape[0], generator=torch.Generator().manual_seed(seed)) * 3
+    leaf = torch.stack((out, torch.zeros_like(out))), torch.stack((lse, sinks[:, None].expand_as(lse)))
     close(merge.merge_sinks(out, lse, sinks), truth(*leaf), 1e-5)
 
 

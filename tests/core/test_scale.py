@@ -7,7 +7,7 @@ import torch
 
 from megatron_tree import kernels
 from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.kernels import Visible
+from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import decode as triton_decode
 from megatron_tree.kernels.triton import host
 from megatron_tree.kernels.triton import merge as triton_merge
@@ -59,8 +59,8 @@ def test_strides_beyond_32_bits_in_training_kernels(dim):
     delta = host.attn_delta(dout, out)
     grads = host.attn_bwd(dout, q, k, v, lse, delta, **WHOLE)
     far = [spread(x, dim) for x in (q, k, v)]
-    state = spread(torch.zeros_like(out), dim), torch.full_like(lse, NEG_INF)
-    o, l = host.attn_fwd(*far, **WHOLE, state=state)
+    o, l = spread(torch.zeros_like(out), dim), torch.zeros_like(lse)
+    host.write_state(o, l, *far, **WHOLE)
     torch.testing.assert_close(o, out, rtol=0, atol=1e-6)
     torch.testing.assert_close(l, lse, rtol=0, atol=1e-6)
     far_dout = spread(dout, dim)
@@ -91,14 +91,12 @@ def test_pages_beyond_32_bits(dim, stored):
     positions = torch.arange(64).reshape(2, 32)
     seen = Visible(lengths=torch.tensor([30, 18]), q_positions=torch.tensor([[29], [60]]), k_positions=positions)
     call = dict(spec=AttnSpec(softmax_scale=0.5, window_size=(9, -1)))
-    options = dict(zip(("k_scale", "v_scale"), scales))
-    near = triton_decode.attn_decode(q, k, v, visible=seen, block_table=table, **options, **call)
-    far_options = {n: x if x is None or dim else spread(x, 0) for n, x in options.items()}
+    near = triton_decode.attn_decode(q, k, v, visible=seen, paged=PagedKV(table, *scales), **call)
+    far_scales = [x if x is None or dim else spread(x, 0) for x in scales]
     far_seen = seen._replace(k_positions=spread(positions, 0, 3 * FAR))
     far = [spread(x, dim) for x in (k, v)]
-    found = triton_decode.attn_decode(
-        q, *far, visible=far_seen, block_table=spread(table, 0, 3 * FAR), **far_options, **call
-    )
+    far_pages = PagedKV(spread(table, 0, 3 * FAR), *far_scales)
+    found = triton_decode.attn_decode(q, *far, visible=far_seen, paged=far_pages, **call)
     assert torch.equal(near, found)
 
 

@@ -125,8 +125,8 @@ def partials(n, rows=24, d=16, spread=4.0, seed=0):
     outs, lses = torch.randn(n, rows, d, generator=g), torch.randn(n, rows, generator=g) * spread
     empty = torch.rand(n, rows, generator=g) < 0.1
     outs, lses = outs.masked_fill(empty[..., None], 0.0), lses.masked_fill(empty, NEG_INF)
-    exact = merge.merge_states(outs.double(), lses.double())
-    return merge.pack_state(outs, lses, torch.float32), torch.cat((exact[0], exact[1][..., None]), -1)
+    packed = torch.cat((outs, lses[..., None]), -1)
+    return packed, merge.merge_packed(packed.double())
 
 
 def rank_order(states):
@@ -173,10 +173,11 @@ def grid(states):
 
 def ring(states):
     """One after another into an accumulator, as the ring does."""
-    acc = merge.empty_state(states.shape[1:-1] + (states.shape[-1] - 1,))
-    for state in states:
+    heads = states.flatten(1, -2)[:, None]  # [n, s = 1, h = rows, d + 1]
+    acc = merge.empty_state((*heads.shape[1:-1], heads.shape[-1] - 1))
+    for state in heads:
         merge.merge_into(acc, merge.unpack_state(state, torch.float32))
-    return merge.pack_state(*acc, torch.float32)
+    return merge.pack_state(*acc, torch.float32).view(states.shape[1:])
 
 
 TREES = {  # largest errors of out and lse, relative to |lse| where that is above 1: its rounding is the weights' error
@@ -210,7 +211,7 @@ def test_merge_trees_of_many_ranks(n, tree):
     worst = [max(x) for x in zip(*found)]
     print(f"{tree} of {n}: out {worst[0]:.1e}, lse {worst[1]:.1e}")
     assert max(worst) <= limit
-    nothing = run(merge.pack_state(*merge.empty_state((n, 2, 4)), torch.float32))
+    nothing = run(merge.pack_state(*merge.empty_state((n, 1, 2, 4)), torch.float32)[:, 0])
     assert not nothing[..., :-1].any() and bool((nothing[..., -1] == NEG_INF).all())
 
 

@@ -7,7 +7,7 @@ from megatron_tree import energy, kernels
 from megatron_tree.bench.kernel_cases import CHECKED, check
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
-from megatron_tree.kernels import Visible
+from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import attn_decode
 from megatron_tree.layout import Segment
 
@@ -93,7 +93,7 @@ def test_pages_beyond_int32():
     q[..., 0], k[-1, 99, :, 0], v[-1, 99, :, 5] = 30.0, 30.0, 7.0
     table = torch.tensor([[0, n // 2, n - 1]], dtype=torch.int32, device="cuda")
     seen = Visible(lengths=torch.tensor([2 * size + 100], device="cuda"))
-    state = attn_decode(q, k, v, visible=seen, spec=AttnSpec(softmax_scale=1.0), block_table=table)
+    state = attn_decode(q, k, v, visible=seen, spec=AttnSpec(softmax_scale=1.0), paged=PagedKV(table))
     assert (state[..., 5] - 7.0).abs().max() < 1e-2
 
 
@@ -124,14 +124,16 @@ def test_a_decode_step_in_a_cuda_graph():
 
 
 def test_fp8_cache():
-    """KV in fp8 with a scale per slot and head: equal to attention over the dequantized cache."""
+    """Pages in fp8 with a scale per slot and head: equal to attention over the dequantized cache."""
     g = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(2, 1, 8, 128, device="cuda", dtype=torch.bfloat16, generator=g)
-    k, v = torch.randn(2, 2, 1000, 2, 128, device="cuda", generator=g)
+    k, v = torch.randn(2, 2, 1024, 2, 128, device="cuda", generator=g)
     scales = [x.abs().amax(-1) / 448 for x in (k, v)]
     k8, v8 = ((x / s[..., None]).to(torch.float8_e4m3fn) for x, s in zip((k, v), scales))
     spec = AttnSpec(softmax_scale=128**-0.5)
-    state = attn_decode(q, k8, v8, visible=Visible(), spec=spec, k_scale=scales[0], v_scale=scales[1])
+    pages = [x.flatten(0, 1).unflatten(0, (-1, 64)) for x in (k8, v8, *scales)]
+    table = torch.arange(32, dtype=torch.int32, device="cuda").view(2, 16)
+    state = attn_decode(q, *pages[:2], visible=Visible(), spec=spec, paged=PagedKV(table, *pages[2:]))
     exact = [x.double() * s.double()[..., None] for x, s in zip((k8, v8), scales)]
     out, _ = energy.attention(q.double(), *exact, spec=spec)
     assert (state[..., :-1] - out).abs().max() < 1e-2

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from megatron_tree import dropout, energy, kernels, merge
+from megatron_tree import dropout, energy, kernels
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import Visible
-from megatron_tree.kernels.triton import host
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
+from support.states import merged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL_ONES = 0xFFFFFFFF
@@ -206,25 +206,11 @@ def test_slices_of_heads_and_blocks(backend):
             cell_grads = kernels.attn_bwd(dout[:, rows], *share, lse[..., rows], delta[..., rows], **cell)
             for total, at, grad in zip(added, (rows, cols, cols), cell_grads):
                 total[:, at] += grad
-        o, l = merge.merge_states(*(torch.stack(x) for x in zip(*((o, l.transpose(1, 2)) for o, l in parts))))
+        o, l = merged(parts)
         torch.testing.assert_close(o, out[:, rows], **close)
-        torch.testing.assert_close(l.transpose(1, 2), lse[..., rows], **close)
+        torch.testing.assert_close(l, lse[..., rows], **close)
     for part, total in zip(added, grads):
         torch.testing.assert_close(part, total, **close)
-
-
-def test_merging_into_a_given_state():
-    """Triton's launch that merges into a state: what is there already has its dropout and gets none again."""
-    s, spec = 40, AttnSpec(softmax_scale=0.25, dropout=Dropout(0.4, 3))
-    q, k, v, _ = inputs(s, s, "triton")
-    whole = (Segment(0, 0, s),)
-    out, lse = host.attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec)
-    state = None
-    for cut in (slice(0, 17), slice(17, 40)):
-        pieces = (Segment(0, cut.start, cut.stop - cut.start),)
-        state = host.attn_fwd(q, k[:, cut], v[:, cut], q_segments=whole, k_segments=pieces, spec=spec, state=state)
-    torch.testing.assert_close(state[0], out, rtol=0, atol=1e-5)
-    torch.testing.assert_close(state[1], lse, rtol=0, atol=1e-5)
 
 
 def test_dispatch_says_why():

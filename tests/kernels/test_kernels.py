@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree import energy, kernels, merge
+from megatron_tree import energy, kernels
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import aten, blocks, reference
 from megatron_tree.layout import Segment, join, positions_of, sequences_of, shard_positions, shard_segments
+from support.states import merged
 
 NEG_INF = float("-inf")
 SPECS = {
@@ -95,15 +96,15 @@ def test_partials_merge_to_the_whole(mask, backend):
             for j in range(world):
                 options = dict(q_segments=segments[i], k_segments=segments[j], spec=spec, backend=backend)
                 o, l = kernels.attn_fwd(q[:, rows[i]], k[:, rows[j]], v[:, rows[j]], **options)
-                parts.append((o, l.transpose(1, 2)))
+                parts.append((o, l))
                 share = (dout[:, rows[i]], q[:, rows[i]], k[:, rows[j]], v[:, rows[j]])
                 dq, dk, dv = kernels.attn_bwd(*share, lse[..., rows[i]], delta[..., rows[i]], **options)
                 grads[0][:, rows[i]] += dq
                 grads[1][:, rows[j]] += dk
                 grads[2][:, rows[j]] += dv
-            o, l = merge.merge_states(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+            o, l = merged(parts)
             torch.testing.assert_close(o, out[:, rows[i]], rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(l.transpose(1, 2), lse[..., rows[i]], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(l, lse[..., rows[i]], rtol=1e-12, atol=1e-12)
         for a, b in zip(grads, truth):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
@@ -176,11 +177,11 @@ def test_any_strides_and_masks(memory, backend):
     torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
     keep = torch.rand(3, 11, 11) < 0.3
     keep[:, 2] = False
-    out, lse = IMPL[backend].attn_fwd_masked(q, k, v, keep=keep, spec=spec)
+    out, lse = IMPL[backend].attn_masked(q, k, v, keep=keep, spec=spec)
     o, l = energy.attention(q, k, v, spec=spec, keep=keep)
     torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, l, rtol=1e-12, atol=1e-12)
-    out, lse = IMPL[backend].attn_fwd_masked(q, k[:, :0], v[:, :0], keep=None, spec=spec)
+    out, lse = IMPL[backend].attn_masked(q, k[:, :0], v[:, :0], keep=None, spec=spec)
     assert not out.any() and (lse == NEG_INF).all() and lse.shape == (3, 4, 11)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, kernels, merge, tree_attn_func, tree_attn_varlen_func, tree_decode
+from megatron_tree import TreeConfig, energy, kernels, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.kernels import PagedKV, Visible, aten
 from megatron_tree.layout import Segment, positions_of, sequences_of, shard_positions
@@ -14,6 +14,7 @@ from support.attention import configs
 from support.decoding import cache_of, prefill_chunk
 from support.extreme_values import CASES, LSE_LIMIT, SCALE
 from support.ranks import run_distributed
+from support.states import merged
 
 NEG_INF, NAN = float("-inf"), float("nan")
 DTYPES = (torch.float32, *edge.LOW)
@@ -53,12 +54,12 @@ def test_kernels_at_the_edge(case, dtype, backend):
         options = dict(q_segments=(Segment(0, 0, s),), k_segments=(Segment(0, rows.start, rows.stop - rows.start),))
         options.update(spec=spec, backend=backend)
         o, l = kernels.attn_fwd(on[0], on[1][:, rows], on[2][:, rows], **options)
-        parts.append((o.float(), l.transpose(1, 2)))
+        parts.append((o.float(), l))
         mine = (on[3], on[0], on[1][:, rows], on[2][:, rows])
         dq, dk, dv = kernels.attn_bwd(*mine, lse.float().to(device), delta, **options)
         sums = [sums[0] + dq, [*sums[1], dk], [*sums[2], dv]]
-    o, l = merge.merge_states(*(torch.stack(x) for x in zip(*parts)))
-    assert edge.lse_error(l.transpose(1, 2).cpu(), lse, backend, dtype) <= LSE_LIMIT
+    o, l = merged(parts)
+    assert edge.lse_error(l.cpu(), lse, backend, dtype) <= LSE_LIMIT
     assert edge.rounding(o.cpu(), out, of_out, dtype) <= limit
     for name, x, want, magnitude in zip("qkv", (sums[0], *(torch.cat(x, 1) for x in sums[1:])), grads, of_grads):
         assert edge.rounding(x.cpu(), want, magnitude, dtype) <= limit, f"d{name}"

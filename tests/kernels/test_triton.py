@@ -99,8 +99,8 @@ def test_head_dims_are_covered_by_few_columns(d, columns):
     assert all(x == 0 or x & (x - 1) == 0 for x in (d0, d1))
 
 
-def test_merging_into_a_given_state_and_adding_gradients():
-    """KV in three pieces, one launch after another: the state and the gradients accumulate in place."""
+def test_merging_states_and_adding_gradients():
+    """KV in three pieces: states are merged, and gradients of one launch after another accumulate in place."""
     s, spec = 48, AttnSpec(softmax_scale=0.25)
     q, k, v, dout = inputs(s, s, d=16)
     q_segments, pieces = (Segment(0, 0, s),), (slice(0, 20), slice(20, 21), slice(21, 48))
@@ -108,10 +108,9 @@ def test_merging_into_a_given_state_and_adding_gradients():
     exact = [x.double() for x in (q, k, v, dout)]
     out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
     state = merge.empty_state((2, s, 4, 16), device=DEVICE)
-    state = state[0], state[1].transpose(1, 2).contiguous()
     for p in pieces:
         segments = dict(q_segments=q_segments, k_segments=(Segment(0, p.start, p.stop - p.start),), spec=spec)
-        host.attn_fwd(q, k[:, p], v[:, p], **segments, state=state)
+        merge.merge_into(state, host.attn_fwd(q, k[:, p], v[:, p], **segments))
     torch.testing.assert_close(state[0], out.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(state[1], lse.float(), rtol=1e-5, atol=1e-6)
     delta = attn_delta(dout, state[0])

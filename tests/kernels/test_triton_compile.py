@@ -49,7 +49,7 @@ import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.kernels import Visible
+from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import decode, host
 from megatron_tree.layout import Segment
 
@@ -91,8 +91,7 @@ for dtype in (torch.int8, torch.float8_e4m3fn):
     for n in (64, 100, 1001):
         k, scale = torch.zeros(n, 16, 2, 64, dtype=dtype), torch.zeros(n, 16, 2)
         table = torch.zeros(3, n // 2, dtype=torch.int32)
-        scales = dict(k_scale=scale, v_scale=scale)
-        decode.attn_decode(q, k, k, visible=Visible(lengths), spec=spec, block_table=table, **scales)
+        decode.attn_decode(q, k, k, visible=Visible(lengths), spec=spec, paged=PagedKV(table, scale, scale))
         counts.append(len(compiled))
 print(counts)
 """

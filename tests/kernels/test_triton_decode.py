@@ -5,7 +5,7 @@ import torch
 
 from megatron_tree import energy, merge
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import Visible
+from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import decode, merge_packed
 from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
 
@@ -21,7 +21,7 @@ from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
         ("window", 2, (4, 2), 32, 16),
         ("softcap", 1, (20, 1), 16, 16),
         ("paged", 1, (4, 2), 16, 16),
-        ("int8", 1, (4, 2), 16, 16),
+        ("paged, int8", 1, (4, 2), 16, 16),
         ("paged, lengths", 2, (4, 2), 16, 16),
     ],
 )
@@ -29,7 +29,7 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
     s = 192
     q, k, v, _ = inputs(s_q, s, heads, d, d_v)
     g = torch.Generator().manual_seed(1)
-    options, visible = {}, {}
+    pages, visible = None, {}
     spec = AttnSpec(
         softmax_scale=d**-0.5,
         window_size=(30 if case == "window" else -1, -1),
@@ -45,15 +45,16 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
         visible["q_positions"] = torch.arange(100, 100 + s_q, device=DEVICE).expand(2, -1)
         visible["k_positions"] = k_positions
         keep &= energy.visible(visible["q_positions"], k_positions, spec) & (k_positions >= 0)[:, None]
-    exact = [x.double() for x in (q, k, v)]
-    if case == "int8":
+    exact, scales = [x.double() for x in (q, k, v)], ()
+    if "int8" in case:
         scales = [x.abs().amax(-1) / 127 for x in (k, v)]
         k, v = ((x / scale[..., None]).round().to(torch.int8) for x, scale in zip((k, v), scales))
-        options.update(k_scale=scales[0], v_scale=scales[1])
         exact[1:] = [x.double() * scale.double()[..., None] for x, scale in zip((k, v), scales)]
     if "paged" in case:
-        (k, options["block_table"]), (v, _) = paged(k, 32, 2), paged(v, 32, 2)
-    state = decode.attn_decode(q, k, v, visible=Visible(**visible), spec=spec, num_splits=num_splits, **options)
+        (k, table), (v, _) = paged(k, 32, 2), paged(v, 32, 2)
+        pages = PagedKV(table, *(paged(x, 32, 2)[0] for x in scales))
+    options = dict(visible=Visible(**visible), spec=spec, paged=pages)
+    state = decode.attn_decode(q, k, v, **options, num_splits=num_splits)
     out, lse = energy.attention(*exact, spec=spec, keep=keep)
     lse = lse.transpose(1, 2)
     assert (state[..., :-1] - out).abs().max() < 2e-6
@@ -81,7 +82,8 @@ def test_merge_of_packed_states():
         states[..., :-1][empty] = 0.0
         states[:, :, 0, -1] = NEG_INF  # one row that is empty everywhere
         states[:, :, 0, :-1] = 0.0
-        out, lse = merge.merge_states(states[..., :-1], states[..., -1])
+        out, lse = merge.unpack_state(merge.merge_packed(states), states.dtype)
+        lse = lse.transpose(-1, -2)
         for merged in (merge_packed(states), merge_packed(states.transpose(0, 1).contiguous(), 1)):
             assert not merged.isnan().any()
             torch.testing.assert_close(merged[..., :-1], out, rtol=1e-5, atol=1e-6)
@@ -95,13 +97,11 @@ def test_strided_lengths_tables_and_scales():
     scales = [x.abs().amax(-1) / 127 for x in (k, v)]
     k, v = ((x / s[..., None]).round().to(torch.int8) for x, s in zip((k, v), scales))
     (k, table), (v, _), *scales = paged(k, 32, 2), paged(v, 32, 2), *(paged(s, 32, 2)[0] for s in scales)
-    expected = decode.attn_decode(
-        q, k, v, visible=Visible(lengths.clone()), spec=spec, block_table=table, k_scale=scales[0], v_scale=scales[1]
-    )
-    k_scale, v_scale = (s.transpose(0, 2).contiguous().transpose(0, 2) for s in scales)
-    strided = dict(block_table=table.t().contiguous().t(), k_scale=k_scale, v_scale=v_scale)
-    assert strided["block_table"].stride(1) != 1 and k_scale.stride(2) != 1
-    assert torch.equal(decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, **strided), expected)
+    dense = dict(visible=Visible(lengths.clone()), spec=spec, paged=PagedKV(table, *scales))
+    expected = decode.attn_decode(q, k, v, **dense)
+    strided = PagedKV(table.t().contiguous().t(), *(s.transpose(0, 2).contiguous().transpose(0, 2) for s in scales))
+    assert strided.block_table.stride(1) != 1 and strided.k_scale.stride(2) != 1
+    assert torch.equal(decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, paged=strided), expected)
 
 
 def test_nobody_decodes():

@@ -36,25 +36,23 @@ def check(
     positions = torch.arange(s, device=DEVICE).expand(3, -1)
     q_positions = (lengths - s_q).clamp(min=0)[:, None] + torch.arange(s_q, device=DEVICE)
     keep = energy.visible(q_positions, positions, spec) & (positions < lengths[:, None])[:, None]
-    exact, options = [q.double(), k.double(), v.double()], {}
+    exact, scales = [q.double(), k.double(), v.double()], ()
     if stored is not None:
         (k, k_scale), (v, v_scale) = quantize(k, stored), quantize(v, stored)
         exact[1:] = [x.double() * scale.double()[..., None] for x, scale in ((k, k_scale), (v, v_scale))]
-        options = {"k_scale": paged(k_scale, page, 2)[0], "v_scale": paged(v_scale, page, 2)[0]}
+        scales = [paged(scale, page, 2)[0] for scale in (k_scale, v_scale)]
     as_bytes = (lambda x: x.view(torch.uint8)) if stored is torch.float8_e4m3fn else (lambda x: x)
     (k, table), (v, _) = paged(as_bytes(k), page, 2), paged(as_bytes(v), page, 2)
     if stored is torch.float8_e4m3fn:
         k, v = k.view(stored), v.view(stored)
     visible = Visible(lengths, q_positions, positions)
-    options.update(visible=visible, spec=spec, num_splits=num_splits)
-    state = decode.attn_decode(q, k, v, block_table=table, **options)
+    options = dict(visible=visible, spec=spec, paged=PagedKV(table, *scales))
+    state = decode.attn_decode(q, k, v, **options, num_splits=num_splits)
     out, lse = energy.attention(*exact, spec=spec, keep=keep)
     lse = lse.transpose(1, 2)
     assert (state[..., :-1] - out).abs().max() < limit
     assert torch.where(state[..., -1] == lse, 0.0, state[..., -1] - lse).abs().max() < limit
-    options.pop("num_splits")
-    scales = {name: options.pop(name) for name in ("k_scale", "v_scale") if name in options}
-    gathered = kernels.attn_decode(q, k, v, paged=PagedKV(table, **scales), backend="reference", **options)
+    gathered = kernels.attn_decode(q, k, v, backend="reference", **options)
     assert (state[..., :-1] - gathered[..., :-1]).abs().max() < limit
 
 

@@ -211,7 +211,7 @@ def test_the_accelerator_sleeps_and_replays():
     accelerator = Accelerator(Speed(memory_bandwidth=1e6, flops=1e12))
     q, k, v = (torch.randn(1, n, 2, 8) for n in (1, 64, 64))
     call = dict(visible=kernels.Visible(), spec=AttnSpec(softmax_scale=1.0))
-    before = kernels.attn_decode
+    before = kernels.Backend.attn_decode
     with accelerator.recording():
         first = kernels.attn_decode(q, k, v, **call)
     with accelerator.replaying():
@@ -222,7 +222,7 @@ def test_the_accelerator_sleeps_and_replays():
         assert torch.equal(kernels.attn_decode(q, k, v, **call), first)
         with pytest.raises(UnseenInput):
             kernels.attn_decode(q, k + 1, v, **call)
-    assert kernels.attn_decode is before and len(accelerator.late) == 2
+    assert kernels.Backend.attn_decode is before and len(accelerator.late) == 2
 
 
 def test_visible_pairs_and_flops():

@@ -2,7 +2,8 @@
 
 Both recompute p = exp2(s - lse2) from the global lse, in base 2, with +inf where a query sees nothing, so that p is 0.
 Under dropout a pair's value is keep_weight * v or 0: dp = dout.v and dv's weight p take that factor, p in ds does not.
-Results are added to the given fp32 buffers: partial gradients of several cells add up.
+Results are added to the given fp32 buffers: partial gradients of several cells add up. The numbers at the formulas are
+those of docs/design.md, section 1.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def _dq_range(
             p = tl.where(ok, p, 0.0)
         if dropout is not None:
             dp = tl.where(kept(q_pos[:, None], (k_pos + n + cols)[None, :], dropout), dp * keep_weight, 0.0)
-        ds = lower(p * (dp - delta[:, None]) * slope, k0)
-        dq0 = dot(ds, k0, dq0)
+        ds = lower(p * (dp - delta[:, None]) * slope, k0)  # d2F/ds dzeta: (6)
+        dq0 = dot(ds, k0, dq0)  # d2F/dq dzeta: (7)
         if D1 > 0:
             dq1 = dot(ds, k1, dq1)
     return dq0, dq1
@@ -179,10 +180,10 @@ def _dkdv_range(
             keep = kept((q_pos + n + cols)[None, :], k_pos[:, None], dropout)
             dropped = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_weight, 0.0)
-        ds = lower(p * (dp - delta[None, :]) * slope, q0)
+        ds = lower(p * (dp - delta[None, :]) * slope, q0)  # d2F/ds dzeta: (6)
         p = lower(dropped, do0)
-        dv0 = dot(p, do0, dv0)
-        dk0 = dot(ds, q0, dk0)
+        dv0 = dot(p, do0, dv0)  # d2F/dv dzeta: (5)
+        dk0 = dot(ds, q0, dk0)  # d2F/dk dzeta: (7)
         if E1 > 0:
             dv1 = dot(p, do1, dv1)
         if D1 > 0:

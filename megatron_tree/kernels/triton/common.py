@@ -95,7 +95,7 @@ def store_tile(
 
 @triton.jit
 def visible(q_pos, k_pos, in_range, left, right, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """`energy.visible` on broadcast positions, within `in_range`."""
+    """`kernels.masks.visible` on broadcast positions, within `in_range`."""
     ok = in_range
     if CAUSAL:
         ok = ok & (k_pos <= q_pos)

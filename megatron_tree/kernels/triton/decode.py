@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import AttnSpec
+from ..masks import Visible
+from ..paged import PagedKV
 from . import common, configs, host
 from .common import LN2, LOG2E, cap_logits, dot
 from .merge import merge_packed
@@ -92,7 +94,6 @@ def attn_decode_kernel(
         else:
             k_rows = rows * sks
             v_rows = rows * svs
-            scale_rows = b * scb + rows * scs
         k0 = _load_keys(k_base, k_rows, 1, valid, 0, D0, D)
         if SCALED:
             k0 = k0.to(q0.dtype)
@@ -142,11 +143,11 @@ def attn_decode_kernel(
         m = m_new
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)
+    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)  # F(0): (2)
     num_heads = tl.num_programs(1) * GROUP
     at = STATE + (((b * num_splits + split) * s_q + query) * num_heads + h) * (E + 1)
     c = tl.arange(0, E0)
-    tl.store(at[:, None] + c[None, :], acc0 / safe[:, None], mask=in_q[:, None] & (c < E)[None, :])
+    tl.store(at[:, None] + c[None, :], acc0 / safe[:, None], mask=in_q[:, None] & (c < E)[None, :])  # dF/dzeta: (3)
     if E1 > 0:
         c = E0 + tl.arange(0, E1)
         tl.store(at[:, None] + c[None, :], acc1 / safe[:, None], mask=in_q[:, None] & (c < E)[None, :])
@@ -201,70 +202,72 @@ def attn_decode(
     k: Tensor,
     v: Tensor,
     *,
-    visible,
+    visible: Visible,
     spec: AttnSpec,
-    block_table: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    paged: PagedKV | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """The packed state of this shard, fp32 [b, s_q, h, d_v + 1], ready to be sent (out, then lse).
+    """See `Backend.attn_decode`. Pages hold 16 to 256 tokens, a power of two; others raise ``ValueError``.
 
-    Args:
-        q: [b, s_q, h, d]. k, v: [b, s, h_kv, d] and [b, s, h_kv, d_v], or with a block_table
-            [pages, page_size, h_kv, d] each, page_size a power of two from 16 to 256.
-        visible: what a query sees, `kernels.Visible`; spec's left window applies to its positions.
-        block_table: int32 [b, pages per row]. k_scale, v_scale: fp32 [b, s, h_kv], with a block_table
-            [pages, page_size, h_kv], for k and v in int8 or fp8.
-        num_splits: default chosen to fill the GPU; with spec.deterministic one for every SPLIT_KEYS keys.
-    Raises: ValueError for pages of another size.
+    num_splits: default chosen to fill the GPU; with spec.deterministic one for every SPLIT_KEYS keys.
     """
-    if block_table is not None:
+    if paged is not None:
         check_pages(k)
-    q, k, v = (host._unit_last_stride(x) for x in (q, k, v))
-    options = dict(spec=spec, block_table=block_table, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits)
+        paged = _addressable(paged)
+    q, k, v = (host.unit_last_stride(x) for x in (q, k, v))
+    if visible.k_positions is not None:
+        visible = visible._replace(k_positions=_unit_rows(visible.k_positions))
     n = max(1, ROWS[q.element_size()] // (q.shape[2] // k.shape[2]))
     states = []
     for some in (slice(i, i + n) for i in range(0, q.shape[1], n)):
         seen = visible if visible.q_positions is None else visible._replace(q_positions=visible.q_positions[:, some])
-        states.append(_launch(q[:, some], k, v, visible=seen, **options))
+        states.append(_launch(q[:, some], k, v, visible=seen, spec=spec, paged=paged, num_splits=num_splits))
     return states[0] if len(states) == 1 else torch.cat(states, 1)
 
 
-def _launch(q, k, v, *, visible, spec: AttnSpec, block_table, k_scale, v_scale, num_splits: int | None) -> Tensor:
-    lengths, q_positions, k_positions = visible
-    b, s_q, h, d = q.shape
-    paged = block_table is not None
-    page = k.shape[1] if paged else 0
-    num_keys = block_table.shape[1] * page if paged else k.shape[1]
-    h_kv, e = k.shape[2], v.shape[-1]
-    group = h // h_kv
-    if num_splits is None and spec.deterministic:
-        num_splits, keys_per_split = max(1, triton.cdiv(num_keys, SPLIT_KEYS)), SPLIT_KEYS
-    else:
-        if num_splits is None:
-            num_splits = choose_splits(num_keys, b * h_kv, OCCUPANCY * host.multiprocessors(q.device))
-        keys_per_split = KEYS * max(1, triton.cdiv(triton.cdiv(num_keys, KEYS), num_splits))
-    state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
-    heads = host._head_dims(d, e)
-    scaled = k_scale is not None
-    config = configs.decode_tiles(group * s_q, host._width(d, e), host._arch(q.device), q.element_size())
-    if q_positions is not None:
-        q_positions, k_positions = q_positions.contiguous(), _unit_rows(k_positions)
-    lengths = lengths if lengths is None else lengths.contiguous()
-    block_table = _unit_rows(block_table) if paged else None
-    if scaled and (k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1):
+def _addressable(paged: PagedKV) -> PagedKV:
+    """The same with strides that the kernel can address."""
+    table, k_scale, v_scale = paged
+    if k_scale is not None and (k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1):
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+    return PagedKV(_unit_rows(table), k_scale, v_scale)
+
+
+def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None, num_splits: int | None) -> Tensor:
+    lengths, q_positions, k_positions = visible
+    table, k_scale, v_scale = paged or (None, None, None)
+    b, s_q, h, d = q.shape
+    h_kv, e = k.shape[2], v.shape[-1]
+    page = k.shape[1] if paged else 0
+    num_keys = table.shape[1] * page if paged else k.shape[1]
+    num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, q.device)
+    state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
+    tiles = configs.decode_tiles(h // h_kv * s_q, host.head_width(d, e), host.arch(q.device), q.element_size())
     attn_decode_kernel[(num_splits, h_kv, b)](
-        q, k, v, state, lengths, q_positions, k_positions, block_table, k_scale, v_scale,
-        num_keys, keys_per_split, s_q, num_splits,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        k_positions.stride(0) if k_positions is not None else 0, block_table.stride(0) if paged else 0,
-        *(k_scale.stride()[:2] if scaled else (0, 0)),
-        host.window_sides(spec)[0], spec.softmax_scale, spec.softcap,
-        GROUP=group, **heads, M=config.m, N=config.n,
+        Q=q, K=k, V=v, STATE=state,
+        LENGTHS=lengths if lengths is None else lengths.contiguous(),
+        Q_POS=q_positions if q_positions is None else q_positions.contiguous(),
+        K_POS=k_positions, BLOCK_TABLE=table, K_SCALE=k_scale, V_SCALE=v_scale,
+        num_keys=num_keys, keys_per_split=keys_per_split, s_q=s_q, num_splits=num_splits,
+        **host.strides(q=q, k=k, v=v),
+        spb=0 if k_positions is None else k_positions.stride(0), stb=0 if table is None else table.stride(0),
+        scb=0 if k_scale is None else k_scale.stride(0), scs=0 if k_scale is None else k_scale.stride(1),
+        left=host.window_sides(spec)[0], scale=spec.softmax_scale, softcap=spec.softcap,
+        GROUP=h // h_kv, **host.head_dims(d, e), M=tiles.m, N=tiles.n,
         HAS_LENGTHS=lengths is not None, HAS_POSITIONS=k_positions is not None, WINDOW=spec.left is not None,
-        SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=scaled, NARROW=scaled and q.dtype == torch.float16,
-        STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+        SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=k_scale is not None,
+        NARROW=k_scale is not None and q.dtype == torch.float16,
+        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return state[:, 0] if num_splits == 1 else merge_packed(state, 1)
+
+
+def _splits(
+    num_keys: int, programs: int, num_splits: int | None, deterministic: bool, device: torch.device
+) -> tuple[int, int]:
+    """How many splits, and the keys of each."""
+    if num_splits is None and deterministic:
+        return max(1, triton.cdiv(num_keys, SPLIT_KEYS)), SPLIT_KEYS
+    if num_splits is None:
+        num_splits = choose_splits(num_keys, programs, OCCUPANCY * host.multiprocessors(device))
+    return num_splits, KEYS * max(1, triton.cdiv(triton.cdiv(num_keys, KEYS), num_splits))

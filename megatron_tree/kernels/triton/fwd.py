@@ -1,4 +1,7 @@
-"""Attention forward: one program per (tile of queries, head, batch row), looping over the KV segments it can see."""
+"""Attention forward: one program per (tile of queries, head, batch row), looping over the KV segments it can see.
+
+The numbers at the formulas are those of docs/design.md, section 1.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +59,10 @@ def attn_fwd_kernel(
     seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q_tiles int32 [tiles, 5]: first row, rows, first position, and from which to which KV segment it looks;
     k_segments int32 [n, 4]: row, length, position, sequence.
-
-    MERGE: OUT and LSE hold a state already, and this one is merged into it.
     """
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -101,35 +102,12 @@ def attn_fwd_kernel(
             )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)
-    keep = 1.0 / safe  # weight of this state's num
+    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)  # F(0): (2)
+    weight = 1.0 / safe
     if DROPOUT:
-        keep *= keep_weight
-    lse_at = LSE + b * slb + h * slh + row + r
+        weight *= keep_weight
     out_base = OUT + b * sob + h * soh
-    if MERGE:
-        old = tl.load(lse_at, mask=r < rows, other=float("-inf"))
-        top = tl.maximum(old, lse)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        w_old = tl.math.exp2((old - base) * LOG2E)
-        w_new = tl.math.exp2((lse - base) * LOG2E)
-        total = w_old + w_new
-        divisor = tl.where(total == 0.0, 1.0, total)
-        keep = keep * w_new / divisor
-        w_old = w_old / divisor
-        lse = tl.where(total == 0.0, float("-inf"), base + tl.math.log2(divisor) * LN2)
-        acc0 = (
-            acc0 * keep[:, None]
-            + load_tile(out_base, row, sos, rows, M, 0, E0, E, True).to(tl.float32) * w_old[:, None]
-        )
-        if E1 > 0:
-            old1 = load_tile(out_base, row, sos, rows, M, E0, E1, E, True).to(tl.float32)
-            acc1 = acc1 * keep[:, None] + old1 * w_old[:, None]
-    else:
-        acc0 = acc0 * keep[:, None]
-        if E1 > 0:
-            acc1 = acc1 * keep[:, None]
-    store_tile(out_base, row, sos, rows, acc0, False, M, 0, E0, E)
+    store_tile(out_base, row, sos, rows, acc0 * weight[:, None], False, M, 0, E0, E)  # dF/dzeta: (3)
     if E1 > 0:
-        store_tile(out_base, row, sos, rows, acc1, False, M, E0, E1, E)
-    tl.store(lse_at, lse, mask=r < rows)
+        store_tile(out_base, row, sos, rows, acc1 * weight[:, None], False, M, E0, E1, E)
+    tl.store(LSE + b * slb + h * slh + row + r, lse, mask=r < rows)

@@ -35,8 +35,8 @@ def interpreting() -> bool:
     return common.INTERPRET.value
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
-    """Why this backend can't take the call, or None if it can."""
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, flowing_lse: bool, masked: bool) -> str | None:
+    """Why this backend can't take the call, or None if it can; see `kernels.choose`. It takes both options."""
     if q.device.type != "cuda" and not interpreting():
         return f"device type {q.device.type} (outside of Triton's interpreter)"
     if q.dtype not in DTYPES:
@@ -52,49 +52,38 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> str | None:
     return None
 
 
-@on_its_device
-def attn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_segments,
-    k_segments,
-    spec: AttnSpec,
-    state: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Partial attention over segments in one launch; see `kernels.attn_fwd`.
-
-    state: (out [b, s_q, h, d_v], lse [b, h, s_q]), fp32, into which the result is merged in place.
-    """
-    b, s_q, h, d = q.shape
-    e = v.shape[-1]
-    q, scale = _positive_scale(q, spec.softmax_scale)
-    q, k, v = (_aligned(x) for x in (q, k, v))
-    config = _tiles("fwd", q, v, spec)
-    q_tiles, k_table = _tables(q_segments, k_segments, config.m, q.device)
-    launch = bool(q_tiles.shape[0] and k_table.shape[0] and b)
-    if state is not None:
-        out, lse = state
-    elif launch and sum(s.length for s in q_segments) == s_q:  # the kernel writes every row
-        out = torch.empty((b, s_q, h, e), dtype=torch.float32, device=q.device)
+def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """See `Backend.attn_fwd`; one launch."""
+    b, s_q, h, _ = q.shape
+    shape = (b, s_q, h, v.shape[-1])
+    if b and k_segments and sum(s.length for s in q_segments) == s_q:  # the kernel writes every row
+        out = torch.empty(shape, dtype=torch.float32, device=q.device)
         lse = torch.empty((b, h, s_q), dtype=torch.float32, device=q.device)
     else:
-        out, lse = empty_state((b, s_q, h, e), device=q.device)
-        lse = lse.transpose(1, 2).contiguous()
-    if launch:
-        fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
-            q, k, v, out, lse, q_tiles, k_table,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
-            *window_sides(spec), scale, spec.softcap, *_dropout_arguments(spec),
-            GROUP=h // k.shape[2], **_head_dims(d, e), M=config.m, N=config.n, **_mask_flags(spec),
-            MERGE=state is not None, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
+        out, lse = empty_state(shape, device=q.device)
+    write_state(out, lse, q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
     return out, lse
 
 
+@on_its_device
+def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, spec: AttnSpec) -> None:
+    """`attn_fwd` into out [b, s_q, h, d_v] and lse [b, h, s_q], fp32: the rows of q_segments are written."""
+    b, _, h, d = q.shape
+    if 0 in (b, len(q_segments), len(k_segments)):
+        return
+    q, scale = _positive_scale(q, spec.softmax_scale)
+    q, k, v = (_aligned(x) for x in (q, k, v))
+    tiles = _tiles("fwd", q, v, spec)
+    q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
+    fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
+        Q=q, K=k, V=v, OUT=out, LSE=lse, q_tiles=q_tiles, k_segments=k_table,
+        **strides(q=q, k=k, v=v, o=out), slb=lse.stride(0), slh=lse.stride(1),
+        **_numbers(spec, scale), **_constants(spec, h // k.shape[2], d, v.shape[-1], tiles),
+    )  # fmt: skip
+
+
 def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's dq, dk, dv from the global lse and delta; see `kernels.attn_bwd`."""
+    """See `Backend.attn_bwd`."""
     grads = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     accumulate_bwd(dout, q, k, v, lse, delta, grads, q_segments=q_segments, k_segments=k_segments, spec=spec)
     return grads
@@ -106,33 +95,36 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     dq, dk, dv = grads
     b, _, h, d = q.shape
     h_kv, e = k.shape[2], v.shape[-1]
+    if 0 in (b, len(q_segments), len(k_segments)):
+        return
+    group = h // h_kv
     dout, q, k, v = (_aligned(x) for x in (dout.to(q.dtype), q, k, v))
     lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value).contiguous()
     delta = delta.contiguous()
-    if 0 in (b, len(q_segments), len(k_segments)):
-        return
-    shared = dict(GROUP=h // h_kv, **_head_dims(d, e), **_mask_flags(spec))
-    inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
-    numbers = (*lse2.stride()[:2], *window_sides(spec), spec.softmax_scale, spec.softcap, *_dropout_arguments(spec))
-    config = _tiles("dq", q, v, spec)
-    tiles, table = _tables(q_segments, k_segments, config.m, q.device)
-    bwd.attn_bwd_dq_kernel[(tiles.shape[0], h, b)](
-        q, k, v, dout, lse2, delta, dq, tiles, table, *inputs, *dq.stride()[:3], *numbers, **shared,
-        M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+    shared = dict(
+        Q=q, K=k, V=v, DOUT=dout, LSE2=lse2, DELTA=delta,
+        **strides(q=q, k=k, v=v, d=dout), slb=lse2.stride(0), slh=lse2.stride(1), **_numbers(spec, spec.softmax_scale),
     )  # fmt: skip
-    config = _tiles("dkdv", q, v, spec)
-    tiles, table = _tables(k_segments, q_segments, config.n, q.device, heaviest_last=True)
+
+    tiles = _tiles("dq", q, v, spec)
+    q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
+    bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
+        **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, **strides(g=dq), **_constants(spec, group, d, e, tiles)
+    )
+
+    tiles = _tiles("dkdv", q, v, spec)
+    k_tiles, q_table = _tables(k_segments, q_segments, tiles.n, q.device, heaviest_last=True)
     rows = 1 if spec.deterministic else b  # of the batch: bits must not depend on it
-    parts = _head_parts(tiles.shape[0] * h_kv * rows, h // h_kv, q.device)
-    to = (dk[None], dv[None]) if parts == 1 else tuple(x.new_zeros(parts, *x.shape) for x in (dk, dv))
-    bwd.attn_bwd_dkdv_kernel[(tiles.shape[0], h_kv * parts, b)](
-        q, k, v, dout, lse2, delta, *to, tiles, table, *inputs, *to[0].stride()[:4], *to[1].stride()[:4],
-        *numbers, parts, **shared, M=config.m, N=config.n, STAGES=config.stages, num_warps=config.warps,
-        num_stages=config.stages,
+    parts = _head_parts(k_tiles.shape[0] * h_kv * rows, group, q.device)
+    dk_parts, dv_parts = (dk[None], dv[None]) if parts == 1 else (x.new_zeros(parts, *x.shape) for x in (dk, dv))
+    bwd.attn_bwd_dkdv_kernel[(k_tiles.shape[0], h_kv * parts, b)](
+        **shared, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
+        sgp=dk_parts.stride(0), swp=dv_parts.stride(0), **strides(g=dk_parts[0], w=dv_parts[0]),
+        **_constants(spec, group, d, e, tiles),
     )  # fmt: skip
     if parts > 1:
-        dk += to[0].sum(0)
-        dv += to[1].sum(0)
+        dk += dk_parts.sum(0)
+        dv += dv_parts.sum(0)
 
 
 def _head_parts(programs: int, group: int, device: torch.device) -> int:
@@ -148,15 +140,34 @@ def _head_parts(programs: int, group: int, device: torch.device) -> int:
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """delta [b, h, s] = rowsum(dout * out) - dlse, fp32; dout and out [b, s, h, d_v], dlse [b, h, s]."""
     b, s, h, e = out.shape
-    dout, out = _unit_last_stride(dout), _unit_last_stride(out)
+    dout, out = unit_last_stride(dout), unit_last_stride(out)
     delta = torch.empty((b, h, s), dtype=torch.float32, device=out.device)
     dlse = dlse if dlse is None else dlse.contiguous()
     m = 16
     bwd.delta_kernel[(triton.cdiv(s, m), h, b)](
-        dout, out, dlse, delta, s, *dout.stride()[:3], *out.stride()[:3], *delta.stride()[:2],
+        DOUT=dout, OUT=out, DLSE=dlse, DELTA=delta, num_rows=s,
+        **strides(d=dout, o=out), slb=delta.stride(0), slh=delta.stride(1),
         E=e, COLS=triton.next_power_of_2(e), M=m, HAS_DLSE=dlse is not None,
     )  # fmt: skip
     return delta
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """The kernels' arguments s<letter>b, s<letter>s and s<letter>h of tensors [b, s, h, d] given by their letter."""
+    return {f"s{letter}{axis}": n for letter, x in tensors.items() for axis, n in zip("bsh", x.stride())}
+
+
+def _numbers(spec: AttnSpec, scale: float) -> dict:
+    """The scalar arguments that every training kernel takes."""
+    left, right = window_sides(spec)
+    return dict(left=left, right=right, scale=scale, softcap=spec.softcap, **_dropout_arguments(spec))
+
+
+def _constants(spec: AttnSpec, group: int, d: int, e: int, tiles: configs.Tiles) -> dict:
+    """The constants that a training kernel is compiled for; head_dims d of q and k, e of v."""
+    launch = dict(num_warps=tiles.warps, num_stages=tiles.stages)
+    tile = dict(M=tiles.m, N=tiles.n, STAGES=tiles.stages)
+    return dict(GROUP=group, **head_dims(d, e), **mask_flags(spec), **tile, **launch)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -166,7 +177,7 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
-def _unit_last_stride(x: Tensor) -> Tensor:
+def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -175,16 +186,16 @@ def _aligned(x: Tensor) -> Tensor:
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
     if x.shape[-1] % 16 == 0 and any(stride % 16 for stride in strides):
         return x.contiguous()
-    return _unit_last_stride(x)
+    return unit_last_stride(x)
 
 
-def _width(d: int, e: int) -> int:
+def head_width(d: int, e: int) -> int:
     return max(d, e, 16)
 
 
 def _tiles(kernel: str, q: Tensor, v: Tensor, spec: AttnSpec) -> configs.Tiles:
-    width = _width(q.shape[-1], v.shape[-1])
-    return configs.tiles(kernel, width, _arch(q.device), q.element_size(), spec.dropout is not None)
+    width = head_width(q.shape[-1], v.shape[-1])
+    return configs.tiles(kernel, width, arch(q.device), q.element_size(), spec.dropout is not None)
 
 
 def split_head_dim(d: int) -> tuple[int, int]:
@@ -195,7 +206,7 @@ def split_head_dim(d: int) -> tuple[int, int]:
     return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
 
 
-def _head_dims(d: int, e: int) -> dict:
+def head_dims(d: int, e: int) -> dict:
     (d0, d1), (e0, e1) = split_head_dim(d), split_head_dim(e)
     return dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1)
 
@@ -206,18 +217,20 @@ def window_sides(spec: AttnSpec) -> tuple[int, int]:
     return min(left, common.UNBOUNDED), min(right, common.UNBOUNDED)
 
 
-def _mask_flags(spec: AttnSpec) -> dict:
+def mask_flags(spec: AttnSpec) -> dict:
     window = spec.left is not None or spec.right not in (None, 0)
     return dict(CAUSAL=spec.right == 0, WINDOW=window, SOFTCAP=spec.softcap > 0, DROPOUT=spec.dropout is not None)
 
 
-def _dropout_arguments(spec: AttnSpec) -> tuple[int, int, int, int, float]:
+def _dropout_arguments(spec: AttnSpec) -> dict:
     """Seed's two words, threshold and first head as int32 with the same bits; the factor of what is kept."""
+    names = ("seed_low", "seed_high", "threshold", "first_head")
     if spec.dropout is None:
-        return 0, 0, 0, 0, 1.0
+        return dict.fromkeys(names, 0) | dict(keep_weight=1.0)
     p, seed, first_head = spec.dropout
     words = (*dropout.seed_words(seed), dropout.threshold(p), first_head)
-    return *(w - (1 << 32) if w >> 31 else w for w in words), 1.0 / (1.0 - p)
+    signed = (w - (1 << 32) if w >> 31 else w for w in words)
+    return dict(zip(names, signed), keep_weight=1.0 / (1.0 - p))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -237,7 +250,7 @@ def _arch_of(index: int) -> str:
     return configs.arch_of(torch.cuda.get_device_capability(index))
 
 
-def _arch(device: torch.device) -> str:
+def arch(device: torch.device) -> str:
     return "interpreter" if interpreting() else _arch_of(device.index or 0)
 
 

@@ -1,4 +1,4 @@
-"""Merging packed states: [..., E + 1] fp32, out and then lse (`merge.pack_state` with fp32 on the wire)."""
+"""Equation (4) of docs/design.md on packed states: [..., E + 1] fp32, out and then lse (`merge.pack_state`)."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
         cols = triton.next_power_of_2(e)
         block = max(1, min(16, 2048 // cols))
         merge_states_kernel[(triton.cdiv(rows, block),)](
-            packed, out, n, rows, inner, n * inner * (e + 1), inner * (e + 1), E=e, COLS=cols, ROWS=block, num_warps=4
-        )
+            IN=packed, OUT=out, num_states=n, num_rows=rows, inner=inner,
+            outer_stride=n * inner * (e + 1), state_stride=inner * (e + 1), E=e, COLS=cols, ROWS=block, num_warps=4,
+        )  # fmt: skip
     return out

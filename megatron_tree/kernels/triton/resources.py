@@ -3,8 +3,7 @@
     python -m megatron_tree.kernels.triton.resources --arch sm90 --out docs/kernel-resources.md
 
 Every row of the table in configs.py is compiled as a launch would compile it; tests/kernels/test_triton_compile.py
-fails when
-one goes beyond the limits below.
+fails when one exceeds the limits below.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Usage(NamedTuple):
 
 def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
     """The constexpr arguments of a launch: causal, GQA 4:1."""
-    heads = host._head_dims(*dims)
+    heads = host.head_dims(*dims)
     mask = dict(CAUSAL=True, WINDOW=False, SOFTCAP=False, DROPOUT=kernel.endswith(_DROPOUT))
     if KERNELS[kernel] is decode.attn_decode_kernel:
         flags = dict(
@@ -74,8 +73,7 @@ def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
         return dict(GROUP=8, **heads, M=tiles.m, N=tiles.n, **flags, STAGES=tiles.stages)
     if kernel == "merge":
         return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), ROWS=8)
-    extra = dict(MERGE=False) if KERNELS[kernel] is fwd.attn_fwd_kernel else {}
-    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, **extra, STAGES=tiles.stages)
+    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, STAGES=tiles.stages)
 
 
 _DROPOUT = "+dropout"
@@ -100,7 +98,7 @@ _UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE"}  # None in thi
 
 def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16"):
     """The compiled kernel for head dims (of q and k, of v), as a launch with inputs in bf16 or fp32 would have it."""
-    itemsize, width = 4 if dtype == "fp32" else 2, host._width(*dims)
+    itemsize, width = 4 if dtype == "fp32" else 2, host.head_width(*dims)
     if kernel in ROWS:
         tiles = configs.decode_tiles(ROWS[kernel] if dtype == "bf16" else 16, width, arch, itemsize)
     else:

@@ -1,0 +1,140 @@
+"""The backends and the choice between them, made once for an attention call.
+
+`triton` (ours), `aten` (torch's flash kernels) and `reference` (the formulas in plain torch) have the same functions
+with the same meaning: those of `Backend`, and `unsupported`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..config import AttnSpec
+from ..log import say_once
+from .masks import Visible
+from .paged import PagedKV
+
+ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices: Triton's kernels are the default there
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A chosen backend: its name, the reason why it was chosen, and its functions."""
+
+    name: str
+    reason: str
+    module: ModuleType
+
+    def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec):
+        """Partial attention of q's segments against k's: equations (2) and (3) of docs/design.md.
+
+        Args: q [b, s_q, h, d], k [b, s_k, h_kv, d], v [b, s_k, h_kv, d_v], any strides; segments give the positions of
+        rows, and rows of no segment are padding. Returns the state (out [b, s_q, h, d_v] in the inputs' dtype or fp32,
+        lse [b, h, s_q] fp32, natural log); a row that sees nothing has out 0 and lse -inf.
+        """
+        return self.module.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
+
+    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
+        """This block's share of the gradients, equations (5) to (7), from the *global* statistics: sums over blocks are
+        exact.
+
+        Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse.
+        Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
+        """
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+        return self.module.attn_bwd(dout, q, k, v, lse, delta, **call)
+
+    def attn_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None
+    ) -> Tensor:
+        """Partial attention of few queries over a shard of the KV cache: the packed state, ready to be sent.
+
+        Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides, or pages of them with `paged`,
+        which says where the rows are; `visible` says what a query sees, and spec's causality and window apply to
+        positions only. Returns fp32 (float64 for float64) [b, s_q, h, d_v + 1]: out, then lse.
+        """
+        assert spec.dropout is None, "dropout is for training"
+        return self.module.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)
+
+    def check_pages(self, k: Tensor) -> None:
+        """Raise ``ValueError`` for pages k [pages, page_size, h_kv, d] that this backend can't read."""
+        self.module.check_pages(k)
+
+
+def choose(
+    q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse: bool = False, masked: bool = False
+) -> Backend:
+    """The backend for a call with tensors like these. "auto" logs what it chose and why.
+
+    flowing_lse: it is for the backward of a loss that uses lse itself. masked: it is for decoding with a mask
+    (`Visible.needs_mask`). Raises ``ValueError`` when a named backend can't take the call.
+    """
+    inputs = (q, k, v, spec, flowing_lse, masked)
+    if backend != "auto":
+        what = _unsupported(backend, *inputs)
+        if what:
+            raise ValueError(f"backend={backend!r} can't take {what}: use backend='auto' or 'reference'")
+        return _chosen(backend, "asked for")
+    refusals = []
+    for name in ("triton", "aten") if q.device.type in ACCELERATORS else ("aten",):
+        what = _unsupported(name, *inputs)
+        if not what:
+            takes = {
+                "triton": f"our kernels take {q.dtype} on {q.device}",
+                "aten": f"torch's flash kernel takes {q.dtype} on {q.device.type}",
+            }
+            return _chosen(name, "; ".join([*refusals, takes[name]]))
+        refusals.append(f"{name} can't take {what}")
+    return _chosen("reference", "; ".join(refusals))
+
+
+def _chosen(name: str, reason: str) -> Backend:
+    say_once(f"attention backend {name}: {reason}")
+    return Backend(name, reason, _module(name))
+
+
+def _unsupported(name: str, q, k, v, spec: AttnSpec, flowing_lse: bool, masked: bool) -> str | None:
+    """Why a backend can't take a call, or None if it can."""
+    if _module(name) is None:
+        return "anything: triton is not installed (pip install triton)"
+    return _module(name).unsupported(q, k, v, spec, flowing_lse=flowing_lse, masked=masked)
+
+
+@functools.lru_cache
+def _module(name: str) -> ModuleType | None:
+    """A backend's module; None for Triton's where Triton is not installed."""
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(f".{name}", __package__)
+
+
+def triton_for(x: Tensor) -> ModuleType | None:
+    """Triton's module for a small operation on x that follows the device and not the call's backend, or None."""
+    return _module("triton") if x.device.type in ACCELERATORS and x.dtype != torch.float64 else None
+
+
+def attn_fwd(q, k, v, *, q_segments, k_segments, spec: AttnSpec, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """`Backend.attn_fwd` of a block on its own: choose, and call."""
+    return choose(q, k, v, spec, backend).attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
+
+
+def attn_bwd(
+    dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, backend: str = "auto", flowing_lse=False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Backend.attn_bwd` of a block on its own: choose, and call."""
+    chosen = choose(q, k, v, spec, backend, flowing_lse=flowing_lse)
+    return chosen.attn_bwd(dout, q, k, v, lse, delta, q_segments=q_segments, k_segments=k_segments, spec=spec)
+
+
+def attn_decode(
+    q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None, backend: str = "auto"
+) -> Tensor:
+    """`Backend.attn_decode` of a shard on its own: choose, and call."""
+    chosen = choose(q, k, v, spec, backend, masked=visible.needs_mask(paged is not None))
+    return chosen.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)

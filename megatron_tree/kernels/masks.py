@@ -1,0 +1,49 @@
+"""Which keys a query sees, for the backends in torch. The oracle, energy.py, has a rule of its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import AttnSpec
+
+
+def visible(q_positions: Tensor, k_positions: Tensor, spec: AttnSpec) -> Tensor:
+    """The window of `spec`: bool [..., s_q, s_k] from integer positions [..., s_q] and [..., s_k]."""
+    q, k = q_positions[..., :, None], k_positions[..., None, :]
+    seen = torch.ones((), dtype=torch.bool, device=q.device).expand(torch.broadcast_shapes(q.shape, k.shape))
+    if spec.left is not None:
+        seen = k >= q - spec.left
+    return seen if spec.right is None else seen & (k <= q + spec.right)
+
+
+class Visible(NamedTuple):
+    """Which slots of a KV shard a query sees, for decoding. Nothing given: all of them.
+
+    lengths: int [b], valid leading slots. q_positions int64 [b, s_q] and k_positions int64 [b, s], both or neither:
+    a slot is seen when 0 <= its position <= the query's, within the window.
+    """
+
+    lengths: Tensor | None = None
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+
+    def needs_mask(self, paged: bool) -> bool:
+        """Whether torch's kernels need a mask for this. Rows gathered from pages are cut to their lengths."""
+        return self.k_positions is not None or (self.lengths is not None and not paged)
+
+    def row(self, some: slice) -> Visible:
+        """The same of some rows of the batch."""
+        return Visible(*(None if x is None else x[some] for x in self))
+
+    def mask(self, num_slots: int, spec: AttnSpec) -> Tensor | None:
+        """bool [b, 1 or s_q, num_slots], or None where every slot is seen."""
+        keep = None
+        if self.k_positions is not None:
+            keep = visible(self.q_positions, self.k_positions, spec) & (self.k_positions >= 0)[:, None]
+        if self.lengths is not None:
+            valid = (torch.arange(num_slots, device=self.lengths.device) < self.lengths[:, None])[:, None]
+            keep = valid if keep is None else keep & valid
+        return keep
