@@ -1,0 +1,110 @@
+"""Run one of Megatron-LM's own scripts with tree attention, on GPUs or on CPU ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from . import compat as compat
+from .cpu import megatron_on_cpu
+from .spec import install
+
+# What Megatron-LM's parser needs to hear on CPU ranks. An option counts as given if the user set it, to whatever value.
+CPU_OPTIONS = {
+    "--distributed-backend": "gloo",
+    "--transformer-impl": "local",
+    "--use-cpu-initialization": None,
+    "--no-gradient-accumulation-fusion": None,
+    "--no-masked-softmax-fusion": None,
+    "--no-persist-layer-norm": None,
+    "--no-rope-fusion": None,
+}
+
+
+def run_script(script: Path, arguments: list[str]) -> None:
+    """Run a script of Megatron-LM as `python script arguments` would, with `install()` before it.
+
+    Without a GPU it runs on the CPU: options in CPU_OPTIONS that `arguments` lacks are added, and printed. Put the
+    script's folder first on `sys.path` before megatron_tree is imported: then `megatron.core` is that of its checkout.
+
+    Raises: UnsupportedMegatronError for a release that lacks what is needed; whatever the script raises.
+    """
+    install()
+    _let_dataset_helpers_compile()
+    on_cpu = not torch.cuda.is_available()
+    added = cpu_options(arguments) if on_cpu else []
+    if added and os.environ.get("RANK", "0") == "0":
+        print(f"no GPU: the ranks run on the CPU, with these options added: {' '.join(added)}", flush=True)
+    with megatron_lm_on_cpu(), mock.patch.object(sys, "argv", [str(script), *arguments, *added]):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except ModuleNotFoundError as error:
+            error.add_note(f"Megatron-LM's scripts need more packages than megatron-core: pip install {error.name}")
+            raise
+
+
+def cpu_options(arguments: list[str]) -> list[str]:
+    """The options of CPU_OPTIONS that a command line lacks."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    missing = ([name, value] for name, value in CPU_OPTIONS.items() if name not in given)
+    return [word for option in missing for word in option if word is not None]
+
+
+@contextlib.contextmanager
+def megatron_lm_on_cpu() -> Iterator[bool]:
+    """`megatron_on_cpu`, and what Megatron-LM's training loop takes for granted besides.
+
+    `initialize_megatron` asserts that there is CUDA, sets its groups up only if there is a device, loads CUDA kernels,
+    and warms fused functions up, with random numbers that it would draw here from the generator of the model's weights;
+    torch.compile is turned off. Nothing happens where CUDA is available.
+    """
+    with megatron_on_cpu() as active, contextlib.ExitStack() as stack:
+        if active:
+            # as of a recent GPU: older ones ask for CUDA_DEVICE_MAX_CONNECTIONS=1
+            properties = types.SimpleNamespace(name="cpu", major=10, minor=0, total_memory=0)
+            replacements: list[tuple[Any, str, Any]] = [
+                (torch.cuda, "device_count", lambda: 1),
+                (torch.cuda, "set_device", lambda device: None),
+                (torch.cuda, "get_device_properties", lambda device=None: properties),
+                (torch._dynamo.config, "disable", True),
+                *_training_replacements(),
+            ]
+            for target, name, replacement in replacements:
+                stack.enter_context(mock.patch.object(target, name, replacement))
+        yield active
+
+
+def _training_replacements() -> list[tuple[Any, str, Any]]:
+    initialize = compat.lookup("megatron.training.training:initialize_megatron")
+    compat.lookup("megatron.training.training:set_jit_fusion_options")
+    training = importlib.import_module("megatron.training.training")
+    replacements = [
+        (training, "initialize_megatron", functools.partial(initialize, allow_no_cuda=True)),
+        (training, "set_jit_fusion_options", lambda **sizes: None),
+    ]
+    kernels = getattr(importlib.import_module("megatron.training.initialize"), "fused_kernels", None)  # to 0.16
+    return [*replacements, (kernels, "load", lambda args: None)] if kernels is not None else replacements
+
+
+def _let_dataset_helpers_compile() -> None:
+    """Let the Makefile of Megatron's dataset helpers find this Python, and the copy of pybind11's headers in torch.
+
+    It asks `python3-config` for the suffix of extension modules, which may be missing, or another Python's.
+    """
+    os.environ.setdefault("MAKEFLAGS", f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}")
+    if importlib.util.find_spec("pybind11") is None:
+        folders = (Path(torch.__file__).parent / "include", sysconfig.get_path("include"))
+        os.environ["CPPFLAGS"] = " ".join([os.environ.get("CPPFLAGS", ""), *(f"-I{folder}" for folder in folders)])

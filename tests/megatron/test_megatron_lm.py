@@ -1,0 +1,161 @@
+"""launch/megatron_lm.sh: an unmodified Megatron-LM checkout with tree attention, on CPU ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import megatron.core
+import torch
+
+from megatron_tree.integrations.megatron import megatron_lm
+
+REPO = Path(__file__).resolve().parents[2]
+CHECKOUT = os.environ.get("MEGATRON_LM")
+# A model that takes every path of interest in seconds: GQA, RMSNorm, SwiGLU, rotary positions.
+OPTIONS = (
+    *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 4, "--group-query-attention"),
+    *("--num-query-groups", 2, "--seq-length", 64, "--max-position-embeddings", 64, "--vocab-size", 1023),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+    *("--attention-dropout", 0, "--hidden-dropout", 0, "--micro-batch-size", 2, "--global-batch-size", 4, "--lr", 1e-3),
+    *("--train-iters", 4, "--log-interval", 1, "--eval-iters", 1, "--eval-interval", 4),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer"),
+)
+
+
+def launch(*arguments, timeout=60, cwd=None):
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    command = ["bash", REPO / "launch" / "megatron_lm.sh", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What has the shape of a checkout: the installed megatron.core, a training loop, and a script that uses both."""
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "core").symlink_to(Path(megatron.core.__file__).parent)
+    (tmp_path / "megatron" / "training" / "initialize.py").write_text(
+        "import torch\n"
+        "def initialize_megatron(allow_no_cuda=False):\n"
+        "    assert allow_no_cuda or torch.cuda.is_available(), 'Megatron requires CUDA.'\n"
+        "def set_jit_fusion_options():\n"
+        "    torch.rand(3, device='cuda')\n"
+    )
+    (tmp_path / "megatron" / "training" / "training.py").write_text(
+        "from megatron.training.initialize import initialize_megatron, set_jit_fusion_options\n"
+        "def pretrain():\n"
+        "    initialize_megatron()\n"
+        "    set_jit_fusion_options()\n"
+    )
+    (tmp_path / "pretrain_gpt.py").write_text(
+        "import json, sys\n"
+        "import megatron.core, torch\n"
+        "from megatron.training.training import pretrain\n"
+        "if __name__ == '__main__':\n"
+        "    state = torch.get_rng_state()\n"
+        "    pretrain()\n"
+        "    from megatron_tree.integrations import megatron as tree\n"
+        "    same = torch.equal(state, torch.get_rng_state())\n"
+        "    compiled = torch.compile(lambda x: torch.compiler.is_compiling())(1)\n"
+        "    seen = [sys.argv, megatron.core.__file__, tree.is_installed(), torch.cuda.device_count(), same]\n"
+        "    print('SEEN' + json.dumps([*seen, compiled]))\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is added where there is a GPU")
+def test_a_script_runs_unmodified_with_its_own_arguments(checkout):
+    """One rank: what the script sees, and that its training loop's CUDA assertion and warm-up are out of the way."""
+    given = ("--cp-comm-type", "tree", "--lr", "1e-3", "--title", "two words", "--transformer-impl=local", "--yes")
+    done = launch("-n", 1, checkout, "pretrain_gpt.py", *given, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--cp-comm-type" not in done.stderr
+    argv, core, installed, devices, same_state, compiled = json.loads(re.search("^SEEN(.*)", done.stdout, re.M)[1])
+    added = [
+        *("--distributed-backend", "gloo", "--use-cpu-initialization", "--no-gradient-accumulation-fusion"),
+        *("--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
+    ]
+    assert argv == [str(checkout / "pretrain_gpt.py"), *given, *added]
+    assert f"with these options added: {' '.join(added)}\n" in done.stdout
+    assert core == str(checkout / "megatron" / "core" / "__init__.py"), "the checkout's own"
+    assert installed
+    assert devices == 1
+    assert same_state, "the warm-up draws no random numbers"
+    assert not compiled
+    assert "not installed" not in done.stdout + done.stderr
+
+
+def test_a_package_that_the_script_lacks_is_named(checkout):
+    (checkout / "pretrain_gpt.py").write_text("import no_such_package\n")
+    done = launch("-n", 1, checkout, "pretrain_gpt.py", timeout=250)
+    assert done.returncode != 0
+    assert "pip install no_such_package" in done.stdout + done.stderr
+    assert "warning: no --cp-comm-type among the options" in done.stderr
+
+
+def test_options_of_the_user_are_kept():
+    assert megatron_lm.cpu_options(["--distributed-backend", "mpi", "--transformer-impl=local"]) == [
+        "--use-cpu-initialization",
+        "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+        "--no-persist-layer-norm",
+        "--no-rope-fusion",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no Megatron-LM folder given"),
+        (["--nonsense"], "unknown option --nonsense before MEGATRON_LM"),
+        (["-n"], "-n needs a value"),
+        (["nowhere", "pretrain_gpt.py"], "no such folder: nowhere"),
+        (["empty", "pretrain_gpt.py"], "empty holds no megatron/core: name the folder of a Megatron-LM checkout"),
+        (["core", "pretrain_gpt.py"], "core holds no megatron/training: name the folder of a Megatron-LM checkout"),
+        (["whole"], "no script given: name one of whole"),
+        (["whole", "pretrain_gpt.py"], "no such script: whole/pretrain_gpt.py"),
+    ],
+)
+def test_wrong_calls(arguments, message, tmp_path):
+    for folder in ("empty", "core/megatron/core", "whole/megatron/core", "whole/megatron/training"):
+        (tmp_path / folder).mkdir(parents=True)
+    done = launch(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_help_explains_every_option():
+    done = launch("--help")
+    assert done.returncode == 0
+    source = (REPO / "launch" / "megatron_lm.sh").read_text()
+    (options,) = re.findall(r"^ +(-n \| [^)]*)\)", source, flags=re.MULTILINE)
+    for option in options.split(" | "):
+        assert option in done.stdout
+
+
+def trained(ranks, *options):
+    """{what: its values} that training prints: losses and gradient norms of every step, losses of the evaluations."""
+    done = launch("-n", ranks, CHECKOUT, "pretrain_gpt.py", *OPTIONS, *options, timeout=500)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    names = ("lm loss:", "grad norm:", "lm loss value:")
+    return {name: [float(x) for x in re.findall(rf"{name} ([-+.\dE]+)", done.stdout)] for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no Megatron-LM checkout")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares runs on CPU ranks")
+def test_a_real_checkout_trains_as_on_one_rank():
+    """Losses and gradient norms of two ranks equal those of Megatron's own attention on one."""
+    one = trained(1)
+    assert len(one["lm loss:"]) == len(one["grad norm:"]) == 4
+    assert one["lm loss value:"], "evaluations"
+    tree = ("--context-parallel-size", 2, "--cp-comm-type", "tree")
+    assert trained(2, *tree) == {name: pytest.approx(values, rel=2e-6) for name, values in one.items()}
