@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..comm.health.agree import agree, telling
 from ..layout import sequences_of
 from ..merge import merge_sinks
 from .call import AttnCall
@@ -46,11 +45,12 @@ class _TreeAttention(torch.autograd.Function):
             padding = sequences_of(own, q.shape[1]).to(q.device) < 0
             dout = dout.masked_fill(padding[:, None, None], 0)
             dlse = None if dlse is None else dlse.masked_fill(padding, 0)
-        if call.config.check == "finite":
-            with telling(call.group):
+        with comm.collective_call("the backward of tree attention", call.group, call.config) as backward:
+            if call.config.check == "finite":
                 check_finite_shares(call.config, call.group, call.queries, call.keys, dout=dout)
-            agree(call.group, "backward", check="finite", timeout_s=call.config.timeout_s)
-        with comm.Task(call.group, "the backward of tree attention"):
+                backward.agree()
+            else:
+                backward.start()
             flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
             delta = kernels.attn_delta(dout, out, flowing)
             if flowing is not None:

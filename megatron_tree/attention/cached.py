@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..comm.health.agree import agree, telling
 from ..config import TreeConfig
 from ..layout import Segment
 from ..log import say_once
@@ -74,8 +73,7 @@ def tree_decode(
     Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
     """
     config = config or _DEFAULT
-    world = comm.group_size(cp_group)
-    with telling(cp_group):
+    with comm.collective_call("tree_decode", cp_group, config) as call, torch.no_grad():
         check_decode_schedule(schedule, config)
         paged = check_paged(q, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
         if paged is None:
@@ -89,41 +87,33 @@ def tree_decode(
         if paged is not None:
             backend.check_pages(k_cache)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
-        network = GroupTopology.of(cp_group, q.device, config)
-    b, s_q, h, _ = q.shape
-    h_kv, d_v = v_cache.shape[2:]
-    agree(
-        cp_group,
-        "tree_decode",
-        check=config.check,
-        timeout_s=config.timeout_s,
-        q=q.shape,
-        num_heads_kv=h_kv,
-        head_dim_v=d_v,
-        dtype=q.dtype,
-        spec=spec,
-        sinks=sinks is not None,
-        schedule=schedule,
-        positions=q_positions is not None,
-        paged=paged is not None,
-        config=config,
-        topology=network.digest,
-    )
-    with comm.Task(cp_group, "tree_decode"), torch.no_grad():
-        network = network.placed(cp_group, q.device, config)
-        topology, placement = network.topology, network.placement
+        net = GroupTopology.of(cp_group, q.device, config)
+        call.agree(
+            q=q.shape,
+            num_heads_kv=v_cache.shape[2],
+            head_dim_v=v_cache.shape[3],
+            dtype=q.dtype,
+            spec=spec,
+            sinks=sinks is not None,
+            schedule=schedule,
+            positions=q_positions is not None,
+            paged=paged is not None,
+            config=config,
+            topology=net.digest,
+        )
+        net, world = net.placed(cp_group, q.device, config), comm.group_size(cp_group)
         plan = plan_decode(
             world,
-            rows=b * s_q * h,
-            head_dim_v=d_v,
+            rows=q.shape[:3].numel(),
+            head_dim_v=v_cache.shape[3],
             kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
-            topology=topology,
-            placement=placement,
+            topology=net.topology,
+            placement=net.placement,
             schedule=schedule,
             memory_budget=config.memory_budget,
             deterministic=config.deterministic,
         )
-        if schedule == "auto" and world > 1 and s_q == 1:
+        if schedule == "auto" and world > 1 and q.shape[1] == 1:
             say_once(f"decode schedule: {plan.reason}")
         out, lse = decode.decode(
             q,
@@ -135,8 +125,8 @@ def tree_decode(
             group=cp_group,
             schedule=plan.schedule,
             across=plan.across,
-            transport=topology.transport,
-            placement=placement,
+            transport=net.transport,
+            placement=net.placement,
             backend=backend,
             timeout_s=config.timeout_s,
             paged=paged,
@@ -175,7 +165,7 @@ def tree_prefill(
     Source: Tree Attention's reduction (arXiv 2408.04093) on the grid of `world` x 1: docs/design.md.
     """
     config = config or _DEFAULT
-    with telling(cp_group):
+    with comm.collective_call("tree_prefill", cp_group, config) as call, torch.no_grad():
         check_cache(q, k_cache, v_cache)
         spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
@@ -189,41 +179,36 @@ def tree_prefill(
             raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
         backend = kernels.choose(q, k_cache, v_cache, spec, config.backend)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
-        network = GroupTopology.of(cp_group, q.device, config)
-    agree(
-        cp_group,
-        "tree_prefill",
-        check=config.check,
-        timeout_s=config.timeout_s,
-        batch=q.shape[0],
-        num_heads=q.shape[2],
-        num_heads_kv=k_cache.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v_cache.shape[3],
-        dtype=q.dtype,
-        spec=spec,
-        sinks=sinks is not None,
-        shares=str(shares),
-        gathered="keys" if gathers_keys else "queries",
-        config=config,
-        topology=network.digest,
-    )
-    call = dict(
-        spec=spec,
-        group=cp_group,
-        transport=network.topology.transport,
-        backend=backend,
-        timeout_s=config.timeout_s,
-    )
-    with comm.Task(cp_group, "tree_prefill"), torch.no_grad():
+        net = GroupTopology.of(cp_group, q.device, config)
+        call.agree(
+            batch=q.shape[0],
+            num_heads=q.shape[2],
+            num_heads_kv=k_cache.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v_cache.shape[3],
+            dtype=q.dtype,
+            spec=spec,
+            sinks=sinks is not None,
+            shares=str(shares),
+            gathered="keys" if gathers_keys else "queries",
+            config=config,
+            topology=net.digest,
+        )
+        options = dict(
+            spec=spec,
+            group=cp_group,
+            transport=net.transport,
+            backend=backend,
+            timeout_s=config.timeout_s,
+        )
         if gathers_keys:
             queries = _segments(shares[rank : rank + 1], 0)
-            call.update(q_segments=queries, k_segments=key_segments)
-            out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **call)
+            options.update(q_segments=queries, k_segments=key_segments)
+            out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **options)
         else:
             wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
-            call.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments)
-            out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, wire=wire, **call)
+            options.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments)
+            out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, wire=wire, **options)
     return out.to(q.dtype)
 
 

@@ -37,18 +37,70 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttnCall:
-    """One checked and planned attention call."""
+class AttnArgs:
+    """A checked attention call, before it is planned."""
 
     spec: AttnSpec
     group: object
     queries: Sharding
     keys: Sharding
     """The same as `queries` in self attention."""
+    config: TreeConfig
+
+    def plan(
+        self, q: Tensor, k: Tensor, v: Tensor, net: GroupTopology, backend: Backend, members: tuple[int, ...]
+    ) -> AttnCall:
+        """The call, planned for some ranks of the group. All teams of the group follow the first team's plan."""
+        config, world, u = self.config, len(members), self.queries.fused
+        shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        placement = net.placement_of(members)
+        plan = plan_training(
+            world,
+            shape,
+            batch=q.shape[0],
+            seq_len=self.queries.seq_len,
+            seq_len_kv=self.keys.seq_len,
+            bytes_per_word=q.element_size(),
+            causal=self.spec.causal,
+            visible=_visible(self.queries.layout),
+            topology=net.topology,
+            placement=placement if u == 1 else net.placement_of(tuple(range(0, u * world, u))),
+            schedule=config.schedule,
+            grid=config.grid,
+            grid_backward=config.grid_backward,
+            head_groups=config.head_groups,
+            memory_budget=config.memory_budget,
+        )
+        if world > 1 and comm.group_rank(self.group) == 0:
+            h, h_kv, d, _ = shape
+            teams = "" if u == 1 else f", in each of {u} Ulysses ranks"
+            say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}{teams}): {plan.reason}")
+        return AttnCall(
+            spec=self.spec,
+            group=self.group,
+            queries=self.queries,
+            keys=self.keys,
+            config=config,
+            plan=plan,
+            order=tuple(members[i] for i in placement.order),
+            transport=net.transport,
+            backend=backend,
+            wire_dtype=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnCall:
+    """A checked and planned attention call."""
+
+    spec: AttnSpec
+    group: object
+    queries: Sharding
+    keys: Sharding
+    config: TreeConfig
     plan: TrainingPlan
     order: tuple[int, ...]
     """The ranks of `group` that take part, node by node: position -> group rank."""
-    config: TreeConfig
     transport: str
     backend: Backend
     """The kernels of this call."""
@@ -88,59 +140,6 @@ class AttnCall:
             own_key_rows=self.keys.rows_of(self.rank, at=key_at),
             own_query_rows=self.queries.rows_of(self.rank, at=query_at),
         )
-
-
-def plan_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttnSpec,
-    queries: Sharding,
-    keys: Sharding,
-    cp_group,
-    config: TreeConfig,
-    topology: GroupTopology,
-    backend: Backend,
-    members: tuple[int, ...],
-) -> AttnCall:
-    """The planned call of some ranks of the group. All teams of the group follow the first team's plan."""
-    world, u = len(members), queries.fused
-    shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    placement = topology.placement_of(members)
-    plan = plan_training(
-        world,
-        shape,
-        batch=q.shape[0],
-        seq_len=queries.seq_len,
-        seq_len_kv=keys.seq_len,
-        bytes_per_word=q.element_size(),
-        causal=spec.causal,
-        visible=_visible(queries.layout),
-        topology=topology.topology,
-        placement=placement if u == 1 else topology.placement_of(tuple(range(0, u * world, u))),
-        schedule=config.schedule,
-        grid=config.grid,
-        grid_backward=config.grid_backward,
-        head_groups=config.head_groups,
-        memory_budget=config.memory_budget,
-    )
-    if world > 1 and comm.group_rank(cp_group) == 0:
-        h, h_kv, d, _ = shape
-        teams = "" if u == 1 else f", in each of {u} Ulysses ranks"
-        say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}{teams}): {plan.reason}")
-    return AttnCall(
-        spec=spec,
-        group=cp_group,
-        queries=queries,
-        keys=keys,
-        plan=plan,
-        order=tuple(members[i] for i in placement.order),
-        config=config,
-        backend=backend,
-        transport=topology.topology.transport,
-        wire_dtype=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
-    )
 
 
 def _visible(layout: Layout) -> float:

@@ -12,11 +12,10 @@ import dataclasses
 from torch import Tensor
 
 from .. import comm, kernels
-from ..comm.health.agree import agree, telling
-from ..config import AttnSpec, TreeConfig
+from ..config import TreeConfig
 from ..layout import Layout, Sharding, check_layout, packed_layout, shard_lengths
 from .autograd import tree_attention
-from .call import plan_call
+from .call import AttnArgs
 from .heads import heads_to_tokens, tokens_to_heads
 from .topology import GroupTopology
 from .validate import (
@@ -74,13 +73,13 @@ def tree_attn_func(
     Source: Tree Attention (arXiv 2408.04093), spread over a grid of ranks as docs/design.md derives.
     """
     config = config or _DEFAULT
-    with telling(cp_group):
+    with comm.collective_call("tree_attn_func", cp_group, config) as call:
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
         cross = spec.left is None and spec.right is None
         check_qkv(q, k, v, cross=cross)
         queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
-    call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
-    out, lse = _attend("tree_attn_func", q, k, v, sinks, **call)
+        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
+        out, lse = _attend(call, q, k, v, sinks, args, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -126,7 +125,7 @@ def tree_attn_varlen_func(
     Raises: as `tree_attn_func`, and ValueError for a padded length that is no multiple of 2p.
     """
     config = config or _DEFAULT
-    with telling(cp_group):
+    with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call:
         check_packed(q, k, v)
         world = comm.group_size(cp_group)
         documents = packed_layout(cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world)
@@ -141,8 +140,8 @@ def tree_attn_varlen_func(
         q, k, v = (x[None] for x in (q, k, v))
         check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
-    call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config, return_lse=return_lse)
-    out, lse = _attend("tree_attn_varlen_func", q, k, v, sinks, **call)
+        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
+        out, lse = _attend(call, q, k, v, sinks, args, return_lse)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -182,40 +181,28 @@ def attend_gathered(
             f"k holds {k.shape[1]} tokens: it must hold all shares, {queries.seq_len}, which must be equally long"
         )
     keys = dataclasses.replace(queries, fused=queries.world)
-    return _attend_here(q, k, v, sinks, spec, queries, keys, cp_group, config.backend)[0]
+    args = AttnArgs(spec=spec, group=None, queries=queries, keys=keys, config=TreeConfig(backend=config.backend))
+    net = GroupTopology.of(None, q.device, args.config).placed(None, q.device, args.config)
+    alone = args.plan(q, k, v, net, kernels.choose(q, k, v, spec, config.backend), (0,))
+    here = dataclasses.replace(alone, group=cp_group, order=(comm.group_rank(cp_group),))
+    return tree_attention(q, k, v, sinks, here)[0]
 
 
 def _attend(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    *,
-    spec: AttnSpec,
-    queries: Sharding,
-    keys: Sharding,
-    cp_group,
-    config: TreeConfig,
-    return_lse: bool,
+    call: comm.collective_call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, args: AttnArgs, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of checked tensors: agree, plan, and run, with Ulysses' exchanges around it if asked for."""
-    world, u = comm.group_size(cp_group), config.ulysses_size
-    with telling(cp_group):
-        check_sinks(sinks, q)
-        check_ulysses(u, world, q, k, queries)
-        backend = kernels.choose(q, k, v, spec, config.backend)
-        check_finite_shares(config, cp_group, queries, keys, q=q, k=k, v=v, sinks=sinks)
-        topology = GroupTopology.of(cp_group, q.device, config)
-    agree(
-        cp_group,
-        name,
-        check=config.check,
-        timeout_s=config.timeout_s,
-        also={f"dropout_{field}": value for field, value in spec.dropout._asdict().items()} if spec.dropout else None,
+    """(out, lse) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
+    spec, group, config = args.spec, args.group, args.config
+    check_sinks(sinks, q)
+    check_ulysses(config.ulysses_size, args.queries.world, q, k, args.queries)
+    backend = kernels.choose(q, k, v, spec, config.backend)
+    check_finite_shares(config, group, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
+    net = GroupTopology.of(group, q.device, config)
+    call.agree(
+        changing={f"dropout_{name}": value for name, value in spec.dropout._asdict().items()} if spec.dropout else None,
         batch=q.shape[0],
-        seq_len=queries.seq_len,
-        seq_len_kv=keys.seq_len,
+        seq_len=args.queries.seq_len,
+        seq_len_kv=args.keys.seq_len,
         num_heads=q.shape[2],
         num_heads_kv=k.shape[2],
         head_dim=q.shape[3],
@@ -223,19 +210,16 @@ def _attend(
         dtype=q.dtype,
         spec=dataclasses.replace(spec, dropout=None),
         sinks=sinks is not None,
-        layout=queries.layout,
-        layout_kv=keys.layout,
+        layout=args.queries.layout,
+        layout_kv=args.keys.layout,
         return_lse=return_lse,
         config=config,
-        topology=topology.digest,
+        topology=net.digest,
     )
-    with comm.Task(cp_group, name):
-        topology = topology.placed(cp_group, q.device, config)
-        call = dict(spec=spec, queries=queries, keys=keys, cp_group=cp_group, config=config)
-        call.update(topology=topology, backend=backend)
-        if u == 1:
-            return tree_attention(q, k, v, sinks, plan_call(q, k, v, **call, members=tuple(range(world))))
-        return _attend_ulysses(q, k, v, sinks, **call, return_lse=return_lse)
+    net = net.placed(group, q.device, config)
+    if config.ulysses_size > 1:
+        return _attend_ulysses(q, k, v, sinks, args, net, backend, return_lse)
+    return tree_attention(q, k, v, sinks, args.plan(q, k, v, net, backend, tuple(range(args.queries.world))))
 
 
 def _attend_ulysses(
@@ -243,52 +227,28 @@ def _attend_ulysses(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    *,
-    spec: AttnSpec,
-    queries: Sharding,
-    keys: Sharding,
-    cp_group,
-    config: TreeConfig,
-    topology: GroupTopology,
+    args: AttnArgs,
+    net: GroupTopology,
     backend: kernels.Backend,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Ulysses x tree: exchange heads for tokens, attend among the ranks with the same heads, and exchange back."""
-    world, rank, u = comm.group_size(cp_group), comm.group_rank(cp_group), config.ulysses_size
+    world, rank, u = args.queries.world, comm.group_rank(args.group), args.config.ulysses_size
     place = rank % u
-    team = comm.Team(
-        cp_group,
-        tuple((r,) for r in range(rank - place, rank - place + u)),
-        topology.topology.transport,
-        config.timeout_s,
-        ("ulysses", u),
-    )
+    neighbours = tuple((r,) for r in range(rank - place, rank - place + u))
+    team = comm.Team(args.group, neighbours, net.transport, args.config.timeout_s, ("ulysses", u))
     if k.shape[2] < u:
         k, v = (x.repeat_interleave(u // x.shape[2], 2) for x in (k, v))
     first, count = place * (q.shape[2] // u), q.shape[2] // u
     q, k, v = heads_to_tokens(team, q, k, v)
     sinks = None if sinks is None else sinks[first : first + count]
-    queries, keys = (dataclasses.replace(x, fused=u) for x in (queries, keys))
-    team_of_heads = dict(cp_group=cp_group, config=config, topology=topology, members=tuple(range(place, world, u)))
-    spec = spec.heads_from(first)
-    call = plan_call(q, k, v, spec=spec, queries=queries, keys=keys, backend=backend, **team_of_heads)
-    out, lse = tree_attention(q, k, v, sinks, call)
+    queries, keys = (dataclasses.replace(x, fused=u) for x in (args.queries, args.keys))
+    args = dataclasses.replace(args, spec=args.spec.heads_from(first), queries=queries, keys=keys)
+    out, lse = tree_attention(q, k, v, sinks, args.plan(q, k, v, net, backend, tuple(range(place, world, u))))
     if not return_lse:
         return *tokens_to_heads(team, out), None
     out, lse = tokens_to_heads(team, out, lse.transpose(1, 2)[..., None])
     return out, lse[..., 0].transpose(1, 2)
-
-
-def _attend_here(
-    q, k, v, sinks, spec: AttnSpec, queries: Sharding, keys: Sharding, cp_group, backend: str
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of what this rank holds, without a message: alone on a grid of one place."""
-    config = TreeConfig(backend=backend)
-    topology = GroupTopology.of(None, q.device, config).placed(None, q.device, config)
-    chosen = kernels.choose(q, k, v, spec, backend)
-    alone = dict(cp_group=None, config=config, topology=topology, backend=chosen, members=(0,))
-    call = plan_call(q, k, v, spec=spec, queries=queries, keys=keys, **alone)
-    return tree_attention(q, k, v, sinks, dataclasses.replace(call, group=cp_group, order=(comm.group_rank(cp_group),)))
 
 
 def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..comm.health.agree import agree, telling
 from ..config import TreeConfig
 from ..layout import Layout, check_layout, shard_lengths, shard_positions
 from .heads import gather_rows
@@ -30,7 +29,7 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
     seq_len: the whole length; needed for an uneven "contiguous" layout, default p times this rank's share.
     """
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
-    with telling(cp_group):
+    with comm.collective_call("unshard_sequence", cp_group, _DEFAULT) as call:
         check_layout(layout, world)
         if seq_len is None:
             seq_len = sum(layout) if isinstance(layout, (tuple, list)) else x.shape[dim] * world
@@ -40,10 +39,8 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
                 f"x holds {x.shape[dim]} tokens along dim {dim} on rank {rank}; layout={layout!r}, seq_len={seq_len} "
                 f"has {lengths[rank]} there: pass the seq_len of the whole sequence"
             )
-    shape = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
-    call = {"shape without dim": tuple(shape), "dtype": x.dtype, "seq_len": seq_len, "layout": layout}
-    agree(cp_group, "unshard_sequence", check="first", timeout_s=_DEFAULT.timeout_s, **call)
-    with comm.Task(cp_group, "unshard_sequence"):
+        others = tuple(n for i, n in enumerate(x.shape) if i != dim % x.dim())
+        call.agree(**{"shape without dim": others}, dtype=x.dtype, seq_len=seq_len, layout=layout)
         rows = x.detach().movedim(dim, 0)
         rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
         whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))
@@ -65,15 +62,13 @@ def gather_shares(x: Tensor, cp_group, dim: int, *, config: TreeConfig | None = 
     if world == 1:
         return x
     config = config or _DEFAULT
-    with telling(cp_group):
-        network = GroupTopology.of(cp_group, x.device, config)
-    call = {"shape": x.shape, "dtype": x.dtype, "dim": dim % x.dim(), "topology": network.digest}
-    agree(cp_group, "gather_shares", check=config.check, timeout_s=config.timeout_s, **call)
-    with comm.Task(cp_group, "gather_shares"):
-        network = network.placed(cp_group, x.device, config)
-        order, block = network.placement.order, network.placement.block
+    with comm.collective_call("gather_shares", cp_group, config) as call:
+        net = GroupTopology.of(cp_group, x.device, config)
+        call.agree(shape=x.shape, dtype=x.dtype, dim=dim % x.dim(), topology=net.digest)
+        net = net.placed(cp_group, x.device, config)
+        order, block = net.placement.order, net.placement.block
         ranks = tuple(order[place::block] for place in range(block))
-        team = comm.Team(cp_group, ranks, network.topology.transport, config.timeout_s, ("shares", block))
+        team = comm.Team(cp_group, ranks, net.transport, config.timeout_s, ("shares", block))
         whole = gather_rows(x.movedim(dim, 0), team)
     if team.order != tuple(range(world)):
         by_rank = [team.order.index(r) for r in range(world)]

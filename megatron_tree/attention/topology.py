@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 import zlib
 from typing import NamedTuple
 
 import torch
 
 from .. import comm
+from ..comm.group import GroupState
 from ..config import TreeConfig
 from ..plan import Placement, Topology, default_topology, load_topology, place
-
-_made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {key: GroupTopology}
 
 
 class GroupTopology(NamedTuple):
@@ -29,7 +27,7 @@ class GroupTopology(NamedTuple):
     @classmethod
     def of(cls, group, device: torch.device, config: TreeConfig) -> GroupTopology:
         """The topology of a group; its placement is not known before `placed`. Raises ``ValueError``."""
-        made, key = _made.get(group, {}) if group is not None else {}, cls._key(device, config)
+        made, key = GroupState.of(group).topologies, cls._key(device, config)
         if key in made:
             return made[key]
         backend = comm.backend(group)
@@ -47,7 +45,7 @@ class GroupTopology(NamedTuple):
         hosts = comm.hosts(group, timeout_s=config.timeout_s)
         placed = self._replace(hosts=hosts, placement=place(self.topology, hosts))
         if group is not None:
-            _made.setdefault(group, {})[self._key(device, config)] = placed
+            GroupState.of(group).topologies[self._key(device, config)] = placed
         return placed
 
     def placement_of(self, ranks: tuple[int, ...]) -> Placement:
@@ -55,6 +53,11 @@ class GroupTopology(NamedTuple):
         if len(ranks) == len(self.hosts):
             return self.placement
         return _place(self.topology, tuple(self.hosts[r] for r in ranks))
+
+    @property
+    def transport(self) -> str:
+        """How messages travel: "direct" or "builtin"."""
+        return self.topology.transport
 
     @staticmethod
     def _key(device: torch.device, config: TreeConfig) -> tuple:

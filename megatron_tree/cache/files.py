@@ -23,15 +23,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..comm import group_rank, group_size
-from ..comm.health.agree import agree, telling
+from ..comm import collective_call, group_rank, group_size
 from ..comm.wire import share_all
+from ..config import TreeConfig
 from ..files import digest_of, read_json
 from . import ShardedCache
 
 FORMAT = 2
 DESCRIPTION = "cache.json"
 TIMEOUT_S = 1800.0  # for the slowest rank to write or check its files
+_CHECKED = TreeConfig(check="always", timeout_s=TIMEOUT_S)
 CHUNK = 4096  # tokens that are read at once
 _DTYPES = {
     torch.float32: "F32",
@@ -76,7 +77,7 @@ def save_rows(
     folder, rank, world = Path(folder), group_rank(cp_group), group_size(cp_group)
     part = folder.with_name(f".{folder.name}.part")
     lengths = [store.book.rows[row].length for row in rows]
-    with telling(cp_group):
+    with collective_call("save of a cache", cp_group, _CHECKED) as call:
         if [list(x.shape) for x in tokens] != [[n] for n in lengths] or any(x.dtype != torch.int64 for x in tokens):
             seen = [f"{list(x.shape)} {x.dtype}" for x in tokens]
             raise ValueError(f"tokens={seen} must be int64, of each row as many as the cache holds: {lengths}")
@@ -86,19 +87,19 @@ def save_rows(
             with _naming(part):
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
-    digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tokens)).hexdigest()[:16]
-    call = {"lengths": tuple(lengths), "folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
-    _agree(cp_group, "save of a cache", **call)
-    with telling(cp_group), _naming(part / _file(rank)):
+        digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tokens)).hexdigest()[:16]
+        values = {"folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
+        call.agree(lengths=tuple(lengths), **values)
+    with collective_call("save: all files are written", cp_group, _CHECKED) as call, _naming(part / _file(rank)):
         written = _write(part / _file(rank), store, rows, tokens if rank == 0 else [])
         (part / f"{_file(rank)}.json").write_text(json.dumps(written))
-    _agree(cp_group, "save: all files are written")
-    with telling(cp_group), _naming(part):
+        call.agree()
+    with collective_call("save: the folder has its name", cp_group, _CHECKED) as call, _naming(part):
         if rank == 0:
             (part / DESCRIPTION).write_text(json.dumps(_describe(store, part, world, lengths, fingerprint), indent=1))
             os.replace(part, folder)
-    _agree(cp_group, "save: the folder has its name")
-    share_all(None, cp_group, timeout_s=TIMEOUT_S)  # rank 0 keeps what the others agree by, and may leave after this
+        call.agree()
+    share_all(None, cp_group, timeout_s=TIMEOUT_S)  # until then rank 0 must stay: it hosts the store
 
 
 def load_rows(
@@ -111,7 +112,7 @@ def load_rows(
         that are missing, cut short or damaged.
     """
     folder, rank, world = Path(folder), group_rank(cp_group), group_size(cp_group)
-    with telling(cp_group):
+    with collective_call("load of a cache", cp_group, _CHECKED) as call:
         about = _read_description(folder)
         _check_fit(store, about, folder, fingerprint)
         names = [_file(i) for i in range(about["world"])]
@@ -119,18 +120,21 @@ def load_rows(
             _check_size(folder / name, about["files"][name]["bytes"])
         for name in names[rank::world]:
             _check_digest(folder / name, about["files"][name]["sha256"])
-    call = {"folder": str(folder), "lengths": tuple(about["lengths"]), "fingerprint": fingerprint}
-    _agree(cp_group, "load of a cache", **call)
+        call.agree(folder=str(folder), lengths=tuple(about["lengths"]), fingerprint=fingerprint)
     rows: list[int] = []
     try:
-        with telling(cp_group), _naming(folder), contextlib.ExitStack() as stack:
+        with (
+            collective_call("load: all rows are there", cp_group, _CHECKED) as call,
+            _naming(folder),
+            contextlib.ExitStack() as stack,
+        ):
             files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in names]
             places = [_places_of(files, kind) for kind in range(len(store.book.windows))]
             tokens = [files[0].get_tensor(f"tokens.{i}") for i in range(len(about["lengths"]))]
             for i in range(len(tokens)):
                 rows.append(store.book.add())
                 _load_row(store, rows[-1], i, files, places, about, folder, device)
-        _agree(cp_group, "load: all rows are there")
+            call.agree()
     except BaseException:
         for row in rows:
             store.remove(row)
@@ -321,10 +325,6 @@ def _found(positions: Tensor, numbers: Tensor, wanted: Tensor, slots: Tensor) ->
 
 def _file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
-
-
-def _agree(cp_group, what: str, **call) -> None:
-    agree(cp_group, what, check="always", timeout_s=TIMEOUT_S, **call)
 
 
 @contextlib.contextmanager

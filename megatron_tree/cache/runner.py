@@ -11,8 +11,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..comm import broadcast, group_size
-from ..comm.health.agree import agree, telling
+from ..comm import broadcast, collective_call, group_size, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice
 from . import ShardedCache
 from .forward import ForwardPass, forward_pass
@@ -106,10 +105,10 @@ class RowRunner:
         Raises: ValueError for tokens of another shape or dtype, more than the model has positions for, or ranks that
             disagree.
         """
-        with telling(self.token_group):
+        with collective_call("prefill", self.token_group, self.config) as call:
             self._check([row], tokens, dims=1)
-        tokens = tokens.to(self.device)
-        self._agree_on_prompt(row, tokens)
+            tokens = tokens.to(self.device)
+            self._agree_on_prompt(call, row, tokens)
         total, world = tokens.shape[0], self._book.world
         for begin in range(0, total, self.chunk_size):
             chunk = tokens[begin : begin + self.chunk_size]
@@ -132,7 +131,7 @@ class RowRunner:
         Returns: fp32 logits [len(rows), n, vocab_size].
         Raises: ValueError as `prefill`, and for another number of rows.
         """
-        with telling(self.cp_group):
+        with shared_checks("step", self.cp_group):
             self._check(rows, tokens, dims=2)
         with self._forward_pass(rows, tokens.shape[1]) as forward:
             return self._run(forward, tokens.to(self.device), self._positions(forward), keep=None).float()
@@ -182,10 +181,9 @@ class RowRunner:
                 "or build the model for longer sequences"
             )
 
-    def _agree_on_prompt(self, row: int, tokens: Tensor) -> None:
+    def _agree_on_prompt(self, call: collective_call, row: int, tokens: Tensor) -> None:
         digest = ""
         if group_size(self.token_group) > 1:
             digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]
-        call = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
-        call["digest of tokens"] = digest
-        agree(self.token_group, "prefill", check=self.config.check, timeout_s=self.config.timeout_s, **call)
+        values = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
+        call.agree(**values, **{"digest of tokens": digest})

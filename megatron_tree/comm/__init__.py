@@ -1,40 +1,48 @@
-"""Everything that leaves this rank: with agree.py the only caller of torch.distributed below the integrations.
+"""Everything that leaves this rank: the only caller of torch.distributed below the integrations.
 
-- groups.py       who is in a group, and teams: rows and columns of the grid, nested by node
-- board.py        what ranks tell each other through the job's key-value store
-- watch.py        who has failed: how ranks that wait for one another find out
+- calls.py        one call that all ranks make together: check, agree, run
+- group.py        a process group, and what this process keeps about it
+- team.py         rows and columns of the grid, nested by node, and their process groups
 - machines.py     on which host every rank runs
 - work.py         messages and collectives under way, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; plain all-reduce and broadcast
 - reductions.py   decode's reductions of one state per rank
+- wire.py         JSON values between ranks
+- rendezvous.py   how the ranks of a job meet
+- traffic.py      what this rank sends, recorded for tests and benchmarks
+- health/         ranks that differ, fail or hang
 
 Tensors that travel are sequence-first ([s, ...], contiguous), so that a gather is a plain concatenation and its result
-is read through strides, without a copy. `record` lists what this rank sends.
+is read through strides, without a copy.
 """
 
+from .calls import collective_call, shared_checks
 from .collectives import all_reduce, broadcast, gather_sequence, start_all_to_all, start_gather, start_reduce_scatter
-from .groups import Sent, Team, backend, group_rank, group_size, record, resolve_transport
-from .health.watch import Task, stage
+from .group import backend, group_rank, group_size, resolve_transport
+from .health.watchdog import monitored
 from .machines import hosts
 from .reductions import start_reduction
+from .team import Team
+from .traffic import Sent, record
 from .work import Pending, Transfer, start_shift
 
 __all__ = [
     "Pending",
     "Sent",
-    "Task",
     "Team",
     "Transfer",
     "all_reduce",
     "backend",
     "broadcast",
+    "collective_call",
     "gather_sequence",
     "group_rank",
     "group_size",
     "hosts",
+    "monitored",
     "record",
     "resolve_transport",
-    "stage",
+    "shared_checks",
     "start_all_to_all",
     "start_gather",
     "start_reduce_scatter",

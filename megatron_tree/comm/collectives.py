@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import Team, from_next, group_rank, group_size, note, resolve_transport, subgroup
-from .health.watch import failure
+from .group import group_rank, group_size, resolve_transport
+from .health.watchdog import Watchdog
+from .team import Team, from_next, subgroup
+from .traffic import note
 from .work import Mail, Pending, run, wait_for
 
 # the newer name; the older one warns from torch 2.13 on
@@ -124,7 +126,7 @@ def _builtin(op: str, team: Team, ranks, start):
         yield
         wait_for(work, team.group, team.timeout_s, on=group)
     except RuntimeError as error:
-        raise failure(op, team.group, team.timeout_s, error, ranks) from error
+        raise Watchdog.of(team.group).operation_failed(op, team.timeout_s, error, ranks) from error
 
 
 def gather_sequence(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:

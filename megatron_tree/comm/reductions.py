@@ -18,14 +18,16 @@ from torch import Tensor
 from ..kernels import merge_packed
 from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather, start_reduce_scatter
-from .groups import Team, from_next, group_rank, group_size, note
+from .group import group_rank, group_size
+from .team import Team, from_next
+from .traffic import note
 from .work import Mail, Transfer
 
 Steps = Generator[None, Tensor, Tensor]  # posts receives, yields once for this rank's state, returns the merged one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ReduceArgs:
     """What the ranks reduce: states of one shape [..., d + 1] (out, then lse), and among whom."""
 
     shape: tuple[int, ...]
@@ -99,7 +101,7 @@ def start_reduction(
     n = group_size(group)
     if n == 1:
         return Reduction(None)
-    call = Call(
+    args = ReduceArgs(
         shape=tuple(shape),
         dtype=dtype,
         device=device,
@@ -110,31 +112,31 @@ def start_reduction(
         block=block,
         across=across,
     )
-    return Reduction(_SCHEDULES[schedule, transport](call))
+    return Reduction(_SCHEDULES[schedule, transport](args))
 
 
-def _allreduce(call: Call) -> Steps:
+def _allreduce(args: ReduceArgs) -> Steps:
     """The paper's Algorithm 3: the maximum of lse, then one sum of numerators and denominators."""
     state = yield
     out, lse = state[..., :-1], state[..., -1:]
-    top = finite(all_reduce(lse.clone(), call.group, op="max", timeout_s=call.timeout_s))
-    total = all_reduce(numerators(out, lse, top), call.group, timeout_s=call.timeout_s)
+    top = finite(all_reduce(lse.clone(), args.group, op="max", timeout_s=args.timeout_s))
+    total = all_reduce(numerators(out, lse, top), args.group, timeout_s=args.timeout_s)
     return normalized(total, top)
 
 
-def _allgather_builtin(call: Call) -> Steps:
+def _allgather_builtin(args: ReduceArgs) -> Steps:
     state = yield
-    return merge_packed(start_gather(state[None], call.team(call.ranks)).wait())
+    return merge_packed(start_gather(state[None], args.team(args.ranks)).wait())
 
 
-def _allgather_direct(call: Call) -> Steps:
-    return (yield from _to_all(call, call.mail("all_gather"), call.ranks))
+def _allgather_direct(args: ReduceArgs) -> Steps:
+    return (yield from _to_all(args, args.mail("all_gather"), args.ranks))
 
 
-def _to_all(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
+def _to_all(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
     """Everybody sends to everybody, and merges in the order of `ranks`: one latency."""
-    at = ranks.index(call.rank)
-    parts = call.empty(len(ranks))
+    at = ranks.index(args.rank)
+    parts = args.empty(len(ranks))
     arriving = [mail.receive(parts[i], r) for i, r in enumerate(ranks) if i != at]
     state = yield
     note("all_gather", len(ranks), (len(ranks) - 1) * state.nbytes)
@@ -161,15 +163,15 @@ def _butterfly_plan(n: int, at: int) -> list[tuple[int, bool, bool]]:
     return steps
 
 
-def _butterfly_direct(call: Call) -> Steps:
-    return (yield from _double(call, call.mail("butterfly"), call.order))
+def _butterfly_direct(args: ReduceArgs) -> Steps:
+    return (yield from _double(args, args.mail("butterfly"), args.order))
 
 
-def _double(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
+def _double(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
     """Recursive doubling, all receives posted beforehand; the state of the lower half is merged first."""
-    at = ranks.index(call.rank)
+    at = ranks.index(args.rank)
     plan = _butterfly_plan(len(ranks), at)
-    buffers = {peer: call.empty() for peer, _, receives in plan if receives}
+    buffers = {peer: args.empty() for peer, _, receives in plan if receives}
     arriving = {peer: mail.receive(buffer, ranks[peer]) for peer, buffer in buffers.items()}
     state = yield
     folded = any(not sends for _, sends, _ in plan[1:])  # this rank only gets the result
@@ -184,15 +186,15 @@ def _double(call: Call, mail: Mail, ranks: tuple[int, ...]) -> Steps:
     return state
 
 
-def _butterfly_builtin(call: Call) -> Steps:
+def _butterfly_builtin(args: ReduceArgs) -> Steps:
     """Recursive doubling with the backend's own pairs of send and receive."""
-    state, at = (yield), call.order.index(call.rank)
-    plan = _butterfly_plan(len(call.order), at)
+    state, at = (yield), args.order.index(args.rank)
+    plan = _butterfly_plan(len(args.order), at)
     folded = any(not sends for _, sends, _ in plan[1:])
     for peer, sends, receives in plan:
-        other = call.empty() if receives else None
-        to = call.order[peer]
-        Transfer(state if sends else None, to, other, to, call.group, call.timeout_s).wait()
+        other = args.empty() if receives else None
+        to = args.order[peer]
+        Transfer(state if sends else None, to, other, to, args.group, args.timeout_s).wait()
         if receives:
             state = other if folded else _merge_two(at, state, peer, other)
     return state
@@ -212,34 +214,34 @@ class _Packed:
         return state
 
 
-def _scatter_builtin(call: Call) -> Steps:
-    shares, team = _row_shares((yield), len(call.ranks)), call.team(call.ranks)
+def _scatter_builtin(args: ReduceArgs) -> Steps:
+    shares, team = _row_shares((yield), len(args.ranks)), args.team(args.ranks)
     mine = start_reduce_scatter(shares.flatten(0, 1), team, _Packed).wait()
-    return _whole_rows(start_gather(mine, team).wait(), call.shape)
+    return _whole_rows(start_gather(mine, team).wait(), args.shape)
 
 
-def _scatter_direct(call: Call) -> Steps:
+def _scatter_direct(args: ReduceArgs) -> Steps:
     """Each rank merges its share of the rows, and sends it to all."""
-    n, r = len(call.ranks), call.rank
-    rows = -(-math.prod(call.shape[:-1]) // n)
-    shares, whole = (call.empty(n, shape=(rows, call.shape[-1])) for _ in range(2))
-    first, second = call.mail("all_to_all"), call.mail("all_gather")
-    arriving = [first.receive(shares[s], s) for s in call.ranks if s != r]
-    finished = [second.receive(whole[s], s) for s in call.ranks if s != r]
+    n, r = len(args.ranks), args.rank
+    rows = -(-math.prod(args.shape[:-1]) // n)
+    shares, whole = (args.empty(n, shape=(rows, args.shape[-1])) for _ in range(2))
+    first, second = args.mail("all_to_all"), args.mail("all_gather")
+    arriving = [first.receive(shares[s], s) for s in args.ranks if s != r]
+    finished = [second.receive(whole[s], s) for s in args.ranks if s != r]
     mine = _row_shares((yield), n)
     note("all_to_all", n, (n - 1) * mine[0].nbytes)
-    for s in from_next(call.ranks, r):
+    for s in from_next(args.ranks, r):
         first.send(mine[s], s)
     shares[r] = mine[r]
     first.wait(*arriving)
     whole[r] = merge_packed(shares)
     note("all_gather", n, (n - 1) * whole[r].nbytes)
-    for s in from_next(call.ranks, r):
+    for s in from_next(args.ranks, r):
         second.send(whole[r], s)
     second.wait(*finished)
     first.sent()
     second.sent()
-    return _whole_rows(whole.flatten(0, 1), call.shape)
+    return _whole_rows(whole.flatten(0, 1), args.shape)
 
 
 def _row_shares(state: Tensor, n: int) -> Tensor:
@@ -252,42 +254,42 @@ def _whole_rows(rows: Tensor, shape) -> Tensor:
     return rows[: math.prod(shape[:-1])].view(shape)
 
 
-def _two_level_direct(call: Call) -> Steps:
+def _two_level_direct(args: ReduceArgs) -> Steps:
     """States meet at the first rank of each node, the nodes' leaders exchange, and hand the result to their node."""
-    node, place = divmod(call.order.index(call.rank), call.block)
-    members = call.order[node * call.block :][: call.block]
-    mail = call.mail("two_level")
+    node, place = divmod(args.order.index(args.rank), args.block)
+    members = args.order[node * args.block :][: args.block]
+    mail = args.mail("two_level")
     if place:
-        result = call.empty()
+        result = args.empty()
         arriving = mail.receive(result, members[0])
         state = yield
-        note("send", call.block, state.nbytes)
+        note("send", args.block, state.nbytes)
         mail.send(state, members[0])
         mail.wait(arriving)
         mail.sent()
         return result
-    parts = call.empty(call.block)
+    parts = args.empty(args.block)
     arriving = [mail.receive(parts[i], r) for i, r in enumerate(members) if i]
-    exchange = {"direct": _to_all, "butterfly": _double}[call.across](call, mail, call.order[:: call.block])
+    exchange = {"direct": _to_all, "butterfly": _double}[args.across](args, mail, args.order[:: args.block])
     next(exchange)
     parts[0] = yield
     mail.wait(*arriving)
     result = _finish(exchange, merge_packed(parts))
-    note("send", call.block, (call.block - 1) * result.nbytes)
+    note("send", args.block, (args.block - 1) * result.nbytes)
     for r in members[1:]:
         mail.send(result, r)
     mail.sent()
     return result
 
 
-def _two_level_builtin(call: Call) -> Steps:
+def _two_level_builtin(args: ReduceArgs) -> Steps:
     """All-gather inside the node, then among the ranks of one place on all nodes: every rank merges in one order."""
-    node, place = divmod(call.order.index(call.rank), call.block)
-    inside, across = call.order[node * call.block :][: call.block], call.order[place :: call.block]
+    node, place = divmod(args.order.index(args.rank), args.block)
+    inside, across = args.order[node * args.block :][: args.block], args.order[place :: args.block]
     state = yield
     for name, ranks in (("inside", inside), ("across", across)):
         if len(ranks) > 1:
-            team = call.team(ranks, name, call.order, call.block)
+            team = args.team(ranks, name, args.order, args.block)
             state = merge_packed(start_gather(state[None], team).wait())
     return state
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import itertools
-import time
-import weakref
 from collections.abc import Generator
 from datetime import timedelta
 from typing import NamedTuple
@@ -15,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import backend, group_rank, group_size, note
-from .health.watch import Watch, failure
+from .group import GroupState, backend, group_rank, group_size
+from .health.gloo import settle_at_exit
+from .health.watchdog import Watchdog
+from .traffic import note
 
 TAGS = 1 << 30  # then they start again
 
@@ -27,7 +25,7 @@ def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
     try:
         wait_for(start(), group, timeout_s, on=group)
     except RuntimeError as error:
-        raise failure(op, group, timeout_s, error) from error
+        raise Watchdog.of(group).operation_failed(op, timeout_s, error) from error
 
 
 def wait_for(works, group, timeout_s: float, *, on) -> None:
@@ -35,22 +33,13 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
 
     With NCCL the current stream waits, not the host.
     """
-    with Watch.of(group).waits(on):
+    with Watchdog.of(group).waits(on):
         for w in works if isinstance(works, list) else [works]:
             if backend(group) == "nccl":
                 w.wait()  # NCCL's own watchdog keeps the time limit
             else:
                 w.wait(timedelta(seconds=timeout_s))
-                _settle_at_exit()
-
-
-@functools.cache
-def _settle_at_exit() -> None:
-    """gloo's threads drop finished work late; one that asks an ending interpreter for its lock aborts the process."""
-    atexit.register(time.sleep, 0.1)
-
-
-_tags: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> counter
+                settle_at_exit()
 
 
 class Message(NamedTuple):
@@ -70,7 +59,7 @@ class Mail:
     def __init__(self, op: str, group, ranks, timeout_s: float):
         self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
         self._limit = timedelta(seconds=timeout_s)
-        self._tag = 1 + next(_tags.setdefault(group, itertools.count())) % TAGS
+        self._tag = 1 + next(GroupState.of(group).tags) % TAGS
         self._sent: list[tuple[Message, Tensor]] = []
 
     def receive(self, x: Tensor, source: int) -> Message:
@@ -83,13 +72,13 @@ class Mail:
 
     def wait(self, *receives: Message) -> None:
         """Wait for receives."""
-        with Watch.of(self._group).waits(self._group):
+        with Watchdog.of(self._group).waits(self._group):
             for message in receives:
                 try:
                     message.work.wait(self._limit)
                 except RuntimeError as error:
                     raise self._failure(error, message.peer) from error
-        _settle_at_exit()
+        settle_at_exit()
 
     def sent(self) -> None:
         """Wait until everything that was sent has left."""
@@ -103,7 +92,8 @@ class Mail:
             raise self._failure(error, peer) from error
 
     def _failure(self, error: RuntimeError, peer: int) -> Exception:
-        return failure(self._op, self._group, self._timeout_s, error, self._ranks, peer)
+        watchdog = Watchdog.of(self._group)
+        return watchdog.operation_failed(self._op, self._timeout_s, error, self._ranks, peer)
 
 
 class Pending:
@@ -169,15 +159,19 @@ class Transfer:
         try:
             self._work = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise failure(self._name, group, timeout_s, error, peer=src) from error
+            raise self._failed(error) from error
 
     def wait(self) -> Tensor | None:
         try:
             wait_for(self._work, self._group, self._timeout_s, on=self._group)
         except RuntimeError as error:
-            raise failure(self._name, self._group, self._timeout_s, error, peer=self._src) from error
+            raise self._failed(error) from error
         self._send = None
         return self._recv
+
+    def _failed(self, error: RuntimeError) -> Exception:
+        watchdog = Watchdog.of(self._group)
+        return watchdog.operation_failed(self._name, self._timeout_s, error, peer=self._src)
 
 
 def start_shift(

@@ -29,7 +29,7 @@ def run(args: Namespace) -> None:
     """Chat until the end of the input; collective over all ranks."""
     params = sampling_params(args)
     ready = start(args, lambda tokenizer, config: Transcript(tokenizer, (), args.system))
-    with comm.stage("the chat"):
+    with comm.monitored("the chat"):
         _run(args, params, ready)
 
 

@@ -40,7 +40,7 @@ def run(args: Namespace) -> None:
     """
     of_file = args.prompts is not None
     ready = start(args, (lambda *_: None) if of_file else functools.partial(_prompt, args))
-    with comm.stage("generation"):
+    with comm.monitored("generation"):
         (_run_file if of_file else _run_one)(args, ready)
 
 

@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> 
     checkpoint, stopped = None, False
     while iteration < args.train_iters and not stopped:
         started = time.monotonic()
-        with comm.stage(f"step {iteration + 1}"):
+        with comm.monitored(f"step {iteration + 1}"):
             figures, stopping = train_step(trainee, corpus.train, args, samples, device, stop.signal is not None)
         iteration += 1
         samples += args.global_batch_size
@@ -113,10 +113,10 @@ def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> 
         last = iteration == args.train_iters
         stopped = stopping and not last
         if corpus.valid is not None and args.eval_iters and _due(args.eval_interval, iteration, last) and not stopped:
-            with comm.stage(f"the validation after step {iteration}"):
+            with comm.monitored(f"the validation after step {iteration}"):
                 reporter.validation(iteration, evaluate(trainee, corpus.valid, args, device))
         if args.save and _due(args.save_interval, iteration, last or stopped):
-            with comm.stage(f"the save after step {iteration}"):
+            with comm.monitored(f"the save after step {iteration}"):
                 checkpoint = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=corpus.digest)
     outcome = Outcome(iteration, reporter.final_loss(), corpus.unigram, stopped)
     reporter.close()

@@ -76,7 +76,7 @@ def _steps(rank, world, how, victim):
     mine = [groups[rank // 2], groups[2 + rank % 2]]
     start_clock()
     for step in range(3):
-        with comm.stage(f"step {step}"):
+        with comm.monitored(f"step {step}"):
             if (rank, step) == (victim, 2):
                 die(how)
             for group in mine:
@@ -190,7 +190,7 @@ def _differ_later(rank, world, options, transport):
         ({"causal": False}, ["rank 1 has causal=False", "has causal=True"], "auto"),
         ({"causal": False}, ["rank 1 has causal=False", "has causal=True"], "builtin"),
         ({"config": TreeConfig(timeout_s=30, grid=(3, 1))}, ["config.grid=(3, 1)", "config.grid=None"], "auto"),
-        ({"softmax_scale": float("nan")}, ["rank 1 refused its input", "softmax_scale=nan"], "auto"),
+        ({"softmax_scale": float("nan")}, ["rank 1 rejected its input", "softmax_scale=nan"], "auto"),
     ],
     ids=["causal", "causal, builtin", "grid", "bad input"],
 )
@@ -199,7 +199,7 @@ def test_a_rank_that_differs_in_a_later_call(options, words, transport):
     said = run_distributed(_differ_later, 3, options, transport, fresh=True)
     for rank, (text, seconds) in enumerate(said):
         assert seconds < 2, said
-        assert all(word in text for word in words[1 if rank == 1 and "refused" in words[0] else 0 :]), text
+        assert all(word in text for word in words[1 if rank == 1 and "rejected" in words[0] else 0 :]), text
     assert said[0][0] == said[2][0]
 
 

@@ -10,19 +10,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, unshard_sequence
-from megatron_tree.comm.health.agree import agree
-from megatron_tree.comm.health.watch import Watch
+from megatron_tree.comm.health.watchdog import Watchdog
 from support.failing_ranks import LIMIT, call, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
 pytestmark = pytest.mark.alone
 
 LONG = TreeConfig(timeout_s=30)
+ALWAYS = TreeConfig(check="always", timeout_s=20)
 
 
 def attend(config=LONG, group=None, **options):
     q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in "qkv")
     return tree_attn_func(q, k, v, cp_group=group or dist.group.WORLD, config=config, **options)
+
+
+def agree(name, config=ALWAYS, **values):
+    with comm.collective_call(name, dist.group.WORLD, config) as call:
+        call.agree(**values)
 
 
 def _what(job):
@@ -55,7 +60,7 @@ def _late(rank, world):
 
 def test_a_rank_that_differs_and_comes_too_late():
     for said, seconds in run_distributed(_late, 2):
-        assert "CommError: rank 1 is dead, stuck, or more than the time limit behind" in said and seconds < 3
+        assert "CommError: rank 1 did not respond within 1 s: " in said and seconds < 3
 
 
 def _refused_by_all(rank, world, told):
@@ -74,7 +79,7 @@ def test_a_refused_call_leaves_an_earlier_ones_backward_alone(told):
     assert all(run_distributed(_refused_by_all, 2, told))
 
 
-def _refused_in_the_task(rank, world):
+def _refused_in_the_call(rank, world):
     """All ranks raise inside a call that they have agreed on: none waits for another."""
     out = attend()
     with pytest.raises(ValueError, match="memory_budget"):
@@ -86,21 +91,21 @@ def _refused_in_the_task(rank, world):
 
 
 def test_what_all_refuse_after_they_agreed_does_no_harm():
-    assert all(run_distributed(_refused_in_the_task, 2))
+    assert all(run_distributed(_refused_in_the_call, 2))
 
 
 def _two_calls_ahead(rank, world):
     """Rank 0 has gone on with two calls that all know; rank 1 differs in the first of them."""
 
     def compare(name, size=3):
-        agree(dist.group.WORLD, name, check="first", timeout_s=20, size=size)
+        agree(name, TreeConfig(timeout_s=20), size=size)
 
     for name in "ab":
         compare(name)
     dist.barrier()
     if rank == 1:
         return _what(lambda: compare("a", size=4))
-    with comm.stage("step 1"):
+    with comm.monitored("step 1"):
         for name in "ab":
             compare(name)
         time.sleep(1.5)
@@ -114,7 +119,7 @@ def test_a_rank_answers_for_the_call_that_it_is_asked_about():
 
 def _watched_anew(rank, world):
     """torch gives a group of the same ranks the same name again once the former one is gone."""
-    return [Watch(dist.group.WORLD, 20.0).prefix for _ in range(2)]
+    return [Watchdog(dist.group.WORLD, 20.0).key() for _ in range(2)]
 
 
 def test_a_group_of_a_former_ones_name_starts_anew():
@@ -160,7 +165,7 @@ def _in_rows_and_columns(rank, world):
     attend(config, row)
     dist.barrier()
     start_clock()
-    with comm.stage("step 2"):
+    with comm.monitored("step 2"):
         if rank == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
         if rank == 1:
@@ -173,7 +178,7 @@ def _in_rows_and_columns(rank, world):
 def test_the_one_that_all_wait_for_is_named_not_the_next_one():
     outcomes = run_to_the_end(_in_rows_and_columns, 4, victims=(3,))
     for outcome in outcomes[:3]:
-        assert outcome.error == "CommError" and outcome.text.startswith("rank 3 is dead"), outcome
+        assert outcome.error == "CommError" and outcome.text.startswith("rank 3 did not respond"), outcome
 
 
 def _in_two_groups(rank, world):
@@ -184,7 +189,7 @@ def _in_two_groups(rank, world):
     comm.broadcast(torch.ones(1), plans, 0)
     dist.barrier()
     start_clock()
-    with comm.stage("generation"):
+    with comm.monitored("generation"):
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
@@ -195,7 +200,7 @@ def _in_two_groups(rank, world):
 
 def test_ranks_in_two_groups_find_out_together():
     for outcome in run_to_the_end(_in_two_groups, 4, victims=(3,))[:3]:
-        assert outcome.error == "CommError" and outcome.text.startswith("rank 3 is dead"), outcome
+        assert outcome.error == "CommError" and outcome.text.startswith("rank 3 did not respond"), outcome
 
 
 def _in_a_part_of_the_job(rank, world):
@@ -221,7 +226,7 @@ def test_ranks_are_named_by_their_number_in_the_job():
     for outcome in run_to_the_end(_in_a_part_of_the_job, 4, victims=(2,))[1::2]:
         said, ranks, text = outcome.value
         assert "rank 2 has causal=False" in said, said
-        assert ranks == [2] and text.startswith("rank 2 is dead"), text
+        assert ranks == [2] and text.startswith("rank 2 did not respond: "), text
 
 
 def _without_a_sub_group(rank, world, victim, how):
@@ -256,41 +261,40 @@ def test_the_keeper_of_the_store_is_stopped_before_the_first_call():
         assert outcome.error == "CommError" and "rank 0" in outcome.text and outcome.seconds < LIMIT + 2, outcome
 
 
-def _without_a_clerk(rank, world, how):
-    group = dist.group.WORLD
-    agree(group, "first", check="always", timeout_s=20)
+def _without_the_store_client(rank, world, how):
+    agree("first")
     if rank == 1:
         time.sleep(1.0)
         return ""
     if how == "dead":
         threading.excepthook = lambda _: None
-        Watch.of(group).board._inbox.put(None)
-        return _what(lambda: agree(group, "second", check="always", timeout_s=20))
+        Watchdog.of(dist.group.WORLD).store._inbox.put(None)
+        return _what(lambda: agree("second"))
     reader, writer = os.pipe()
     if os.fork() == 0:
-        os.write(writer, repr(_what(lambda: agree(group, "second", check="always", timeout_s=20))).encode())
+        os.write(writer, repr(_what(lambda: agree("second"))).encode())
         os._exit(0)
     return eval(os.read(reader, 4096))
 
 
 @pytest.mark.parametrize("how", ["dead", "forked"])
 def test_a_process_without_the_thread_that_talks_to_the_store(how):
-    said, seconds = run_distributed(_without_a_clerk, 2, how, fresh=True)[0]
+    said, seconds = run_distributed(_without_the_store_client, 2, how, fresh=True)[0]
     assert "CommError" in said and seconds < 3
     if how == "forked":
-        assert "a forked process must make a group of its own" in said
+        assert "a forked process must create a process group of its own" in said
 
 
 def _count_keys(rank, world):
-    store, group, counts = dist.distributed_c10d._get_default_store(), dist.group.WORLD, []
+    store, counts = dist.distributed_c10d._get_default_store(), []
     for i in range(3):
         if rank == 1:
             time.sleep(0.5)  # so that it is asked
-        agree(group, "call", check="always", timeout_s=20, i=i)
-        agree(group, "fence", check="always", timeout_s=20)
+        agree("call", i=i)
+        agree("fence")
         time.sleep(0.3)
         counts.append(store.num_keys())
-        agree(group, "fence", check="always", timeout_s=20)
+        agree("fence")
     time.sleep(0.3)
     return counts
 

@@ -109,7 +109,7 @@ def _about_survivors(record: Record) -> Iterable[Check]:
 
 
 def accused(text: str) -> set[int]:
-    """Ranks that an error says are dead, stuck, missing or failed."""
+    """Ranks that an error says did not respond, or failed."""
     return {int(number) for numbers in ACCUSED.findall(text) for number in numbers.split(", ")}
 
 

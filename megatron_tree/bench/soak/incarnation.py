@@ -26,7 +26,7 @@ LAST_WORDS_S = 2.0
 QUIET_S = 120.0  # without anything new: stuck
 KEPT_LINES, KEPT_TEXT = 400, 1500
 FRAME = re.compile(r'/(megatron_tree/[\w/]+|megatron/core/[\w/]+|launch/\w+)\.py", line \d+, in (\w+)')
-MESSENGERS = ("megatron_tree/comm/", "megatron_tree/agree", "megatron_tree/launching")  # where all waits fail
+MESSENGERS = ("megatron_tree/comm/", "megatron_tree/launching")  # where all waits fail
 
 
 class Plan(NamedTuple):

@@ -1,1 +1,8 @@
-"""Ranks that differ, fail or hang: found out together and named."""
+"""Ranks that differ, fail or hang: found out by all ranks together, and named.
+
+- store.py       a client of the job's key-value store, in a thread of its own
+- watchdog.py    what this rank does in a group; it notices other ranks' failures, and interrupts waits
+- reports.py     after a failure: what every rank saw, and the conclusion that all come to
+- agreement.py   whether all ranks make the same call
+- gloo.py        what is gloo's own
+"""

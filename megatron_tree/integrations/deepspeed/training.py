@@ -23,8 +23,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ...comm import group_rank, group_size
-from ...comm.health.agree import agree, telling
+from ...comm import collective_call, group_rank, group_size
 from ...config import TreeConfig
 from .. import transformers  # noqa: F401  registers "tree"
 from ..transformers.training import shard_batch, train_on_shards
@@ -88,13 +87,13 @@ class SequenceParallel:
             )
         seed = None if dropout_seed is None else f"{dropout_seed}/{self.dp_rank}"
         options = {"loss_group": dist.group.WORLD, "tree_config": self.tree_config, "dropout_seed": seed}
-        with telling(self.sp_group):
+        always = TreeConfig(check="always", timeout_s=self.tree_config.timeout_s)
+        with collective_call("shard_batch", self.sp_group, always) as call:
             sharded = shard_batch(batch, cp_group=self.sp_group, **options)
-        if not self._compared:
-            self._compared = True
-            digest = hashlib.sha256(batch["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16]
-            call = {"input_ids": batch["input_ids"].shape, "digest of input_ids": digest}
-            agree(self.sp_group, "shard_batch", check="always", timeout_s=self.tree_config.timeout_s, **call)
+            if not self._compared:
+                self._compared = True
+                digest = hashlib.sha256(batch["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16]
+                call.agree(**{"input_ids": batch["input_ids"].shape, "digest of input_ids": digest})
         return sharded
 
     # what DeepSpeed asks: batch sizes and samplers go by data-parallel ranks, ...

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 from ...attention.cached import tree_decode
 from ...attention.functional import tree_attn_func
-from ...comm.health.agree import agree
+from ...comm import collective_call
 from ...config import TreeConfig
 from .cache import TreeCache, TreeCacheLayer, last_update
 from .training import attend_to_shard
@@ -174,8 +174,9 @@ def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str, **options) -
     """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt."""
     config = cache.tree_config or TreeConfig()
     digest = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()[:16] if cache.world > 1 else ""
-    call = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
-    agree(cache.cp_group, what, check=config.check, timeout_s=config.timeout_s, **call)
+    values = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
+    with collective_call(what, cache.cp_group, config) as call:
+        call.agree(**values)
 
 
 def check_model(model) -> None:

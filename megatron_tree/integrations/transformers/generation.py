@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...comm import broadcast
-from ...comm.health.agree import tell_failure
+from ...comm import broadcast, shared_checks
 from ...config import check_choice
 from .attention import TreeCache, agree_on_prompt, check_model
 from .runner import CHUNK_SIZE, Runner
@@ -76,12 +75,9 @@ def generate(
     Raises: ValueError before anything is sent: shapes, padding in the middle, a sequence longer than the model's
         positions, nothing new to run.
     """
-    try:
+    with shared_checks("generate", cache.cp_group):
         prompts = _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill)
         runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size)
-    except ValueError as error:
-        tell_failure(cache.cp_group, error)
-        raise
     agree_on_prompt(cache, input_ids, "generate", prefill=prefill, max_new_tokens=max_new_tokens)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
     ends = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)

@@ -164,7 +164,7 @@ def serve(
 def run(args: Namespace) -> None:
     """Serve, on this rank; collective over all ranks. Returns when the server was stopped by a signal to rank 0."""
     at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
-    with comm.stage("serving"):
+    with comm.monitored("serving"):
         _run(args, at)
 
 

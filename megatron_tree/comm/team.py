@@ -1,104 +1,17 @@
-"""Who is in a group, and how messages to them travel."""
+"""Teams: the rows and columns of the grid, nested by node, and their process groups."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-
-class Sent(NamedTuple):
-    """One operation of this rank: its name, the ranks that take part, and the payload bytes this rank sends."""
-
-    op: str
-    ranks: int
-    bytes: int
-
-
-_recorders: list[list[Sent]] = []
-
-
-@contextlib.contextmanager
-def record():
-    """A list that fills with every operation of this rank while the context is open."""
-    log: list[Sent] = []
-    _recorders.append(log)
-    try:
-        yield log
-    finally:
-        _recorders.remove(log)
-
-
-def note(op: str, ranks: int, num_bytes: int) -> None:
-    """Tell the open records of an operation."""
-    for log in _recorders:
-        log.append(Sent(op, ranks, num_bytes))
-
-
-class _Facts(NamedTuple):
-    size: int
-    rank: int
-    backend: str
-
-
-_facts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # torch takes its time to tell
-
-
-def _facts_of(group) -> _Facts:
-    if group is None:
-        return _Facts(1, 0, "gloo")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise _not_a_member()
-    if (found := _facts.get(group)) is None:
-        if dist.get_rank(group) < 0:
-            raise _not_a_member()
-        found = _Facts(dist.get_world_size(group), dist.get_rank(group), dist.get_backend(group))
-        _facts[group] = found
-    return found
-
-
-def _not_a_member() -> ValueError:
-    return ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
-
-
-def group_size(group) -> int:
-    """Ranks in `group`; None stands for one rank alone."""
-    return _facts_of(group).size
-
-
-def group_rank(group) -> int:
-    """This rank's number in `group`. Raises ``ValueError`` where it is not a member."""
-    return _facts_of(group).rank
-
-
-def backend(group) -> str:
-    """The group's backend, "gloo" or "nccl"; "gloo" for one rank alone."""
-    return _facts_of(group).backend
-
-
-def resolve_transport(group, device, transport: str = "auto") -> str:
-    """How messages travel: "direct" (point-to-point, receives posted early) or "builtin" (the backend's collectives).
-
-    "auto" is direct with gloo on the CPU, whose collectives wait for every message in turn, and builtin elsewhere.
-    Raises ``ValueError`` where "direct" is asked for and can't be had.
-    """
-    if group is None:
-        return "direct"
-    gloo = device.type == "cpu" and backend(group) == "gloo"
-    if transport == "direct" and not gloo:
-        raise ValueError(
-            f"transport='direct' needs gloo and tensors on the CPU; this group has {backend(group)} and "
-            f"tensors on {device.type}: use transport='builtin' or 'auto'"
-        )
-    return transport if transport != "auto" else "direct" if gloo else "builtin"
+from .group import GroupState, backend, group_rank, group_size
 
 
 def from_next(ranks: tuple[int, ...], own: int) -> tuple[int, ...]:
@@ -161,9 +74,6 @@ class Team:
         return tuple(place[o] for place in self.ranks)
 
 
-_subgroups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {(name, ranks): sub-group}
-
-
 def subgroup(team: Team, ranks: tuple[int, ...]):
     """The process group of some ranks of a team, this one among them, in rising order; made once, by its members.
 
@@ -173,13 +83,13 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
     ranks = tuple(sorted(ranks))
     if len(ranks) == group_size(team.group):
         return team.group
-    made = _subgroups.setdefault(team.group, {})
+    made = GroupState.of(team.group).subgroups
     if (team.name, ranks) not in made:
-        world = dist.get_process_group_ranks(team.group)
+        ranks_in_job = GroupState.of(team.group).ranks
         make = functools.partial(
             dist.new_group,
-            [world[r] for r in ranks],
-            backend=dist.get_backend(team.group),
+            [ranks_in_job[r] for r in ranks],
+            backend=backend(team.group),
             timeout=timedelta(seconds=team.timeout_s),
             use_local_synchronization=True,
         )

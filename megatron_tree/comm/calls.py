@@ -1,0 +1,131 @@
+"""Collective calls: checked by every rank, compared among the ranks, and then run."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from ..config import TreeConfig
+from ..errors import CommError
+from .group import GroupState
+from .health.agreement import Signature, compare
+from .health.reports import Report
+from .health.watchdog import Call, Watchdog
+
+MAX_AGREED = 4096  # signatures that a group remembers
+
+
+class _Phase(enum.Enum):
+    CHECK = "check"
+    COMPARE = "compare"
+    RUN = "run"
+
+
+class collective_call:
+    """One call that all ranks of a group make together, as a context: check - agree - run.
+
+        with collective_call("tree_decode", cp_group, config) as call:
+            check(q)                                  # what one rank raises here, all raise
+            call.agree(q=q.shape, dtype=q.dtype)      # different values: the same ValueError on all ranks
+            ...                                       # what one rank raises here ends the others' waits
+
+    name: of the function, for messages. config: check and timeout_s are used.
+    Raises on the other ranks: ``ValueError`` for what one rank raises before `agree`, and for a ``ValueError`` that it
+        raises later; `CommError` for what else it raises later.
+    """
+
+    def __init__(self, name: str, group, config: TreeConfig):
+        self._name, self._group, self._config = name, group, config
+        self._alone = GroupState.of(group).size == 1
+        self._phase = _Phase.CHECK
+        self._call: Call | None = None
+
+    def __enter__(self) -> collective_call:
+        return self
+
+    def agree(self, *, changing: dict | None = None, **values) -> None:
+        """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
+
+        With config.check "first" a call is compared once and then trusted, with "never" not at all, otherwise always.
+
+        Args:
+            values: what must be equal, hashable; dataclasses are compared field by field.
+            changing: values that must be equal, too, but differ from call to call; compared when `values` are.
+        Raises: ValueError with both values where two ranks differ. `CommError`, naming the missing ranks, when some
+            don't come within config.timeout_s.
+        """
+        if self._alone:
+            return
+        check, agreed = self._config.check, GroupState.of(self._group).agreed
+        key = (self._name, *values.values())
+        compares = check != "never" and (check != "first" or key not in agreed)
+        self._begin({**values, **(changing or {})}, compares=compares)
+        if check != "never" and key not in agreed:
+            agreed[key] = None
+            if len(agreed) > MAX_AGREED:  # packed documents: a new one with every batch
+                del agreed[next(iter(agreed))]  # the oldest, on every rank the same
+
+    def start(self) -> None:
+        """Go on without a comparison."""
+        if not self._alone:
+            self._begin({}, compares=False)
+
+    def _begin(self, values: dict, *, compares: bool) -> None:
+        self._phase, timeout_s = _Phase.COMPARE, self._config.timeout_s
+        watchdog = Watchdog.of(self._group, timeout_s)
+        watchdog.check_usable()
+        call = self._call = watchdog.begin(self._name)
+        request = functools.partial(compare, watchdog, Signature(self._name, values, timeout_s), call.number)
+        if compares:
+            outcome = watchdog.store.run(request, timeout_s)
+            if outcome is not None:
+                raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
+        else:
+            call.compare = request
+        watchdog.join(call)
+        self._phase = _Phase.RUN
+
+    def __exit__(self, kind, error, trace) -> None:
+        if not self._alone and error is not None and not isinstance(error, CommError):
+            if self._phase is _Phase.CHECK and isinstance(error, Exception):
+                _reject(self._group, self._name, error)
+            elif self._phase is _Phase.RUN:
+                self._failed(error)
+        if self._call is not None:
+            Watchdog.of(self._group).leave(self._call)
+
+    def _failed(self, error: BaseException) -> None:
+        watchdog = Watchdog.of(self._group)
+        if error in (watchdog.rejection, watchdog.error):
+            return
+        if isinstance(error, ValueError):
+            watchdog.reject(self._call, f"rank {dist.get_rank()}{watchdog.where()}: {error}")
+        else:
+            with contextlib.suppress(CommError):
+                watchdog.fail(Report(f"{type(error).__name__}: {error},{watchdog.where()}", cause="error"))
+
+
+@contextlib.contextmanager
+def shared_checks(name: str, group) -> Iterator[None]:
+    """What this rank raises in here, ahead of the calls that `name` makes, all ranks that wait for it raise, too."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        if GroupState.of(group).size > 1:
+            _reject(group, name, error)
+        raise
+
+
+def _reject(group, name: str, error: Exception) -> None:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    with contextlib.suppress(CommError):  # the rank's own error says more
+        watchdog = Watchdog.of(group)
+        call = watchdog.begin(name)
+        watchdog.leave(call)
+        watchdog.reject(call, f"rank {dist.get_rank()} rejected its input: {kind}{error}")

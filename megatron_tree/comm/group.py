@@ -1,0 +1,100 @@
+"""A process group, and what this process keeps about it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .health.store import StoreClient
+    from .health.watchdog import Watchdog
+
+
+@dataclass(eq=False)
+class GroupState:
+    """What this process keeps about one process group; it is dropped with the group. `GroupState.of(group)` finds it.
+
+    Nothing in here refers to the group itself. Each field is written by the module named beside it, and by no other.
+    """
+
+    size: int
+    rank: int
+    backend: str
+    """gloo or nccl."""
+    ranks: tuple[int, ...]
+    """The global rank of every rank of the group."""
+    subgroups: dict[tuple, dist.ProcessGroup] = field(default_factory=dict)
+    """team.py: (team's name, ranks) -> their process group."""
+    tags: Iterator[int] = field(default_factory=itertools.count)
+    """work.py: tags of messages."""
+    hosts: tuple[str, ...] | None = None
+    """machines.py: the host of every rank, once asked."""
+    topologies: dict[tuple, Any] = field(default_factory=dict)
+    """attention/topology.py."""
+    agreed: dict[tuple, None] = field(default_factory=dict)
+    """calls.py: signatures on which all ranks have agreed, the oldest first."""
+    watchdog: Watchdog | None = None
+    """health/watchdog.py."""
+    store: StoreClient | None = None
+    """health/store.py: of the default group alone."""
+    region: str = ""
+    """health/watchdog.py: the `monitored` region that the job is in; of the default group alone."""
+
+    @classmethod
+    def of(cls, group) -> GroupState:
+        """Raises ``ValueError`` where this rank is not a member of the group. None stands for one rank alone."""
+        if group is None:
+            return _ALONE
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise _not_a_member()
+        if (found := _states.get(group)) is None:
+            if dist.get_rank(group) < 0:
+                raise _not_a_member()
+            ranks = tuple(dist.get_process_group_ranks(group))
+            found = _states[group] = cls(len(ranks), dist.get_rank(group), dist.get_backend(group), ranks)
+        return found
+
+
+_ALONE = GroupState(1, 0, "gloo", (0,))
+_states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> its GroupState
+
+
+def _not_a_member() -> ValueError:
+    return ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
+
+
+def group_size(group) -> int:
+    """Ranks in `group`; None stands for one rank alone."""
+    return GroupState.of(group).size
+
+
+def group_rank(group) -> int:
+    """This rank's number in `group`. Raises ``ValueError`` where it is not a member."""
+    return GroupState.of(group).rank
+
+
+def backend(group) -> str:
+    """The group's backend, "gloo" or "nccl"; "gloo" for one rank alone."""
+    return GroupState.of(group).backend
+
+
+def resolve_transport(group, device, transport: str = "auto") -> str:
+    """How messages travel: "direct" (point-to-point, receives posted early) or "builtin" (the backend's collectives).
+
+    "auto" is direct with gloo on the CPU, whose collectives wait for every message in turn, and builtin elsewhere.
+    Raises ``ValueError`` where "direct" is asked for and can't be had.
+    """
+    if group is None:
+        return "direct"
+    gloo = device.type == "cpu" and backend(group) == "gloo"
+    if transport == "direct" and not gloo:
+        raise ValueError(
+            f"transport='direct' needs gloo and tensors on the CPU; this group has {backend(group)} and "
+            f"tensors on {device.type}: use transport='builtin' or 'auto'"
+        )
+    return transport if transport != "auto" else "direct" if gloo else "builtin"

@@ -1,0 +1,133 @@
+"""Ranks compare what they are about to do before any payload moves: disagreement is an error, not a hang.
+
+Each rank writes a fingerprint of its call into the job's store (store.py), once for every different call. That takes no
+collective: it has a time limit of its own on every backend, can name the ranks that are missing, and leaves the group
+usable. A rank that has made the same call before goes on without a comparison. If another rank asks for one, and this
+rank turns out to wait for it in vain, its watchdog answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from .reports import Report
+from .store import set_first
+from .watchdog import Watchdog
+
+ASK_AFTER_S = 0.3  # of waiting, after which ranks are asked that went on without a comparison
+SHOWN = 300  # characters of a value
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What must be equal on all ranks in one call."""
+
+    name: str
+    values: dict
+    timeout_s: float
+
+    def __str__(self) -> str:
+        package = sys.modules[__package__.partition(".")[0]]
+        values = {"megatron_tree": package.__version__, "torch": torch.__version__, **self.values}
+        return "\n".join([f"function={self.name}", *_lines(values)])
+
+
+def compare(watchdog: Watchdog, signature: Signature, number: int, store):
+    """A request: compare the signature of call `number` with the other ranks'.
+
+    The first rank to come writes down its fingerprint, the others whether theirs is the same. Where one differs, both
+    write down their texts.
+
+    Returns: None where all agree; the ``ValueError`` to raise; or a `Report` of what prevents a comparison.
+    """
+    key, text = watchdog.key("call", number), str(signature)
+    store.set(f"{key}/at/{watchdog.rank}", "")
+    own = f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()} {watchdog.rank}"
+    fingerprint, first = set_first(store, f"{key}/first", own).split()
+    if fingerprint == own.split()[0]:
+        if store.add(f"{key}/agreed", 1) == watchdog.world:
+            set_first(store, f"{key}/verdict", "agreed")
+    else:
+        store.set(f"{key}/differs", "")
+    began, asks, seen = time.monotonic(), True, 0
+    while not store.check([f"{key}/verdict"]):
+        if store.check([f"{key}/differs"]):
+            _show_both(watchdog, store, key, int(first), text, same=fingerprint == own.split()[0])
+        if (updates := watchdog.num_updates(store)) != seen:
+            seen = updates
+            if (rejection := watchdog.find_rejection(store, number)) is not None:
+                return rejection
+            if watchdog.reports.exist(store):
+                return Report(f"rank {watchdog.ranks[watchdog.rank]} waited for the others in {signature.name}")
+        waited = time.monotonic() - began
+        if asks and waited > ASK_AFTER_S:
+            asks = False
+            watchdog.ask_others(store, number)
+        if waited > signature.timeout_s:
+            return _missing(watchdog, store, key, signature)
+        yield
+    verdict = store.get(f"{key}/verdict").decode()
+    if verdict != "agreed":
+        return ValueError(verdict)
+    if store.add(f"{key}/read", 1) == watchdog.world:
+        watchdog.store.submit(lambda store: _clear(watchdog, store, number))
+    return None
+
+
+def _show_both(watchdog: Watchdog, store, key: str, first: int, text: str, *, same: bool):
+    """The first rank writes down its text, one that differs compares it with its own: that is the verdict."""
+    if first == watchdog.rank:
+        store.set(f"{key}/text", text)
+    elif not same and store.check([f"{key}/text"]):
+        theirs, ranks = store.get(f"{key}/text").decode(), watchdog.ranks
+        set_first(store, f"{key}/verdict", _difference(ranks[first], theirs, ranks[watchdog.rank], text))
+
+
+def _difference(first: int, theirs: str, rank: int, text: str) -> str:
+    lines, others = (dict(line.split("=", 1) for line in x.splitlines()) for x in (text, theirs))
+    names = [name for name in {**others, **lines} if others.get(name) != lines.get(name)]
+    if "function" in names:
+        names = ["function"]
+    shown = sorted([(first, _shown(names, others, lines)), (rank, _shown(names, lines, others))])
+    both = "; ".join(f"rank {r} has {text}" for r, text in shown)
+    return f"ranks of cp_group call this with different arguments: {both}"
+
+
+def _shown(names: list[str], values: dict, others: dict) -> str:
+    texts = []
+    for name in names:
+        value, other = values.get(name, "nothing"), others.get(name, "nothing")
+        if len(value) > SHOWN:  # packed documents: where they begin to differ
+            at = next((i for i, (x, y) in enumerate(zip(value, other)) if x != y), min(len(value), len(other)))
+            value = f"...{value[max(0, at - SHOWN // 2) : at + SHOWN // 2]}..."
+        texts.append(f"{name}={value}")
+    return ", ".join(texts)
+
+
+def _missing(watchdog: Watchdog, store, key: str, signature: Signature) -> Report:
+    missing = tuple(r for r in range(watchdog.world) if not store.check([f"{key}/at/{r}"]))
+    names, limit_s = [watchdog.ranks[r] for r in missing], signature.timeout_s
+    return Report(f"ranks {names} did not call {signature.name} within {limit_s:g} s", missing, limit_s=limit_s)
+
+
+def _clear(watchdog: Watchdog, store, number: int):
+    for name in [*(f"at/{r}" for r in range(watchdog.world)), "first", "agreed", "verdict", "read"]:
+        store.delete_key(watchdog.key("call", number, name))
+    store.delete_key(watchdog.key("asked", number))
+    yield
+
+
+def _lines(values: dict, prefix: str = ""):
+    """One line for each value, and for each field of a dataclass; those of a spec are arguments of the function."""
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            yield from _lines(fields, prefix="" if name == "spec" else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={value!r}"

@@ -1,0 +1,155 @@
+"""A client of the job's key-value store, for what ranks tell each other when a collective can't be relied on.
+
+One thread of each process talks to the store of the default group, over a connection of its own. A request is a
+generator that never blocks: it yields wherever it has to look again later. So every request has a time limit that holds
+even when the process that hosts the store is stopped, and watchdogs are polled meanwhile.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ...errors import CommError
+from ..group import GroupState
+
+POLL_S = 0.1  # between two polls of the watchdogs of ranks that wait
+MIN_PAUSE_S, MAX_PAUSE_S = 1e-4, 0.05  # between two steps of a request: the first pause, and the longest
+SILENCE_S = 1.5  # that the store may take for one operation, before it counts as lost
+
+NO_THREAD = (
+    "the thread that talks to the job's key-value store is not running: a forked process must create a process group "
+    "of its own"
+)
+
+Request = Callable[[object], Generator[None, None, object]]
+
+
+class _NoAnswer(Exception):
+    """The store does not answer."""
+
+
+class StoreClient:
+    """The store of one default group as this process sees it; `StoreClient.here()` finds it."""
+
+    def __init__(self, group):
+        self.pid = os.getpid()
+        self._group = weakref.ref(group)
+        self._shared_store = distributed_c10d._get_default_store()
+        self._inbox: queue.Queue = queue.Queue()  # CPython's SimpleQueue may wait forever if a time-out is short
+        self._open: list[tuple[Generator, Future]] = []
+        self._watchdogs: list[weakref.ref] = []
+        self._error: Exception | None = None
+        self._asked_at = math.inf
+        self._thread = threading.Thread(target=self._work, name="megatron_tree store client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def here(cls) -> StoreClient:
+        """The client of the current default group, made at its first use."""
+        state = GroupState.of(dist.group.WORLD)
+        if state.store is None or state.store.pid != os.getpid():  # a forked process has no threads of its parent's
+            state.store = cls(dist.group.WORLD)
+        return state.store
+
+    def add_watchdog(self, watchdog) -> None:
+        """Run the request `watchdog.poll` every `POLL_S` seconds while `watchdog.waiting_on` is not None.
+
+        It runs in the client's thread, until nobody else holds the watchdog.
+        """
+        self._watchdogs = [known for known in self._watchdogs if known() is not None] + [weakref.ref(watchdog)]
+
+    def run(self, request: Request, at_least_s: float = 0.0):
+        """What the generator `request(store)` returns, however long it takes; it keeps its own time limit.
+
+        at_least_s: seconds that a store which does not answer is waited for. Raises `CommError` then.
+        """
+        answer, end = self.submit(request), time.monotonic() + at_least_s
+        try:
+            while not answer.done():
+                concurrent.futures.wait([answer], timeout=POLL_S)
+                if answer.done():
+                    break
+                if self._error is not None:
+                    raise self._error
+                if not self._thread.is_alive():
+                    raise CommError(NO_THREAD)
+                now = time.monotonic()
+                if now > end and now - self._asked_at > SILENCE_S:
+                    raise _NoAnswer("no answer")
+            return answer.result()
+        except (_NoAnswer, dist.DistError) as error:
+            self._error = error
+            raise CommError(_unreachable(error)) from error
+
+    def submit(self, request: Request) -> Future:
+        """Start a request; its answer may be waited for, but not by another request."""
+        answer: Future = Future()
+        self._inbox.put((request, answer))
+        return answer
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+            self._error = self._error or dist.DistStoreError("the process group is gone")
+        except dist.DistError as error:
+            self._error = error
+
+    def _serve(self) -> None:
+        self._asked_at = time.monotonic()
+        self._store = self._shared_store.clone()  # asks the store, without a time limit where its process is stopped
+        self._asked_at = math.inf
+        pause, polled = POLL_S / 2, time.monotonic()
+        while self._group() is not None and self._error is None:
+            with contextlib.suppress(queue.Empty):
+                request, answer = self._inbox.get(timeout=pause)
+                self._open.append((request(self._store), answer))
+                pause = MIN_PAUSE_S
+            if time.monotonic() - polled >= POLL_S:
+                polled = time.monotonic()
+                waiting = [x for known in self._watchdogs if (x := known()) is not None and x.waiting_on is not None]
+                self._open += [(watchdog.poll(self._store), Future()) for watchdog in waiting]
+                del waiting
+            self._advance()
+            pause = min(2 * pause, MAX_PAUSE_S) if self._open else POLL_S / 2
+
+    def _advance(self) -> None:
+        """One step of every open request."""
+        for entry in list(self._open):
+            steps, answer = entry
+            self._asked_at = time.monotonic()
+            try:
+                next(steps)
+                continue
+            except StopIteration as stop:
+                answer.set_result(stop.value)
+            except Exception as error:  # the caller's, if it waits
+                answer.set_exception(error)
+                self._error = error if isinstance(error, dist.DistError) else self._error
+            finally:
+                self._asked_at = math.inf
+            self._open.remove(entry)
+
+
+def set_first(store, key: str, value: str) -> str:
+    """Write a value where there is none yet; returns what is there then."""
+    return store.compare_set(key, "", value).decode()
+
+
+def _unreachable(error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    host = "rank 0, whose process hosts it,"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host = f"the launcher's agent on {os.environ.get('MASTER_ADDR', 'the first node')}, which hosts it,"
+    return f"the job's key-value store can't be reached ({reason}): {host} does not respond"
