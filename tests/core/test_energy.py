@@ -1,11 +1,18 @@
-"""The energy's derivatives are attention: checked against torch's own, finite differences, and closed forms."""
+"""The energy's derivatives are attention: checked against closed forms; and the three readings of docs/energy.md."""
+
+import ast
+import itertools
+import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_tree import energy
+import megatron_tree
+from megatron_tree import energy, merge, tree_attn_func
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
+from support.states import merged
 
 VARIANTS = {
     "full": dict(causal=False),
@@ -104,3 +111,107 @@ def test_rows_that_see_nothing_are_the_identity():
     assert not out[:, 2].any() and (lse[..., 2] == float("-inf")).all()
     grads = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep)
     assert all(g.isfinite().all() for g in grads) and not grads[0][:, 2].any()
+
+
+def test_the_oracle_shares_no_code_with_what_it_judges():
+    """energy.py imports types alone, and no module of the kernels or of the schedules imports it."""
+    package = Path(megatron_tree.__file__).parent
+
+    def imported(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
+
+    own = set(imported(package / "energy.py"))
+    assert own == {"__future__.annotations", "torch", "torch.Tensor", "config.AttnSpec"}
+    judged = [package / "merge.py", *(package / "kernels").rglob("*.py"), *(package / "attention").rglob("*.py")]
+    assert len(judged) > 20
+    for path in judged:
+        assert not [name for name in imported(path) if "energy" in name.split(".")], path
+
+
+def test_the_hessian_of_the_energy_is_the_covariance_of_the_values():
+    """Log-evidence: dF/dzeta is the posterior mean of v, d2F/dzeta2 its covariance."""
+    q, k, v, _ = inputs(h=1, h_kv=1)
+    q, k, v = q[:1, :1], k[:1], v[:1]
+    spec = AttnSpec(softmax_scale=0.4, causal=False)
+
+    def f(zeta):
+        return energy.energy(q, k, v, zeta.view(1, 1, 1, 3), spec).sum()
+
+    zero = torch.zeros(3, dtype=torch.float64)
+    p = torch.softmax(0.4 * k[0, :, 0] @ q[0, 0, 0], 0)
+    mean = p @ v[0, :, 0]
+    centred = v[0, :, 0] - mean
+    torch.testing.assert_close(torch.autograd.functional.jacobian(f, zero), mean, rtol=1e-13, atol=1e-13)
+    covariance = (p[:, None] * centred).T @ centred
+    torch.testing.assert_close(torch.autograd.functional.hessian(f, zero), covariance, rtol=1e-13, atol=1e-13)
+
+
+BETA = 2.5
+
+
+def memory(num_patterns=12, d=8, num_queries=5):
+    """Random patterns x [1, n, 1, d] of length 2, and queries [1, m, 1, d] near some of them."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.normalize(torch.randn(1, num_patterns, 1, d, generator=g, dtype=torch.float64), dim=-1) * 2
+    noise = torch.randn(1, num_queries, 1, d, generator=g, dtype=torch.float64)
+    return x, x[:, :num_queries] + 0.3 * noise
+
+
+def retrieve(q, x):
+    return tree_attn_func(q, x, x, cp_group=None, causal=False, softmax_scale=BETA)
+
+
+def hopfield_energy(q, x):
+    """E(q) = q.q / 2 - F(0) / beta of every query, with keys and values x."""
+    f = energy.energy(q, x, x, torch.zeros_like(q), AttnSpec(softmax_scale=BETA, causal=False))
+    return (q * q).sum(-1)[..., 0] / 2 - f[:, 0] / BETA
+
+
+def test_a_retrieval_step_is_an_attention_call():
+    """Associative memory: a step of size 1 down the gradient of the Hopfield energy is the output of attention."""
+    x, q = memory()
+    q.requires_grad_()
+    (gradient,) = torch.autograd.grad(hopfield_energy(q, x).sum(), q)
+    torch.testing.assert_close((q - gradient).detach(), retrieve(q.detach(), x), rtol=1e-13, atol=1e-13)
+    update = torch.softmax(BETA * q[0, :, 0] @ x[0, :, 0].T, -1) @ x[0, :, 0]  # the update rule of arXiv 2008.02217
+    torch.testing.assert_close(retrieve(q.detach(), x)[0, :, 0], update.detach(), rtol=1e-13, atol=1e-13)
+
+
+def test_retrieval_descends_the_hopfield_energy():
+    """The energy never rises, and falls strictly until a fixed point; a query near a pattern finds that one."""
+    x, near = memory()
+    anywhere = 3 * torch.randn(1, 40, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q = torch.cat((near, anywhere), 1)
+    for _ in range(30):
+        following = retrieve(q, x)
+        before, after = hopfield_energy(q, x), hopfield_energy(following, x)
+        moved = (following - q).norm(dim=-1)[..., 0] > 1e-6
+        assert (after <= before + 1e-13).all() and (after < before)[moved].all()
+        q = following
+    nearest = torch.cdist(q[0, : near.shape[1], 0], x[0, :, 0]).argmin(-1)
+    assert nearest.tolist() == list(range(near.shape[1]))
+
+
+def test_any_tree_of_merges_is_the_whole():
+    """The tree: keys are cut anywhere, and the parts merged in random trees by the library's merge."""
+    q, k, v, _ = inputs(s=13)
+    spec = AttnSpec(softmax_scale=0.4, causal=False)
+    out, lse = energy.attention(q, k, v, spec=spec)
+    for seed in range(20):
+        pick = random.Random(seed)
+        cuts = [0, *sorted(pick.choices(range(14), k=pick.randrange(1, 9))), 13]  # equal cuts: an empty part
+        forest = [energy.attention(q, k[:, a:b], v[:, a:b], spec=spec) for a, b in itertools.pairwise(cuts)]
+        while len(forest) > 1:
+            a = forest.pop(pick.randrange(len(forest)))
+            b = forest.pop(pick.randrange(len(forest)))
+            if pick.random() < 0.5:
+                forest.append(merged([a, b]))
+            else:
+                merge.merge_into(a, b)
+                forest.append(a)
+        torch.testing.assert_close(forest[0][0], out, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(forest[0][1], lse, rtol=1e-13, atol=1e-13)

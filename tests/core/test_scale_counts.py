@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_tree import merge
-from megatron_tree.attention.grid import StateReducer
 from megatron_tree.cache import RowBook
 from megatron_tree.comm.reductions import _butterfly_plan
 from megatron_tree.config import AttnSpec
@@ -166,7 +165,7 @@ def scatter(states):
 def grid(states):
     """The column of a nested grid: inside a node, packed again, then across; fp32 on the wire."""
     block = next(b for b in (8, 7, 1) if len(states) % b == 0)
-    reducer = StateReducer(torch.float32, torch.float32)
+    reducer = merge.StateReducer(torch.float32, torch.float32)
     nodes = torch.stack([reducer.narrow(reducer.merge(node)) for node in states.split(block)])
     return reducer.narrow(reducer.merge(nodes))
 
