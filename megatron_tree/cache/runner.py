@@ -70,6 +70,14 @@ class RowRunner:
         """Forget a row's tokens at position `length` and later. Raises ValueError, see `RowBook.crop`."""
         self.store.crop(row, length)
 
+    def can_crop(self, row: int, length: int) -> bool:
+        """Whether `crop` to this length is possible: layers with a window may have dropped what would be needed."""
+        try:
+            self._book.check_crop(row, length)
+        except ValueError:
+            return False
+        return True
+
     def fork(self, row: int) -> int:
         """A copy of a row, which shares its memory until one of the two goes on; returns its id."""
         return self._book.fork(row)

@@ -1,8 +1,4 @@
-"""Answers of one row of a sharded cache that is kept from turn to turn: only what is new is prefilled.
-
-Rank 0 chooses the tokens; each travels in one small broadcast, with the news whether the answer ends. `Scheduler` is
-for many requests, which forget their rows when they end; this is for one, with times and logits, and may be stopped.
-"""
+"""Answers over one row of a sharded cache that is kept from turn to turn: only what is new is prefilled."""
 
 from __future__ import annotations
 
@@ -10,22 +6,22 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from ..comm import group_rank
-from ..comm.wire import share_check
-from .sampling import Sampler, SamplingParams
-from .stopping import Stopper
+from ..comm.wire import share
+from ..errors import TreeError
+from .requests import Event, KeptRow, Request
+from .sampling import SamplingParams
+from .scheduler import Scheduler
 
 
 @dataclass
 class Answer:
-    """One answer; times are this rank's, in seconds."""
+    """One answer. Times are in seconds, rank 0's but for prefill_s."""
 
     prompt_tokens: int
     """Of the whole prompt."""
-    new_tokens: int
+    new_tokens: int = 0
     """Of them, those that the cache did not hold."""
     tokens: list[int] = field(default_factory=list)
     """The answer's, an end token included; the same on all ranks."""
@@ -34,35 +30,48 @@ class Answer:
     finish_reason: str = ""
     """"stop", "length" or "cancelled"."""
     prefill_s: float = 0.0
+    """On this rank."""
     first_token_s: float = 0.0
     """From the call to the first token."""
     step_s: list[float] = field(default_factory=list)
     """Of every token after that."""
     logits: list[Tensor] = field(default_factory=list)
-    """fp32 [vocab] of every token, if asked for."""
+    """fp32 [vocab] of every token, if asked for, on rank 0."""
 
 
 class Conversation:
     """A row of a `Runner`'s cache, and what it holds. Make it, and call its methods, on all ranks alike.
 
+    It is a `Scheduler` with one request at a time.
+
     end_tokens: those of the model. group: of all ranks, same rank 0 as the runner's, for what rank 0 tells.
-    timeout_s: limit of one such message.
+    sharded: every rank runs its share of a prompt; otherwise all of it. timeout_s: limit of one broadcast.
     """
 
     def __init__(
         self, runner, tokenizer, *, end_tokens: Collection[int], group, sharded: bool = True, timeout_s: float = 600.0
     ):
-        self.runner, self._tokenizer, self._end_tokens = runner, tokenizer, end_tokens
-        self._group, self._sharded, self._timeout_s = group, sharded, timeout_s
-        self.is_leader = group_rank(group) == 0
-        self._row = runner.add()
+        self.runner, self._group, self._timeout_s = runner, group, timeout_s
+        self._scheduler = Scheduler(
+            runner,
+            tokenizer,
+            max_rows=1,
+            max_waiting=1,
+            end_tokens=end_tokens,
+            plan_group=group,
+            timeout_s=timeout_s,
+            sharded_prefill=sharded,
+        )
+        self.is_leader = self._scheduler.is_leader
+        self._row = KeptRow()
         self.held: list[int] = []
         """Tokens that the cache holds."""
 
     def forget(self) -> None:
-        """Begin anew, with an empty row."""
-        self.runner.remove(self._row)
-        self._row, self.held = self.runner.add(), []
+        """Start again with an empty row."""
+        self._scheduler.forget(self._row)
+        self._scheduler.run_until_idle()
+        self.held = []
 
     def answer(
         self,
@@ -74,88 +83,59 @@ class Conversation:
         cancelled: Callable[[], bool] = lambda: False,
         keep_logits: bool = False,
     ) -> Answer:
-        """Go on from a prompt, the whole conversation in tokens; what the cache holds of it is not run again.
+        """Answer a prompt, the whole conversation in tokens; what the cache holds of it is not run again.
 
-        on_text, cancelled: on rank 0: gets the text piece by piece; asked before every token whether to end here.
-        progress: of the prefill, as progress(tokens done, all of them).
-        Raises: ValueError on all ranks for an empty prompt or one that leaves no position for an answer.
+        on_text, progress, cancelled: on rank 0: gets the text piece by piece; called as progress(tokens prefilled, all
+            of them); asked before every chunk of the prompt and every token whether to end here.
+        Raises: ValueError on all ranks for an empty prompt or one that leaves no position for an answer. `TreeError`
+            on all ranks when logits are not finite.
         """
-        prompt = list(prompt)
-        limit = self.runner.max_positions
-        if not prompt or (limit is not None and len(prompt) + params.max_tokens > limit):
-            raise ValueError(
-                f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens}: a prompt must have one token or more "
-                f"and both together fit into the model's {limit} positions"
-            )
-        self._keep(prompt)
-        result = Answer(len(prompt), len(prompt) - len(self.held))
-        pick = (
-            _Picker(self._tokenizer, params, self._end_tokens, prompt, on_text, cancelled) if self.is_leader else None
-        )
-        start = time.perf_counter()
-        new = torch.tensor(prompt[len(self.held) :])
-        logits = self.runner.prefill(self._row, new, sharded=self._sharded, progress=progress)
-        self.held = prompt
-        result.prefill_s = self._now() - start
-        while True:
-            token, result.finish_reason = self._share(lambda logits=logits: pick(logits))
-            if token is not None:
-                result.tokens.append(token)
-                if keep_logits:
-                    result.logits.append(logits)
-                if len(result.tokens) == 1:
-                    result.first_token_s = self._now() - start
-                else:
-                    result.step_s.append(self._now() - start)
-            if result.finish_reason:
-                break
-            start = self._now()
-            logits = self.runner.step([self._row], torch.tensor([[token]]))[0, -1]
-            self.held.append(token)
-        result.text = "" if pick is None else pick.text
+        request = Request(prompt=prompt, sampling=params, row=self._row, progress=progress, keep_logits=keep_logits)
+        scheduler, told, before = self._scheduler, {}, self._scheduler.rows.prefill_s
+        scheduler.check(request)
+        result = Answer(len(prompt))
+        if self.is_leader:
+            collected = _Collected(result, on_text)
+            number = scheduler.submit(request, collected)
+            scheduler.run_until_idle(lambda: scheduler.cancel(number) if cancelled() else None)
+            told = {name: getattr(result, name) for name in SHARED}
+            told |= {"error": collected.error, "held": len(self._row.tokens)}
+        else:
+            scheduler.run_until_idle()
+        told = share(told, self._group, device=self.runner.device, timeout_s=self._timeout_s)
+        for name in SHARED:
+            setattr(result, name, told[name])
+        self.held = [*prompt, *result.tokens][: told["held"]]
+        result.prefill_s = scheduler.rows.prefill_s - before
+        if told["error"] is not None:
+            raise TreeError(told["error"])
         return result
 
-    def _keep(self, prompt: list[int]) -> None:
-        """Forget what the cache holds beyond the beginning that it shares with a prompt, whose last token is run."""
-        same, most = 0, min(len(self.held), len(prompt) - 1)
-        while same < most and self.held[same] == prompt[same]:
-            same += 1
-        if same < len(self.held):
-            try:
-                self.runner.crop(self._row, same)
-                self.held = self.held[:same]
-            except ValueError:  # layers with a window have let go of what would be needed
-                self.forget()
 
-    def _share(self, pick) -> tuple[int | None, str]:
-        token, reason = share_check(pick, self._group, device=self.runner.device, timeout_s=self._timeout_s)
-        return token, reason
-
-    def _now(self) -> float:
-        if self.runner.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
+SHARED = ("new_tokens", "tokens", "finish_reason", "first_token_s", "step_s")
 
 
-class _Picker:
-    """Rank 0's choice of tokens: (the token, or None if it ends without one; why it ends, or "")."""
+class _Collected:
+    """The sink of a request: its events become an `Answer`."""
 
-    def __init__(self, tokenizer, params: SamplingParams, end_tokens, prompt: list[int], on_text, cancelled):
-        self._sampler = Sampler(params.with_seed(), torch.tensor(prompt))
-        self._stopper = Stopper(tokenizer, params, end_tokens)
-        self._on_text, self._cancelled = on_text, cancelled
-        self.text = ""
+    def __init__(self, answer: Answer, on_text: Callable[[str], None] | None):
+        self._answer, self._on_text, self._last = answer, on_text, time.perf_counter()
+        self.error: str | None = None
 
-    def __call__(self, logits: Tensor) -> tuple[int | None, str]:
-        if self._cancelled():
-            self._tell(self._stopper.flush())
-            return None, "cancelled"
-        token = self._sampler.choose(logits).token
-        piece = self._stopper.add(token)
-        self._tell(piece.text)
-        return token, piece.finish_reason or ""
-
-    def _tell(self, text: str) -> None:
-        self.text += text
-        if text and self._on_text is not None:
-            self._on_text(text)
+    def __call__(self, event: Event) -> None:
+        answer, now = self._answer, time.perf_counter()
+        if event.token is not None:
+            if answer.tokens:
+                answer.step_s.append(now - self._last)
+            else:
+                answer.first_token_s = now - self._last
+            self._last = now
+            answer.tokens.append(event.token)
+        if event.logits is not None:
+            answer.logits.append(event.logits)
+        answer.text += event.text
+        if event.text and self._on_text is not None:
+            self._on_text(event.text)
+        if event.usage is not None:
+            answer.finish_reason, self.error = event.finish_reason, event.error
+            answer.new_tokens = event.usage.prompt_tokens - event.usage.cached_tokens

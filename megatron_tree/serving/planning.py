@@ -8,8 +8,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..errors import TreeError
-from .requests import Answer, Serving
-from .rows import Runner
+from .requests import Answer, KeptRow, Serving
+from .rows import Rows
 from .sampling import Choice, choose_tokens
 
 
@@ -19,8 +19,9 @@ class Planner:
     on_end: called with a request when its last answer has ended, before its last event.
     """
 
-    def __init__(self, runner: Runner, *, max_rows: int, page: int, on_end: Callable[[Serving], None]):
-        self._runner, self._max_rows, self._page, self._on_end = runner, max_rows, page, on_end
+    def __init__(self, rows: Rows, *, max_rows: int, page: int, on_end: Callable[[Serving], None]):
+        self._rows, self._runner = rows, rows.runner
+        self._max_rows, self._page, self._on_end = max_rows, page, on_end
         self.served: list[Serving] = []
         self._handles = itertools.count()
         self._steps: list[list] = []  # what the next plan begins with
@@ -41,6 +42,8 @@ class Planner:
             return True
         promised = sum(s.reserved(self._page) - s.held(self._page) for s in self.served)
         needed = serving.reserved(self._page)
+        if serving.row is not None:
+            needed -= serving.row.shared(serving.prompt) // self._page * self._page
         if free - promised < needed and not self.served and not self._steps:
             raise TreeError(
                 f"request {serving.id} needs {needed:,} tokens of the cache; it serves nobody, but only {free:,} "
@@ -49,10 +52,27 @@ class Planner:
         return free - promised >= needed
 
     def admit(self, serving: Serving) -> None:
-        """Give a request's prompt a row."""
-        serving.admit(next(self._handles))
+        """Give a request's prompt a row: a new one, or its own."""
+        row, shared = serving.row or KeptRow(), 0
+        if row.handle is None:
+            row.handle = next(self._handles)
+            self._steps.append(["add", row.handle])
+        else:
+            shared = row.shared(serving.prompt)
+            if self._rows.can_crop(row.handle, shared):
+                self._steps.append(["crop", row.handle, shared])
+            else:
+                self._steps += [["remove", row.handle], ["add", row.handle]]
+                shared = 0
+        del row.tokens[shared:]
+        serving.admit(row.handle, shared)
         self.served.append(serving)
-        self._steps.append(["add", serving.handle])
+
+    def forget(self, row: KeptRow) -> None:
+        """Remove a kept row by the next plan."""
+        if row.handle is not None:
+            self._steps.append(["remove", row.handle])
+        row.handle, row.tokens = None, []
 
     def cancel(self, serving: Serving) -> None:
         """End a request that waits or is served."""
@@ -70,8 +90,10 @@ class Planner:
         if self._running:
             answers = [answer for _, answer in self._running]
             steps.append(["step", [a.handle for a in answers], [a.token for a in answers]])
-            for answer in answers:
+            for serving, answer in self._running:
                 answer.length += 1
+                if serving.row is not None:
+                    serving.row.tokens.append(answer.token)
         size = left = self._runner.chunk_size
         for serving in self.served:
             # prompts are cut the same way whoever else is there, so that their logits are the same
@@ -82,14 +104,29 @@ class Planner:
                 left -= len(chunk)
         return steps
 
+    def progress(self) -> dict[int, Callable[[int, int], None]]:
+        """For `Rows.carry_out`, of the prefills in this plan."""
+        found = {}
+        for serving, _ in self._prefilled:
+            if serving.progress is not None:
+                before = serving.num_prefilled - serving.num_reused
+                total = len(serving.prompt) - serving.num_reused
+                found[serving.handle] = lambda done, _, tell=serving.progress, before=before, total=total: tell(
+                    before + done, total
+                )
+        return found
+
     def digest(self, logits: list[Tensor]) -> None:
         """Choose tokens by what a plan brought, tell of them, and note what the next plan has to do first."""
         logits = iter(logits)
         if self._running:
-            choices = choose_tokens([answer.sampler for _, answer in self._running], next(logits))
-            for (serving, answer), choice in zip(self._running, choices):
-                self._take(serving, answer, choice)
+            rows = next(logits)
+            choices = choose_tokens([answer.sampler for _, answer in self._running], rows)
+            for (serving, answer), choice, row in zip(self._running, choices, rows):
+                self._take(serving, answer, choice, row)
         for (serving, num_tokens), last in zip(self._prefilled, logits):
+            if serving.row is not None:
+                serving.row.tokens += serving.prompt[serving.num_prefilled :][:num_tokens].tolist()
             serving.num_prefilled += num_tokens
             if serving.num_prefilled == len(serving.prompt):
                 self._begin(serving, last)
@@ -99,7 +136,7 @@ class Planner:
         choices = choose_tokens([a.sampler for a in serving.answers], logits.expand(len(serving.answers), -1))
         going = [a for a, c in zip(serving.answers, choices) if not isinstance(c, TreeError)]
         for answer, choice in zip(serving.answers, choices):
-            self._take(serving, answer, choice)
+            self._take(serving, answer, choice, logits)
         going = [answer for answer in going if not answer.finished]
         handle, serving.handle = serving.handle, None
         for answer in going:
@@ -107,31 +144,37 @@ class Planner:
             answer.handle = next(self._handles) if answer.forked else handle
             if answer.forked:
                 self._steps.append(["fork", handle, answer.handle])
-        if not going:
+        if not going and serving.row is None:
             self._steps.append(["remove", handle])
 
-    def _take(self, serving: Serving, answer: Answer, choice: Choice | TreeError) -> None:
+    def _take(self, serving: Serving, answer: Answer, choice: Choice | TreeError, logits: Tensor) -> None:
         if isinstance(choice, TreeError):
             self._end(serving, answer, None, answer.stopper.flush(), "error", error=str(choice))
             return
+        more = {"logits": logits} if serving.keep_logits else {}
         piece = answer.stopper.add(choice.token)
         answer.token = choice.token
         if piece.finish_reason is None:
-            serving.tell(answer, choice, piece.text, None)
+            serving.tell(answer, choice, piece.text, None, **more)
         else:
-            self._end(serving, answer, choice, piece.text, piece.finish_reason, stop_reason=piece.stop_reason)
+            more["stop_reason"] = piece.stop_reason
+            self._end(serving, answer, choice, piece.text, piece.finish_reason, **more)
 
     def _end(self, serving: Serving, answer: Answer, choice: Choice | None, text: str, reason: str, **more) -> None:
-        """End an answer: its row goes with the next plan, and the request with its last answer."""
+        """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
         answer.finished = True
         if answer.handle is not None:
-            self._steps.append(["remove", answer.handle])
+            self._remove(serving, answer.handle)
             answer.handle = None
         if not serving.unfinished:
             if serving.handle is not None and serving.num_prefilled < len(serving.prompt):
-                self._steps.append(["remove", serving.handle])
+                self._remove(serving, serving.handle)
                 serving.handle = None
             if serving in self.served:
                 self.served.remove(serving)
             self._on_end(serving)
         serving.tell(answer, choice, text, reason, **more)
+
+    def _remove(self, serving: Serving, handle: int) -> None:
+        if serving.row is None:
+            self._steps.append(["remove", handle])

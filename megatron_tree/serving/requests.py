@@ -13,6 +13,25 @@ from .sampling import Choice, Sampler, SamplingParams
 from .stopping import Stopper
 
 
+@dataclass(kw_only=True)
+class KeptRow:
+    """A row of the cache that stays when a request has ended, for the next one. On the leader only.
+
+    The next request may share a beginning with what the row holds: that is not run again.
+    """
+
+    handle: int | None = None
+    """None: there is no row yet."""
+    tokens: list[int] = field(default_factory=list)
+    """What the row holds."""
+
+    def shared(self, prompt: Tensor) -> int:
+        """How many tokens of a prompt the row holds already; at least the prompt's last token is to be run."""
+        most = min(len(self.tokens), len(prompt) - 1)
+        different = (prompt[:most] != torch.tensor(self.tokens[:most], dtype=torch.int64)).nonzero()
+        return int(different[0]) if len(different) else most
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt and how to go on from it. What is wrong with it is told by `Scheduler.check` and `submit`."""
@@ -22,6 +41,12 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     """Answers to the prompt, each with draws of its own."""
+    row: KeptRow | None = None
+    """Use this row of the cache and leave it there; one request at a time, with n=1."""
+    progress: Callable[[int, int], None] | None = None
+    """Called while the prompt is prefilled as progress(tokens done, all that the cache did not hold)."""
+    keep_logits: bool = False
+    """Events carry the logits that their token was chosen from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +54,8 @@ class Usage:
     """Of one answer; times in seconds from `submit` on."""
 
     prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt, those that its row held before."""
     completion_tokens: int
     queued_s: float
     first_token_s: float | None
@@ -59,6 +86,8 @@ class Event:
     """With every finish_reason."""
     last: bool = False
     """Whether all answers of the request have ended."""
+    logits: Tensor | None = None
+    """fp32 [vocab], with `Request.keep_logits`."""
 
 
 EventSink = Callable[[Event], None]
@@ -87,9 +116,10 @@ class Serving:
         self, number: int, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink
     ):
         self.id, self.prompt, self.sink = number, prompt, sink
+        self.row, self.progress, self.keep_logits = request.row, request.progress, request.keep_logits
         self.params = request.sampling.with_seed()
         self.handle: int | None = None  # of the prompt's row while it is prefilled
-        self.num_prefilled = 0
+        self.num_prefilled = self.num_reused = 0
         self.answers = [
             Answer(
                 index=i,
@@ -119,9 +149,10 @@ class Serving:
         shared = _whole(len(self.prompt), page)
         return sum(_whole(a.length, page) - shared * a.forked for a in self.unfinished if a.handle is not None)
 
-    def admit(self, handle: int) -> None:
-        """Its prompt gets a row."""
+    def admit(self, handle: int, num_reused: int) -> None:
+        """Its prompt gets a row, which holds some tokens of it already."""
         self.handle, self._admitted = handle, time.perf_counter()
+        self.num_prefilled = self.num_reused = num_reused
 
     def tell(self, answer: Answer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
         """Send an event of one answer, and note its end; a choice without a token counts none."""
@@ -133,6 +164,7 @@ class Serving:
             answer.finished = True
             usage = Usage(
                 prompt_tokens=len(self.prompt),
+                cached_tokens=self.num_reused,
                 completion_tokens=answer.stopper.num_tokens,
                 queued_s=(self._admitted or now) - self._submitted,
                 first_token_s=self._first_token - self._submitted if self._first_token else None,

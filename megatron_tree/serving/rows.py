@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+Progress = Callable[[int, int], None]
 
 
 class Runner(Protocol):
@@ -29,6 +33,8 @@ class Runner(Protocol):
 
     def length(self, row: int) -> int: ...
 
+    def can_crop(self, row: int, length: int) -> bool: ...
+
     def crop(self, row: int, length: int) -> None: ...
 
     def fork(self, row: int) -> int: ...
@@ -40,15 +46,28 @@ class Runner(Protocol):
 
 
 class Rows:
-    """Carries out plans on one rank. A plan names rows by handles that the leader chose."""
+    """Carries out plans on one rank. A plan names rows by handles that the leader chose.
 
-    def __init__(self, runner: Runner):
-        self._runner, self._rows = runner, {}
+    sharded_prefill: see `RowRunner.prefill`.
+    """
+
+    def __init__(self, runner: Runner, *, sharded_prefill: bool = True):
+        self.runner, self._rows = runner, {}
+        self._prefill_options = {} if sharded_prefill else {"sharded": False}
+        self.prefill_s = 0.0
+        """Seconds spent on prefills so far."""
+
+    def can_crop(self, handle: int, length: int) -> bool:
+        """See `RowRunner.can_crop`."""
+        return self.runner.can_crop(self._rows[handle], length)
 
     @torch.no_grad()
-    def carry_out(self, steps: list[list]) -> list[Tensor]:
-        """Logits of every "step" (fp32 [rows, vocab]) and "prefill" (fp32 [vocab]) of a plan, in its order."""
-        runner, rows, logits = self._runner, self._rows, []
+    def carry_out(self, steps: list[list], progress: Mapping[int, Progress] | None = None) -> list[Tensor]:
+        """Logits of every "step" (fp32 [rows, vocab]) and "prefill" (fp32 [vocab]) of a plan, in its order.
+
+        progress: by handle, what is called during a prefill as progress(tokens done, tokens of this chunk).
+        """
+        runner, rows, logits = self.runner, self._rows, []
         for name, *arguments in steps:
             match name, arguments:
                 case "add", [handle]:
@@ -57,11 +76,24 @@ class Rows:
                     rows[copy] = runner.fork(rows[handle])
                 case "remove", [handle]:
                     runner.remove(rows.pop(handle))
+                case "crop", [handle, length]:
+                    runner.crop(rows[handle], length)
                 case "step", [handles, tokens]:
                     tokens = torch.tensor(tokens, device=runner.device)[:, None]
                     logits.append(runner.step([rows[handle] for handle in handles], tokens)[:, -1])
                 case "prefill", [handle, tokens]:
-                    logits.append(runner.prefill(rows[handle], torch.tensor(tokens, device=runner.device)))
+                    options = dict(self._prefill_options)
+                    if progress and handle in progress:
+                        options["progress"] = progress[handle]
+                    start = self._now()
+                    tokens = torch.tensor(tokens, device=runner.device)
+                    logits.append(runner.prefill(rows[handle], tokens, **options))
+                    self.prefill_s += self._now() - start
                 case _:
                     raise AssertionError(f"unknown step {name!r}")
         return logits
+
+    def _now(self) -> float:
+        if self.runner.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()

@@ -21,7 +21,7 @@ from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
 from .planning import Planner
-from .requests import EventSink, Request, Serving, prompt_tensor
+from .requests import EventSink, KeptRow, Request, Serving, prompt_tensor
 from .rows import Rows, Runner
 
 
@@ -59,6 +59,7 @@ class Scheduler:
         heartbeat_s: seconds after which an idle leader sends an empty plan, so that those who wait don't give up;
             None: 10, or a quarter of timeout_s where that is less.
         timeout_s: seconds that one broadcast may take.
+        sharded_prefill: see `RowRunner.prefill`.
     Raises: ValueError.
     """
 
@@ -73,6 +74,7 @@ class Scheduler:
         plan_group=None,
         heartbeat_s: float | None = None,
         timeout_s: float = 600.0,
+        sharded_prefill: bool = True,
     ):
         for name, value in (("max_rows", max_rows), ("max_waiting", max_waiting)):
             if not isinstance(value, int) or value < 1:
@@ -90,7 +92,7 @@ class Scheduler:
         self.is_leader = group_rank(self._group) == 0
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._capacity, self._page = runner.free_tokens, getattr(runner, "page_size", 1)
-        self._rows, self._ended = Rows(runner), False
+        self.rows, self._ended = Rows(runner, sharded_prefill=sharded_prefill), False
         # what threads share, under the lock
         self._news = threading.Condition()
         self._open: dict[int, Serving] = {}
@@ -99,7 +101,7 @@ class Scheduler:
         self._stopping = self._draining = False
         self._failure: str | None = None
         self._numbers = itertools.count()
-        self._planner = Planner(runner, max_rows=max_rows, page=self._page, on_end=self._forget)
+        self._planner = Planner(self.rows, max_rows=max_rows, page=self._page, on_end=self._forget)
 
     def check(self, request: Request) -> Tensor:
         """The request's prompt, int64 [n], if it can be served once there is room. From any thread.
@@ -111,6 +113,8 @@ class Scheduler:
         prompt = prompt_tensor(request.prompt, runner.vocab_size)
         if not isinstance(request.n, int) or not 1 <= request.n <= self.max_rows:
             raise ValueError(f"n={request.n!r} must be from 1 to max_rows={self.max_rows}: ask for fewer answers")
+        if request.row is not None and request.n > 1:
+            raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
         if any(token >= runner.vocab_size for token in params.stop_token_ids):
             raise ValueError(
                 f"stop_token_ids={params.stop_token_ids}: the model has tokens 0 to {runner.vocab_size - 1}"
@@ -181,32 +185,51 @@ class Scheduler:
         while self.run_once():
             pass
 
+    def run_until_idle(self, each_turn: Callable[[], None] = lambda: None) -> None:
+        """Serve what has been submitted. On all ranks; afterwards the loop may go on.
+
+        each_turn: called on the leader before every turn; what it raises ends the loop on all ranks.
+        Raises: as `run_once`.
+        """
+        while not self._ended and not self._turn(each_turn, wait=False)["idle"]:
+            pass
+
+    def forget(self, row: KeptRow) -> None:
+        """Remove a row that requests have kept, in the next turn. On the leader, in the thread that runs the loop."""
+        self._planner.forget(row)
+
     def run_once(self) -> bool:
         """One turn, on all ranks; an idle leader waits up to heartbeat_s for news. False once the loop has ended.
 
         Raises: whatever fails on this rank; a failure of the leader's own is a `TreeError` on the other ranks. The
             leader's open requests then end with "error".
         """
-        if self._ended:
-            return False
+        if not self._ended:
+            self._turn(lambda: None, wait=True)
+        return not self._ended
+
+    def _turn(self, each_turn: Callable[[], None], *, wait: bool) -> dict[str, Any]:
+        """Returns the plan."""
         if not self.is_leader:
             plan = self._share(None)
             if "failed" in plan:
                 self._ended = True
                 raise TreeError(f"rank 0 of the scheduler gave up: {plan['failed']}")
-            self._rows.carry_out(plan["steps"])
+            self.rows.carry_out(plan["steps"])
             self._ended = plan["stop"]
-            return not self._ended
+            return plan
         with self._giving_up(tell=True):
-            self._wait()
+            each_turn()
+            if wait:
+                self._wait()
             plan = self._plan()
         with self._giving_up(tell=False):  # the others fail, too, or notice that this rank is gone
             plan = self._share(plan)
-            logits = self._rows.carry_out(plan["steps"])
+            logits = self.rows.carry_out(plan["steps"], self._planner.progress())
         with self._giving_up(tell=True):
             self._planner.digest(logits)
         self._ended = plan["stop"]
-        return not self._ended
+        return plan
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, which wait in `run_once`, that the leader gives up; its thread of the loop calls it."""
@@ -260,7 +283,8 @@ class Scheduler:
         with self._news:
             while self._waiting and self._planner.has_room(self._waiting[0]):
                 self._planner.admit(self._waiting.popleft())
-        return {"steps": self._planner.plan(), "stop": stop}
+            idle = not self._open
+        return {"steps": self._planner.plan(), "stop": stop, "idle": idle}
 
     def _forget(self, serving: Serving) -> None:
         with self._news:
