@@ -12,7 +12,7 @@ import sys
 
 def main(argv: list[str]) -> int:
     from megatron_tree.launching import run_script
-    from megatron_tree.serving.chat_arguments import build_parser, check_arguments
+    from megatron_tree.serving.arguments import build_chat_parser, check_chat_arguments
 
     def load():
         from megatron_tree.serving.chat import run
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
 
         return run, (NoInput,)
 
-    return run_script("chat.py", argv, build_parser, check_arguments, load, choices=False)
+    return run_script("chat.py", argv, build_chat_parser, check_chat_arguments, load, choices=False)
 
 
 if __name__ == "__main__":

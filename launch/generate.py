@@ -15,9 +15,9 @@ def main(argv: list[str]) -> int:
     from megatron_tree.serving.arguments import build_parser, check_arguments
 
     def load():
-        from megatron_tree.serving.run import CheckError, JobError, run
+        from megatron_tree.serving.generate import BatchError, CheckError, run
 
-        return run, (CheckError, JobError)
+        return run, (BatchError, CheckError)
 
     return run_script("generate.py", argv, build_parser, check_arguments, load)
 

@@ -1,5 +1,5 @@
-"""Options of launch/generate.py, and those that it shares with chat.py and serve.py: the command line over a YAML file
-over the defaults. All are checked before ranks talk.
+"""Options of launch/generate.py and launch/chat.py, and those that they share with serve.py: the command line over a
+YAML file over the defaults. All are checked before ranks talk.
 """
 
 from __future__ import annotations
@@ -49,6 +49,23 @@ examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERAT
         --model /models/llama --max-new-tokens 64
 """
 
+CHAT_DESCRIPTION = """\
+Chat with a language model in the terminal, with the KV cache spread over all ranks. The cache is kept between turns:
+only what is new is prefilled, with the sequence sharded. Ctrl-C stops an answer, not the chat.
+
+  /file PATH   put a file in front of the next message      /save PATH   write the messages to a file (JSON)
+  /reset       begin a new conversation                     /quit        end (so does Ctrl-D)
+"""
+CHAT_EXAMPLES = """\
+examples:
+  the default model on 4 ranks of this machine
+    bash launch/deepspeed_local.sh -n 4 launch/chat.py
+  a model in a local folder on 8 GPUs, sampled
+    deepspeed --num_gpus 8 --no_local_rank launch/chat.py --model /models/llama --temperature 0.7 --top-p 0.9
+  messages from a file, one a line (also where rank 0 has no terminal: several nodes, batch systems)
+    bash launch/deepspeed_local.sh -n 4 launch/chat.py --input messages.txt
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of launch/generate.py."""
@@ -67,6 +84,18 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("--resume", action=SWITCH, default=False, help="go on with an output that is there")
     batch.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers at the same time (default: 8)")
     add_sampling_options(parser, max_new_tokens=32)
+    add_model_options(parser)
+    return parser
+
+
+def build_chat_parser() -> argparse.ArgumentParser:
+    """The command line of launch/chat.py."""
+    parser = new_parser("chat.py", CHAT_DESCRIPTION, CHAT_EXAMPLES)
+    add = parser.add_argument
+    add("--input", metavar="FILE", help="messages and commands, one a line (default: standard input if it is a pipe, "
+        "else the terminal)")  # fmt: skip
+    add("--system", metavar="TEXT", help="a message to the model that stands before the conversation")
+    add_sampling_options(parser, max_new_tokens=512)
     add_model_options(parser)
     return parser
 
@@ -146,7 +175,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     """
     check_model_options(args, world_size)
     check_sampling_options(args)
-    _check_job(args)
+    _check_batch(args)
     if args.prompt_file is None:
         args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
     if args.question is None:
@@ -168,7 +197,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         check_writable("--json", args.json)
 
 
-def _check_job(args: argparse.Namespace) -> None:
+def _check_batch(args: argparse.Namespace) -> None:
     check_counts(args, "max_rows")
     if args.prompts is None:
         for name in ("output", "resume"):
@@ -184,6 +213,13 @@ def _check_job(args: argparse.Namespace) -> None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
     check_readable("--prompts", args.prompts)
     check_writable("--output", args.output)
+
+
+def check_chat_arguments(args: argparse.Namespace, world_size: int) -> None:
+    """Everything that can be checked before ranks talk. Raises: ValueError that names the option and the way out."""
+    check_model_options(args, world_size)
+    check_sampling_options(args)
+    check_readable("--input", args.input)
 
 
 def check_sampling_options(args: argparse.Namespace) -> None:

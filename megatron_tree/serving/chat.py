@@ -14,7 +14,7 @@ from ..comm.wire import share, share_check
 from ..files import whole_file
 from .arguments import sampling_params
 from .conversation import Answer, Conversation
-from .report import Progress
+from .report import progress_bar
 from .sampling import SamplingParams
 from .start import Started, start
 from .terminal import Lines, NoInput, open_input
@@ -162,7 +162,7 @@ class Chat:
             prompt,
             params.with_options({"max_tokens": room}),
             on_text=lambda text: print(text, end="", flush=True),
-            progress=Progress("prefill") if len(prompt) - len(self._conversation.held) > SHORT else None,
+            progress=progress_bar("prefill") if len(prompt) - len(self._conversation.held) > SHORT else None,
             cancelled=self._lines.interrupted,
         )
         self._files = []

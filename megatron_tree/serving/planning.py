@@ -1,16 +1,74 @@
-"""The leader's side of continuous batching: from requests to plans, and from a plan's logits to tokens."""
+"""Plans of continuous batching: how every rank carries one out, and how the leader makes it and chooses the tokens."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
+from ..cache.runner import RowRunner
 from ..errors import TreeError
 from .requests import Answer, KeptRow, Serving
-from .rows import Rows
 from .sampling import Choice, choose_tokens
+
+Progress = Callable[[int, int], None]
+
+
+class Rows:
+    """Carries out plans on one rank. A plan names rows by handles that the leader chose.
+
+    sharded_prefill: see `RowRunner.prefill`.
+    """
+
+    def __init__(self, runner: RowRunner, *, sharded_prefill: bool = True):
+        self.runner, self._rows = runner, {}
+        self._prefill_options = {} if sharded_prefill else {"sharded": False}
+        self.prefill_s = 0.0
+        """Seconds spent on prefills so far."""
+
+    def can_crop(self, handle: int, length: int) -> bool:
+        """See `RowRunner.can_crop`."""
+        return self.runner.can_crop(self._rows[handle], length)
+
+    @torch.no_grad()
+    def carry_out(self, steps: list[list], progress: Mapping[int, Progress] | None = None) -> list[Tensor]:
+        """Logits of every "step" (fp32 [rows, vocab]) and "prefill" (fp32 [vocab]) of a plan, in its order.
+
+        progress: by handle, what is called during a prefill as progress(tokens done, tokens of this chunk).
+        """
+        runner, rows, logits = self.runner, self._rows, []
+        for name, *arguments in steps:
+            match name, arguments:
+                case "add", [handle]:
+                    rows[handle] = runner.add()
+                case "fork", [handle, copy]:
+                    rows[copy] = runner.fork(rows[handle])
+                case "remove", [handle]:
+                    runner.remove(rows.pop(handle))
+                case "crop", [handle, length]:
+                    runner.crop(rows[handle], length)
+                case "step", [handles, tokens]:
+                    tokens = torch.tensor(tokens, device=runner.device)[:, None]
+                    logits.append(runner.step([rows[handle] for handle in handles], tokens)[:, -1])
+                case "prefill", [handle, tokens]:
+                    options = dict(self._prefill_options)
+                    if progress and handle in progress:
+                        options["progress"] = progress[handle]
+                    start = self._now()
+                    tokens = torch.tensor(tokens, device=runner.device)
+                    logits.append(runner.prefill(rows[handle], tokens, **options))
+                    self.prefill_s += self._now() - start
+                case _:
+                    raise AssertionError(f"unknown step {name!r}")
+        return logits
+
+    def _now(self) -> float:
+        if self.runner.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
 
 
 class Planner:
@@ -104,7 +162,7 @@ class Planner:
                 left -= len(chunk)
         return steps
 
-    def progress(self) -> dict[int, Callable[[int, int], None]]:
+    def progress(self) -> dict[int, Progress]:
         """For `Rows.carry_out`, of the prefills in this plan."""
         found = {}
         for serving, _ in self._prefilled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,25 @@ from tqdm import tqdm
 
 from ..files import whole_file
 
+LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
-class Progress:
-    """Shows the prefill's progress: a bar on a terminal, elsewhere a line at every quarter."""
 
-    def __init__(self, what: str):
-        self.what = what
-        self._bar, self._quarters = None, 0
+def progress_bar(what: str) -> Callable[[int, int], None]:
+    """Called as show(done, total), shows progress on stderr: a bar on a terminal, elsewhere a line now and then."""
+    bar = None
 
-    def __call__(self, done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            if self._bar is None:
-                self._bar = tqdm(total=total, desc=self.what, file=sys.stderr, dynamic_ncols=True, leave=False)
-            self._bar.update(done - self._bar.n)
-            if done == total:
-                self._bar.close()
-        elif 4 * done // total > self._quarters:
-            self._quarters = 4 * done // total
-            print(f"{self.what}: {done} of {total}", file=sys.stderr, flush=True)
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            style = {"dynamic_ncols": True, "leave": False}
+            if not sys.stderr.isatty():
+                style = {"bar_format": "{desc}: {n_fmt} of {total_fmt}", "mininterval": LOG_INTERVAL_S}
+            bar = tqdm(desc=what, total=total, file=sys.stderr, **style)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
 
 
 def cache_table(ranks: list[dict[str, Any]]) -> str:

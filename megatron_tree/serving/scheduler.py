@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..cache.runner import RowRunner
 from ..comm import group_rank
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
-from .planning import Planner
+from .planning import Planner, Rows
 from .requests import EventSink, KeptRow, Request, Serving, prompt_tensor
-from .rows import Rows, Runner
 
 
 class QueueFull(TreeError):
@@ -48,7 +48,7 @@ class Scheduler:
     tokens it may get. A long prompt is prefilled a chunk per turn, and the answers under way get a token per turn.
 
     Args:
-        runner: see `Runner`.
+        runner: the model and its rows.
         tokenizer: a Transformers tokenizer; used in the thread that runs the loop only, so don't share it with others.
             None: events carry no text.
         max_rows: answers under way at once.
@@ -65,7 +65,7 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: RowRunner,
         tokenizer=None,
         *,
         max_rows: int,
@@ -91,7 +91,7 @@ class Scheduler:
         self._group = runner.token_group if plan_group is None else plan_group
         self.is_leader = group_rank(self._group) == 0
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
-        self._capacity, self._page = runner.free_tokens, getattr(runner, "page_size", 1)
+        self._capacity, self._page = runner.free_tokens, runner.page_size
         self.rows, self._ended = Rows(runner, sharded_prefill=sharded_prefill), False
         # what threads share, under the lock
         self._news = threading.Condition()

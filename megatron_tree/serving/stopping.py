@@ -5,42 +5,35 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from tokenizers.decoders import DecodeStream
+
 from .sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "cancelled")
-HALF = "\ufffd"  # what half a character decodes to
 
 
 class Detokenizer:
-    """Text of tokens that come one by one; all pieces together are the text of all tokens, if that is valid UTF-8.
+    """Text of tokens that come one by one: tokenizers' `DecodeStream`, and what waits in it at the end.
 
-    Only the last few tokens are decoded again: from where the piece before the last began, since what a token looks
-    like may depend on the one before it (spaces). What ends in half a character waits for the rest.
+    All pieces together are the text of all tokens. The last token of half a character brings the whole character.
     """
 
     def __init__(self, tokenizer):
-        self._tokenizer, self._tokens = tokenizer, []
-        self._context = self._shown = 0  # tokens before _shown are told; those from _context on are decoded with them
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that this token completes, perhaps none."""
-        self._tokens.append(token)
-        return self._advance(final=False)
+        self._waiting.append(token)
+        text = self._stream.step(self._tokenizer.backend_tokenizer, token)
+        if text is None:
+            return ""
+        self._waiting = []
+        return text
 
     def flush(self) -> str:
-        """The text that waits, though half a character may be in it."""
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> str:
-        told = self._decode(self._tokens[self._context : self._shown])
-        text = self._decode(self._tokens[self._context :])
-        if len(text) <= len(told) or (text.endswith(HALF) and not final):
-            return ""
-        self._context, self._shown = self._shown, len(self._tokens)
-        return text[len(told) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return decode(self._tokenizer, tokens)
+        """The text that waits: half a character, if any."""
+        return decode(self._tokenizer, self._waiting)
 
 
 def decode(tokenizer, tokens: Sequence[int]) -> str:

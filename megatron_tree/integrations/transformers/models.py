@@ -191,9 +191,12 @@ def byte_tokenizer(*, end: str = "<end>"):
 
 
 def load_tokenizer(folder: Path):
-    """The tokenizer in a folder."""
+    """The tokenizer in a folder. Raises: ValueError for one that the library `tokenizers` can't run."""
     with _naming(folder):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} is written in Python: convert it to a tokenizer.json")
+    return tokenizer
 
 
 @contextlib.contextmanager

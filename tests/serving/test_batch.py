@@ -1,4 +1,4 @@
-"""Batch generation: results are those of the requests alone, an interrupted job goes on, bad files are told first."""
+"""Batch generation: results are those of the requests alone, an interrupted run goes on, bad files are told first."""
 
 import fcntl
 import json
@@ -13,7 +13,7 @@ from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
-from megatron_tree.serving.jobs import JobOptions, JobResult, run_job
+from megatron_tree.serving.batch import BatchOptions, BatchResult, run_batch
 from megatron_tree.serving.sampling import SamplingParams
 from megatron_tree.serving.scheduler import Scheduler
 from support.hf_models import tiny_model
@@ -49,7 +49,7 @@ def _run(files, group=None, *, max_rows=3, tokenizer=True, **options):
     runner = PlainRunner(tiny_model("llama"), token_group=group)
     scheduler = Scheduler(runner, tokenizer, max_rows=max_rows, max_waiting=2)
     options = {"sampling": SamplingParams(max_tokens=6, seed=3), "about": {"model": "tiny"}, **options}
-    result = run_job(scheduler, tokenizer, JobOptions(input=files[0], output=files[1], **options), progress=False)
+    result = run_batch(scheduler, tokenizer, BatchOptions(input=files[0], output=files[1], **options), progress=False)
     assert not runner.rows
     return result
 
@@ -66,7 +66,7 @@ def _rank_run(rank, world, files):
 
 
 def test_results_are_the_same_in_any_company_and_on_two_ranks(files, tmp_path):
-    assert _run(files) == JobResult(5, 0, 0)
+    assert _run(files) == BatchResult(5, 0, 0)
     results = _results(files)
     assert [result["id"] for result in results] == IDS and [result["index"] for result in results] == list(range(5))
     assert [len(result["answers"]) for result in results] == [1, 1, 1, 2, 1]
@@ -77,12 +77,12 @@ def test_results_are_the_same_in_any_company_and_on_two_ranks(files, tmp_path):
     _run(alone, max_rows=2)
     assert _results(alone) == results
     ranks = files[0], str(tmp_path / "ranks.jsonl")
-    assert run_distributed(_rank_run, 2, ranks) == [JobResult(5, 0, 0)] * 2
+    assert run_distributed(_rank_run, 2, ranks) == [BatchResult(5, 0, 0)] * 2
     assert _results(ranks) == results
 
 
 @pytest.mark.parametrize("cut", ["header", "line", "border", "one byte", "nothing"])
-def test_an_interrupted_job_goes_on(files, cut, capfd):
+def test_an_interrupted_run_goes_on(files, cut, capfd):
     sampling = SamplingParams(max_tokens=6)  # no seed: the second run takes the first one's
     _run(files, sampling=sampling)
     header, *lines = Path(files[1]).read_bytes().splitlines(keepends=True)
@@ -93,7 +93,7 @@ def test_an_interrupted_job_goes_on(files, cut, capfd):
     os.truncate(files[1], end[cut])
     done = {"header": 0, "line": 2, "border": 3, "one byte": 4, "nothing": 5}[cut]
     again = _run(files, sampling=sampling, resume=True)
-    assert again == JobResult(5 - done, done, 0)
+    assert again == BatchResult(5 - done, done, 0)
     left = end[cut] - max([start for start in starts if start <= end[cut]], default=0)
     assert (f"dropped half a line of {left} bytes" in capfd.readouterr().err) == (left > 0)
     if cut == "header":
@@ -106,7 +106,7 @@ def test_an_output_of_other_options_is_refused_and_left_alone(files):
     _run(files)
     before = Path(files[1]).read_bytes()
     for options, message in (
-        ({}, "exists: resume that job, or name another file"),
+        ({}, "exists: pass --resume to go on with it, or name another file"),
         ({"resume": True, "n": 2}, "written with other options: n=1 then, 2 now"),
         ({"resume": True, "about": {"model": "large"}}, "about.model='tiny' then, 'large' now"),
         ({"resume": True, "sampling": SamplingParams(max_tokens=6, seed=4)}, "sampling.seed=3 then, 4 now"),
@@ -120,7 +120,7 @@ def test_an_output_of_other_options_is_refused_and_left_alone(files):
     assert Path(files[1]).read_bytes() == before
     Path(files[0]).write_text(text)
     for content, message in (
-        (b"hello\n", "line 1, is not the output of a job"),
+        (b"hello\n", "line 1, is not the output of a batch"),
         (before + b"{}\n", "line 7, is not a re"),
     ):
         Path(files[1]).write_bytes(content)
@@ -175,7 +175,7 @@ def test_files_that_can_not_be_used(files, tmp_path):
         _run((str(tmp_path / "empty"), files[1]))
     with open(files[1], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="is being written to by another job"):
+        with pytest.raises(ValueError, match="is being written to by another run"):
             _run(files)
     plain = character_tokenizer()
     plain.chat_template = None

@@ -17,9 +17,9 @@ from ..integrations.transformers import models
 from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
+from .batch import BatchOptions, run_batch
 from .conversation import Answer, Conversation
-from .jobs import JobOptions, run_job
-from .report import Progress, cache_table, time_figures, time_table, write_json
+from .report import cache_table, progress_bar, time_figures, time_table, write_json
 from .scheduler import Scheduler
 from .start import WAIT_HOURS, Started, start
 
@@ -28,14 +28,14 @@ class CheckError(RuntimeError):
     """The sharded generation differs from the plain model's."""
 
 
-class JobError(RuntimeError):
+class BatchError(RuntimeError):
     """Some prompts of a file have no answer."""
 
 
 def run(args: Namespace) -> None:
     """Generate, on this rank; collective over all ranks.
 
-    Raises on every rank: `CheckError` when the check fails, `JobError` when prompts of a file failed, ValueError for
+    Raises on every rank: `CheckError` when the check fails, `BatchError` when prompts of a file failed, ValueError for
     prompts that can't be run.
     """
     of_file = args.prompts is not None
@@ -58,11 +58,11 @@ def _run_file(args: Namespace, ready: Started) -> None:
     )
     about = {"model": args.model, "dtype": str(ready.dtype), "cache_dtype": args.cache_dtype}
     about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
-    options = JobOptions(
+    options = BatchOptions(
         input=args.prompts, output=args.output, resume=args.resume, sampling=sampling_params(args), about=about
     )
     begun = time.perf_counter()
-    result = run_job(scheduler, ready.tokenizer, options)
+    result = run_batch(scheduler, ready.tokenizer, options)
     if ready.rank == 0:
         print(
             f"{args.output}: {result.finished} answered in {time.perf_counter() - begun:.1f} s, {result.skipped} were "
@@ -70,7 +70,7 @@ def _run_file(args: Namespace, ready: Started) -> None:
             flush=True,
         )
     if result.failed:
-        raise JobError(f"{result.failed} prompts have no answer: --resume tries them again")
+        raise BatchError(f"{result.failed} prompts have no answer: --resume tries them again")
     dist.barrier(group=ready.group)
 
 
@@ -101,7 +101,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
             prompt[0].tolist(),
             params,
             on_text=(lambda text: print(text, end="", flush=True)) if args.stream else None,
-            progress=Progress("prefill") if rank == 0 else None,
+            progress=progress_bar("prefill") if rank == 0 else None,
             keep_logits=args.check and rank == 0,
         )
         say("" if args.stream else result.text, end="\n\n", flush=True)

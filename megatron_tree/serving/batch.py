@@ -1,4 +1,4 @@
-"""Batch generation: requests from a JSONL file, results appended to another, which an interrupted job goes on with.
+"""Batch generation: requests from a JSONL file, results appended to another, which an interrupted run goes on with.
 
 A line of the input is {"prompt": text} or {"messages": [...]}, and if wanted "id", "n" and options of `SamplingParams`.
 The first line of the output says what it depends on; each other one is the result of one request, in the order in which
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from ..files import check_text, read_json
-from .job_output import Output, key_of
+from .batch_output import Output, key_of
 from .requests import Event, Request
 from .sampling import SamplingParams, derived_seed
 from .scheduler import Scheduler
@@ -36,29 +36,29 @@ OWN_FIELDS = ("id", "prompt", "messages", "n")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """What a job reads, writes and does where a line says nothing else."""
+class BatchOptions:
+    """What a batch reads and writes, and the defaults of its lines."""
 
     input: str
     output: str
     resume: bool = False
     """Go on with an output that is there; otherwise it must not be."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its seed is the job's: every request draws with a seed derived from it and the request's index."""
+    """Its seed is that of the batch: every request draws with a seed derived from it and the request's index."""
     n: int = 1
     about: Mapping[str, Any] = field(default_factory=dict)
     """What else the results depend on, of what JSON has: the model, its dtype, the number of ranks."""
 
 
-class JobResult(NamedTuple):
-    """Requests that this run finished, that earlier runs had, and that failed (a resumed job tries them again)."""
+class BatchResult(NamedTuple):
+    """Requests that this run finished, that earlier runs had, and that failed (with resume they are tried again)."""
 
     finished: int
     skipped: int
     failed: int
 
 
-class Task(NamedTuple):
+class Prompt(NamedTuple):
     """One line of the input."""
 
     index: int
@@ -66,34 +66,34 @@ class Task(NamedTuple):
     request: Request
 
 
-def run_job(scheduler: Scheduler, tokenizer, options: JobOptions, *, progress: bool = True) -> JobResult:
+def run_batch(scheduler: Scheduler, tokenizer, options: BatchOptions, *, progress: bool = True) -> BatchResult:
     """Serve a file of requests and end the scheduler. On all ranks alike; files are touched on the leader only.
 
     progress: a bar on the leader's stderr.
     Raises: ``ValueError`` on every rank, before anything runs, that names bad lines (up to ten) or says why the output
         can't be used; ``OSError`` on the leader when a file can't be read or written, while others get a `ValueError`
-        or, once the job runs, a `TreeError`.
+        or, once the batch runs, a `TreeError`.
     """
-    job = None
+    batch = None
 
     def prepare():
-        nonlocal job
-        job = _Job(scheduler, tokenizer, options)
+        nonlocal batch
+        batch = _Batch(scheduler, tokenizer, options)
 
     scheduler.on_leader(prepare)
     if not scheduler.is_leader:
         scheduler.run()
-        return JobResult(*scheduler.on_leader(lambda: None))
-    with job:
-        result = job.run(progress)
+        return BatchResult(*scheduler.on_leader(lambda: None))
+    with batch:
+        result = batch.run(progress)
     scheduler.on_leader(lambda: list(result))
     return result
 
 
-class _Job:
+class _Batch:
     """On the leader: the requests left to do, and the output."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer, options: JobOptions):
+    def __init__(self, scheduler: Scheduler, tokenizer, options: BatchOptions):
         self._scheduler = scheduler
         data = Path(options.input).read_bytes()
         header = {"version": VERSION, "input_sha256": hashlib.sha256(data).hexdigest(), "n": options.n}
@@ -101,22 +101,22 @@ class _Job:
         self._output = Output(options.output, resume=options.resume, header=header)
         try:
             sampling = options.sampling.with_options({"seed": self._output.seed})
-            tasks = read_tasks(data, options.input, scheduler, tokenizer, sampling, options.n)
-            self._total = len(tasks)
-            self._todo = deque(task for task in tasks if key_of(task.id) not in self._output.done)
+            prompts = read_prompts(data, options.input, scheduler, tokenizer, sampling, options.n)
+            self._total = len(prompts)
+            self._todo = deque(prompt for prompt in prompts if key_of(prompt.id) not in self._output.done)
             self._output.begin()
         except BaseException:
             self._output.close()
             raise
         self._finished = self._failed = self._open = 0
 
-    def __enter__(self) -> _Job:
+    def __enter__(self) -> _Batch:
         return self
 
     def __exit__(self, *_) -> None:
         self._output.close()
 
-    def run(self, progress: bool) -> JobResult:
+    def run(self, progress: bool) -> BatchResult:
         scheduler, skipped = self._scheduler, self._total - len(self._todo)
         bar = tqdm(total=self._total, initial=skipped, unit="request", file=sys.stderr, disable=not progress)
         with bar:
@@ -127,12 +127,12 @@ class _Job:
                     if not self._open:
                         scheduler.stop()
                     if not scheduler.run_once():
-                        return JobResult(self._finished, skipped, self._failed)
+                        return BatchResult(self._finished, skipped, self._failed)
             except BaseException as error:
                 scheduler.fail(error)
                 raise
 
-    def _submit(self, task: Task, bar: tqdm) -> None:
+    def _submit(self, prompt: Prompt, bar: tqdm) -> None:
         events: list[Event] = []
 
         def sink(event: Event) -> None:
@@ -143,23 +143,23 @@ class _Job:
             errors = [e.error for e in events if e.finish_reason in ("error", "cancelled")]
             if errors:
                 self._failed += 1
-                tqdm.write(f"request {task.id!r} failed: {errors[0]}", file=sys.stderr)
+                tqdm.write(f"request {prompt.id!r} failed: {errors[0]}", file=sys.stderr)
                 return
-            self._output.append(_result(task, events))
+            self._output.append(_result(prompt, events))
             self._finished += 1
             bar.update()
 
         self._open += 1
-        self._scheduler.submit(task.request, sink)
+        self._scheduler.submit(prompt.request, sink)
 
 
-def _result(task: Task, events: list[Event]) -> dict[str, Any]:
+def _result(prompt: Prompt, events: list[Event]) -> dict[str, Any]:
     answers = []
-    for number in range(task.request.n):
+    for number in range(prompt.request.n):
         own = [event for event in events if event.answer == number]
         answer = {"text": "".join(e.text for e in own), "finish_reason": own[-1].finish_reason}
         answer["stop_reason"] = own[-1].stop_reason
-        if task.request.sampling.logprobs is not None:
+        if prompt.request.sampling.logprobs is not None:
             answer["logprobs"] = [
                 {"token": e.token, "logprob": _finite(e.logprob), "top": [(t, _finite(p)) for t, p in e.top_logprobs]}
                 for e in own
@@ -167,8 +167,8 @@ def _result(task: Task, events: list[Event]) -> dict[str, Any]:
         answers.append(answer)
     usages = [event.usage for event in events if event.usage is not None]
     return {
-        "index": task.index,
-        "id": task.id,
+        "index": prompt.index,
+        "id": prompt.id,
         "prompt_tokens": usages[0].prompt_tokens,
         "completion_tokens": sum(usage.completion_tokens for usage in usages),
         "answers": answers,
@@ -179,32 +179,34 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def read_tasks(data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling: SamplingParams, n: int) -> list[Task]:
+def read_prompts(
+    data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling: SamplingParams, n: int
+) -> list[Prompt]:
     """The requests of an input file, all of them checked; sampling (with a seed) and n: where a line says nothing.
 
     Raises: ``ValueError`` that names the file, and the first ten lines that are wrong, with the reasons.
     """
-    tasks, errors, lines = [], [], {}
+    prompts, errors, lines = [], [], {}
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            task = _read_task(line, len(tasks) + len(errors), tokenizer, sampling, n)
-            scheduler.check(task.request)
-            if (before := lines.setdefault(key_of(task.id), number)) != number:
-                raise ValueError(f"id {task.id!r} is that of line {before}, too: ids must differ")
-            tasks.append(task)
+            prompt = _read_prompt(line, len(prompts) + len(errors), tokenizer, sampling, n)
+            scheduler.check(prompt.request)
+            if (before := lines.setdefault(key_of(prompt.id), number)) != number:
+                raise ValueError(f"id {prompt.id!r} is that of line {before}, too: ids must differ")
+            prompts.append(prompt)
         except ValueError as error:
             errors.append(f"line {number}: {error}")
     if errors:
         more = f"\nand {len(errors) - TOLD_ERRORS} more" if len(errors) > TOLD_ERRORS else ""
         raise ValueError(f"{name} can't be run:\n" + "\n".join(errors[:TOLD_ERRORS]) + more)
-    if not tasks:
+    if not prompts:
         raise ValueError(f"{name} holds no requests: one JSON object a line, such as {{'prompt': 'Once'}}")
-    return tasks
+    return prompts
 
 
-def _read_task(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> Task:
+def _read_prompt(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> Prompt:
     try:
         fields = read_json(line)
     except ValueError as error:  # UnicodeDecodeError is one, too
@@ -223,7 +225,7 @@ def _read_task(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: 
     if options.get("seed") is None:
         options["seed"] = derived_seed(sampling.seed, index)
     request = Request(prompt=_encode(tokenizer, fields), sampling=sampling.with_options(options), n=fields.get("n", n))
-    return Task(index, identity, request)
+    return Prompt(index, identity, request)
 
 
 def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:

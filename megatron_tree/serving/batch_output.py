@@ -1,4 +1,4 @@
-"""The results' file of a job: whole lines, on the disk, and enough of them to go on after a crash."""
+"""The output file of a batch: whole lines, on the disk, and enough of them to go on after a crash."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .sampling import SamplingParams
 class Output:
     """The results' file: locked while it is open, and whole lines only but for a crash within the last one.
 
-    Attributes: done: ids with a result, as JSON. seed: the job's.
-    Raises: ``ValueError`` for a file that may not be written to: it exists (without resume), belongs to a job that
+    Attributes: done: ids with a result, as JSON. seed: that of the batch.
+    Raises: ``ValueError`` for a file that may not be written to: it exists (without resume), belongs to a run that
         runs, or was written with other options or by something else. Such a file is left as it is.
     """
 
@@ -30,13 +30,13 @@ class Output:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"output {path!r} is being written to by another job: wait for its end") from None
+                raise ValueError(f"output {path!r} is being written to by another run: wait for its end") from None
             self._header = json.loads(json.dumps(header))
             if self._header["sampling"]["seed"] is None:
                 self._header["sampling"]["seed"] = SamplingParams().with_seed().seed
             data = Path(path).read_bytes()
             if data and not resume:
-                raise ValueError(f"output {path!r} exists: resume that job, or name another file")
+                raise ValueError(f"output {path!r} exists: pass --resume to go on with it, or name another file")
             self._size, self._whole = len(data), data.rfind(b"\n") + 1
             self._read(data[: self._whole], header["sampling"]["seed"])
         except BaseException:
@@ -50,7 +50,7 @@ class Output:
                 entry = read_json(line)
                 header, found = (entry["job"], None) if number == 1 else (None, key_of(entry["id"]))
             except (KeyError, TypeError, ValueError):
-                what = "the output of a job" if number == 1 else "a result: something else wrote it, or it is damaged"
+                what = "the output of a batch" if number == 1 else "a result: something else wrote it, or it is damaged"
                 raise ValueError(
                     f"output {self._path!r}, line {number}, is not {what}; {_WAY_OUT[number == 1]}"
                 ) from None
