@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 from .masks import read_mask  # noqa: E402
+
+serving: ContextVar[Any] = ContextVar("serving", default=None)
+"""While a model is served: the `inference.ServedPass` whose `attend` takes the place of core attention."""
 
 
 def tree_config_for(
@@ -134,8 +137,6 @@ class TreeDotProductAttention(MegatronModule):
         self.window_size = compat.window_of_layer(config, self.layer_number)
         self.softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
         self.current_max_attn_logits = None
-        self.serving: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        """While the model is served: what attends to its KV cache in place of `forward` (`megatron_inference`)."""
         self._add_sinks(config)
 
     def _add_sinks(self, config: Any) -> None:
@@ -181,8 +182,8 @@ class TreeDotProductAttention(MegatronModule):
         compat.refuse_unknown_arguments("the forward of TreeDotProductAttention", newer_arguments)
         if attention_bias is not None:
             raise ValueError("attention_bias is set: tree attention adds no bias to the scores; pass None")
-        if self.serving is not None:
-            return self.serving(query, key, value)
+        if (served := serving.get()) is not None:
+            return served.attend(self, query, key, value)
         mask_type = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
         options = dict(
             cp_group=self.cp_group,

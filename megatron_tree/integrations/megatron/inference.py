@@ -7,15 +7,14 @@
 
 Megatron's inference contexts don't fit: static ones keep keys before their positions are applied, for rows of one
 length, dynamic ones call flash-attn in place of the core attention, and neither knows context parallelism. So the model
-runs without one, as in training. Its core attention hands the new keys and values, positions applied, to the cache
-(`TreeDotProductAttention.serving`); its rotary embedding and its output layer get hooks, for the time of a call, that
-pick the positions of this rank's tokens and the tokens whose logits are wanted.
+runs without one, as in training, in the context of a `ServedPass`: core attention writes the new keys and values,
+positions applied, to the cache; hooks of the rotary embedding and the output layer pick the positions of this rank's
+tokens and the token whose logits are wanted. Outside of that context they do nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +22,8 @@ from torch import Tensor
 from ...cache import ShardedCache
 from ...cache.forward import ForwardPass
 from ...cache.runner import CHUNK_SIZE, RowRunner
-from . import compat as compat
-from .attention import TreeDotProductAttention
+from . import compat
+from .attention import TreeDotProductAttention, serving
 
 compat.megatron_version()  # a clear error before the import below fails
 
@@ -84,7 +83,6 @@ class MegatronRunner(RowRunner):
         self.model = _unwrapped(model)
         _check_model(self.model)
         self._cores = _core_attentions(self.model)
-        self._rotary = [x for name, x in self.model.named_modules() if name.split(".")[-1] == "rotary_pos_emb"]
         if vocab_size is not None and not 1 <= vocab_size <= self.model.vocab_size:
             raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {self.model.vocab_size}")
         if not isinstance(block_size, int) or block_size < 1:
@@ -110,50 +108,76 @@ class MegatronRunner(RowRunner):
             schedule=schedule,
             config=self._cores[0].tree_config,
         )
+        self._layers = {core: (layer, self._windows[layer]) for layer, core in enumerate(self._cores)}
+        _add_hooks(self.model)
 
     def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() before it is served")
-        with contextlib.ExitStack() as stack:
-            for layer, core in enumerate(self._cores):
-                core.serving = functools.partial(self._attend, forward, layer)
-                stack.callback(setattr, core, "serving", None)
-            whole = _at_least(forward.end)
-            ask = lambda module, args, kwargs: ((whole,), {"packed_seq": True})  # noqa: E731
-            pick = lambda module, args, found: _rows_of(found, positions)  # noqa: E731
-            for rotary in self._rotary:
-                stack.enter_context(_hook(rotary.register_forward_pre_hook, ask, with_kwargs=True))
-                stack.enter_context(_hook(rotary.register_forward_hook, pick))
-            if keep is not None:
-                last = lambda module, args: (args[0][keep : keep + 1], *args[1:])  # noqa: E731
-                stack.enter_context(_hook(self.model.output_layer.register_forward_pre_hook, last))
+        token = serving.set(ServedPass(forward, self._layers, positions, keep))
+        try:
             logits = self.model(tokens, positions, None, runtime_gather_output=True)
+        finally:
+            serving.reset(token)
         return logits[..., : self.vocab_size]
 
-    def _attend(self, forward: ForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What a layer's core attention does during a call: q [n, b, h/tp, d] and so on, out [n, b, h/tp * d_v]."""
-        core = self._cores[layer]
+
+@dataclass(frozen=True)
+class ServedPass:
+    """One run of a served model, which its layers find in `serving`."""
+
+    forward: ForwardPass
+    layers: dict[TreeDotProductAttention, tuple[int, tuple[int, int]]]
+    """By core attention: the number of its layer in the cache, and its window."""
+    positions: Tensor
+    """int64 [b, n], of the tokens that this rank runs."""
+    keep: int | None
+    """Index of the token whose logits are wanted; None: all."""
+
+    def attend(self, core: TreeDotProductAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """In place of core attention: q [n, b, h/tp, d], k and v of the new tokens, out [n, b, h/tp * d_v]."""
+        layer, window_size = self.layers[core]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        forward.write(layer, k, v)
-        out = forward.attend(
+        self.forward.write(layer, k, v)
+        out = self.forward.attend(
             layer,
             q,
             config=core.tree_config,
             softmax_scale=core.softmax_scale,
-            window_size=self._windows[layer],
+            window_size=window_size,
             softcap=core.softcap,
             sinks=core.softmax_offset,
         )
         return out.transpose(0, 1).flatten(2)
 
 
-@contextlib.contextmanager
-def _hook(register, hook, **options):
-    handle = register(hook, **options)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _add_hooks(model: Any) -> None:
+    """Hooks that act while the model is served; added once."""
+    if getattr(model, "_megatron_tree_served", False):
+        return
+    model._megatron_tree_served = True
+    for name, module in model.named_modules():
+        if name.split(".")[-1] == "rotary_pos_emb":
+            module.register_forward_pre_hook(_ask_all_positions, with_kwargs=True)
+            module.register_forward_hook(_pick_positions)
+    model.output_layer.register_forward_pre_hook(_pick_token)
+
+
+def _ask_all_positions(module, args, kwargs):
+    served = serving.get()
+    return None if served is None else ((_at_least(served.forward.end),), {"packed_seq": True})
+
+
+def _pick_positions(module, args, found):
+    served = serving.get()
+    return None if served is None else _rows_of(found, served.positions)
+
+
+def _pick_token(module, args):
+    served = serving.get()
+    if served is None or served.keep is None:
+        return None
+    return args[0][served.keep : served.keep + 1], *args[1:]
 
 
 def _at_least(length: int) -> int:

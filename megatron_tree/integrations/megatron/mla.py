@@ -27,7 +27,7 @@ from ...config import TreeConfig, check_choice
 from ...log import say_once
 from ...plan import Shape
 from . import compat as compat
-from .attention import TreeDotProductAttention
+from .attention import TreeDotProductAttention, serving
 from .masks import read_mask
 from .mla_choice import Choice, choose_latent
 from .spec import _SpecWalk, is_tree
@@ -178,7 +178,7 @@ class LatentMLASelfAttention(MLASelfAttention):
     def _latent_travels(self, hidden_states: torch.Tensor, packed_seq_params: Any) -> bool:
         if self.config.context_parallel_size == 1 or self.latent == "never" or self._pinned:
             return False
-        if self.core_attention.serving is not None:
+        if serving.get() is not None:
             return False
         rows, batch = hidden_states.shape[0] * self._parts, hidden_states.shape[1]
         if packed_seq_params is not None or self._is_padded(rows, batch):
