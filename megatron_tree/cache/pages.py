@@ -1,4 +1,4 @@
-"""The tensors of a sharded KV cache: pages of keys and values for each layer, whole or in 8 bits."""
+"""The tensors of a sharded KV cache: pages of keys and values for each layer, in the model's dtype or in 8 bits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ class LayerPages:
     """One layer's pages on one rank.
 
     Keys [pages, page_size, h_kv, d], values [pages, page_size, h_kv, d_v]. In 8 bits each token and head has a scale,
-    fp32 [pages, page_size, h_kv], its largest absolute value over that of the format.
+    fp32 [pages, page_size, h_kv]: its largest absolute value divided by the largest value of the format.
 
-    Args: page_size: tokens of a page. stored: torch.int8, torch.float8_e4m3fn, or None for the dtype of what comes.
+    Args:
+        page_size: tokens of a page.
+        stored: torch.int8, torch.float8_e4m3fn, or None for the dtype of the keys.
     """
 
     def __init__(self, page_size: int, stored: torch.dtype | None = None):
@@ -31,9 +33,9 @@ class LayerPages:
         self.dtype: torch.dtype | None = None
 
     def reserve(self, num_pages: int, k: Tensor, v: Tensor) -> None:
-        """Room for at least num_pages pages of tokens like k [b, n, h_kv, d] and v [b, n, h_kv, d_v].
+        """Allocate at least num_pages pages for tokens like k [b, n, h_kv, d] and v [b, n, h_kv, d_v].
 
-        Raises: ValueError for tokens of another shape or dtype than those before.
+        Raises: ValueError if heads, head_dim or dtype differ from those of earlier tokens.
         """
         if self.k is None:
             self.dtype = k.dtype
@@ -54,16 +56,16 @@ class LayerPages:
         if have and num_pages <= have:
             return
         pages = max(num_pages, have + have // GROWTH, 1)
-        for name in self.tensors:  # one after another: never more than one is there twice
+        for name in self.tensors:  # one after another, so that only one tensor at a time exists twice
             old = getattr(self, name)
-            # zeros: a page is read whole, and what it does not hold yet must not be NaN
+            # zeros: kernels read whole pages, and unused slots must not be NaN
             new = old.new_zeros(pages, *old.shape[1:])
             new[:have] = old
             setattr(self, name, new)
             del old, new
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + place in the page."""
+        """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + offset in the page."""
         if self.stored is None:
             self.put(slots, {"k": k, "v": v})
         else:
@@ -72,23 +74,23 @@ class LayerPages:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are of k, v, k_scale and v_scale, [pages, page_size, ...]."""
+        """k, v and, in 8 bits, k_scale and v_scale, [pages, page_size, ...]; none before the first token."""
         found = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
         return {name: x for name, x in found.items() if x is not None}
 
     def put(self, slots: Tensor, tokens: dict[str, Tensor]) -> None:
-        """Put tokens as they are stored, [n, ...] for each of `tensors`, into slots, int64 [n]."""
+        """Put already quantized tokens, [n, ...] for each of `tensors`, into slots, int64 [n]."""
         for name, pages in self.tensors.items():
             x = tokens[name].to(pages.dtype)
             pages.flatten(0, 1).view(_bits(pages))[slots] = x.view(_bits(pages))
 
     def read(self, name: str, slots: Tensor) -> Tensor:
-        """One of `tensors` as it is stored, [n, ...] of slots int64 [n]."""
+        """The content of slots, int64 [n], in one of `tensors`, as stored: [n, ...]."""
         pages = self.tensors[name]
         return pages.flatten(0, 1).view(_bits(pages))[slots.to(pages.device)].view(pages.dtype)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages (from, to); none before the first token."""
+        """Copy whole pages (from, to). Does nothing before the first token."""
         if self.k is None or not pairs:
             return
         self._grow(1 + max(destination for _, destination in pairs))
@@ -98,22 +100,22 @@ class LayerPages:
             pages[destinations] = pages[sources]
 
     def paged(self, block_table: Tensor) -> PagedKV:
-        """This layer's pages with the rows' tables, as the kernels take them."""
+        """This layer's pages with the rows' block table, as the kernels take them."""
         return PagedKV(block_table, self.k_scale, self.v_scale)
 
     @property
     def bytes_of_a_token(self) -> int:
-        """Of its keys, values and scales; 0 before the first token."""
+        """Bytes of one token's keys, values and scales; 0 before the first token."""
         return sum(x[0, 0].numel() * x.element_size() for x in self.tensors.values())
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages, spare ones included."""
+        """Bytes of all pages, including free ones."""
         return sum(x.nbytes for x in self.tensors.values())
 
 
 def _bits(x: Tensor) -> torch.dtype:
-    """A dtype that can be indexed: torch has no index_put for fp8 on every device."""
+    """A dtype that torch can index: not every device has index_put for fp8."""
     return torch.uint8 if x.dtype == torch.float8_e4m3fn else x.dtype
 
 

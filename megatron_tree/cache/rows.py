@@ -1,11 +1,11 @@
 """Which rank holds which tokens of a sharded KV cache, for any number of sequences ("rows"). Numbers only, no tensors.
 
-A row is cut into blocks of page_size tokens, and each block belongs to one rank: to the one that has the fewest blocks
-of all rows when the block begins. So whatever the lengths of the rows, ranks hold equally many blocks, give or take
-one. Every rank keeps the whole book and comes to the same result without a message.
+A row is cut into blocks of page_size tokens. Each block belongs to one rank: the one with the fewest blocks of all rows
+when the block starts. So the ranks' numbers of blocks differ by at most one, whatever the lengths of the rows. Every
+rank keeps the same book of all rows and computes the same result, without communication.
 
-On its rank a block takes one page. Layers of one kind (all keys, or a window of the last ones) hold the same tokens, so
-they share page numbers; pages may be shared between rows (a fork) until one of them writes.
+On its rank a block occupies one page. Layers of one kind (all keys, or a window of the last ones) hold the same tokens,
+so they share page numbers. Rows may share pages (a fork) until one of them writes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..layout import Segment
 class Write(NamedTuple):
     """A run of new tokens that go into one page."""
 
-    index: int  # which of the rows of this append
-    token: int  # the first: its number among the tokens that this rank is given
+    index: int  # of the row, in this append
+    token: int  # number of the first token, among those that this rank receives
     page: int
-    offset: int  # slot in the page
+    offset: int  # first slot in the page
     count: int
 
 
@@ -37,17 +37,17 @@ class Row:
     owners: list[int] = field(default_factory=list)
     """The rank of each block."""
     blocks: list[list[int]] = field(default_factory=list)
-    """By kind: this rank's blocks that are still held, rising."""
+    """By kind: the blocks that this rank still holds, in ascending order."""
     pages: list[list[int]] = field(default_factory=list)
     """By kind: their pages."""
     forgotten: list[int] = field(default_factory=list)
     """By kind: positions below this have left the window."""
     version: int = 0
-    """Another one whenever the row's pages have changed."""
+    """Changes whenever the row's pages change."""
 
 
 class Rows(dict):
-    """Rows by id; asking for one that is not there is a ``ValueError``."""
+    """Rows by id; an unknown id is a ``ValueError``."""
 
     def __missing__(self, row_id):
         known = f"{min(self)} to {max(self)}, {len(self)} of them" if self else "none yet"
@@ -55,7 +55,7 @@ class Rows(dict):
 
 
 class PageNumbers:
-    """Gives out the lowest free numbers; a page is free again when nobody refers to it any more."""
+    """Assigns the lowest free page numbers and counts references; a page without references is free."""
 
     def __init__(self):
         self.capacity = 0
@@ -64,7 +64,7 @@ class PageNumbers:
 
     @property
     def used(self) -> int:
-        """Pages that somebody refers to."""
+        """Number of pages that are referenced."""
         return len(self._references)
 
     def take(self) -> int:
@@ -83,7 +83,7 @@ class PageNumbers:
         return self._references[page] > 1
 
     def forget_free(self) -> None:
-        """Start again from 0; nobody refers to a page any more."""
+        """Start again from 0. No page may be referenced any more."""
         assert not self._references, self._references
         self._free.clear()
         self.capacity = 0
@@ -97,7 +97,7 @@ class PageNumbers:
 
 @dataclass
 class Append:
-    """What an append of tokens means for this rank."""
+    """What one append of tokens means for this rank."""
 
     rows: tuple[int, ...]
     num_tokens: int
@@ -105,23 +105,25 @@ class Append:
     first: tuple[int, ...]
     """Position of the first new token of each row."""
     writes: list[list[Write]]
-    """By kind: what this rank keeps."""
+    """By kind: the tokens that this rank stores."""
     copies: list[list[tuple[int, int]]]
-    """By kind: pages (from, to) to be copied beforehand, since another row reads them."""
+    """By kind: pages (from, to) to copy first, because another row shares the old ones."""
     shares: list[list[tuple[int, int]]] | None
     """Sharded: by rank, its new tokens as runs (position, count). None: all tokens are on all ranks."""
     places: dict = field(default_factory=dict)
     """Tensors made from `writes`, the same for all layers of a kind (`ShardedCache`)."""
     segments: dict = field(default_factory=dict)
-    """Sharded: keys that its queries may see, the same for all layers of a kind (`ShardedCache`)."""
+    """Sharded: keys that this append's queries may see, the same for all layers of a kind (`ShardedCache`)."""
 
 
 class RowBook:
     """All rows of a cache, as seen from one rank.
 
-    Args: rank, world: this rank's place in the group that the cache is sharded over. page_size: tokens of a block.
-    windows: for each kind of layer, how many of the last tokens a query sees, itself included, or None for all.
-    Raises: ValueError for a rank outside of the world, or sizes below 1.
+    Args:
+        rank, world: this rank's number in the group over which the cache is sharded, and the group's size.
+        page_size: tokens of a block.
+        windows: for each kind of layer, how many of the last tokens a query sees, including its own; None: all.
+    Raises: ValueError for a rank outside the group, or sizes below 1.
     """
 
     def __init__(self, rank: int, world: int, page_size: int = 16, windows: tuple[int | None, ...] = (None,)):
@@ -149,8 +151,8 @@ class RowBook:
     def append(self, row_ids, num_tokens: int, *, sharded: bool = False) -> Append:
         """Make room for num_tokens >= 1 more tokens at the end of each row.
 
-        sharded: every rank is given its own share of the tokens (of one row), runs of whole blocks as in
-            `Append.shares`; otherwise all ranks are given all tokens and keep their own.
+        sharded: each rank receives only its own tokens (of one row), whole blocks as in `Append.shares`. Otherwise
+            all ranks receive all tokens and store their own.
         """
         assert num_tokens >= 1 and (not sharded or len(row_ids) == 1), (row_ids, num_tokens, sharded)
         rows = [self.rows[i] for i in row_ids]
@@ -174,7 +176,7 @@ class RowBook:
         return Append(tuple(row_ids), num_tokens, first, writes, copies, shares)
 
     def _page_of(self, row: Row, kind: int, block: int, copies: list[tuple[int, int]]) -> int:
-        """The page to write this block to: a new one, or that of the last block, copied if others read it."""
+        """The page to write this block to: a new one, or that of the last block, copied first if it is shared."""
         blocks, pages, numbers = row.blocks[kind], row.pages[kind], self.numbers[kind]
         if not blocks or blocks[-1] != block:
             blocks.append(block)
@@ -189,7 +191,7 @@ class RowBook:
         return pages[-1]
 
     def _assign(self, num_blocks: int) -> list[int]:
-        """Ranks of new blocks: as even as can be with all that is there, each rank's in at most two runs (zigzag)."""
+        """Ranks of new blocks: balanced, counting existing blocks; each rank gets at most two runs (zigzag)."""
         counts = [0] * self.world
         heap = [(load, rank) for rank, load in enumerate(self.loads)]
         heapq.heapify(heap)
@@ -215,7 +217,7 @@ class RowBook:
         return shares
 
     def _forget(self, row: Row) -> None:
-        """Give back the pages that no query from here on can see."""
+        """Free the pages that no later query can see."""
         for kind, window in enumerate(self.windows):
             if window is None:
                 continue
@@ -229,12 +231,12 @@ class RowBook:
             row.version += gone
 
     def num_visible(self, append: Append, kind: int) -> int:
-        """Tokens of the row that an append's queries may see, all ranks together (about: windows in whole pages)."""
+        """Tokens of the row that an append's queries may see, on all ranks (approximate: windows count whole pages)."""
         before, window = append.first[0], self.windows[kind]
         return append.num_tokens + (before if window is None else min(before, window + self.page_size))
 
     def forget(self, row_id: int) -> None:
-        """Give back the pages of a row that no new token can see."""
+        """Free the pages of a row that no new token can see."""
         self._forget(self.rows[row_id])
 
     def num_local(self, row_id: int, kind: int) -> int:
@@ -248,8 +250,8 @@ class RowBook:
     def key_segments(self, row_id: int, kind: int, begin: int, rank: int | None = None) -> list[Segment]:
         """A rank's tokens (default: this rank's) in the order of its pages, for queries at `begin` and later.
 
-        Without a window all tokens before `begin` are seen by all these queries, wherever they stand: they make one
-        segment, with positions that are as good as theirs.
+        Without a window all these queries see all tokens before `begin`, so those tokens form one segment; its
+        positions need not be the real ones.
         """
         row, size = self.rows[row_id], self.page_size
         if rank in (None, self.rank):
@@ -279,7 +281,7 @@ class RowBook:
             segments.append(new)
 
     def crop(self, row_id: int, length: int) -> None:
-        """Forget every token at position `length` or later. Raises: ValueError, see `check_crop`."""
+        """Remove every token at position `length` or later. Raises: ValueError, see `check_crop`."""
         self.check_crop(row_id, length)
         row = self.rows[row_id]
         keep = -(-length // self.page_size)
@@ -296,7 +298,7 @@ class RowBook:
         row.length, row.version = length, row.version + 1
 
     def check_crop(self, row_id: int, length: int) -> None:
-        """Raise ``ValueError`` for a length that is negative, beyond the row, or before what windows have let go."""
+        """Raise ``ValueError`` if `length` is negative, beyond the row, or needs tokens that a window has freed."""
         row = self.rows[row_id]
         if not 0 <= length <= row.length:
             raise ValueError(f"length={length} must be between 0 and the {row.length} tokens that the row holds")
@@ -308,7 +310,7 @@ class RowBook:
                 )
 
     def fork(self, row_id: int) -> int:
-        """A copy of a row, which shares its pages until one of the two writes; returns its id."""
+        """Copy a row; the two share their pages until one of them writes. Returns the copy's id."""
         row, copy_id = self.rows[row_id], self.add()
         copy = self.rows[copy_id]
         copy.length, copy.owners, copy.forgotten = row.length, list(row.owners), list(row.forgotten)
@@ -319,6 +321,6 @@ class RowBook:
         return copy_id
 
     def remove(self, row_id: int) -> None:
-        """Forget a row."""
+        """Remove a row."""
         self.crop(row_id, 0)
         del self.rows[row_id]

@@ -1,4 +1,4 @@
-"""All layers of a sharded KV cache: the book of rows, the pages of every layer, and what the kernels are told."""
+"""All layers of a sharded KV cache: the book of rows, the pages of each layer, and the block tables for the kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .rows import Append, RowBook
 
 @dataclass(frozen=True)
 class View:
-    """Where the kernels find some rows' tokens in a kind of layers, on this rank."""
+    """Where the kernels find some rows' tokens, in layers of one kind, on this rank."""
 
     block_table: Tensor
-    """int32 [b, pages]: the pages of each row in order; what lies beyond its length is not looked at."""
+    """int32 [b, pages]: the pages of each row in order; entries beyond its length are not used."""
     lengths: Tensor
     """int64 [b]: tokens of each row on this rank."""
     blocks: Tensor
-    """int64 [b, pages]: the block of the row that each page holds."""
+    """int64 [b, pages]: the number of the block in each page."""
     page_size: int
 
     @functools.cached_property
@@ -32,13 +32,13 @@ class View:
 
 
 class ShardedCache:
-    """The rows that live in a cache, and this rank's part of their keys and values.
+    """The rows of a cache, and this rank's part of their keys and values.
 
     Args:
-        windows: for every layer, how many of the last tokens a query sees, itself included; None for all.
-        rank, world: this rank's place in the group.
-        page_size: tokens of a page; neighbouring tokens that go to one rank.
-        dtype: "auto" (that of the keys), "int8" or "fp8" (e4m3), each with a scale per token and head.
+        windows: for every layer, how many of the last tokens a query sees, including its own; None: all.
+        rank, world: this rank's number in the group, and the group's size.
+        page_size: tokens of a page, and of a block of neighbouring tokens on one rank.
+        dtype: "auto" (that of the keys), "int8" or "fp8" (e4m3), the last two with a scale per token and head.
     Raises: ValueError for sizes below 1 or an unknown dtype.
     """
 
@@ -64,18 +64,18 @@ class ShardedCache:
         return self.book.page_size
 
     def append(self, row_ids, num_tokens: int, *, sharded: bool = False) -> Append:
-        """See `RowBook.append`; every layer's `write` must follow, or else `crop` to where the rows were."""
+        """See `RowBook.append`. Afterwards call `write` for every layer, or `crop` the rows to their old lengths."""
         append = self.book.append(row_ids, num_tokens, sharded=sharded)
-        # at once, in all layers: if the model fails before a layer writes, its copies are needed all the same
+        # copy in all layers at once: the copies are needed even if the model fails before a layer writes
         for pages, kind in zip(self.layers, self.kind_of, strict=True):
             pages.copy(append.copies[kind])
         return append
 
     def write(self, layer: int, append: Append, k: Tensor, v: Tensor) -> None:
-        """Keep this rank's part of the new tokens.
+        """Store this rank's part of the new tokens.
 
-        k [b, n, h_kv, d], v [b, n, h_kv, d_v]: of each row of the append, in its order; sharded: this rank's tokens of
-        the one row (rows beyond them are ignored).
+        k [b, n, h_kv, d], v [b, n, h_kv, d_v]: the new tokens of the append's rows, in its order. Sharded: this rank's
+        tokens of the one row, at the front of n; the rest is ignored.
         """
         pages, kind, device = self.layers[layer], self.kind_of[layer], k.device
         pages.reserve(self.book.numbers[kind].capacity, k, v)
@@ -84,7 +84,7 @@ class ShardedCache:
             pages.write(slots, k.flatten(0, 1)[tokens], v.flatten(0, 1)[tokens])
 
     def _places(self, append: Append, kind: int, num_tokens: int, device) -> tuple[Tensor, Tensor]:
-        """(numbers of the tokens that are kept, their slots), int64; made once for all layers of a kind."""
+        """(numbers of the tokens to store, their slots), int64; computed once for all layers of a kind."""
         key = (kind, num_tokens, device)
         if key not in append.places:
             tokens, slots = [], []
@@ -96,7 +96,7 @@ class ShardedCache:
         return append.places[key]
 
     def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
-        """What this rank keeps of an append of one row: (positions in the row, slots), int64 [n] each."""
+        """The tokens of an append of one row that this rank stores: (positions in the row, slots), int64 [n] each."""
         tokens, slots = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for write in append.writes[kind]:
             slot = write.page * self.page_size + write.offset
@@ -105,7 +105,7 @@ class ShardedCache:
         return append.first[0] + torch.cat(tokens), torch.cat(slots)
 
     def runs(self, kind: int, row_id: int, first: int = 0) -> list[tuple[int, int, int]]:
-        """This rank's tokens of a row from position `first` on, as runs (position, slot, count), positions rising."""
+        """This rank's tokens of a row from position `first` on, as runs (position, slot, count) in ascending order."""
         row, size, runs = self.book.rows[row_id], self.page_size, []
         for block, page in zip(row.blocks[kind], row.pages[kind], strict=True):
             start, stop = max(first, block * size), min(row.length, (block + 1) * size)
@@ -114,7 +114,7 @@ class ShardedCache:
         return runs
 
     def view(self, kind: int, row_ids, device) -> View:
-        """What the kernels are told about rows, for layers of a kind; the block table has at least one column."""
+        """Where the kernels find these rows, for layers of a kind; the block table has at least one column."""
         tables = [self._table(kind, row_id, device) for row_id in row_ids]
         lengths = torch.tensor([self.book.num_local(row_id, kind) for row_id in row_ids], device=device)
         pages = torch.nn.utils.rnn.pad_sequence([t[0] for t in tables], batch_first=True)
@@ -122,7 +122,7 @@ class ShardedCache:
         return View(pages, lengths, blocks, self.page_size)
 
     def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
-        """(pages int32 [n], their blocks int64 [n]) of a row; made anew when they have changed."""
+        """(pages int32 [n], their blocks int64 [n]) of a row; cached until they change."""
         row = self.book.rows[row_id]
         blocks, pages = row.blocks[kind], row.pages[kind]
         state = (device, row.version)
@@ -149,13 +149,13 @@ class ShardedCache:
         self.book.crop(row_id, length)
 
     def remove(self, row_id: int) -> None:
-        """Forget a row; its pages are free at once."""
+        """Remove a row and free its pages."""
         self.book.remove(row_id)
         for kind in range(len(self.book.windows)):
             self._tables.pop((kind, row_id), None)
 
     def reset(self) -> None:
-        """Forget all rows and free the memory."""
+        """Remove all rows and free the memory."""
         for row_id in list(self.book.rows):
             self.remove(row_id)
         for numbers in self.book.numbers:
@@ -175,5 +175,5 @@ class ShardedCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes allocated, spare pages included."""
+        """Bytes allocated, including free pages."""
         return sum(pages.allocated_bytes for pages in self.layers)

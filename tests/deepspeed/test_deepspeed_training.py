@@ -127,7 +127,7 @@ def _evaluate_and_generate(case):
         same = torch.equal(model.generate(ids, past_key_values=cache, **options), plain.generate(ids, **options))
     sampler = engine.deepspeed_io(list(range(8))).data_sampler
     assert (sampler.num_replicas, sampler.rank) == (parallel.dp_size, parallel.dp_rank)
-    with pytest.raises(ValueError, match="has another mpu than this"):
+    with pytest.raises(ValueError, match="called with another mpu: pass this one"):
         register_sequence_parallel(model, sp_size=4).shard_batch(batch)
     engine.destroy()
     return abs(loss - want), same

@@ -116,7 +116,7 @@ def test_the_loss_is_the_mean_over_all_ranks_and_its_gradient_averages_to_the_ri
                 "position_ids": torch.tensor([[0, 1, 0, 1]]),
                 "attention_mask": torch.tensor([[1, 1, 1, 0]]),
             },
-            "packed documents.* leave out one",
+            "packed documents.* leave out the mask",
         ),
     ],
 )
@@ -141,11 +141,11 @@ def test_models_and_calls_that_are_refused():
     for _ in range(2):  # twice is once
         training.train_on_shards(model)
     batch = {"input_ids": prompt(2, 8), "labels": prompt(2, 8)}
-    with pytest.raises(ValueError, match="call it with what shard_batch returns"):
+    with pytest.raises(ValueError, match="call it with the result of shard_batch"):
         model(**batch)
     made = training.shard_batch(batch, cp_group=None)
     longer = training.shard_batch({"input_ids": prompt(2, 9)}, cp_group=None)
-    with pytest.raises(ValueError, match="8 queries to 8 keys, the shard has 9 tokens"):
+    with pytest.raises(ValueError, match="8 queries and 8 keys, but the shard has 9 tokens"):
         model(**(made | {"sequence_shard": longer["sequence_shard"]}))
     with pytest.raises(ValueError, match="neither a cache nor an attention_mask"):
         model(**(made | {"attention_mask": torch.tensor([[1] * 7 + [0]] * 2)}))
@@ -162,7 +162,7 @@ def test_a_layer_that_does_not_attend_is_an_error():
     model = tiny_model("llama").train()
     training.train_on_shards(model)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    with pytest.raises(ValueError, match=r"does not hand sequence_shard on to 1 \(layers by number\)"):
+    with pytest.raises(ValueError, match=r"does not pass sequence_shard on to 1 \(layers by number\)"):
         model(**training.shard_batch({"input_ids": prompt(2, 8)}, cp_group=None))
 
 

