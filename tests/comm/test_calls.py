@@ -255,7 +255,7 @@ def test_ranks_that_disagree_all_get_the_same_error():
     for errors, seconds, fine in results:
         assert fine and seconds < 10 and errors == results[0][0]
     words = ["causal=True", "softmax_scale=0.25", "grid=(3, 1)", "window_size=(", "seq_len=6"]
-    for error, word in zip(results[0][0], words):
+    for error, word in zip(results[0][0], words, strict=True):
         assert "different arguments" in error and word in error, error
 
 

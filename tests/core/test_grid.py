@@ -147,6 +147,6 @@ def _refused(rank, world):
 
 def test_what_can_not_be_is_refused_on_every_rank():
     for found in run_distributed(_refused, 2):
-        for (_, message), text in zip(BAD, found):
+        for (_, message), text in zip(BAD, found, strict=True):
             with pytest.raises(ValueError, match=message):
                 raise ValueError(text)

@@ -94,6 +94,7 @@ def test_the_names_in_the_patches_exist():
     from megatron_tree.integrations import megatron as tree
     from megatron_tree.integrations.megatron import compat as compat
 
+    assert PATCHES
     for path in PATCHES:
         (table,) = re.findall(r"^\+CORE_ATTENTION_OF_CP_COMM_TYPE = (\{.*?\n\+\})", path.read_text(), re.DOTALL | re.M)
         table = ast.literal_eval(table.replace("\n+", "\n"))

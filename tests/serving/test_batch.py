@@ -160,7 +160,7 @@ def _bad(rank, world, files, lines):
 def test_bad_lines_are_told_with_their_numbers_on_all_ranks_before_anything_runs(files):
     here, there = run_distributed(_bad, 2, files, list(BAD))
     assert here == there
-    for told, expected in zip(here, BAD.values()):
+    for told, expected in zip(here, BAD.values(), strict=True):
         assert expected in told and "line 3: no JSON" in told and "line 1:" not in told
     assert not os.path.getsize(files[1])
 

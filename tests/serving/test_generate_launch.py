@@ -248,7 +248,9 @@ def test_a_chat_in_a_terminal(tmp_path):
 def test_the_configs_name_existing_options():
     from megatron_tree.launching import parse_with_config
 
-    for path in (REPO / "configs" / "generate").glob("*.yaml"):
+    paths = list((REPO / "configs" / "generate").glob("*.yaml"))
+    assert paths
+    for path in paths:
         args = parse_with_config(build_parser(), ["--config", str(path), "--max-new-tokens", "5"])
         assert args.max_new_tokens == 5  # the command line wins
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,10 +55,23 @@ def test_what_is_installed_for_us_has_the_version_that_is_pinned():
     assert len(seen) > 40
 
 
-def test_the_audit_is_strict():
-    """Without --strict pip-audit ends well though it could look nothing up, as behind a mirror."""
-    (command,) = re.findall(r"pip-audit\" (--.*)", (REPO / "Makefile").read_text())
-    assert "--strict" in command and "-r constraints.txt" in command
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_audit_fails_if_nothing_can_be_looked_up(tmp_path):
+    """As behind a mirror. Without --strict pip-audit then ends with 0. Stand-ins for it and for python3 -m venv."""
+    audit, asked, python3 = tmp_path / "pip-audit", tmp_path / "asked", tmp_path / "python3"
+    audit.write_text(f'#!/bin/sh\necho "$@" >>"{asked}"\ncase " $* " in *" --strict "*) exit 1 ;; esac\n')
+    links = f'ln -s "{shutil.which("true")}" "$3/bin/pip"\nln -s "{audit}" "$3/bin/pip-audit"\n'
+    python3.write_text(f'#!/bin/sh\nmkdir -p "$3/bin"\n{links}')
+    for program in (audit, python3):
+        program.chmod(0o755)
+    text = (REPO / "Makefile").read_text()
+    (tmp_path / "lenient").write_text(text.replace("--strict", ""))
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    for makefile, fails in ((REPO / "Makefile", True), (tmp_path / "lenient", False)):  # the second is the control
+        done = subprocess.run(["make", "-f", makefile, "audit"], cwd=REPO, env=env, capture_output=True, text=True)
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        (*_, options) = asked.read_text().splitlines()
+        assert (REPO / options.split("-r ")[1].split()[0]).samefile(REPO / "constraints.txt")
 
 
 # --- safe loading ---
