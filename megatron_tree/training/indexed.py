@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 from collections import OrderedDict
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from .data import Corpus
 
 DEFAULT_SPLIT = "949,50,1"
 CACHE = "index-cache"  # beside the first dataset: the order, written once and read by all ranks
-_IDENTIFYING = 1 << 20  # bytes at the start and the end of a .bin file that identify it
+_IDENTIFYING = 1 << 20  # bytes at the start of a .bin file that, with its .idx file, identify it
 _ORDER = 4096  # entries of an order that identify it
 
 
@@ -102,49 +103,26 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
 
     Raises: ValueError if a file is damaged, or holds too little for `split`, `seq_length` or `train_iters`.
     """
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
     prefixes, weights = parse_data_path(args.data_path)
-    facts = [_examine(prefix, args) for prefix in prefixes]
-    files = hashlib.sha256("|".join(digest for *_, digest in facts).encode()).hexdigest()
-    cache = args.data_cache_path or str(Path(prefixes[0]).parent / CACHE)
+    split = args.split or DEFAULT_SPLIT
+    facts = [_examine(prefix, split, args) for prefix in prefixes]
+    files = hashlib.sha256("".join(digest for *_, digest in facts).encode()).hexdigest()
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=(prefixes, weights),
-        split=args.split or DEFAULT_SPLIT,
-        path_to_cache=cache,
+        split=split,
+        path_to_cache=args.data_cache_path or str(Path(prefixes[0]).parent / CACHE),
         tokenizer=_Vocabulary(args.vocab_size, files),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    config.split_matrix[2] = None  # the test part is not used
-    wanted = [args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size, None]
-    if not args.eval_iters:
-        config.split_matrix[1] = None
-    if weights is not None:
-        wanted[2] = 0  # Megatron's builder asks for a number here
-    try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, wanted, lambda: True, config).build()
-    except Exception as error:  # Megatron turns an OSError into a bare Exception
-        if not isinstance(error.__cause__ or error, (OSError, ValueError, EOFError)):
-            raise
-        raise ValueError(
-            f"data_cache_path={cache!r}: the order can't be written there, or the one that is there is damaged "
-            f"({error.__cause__ or error}): delete the folder, or name another by --data-cache-path"
-        ) from error
-    for option, value, dataset, count in zip(
-        ("train_iters", "eval_iters"), (args.train_iters, args.eval_iters), (train, valid), wanted, strict=False
-    ):
-        if dataset is not None and len(dataset) < count:
-            raise ValueError(
-                f"{option}={value} needs {count} samples, but data_path without weights is read once and holds "
-                f"{len(dataset)}: put a weight in front of each prefix, then data repeat"
-            )
-    identity = f"{files}|{config.split}|{weights}|{_order_digest(train)}"
+    train, valid = _build(config, args)
+    identity = f"{files}|{split}|{weights}|{_order_digest(train)}"
     return Corpus(
         train=IndexedSamples(train, vocab_size=args.vocab_size),
         valid=None if valid is None else IndexedSamples(valid, vocab_size=args.vocab_size),
@@ -155,39 +133,63 @@ def open_indexed(args: argparse.Namespace) -> Corpus:
     )
 
 
-def _examine(prefix: str, args: argparse.Namespace) -> tuple[int, int, str]:
+def _build(config, args: argparse.Namespace):
+    """(training dataset, validation dataset or None)."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    iters = {"train_iters": args.train_iters, "eval_iters": args.eval_iters}
+    sizes = [count * args.global_batch_size for count in iters.values()]
+    config.split_matrix[1:] = [config.split_matrix[1] if args.eval_iters else None, None]  # no test part
+    try:
+        datasets = BlendedMegatronDatasetBuilder(GPTDataset, [*sizes, 0], lambda: True, config).build()[:2]
+    except Exception as error:  # Megatron turns an OSError into a bare Exception
+        if not isinstance(error.__cause__ or error, (OSError, ValueError, EOFError)):
+            raise
+        raise ValueError(
+            f"data_cache_path={config.path_to_cache!r}: the order can't be written there, or the one that is there is "
+            f"damaged ({error.__cause__ or error}): delete the folder, or name another by --data-cache-path"
+        ) from error
+    for option, wanted, dataset in zip(iters, sizes, datasets, strict=True):
+        if dataset is not None and len(dataset) < wanted:
+            raise ValueError(
+                f"{option}={iters[option]} needs {wanted} samples, but data_path without weights is read once and "
+                f"holds {len(dataset)}: put a weight in front of each prefix, then data repeat"
+            )
+    return datasets
+
+
+def _examine(prefix: str, split: str, args: argparse.Namespace) -> tuple[int, int, str]:
     """(documents, training tokens, digest that identifies the files) of one indexed dataset."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     try:
         dataset = IndexedDataset(prefix)
         lengths = dataset.sequence_lengths.astype(np.int64)
         expected = int(lengths.sum()) * DType.size(dataset.index.dtype)
     except Exception as error:  # whatever Megatron, struct and numpy raise at damaged files
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"data_path: {prefix}.idx is damaged ({what}): make it again") from error
-    data, index = (Path(prefix + ending) for ending in (".bin", ".idx"))
+        raise ValueError(f"data_path: {index} is damaged ({what}): make it again") from error
     size = data.stat().st_size
     if size != expected:
         raise ValueError(
             f"data_path: {data} holds {size} bytes, but {index} describes {expected}: one of them is damaged or of "
             "another dataset; make them again"
         )
-    train, valid, _ = parse_split(args.split or DEFAULT_SPLIT)
-    first, last = (round(share * len(lengths)) for share in (train, train + valid))  # as Megatron's builder rounds
-    parts = {"training": int(lengths[:first].sum()), "validation": int(lengths[first:last].sum())}
-    for part in ("training", "validation") if args.eval_iters else ("training",):
-        if parts[part] <= args.seq_length:
-            raise ValueError(
-                f"split={args.split or DEFAULT_SPLIT!r} leaves {parts[part]} tokens of {prefix} for {part}, less than "
-                f"one sample of seq_length={args.seq_length} + 1: change the split, take more data, or eval_iters=0"
-            )
+    shares = parse_split(split)
+    ends = [0, *(round(sum(shares[: n + 1]) * len(lengths)) for n in (0, 1))]  # as Megatron's builder rounds
+    train, valid = (int(lengths[start:end].sum()) for start, end in itertools.pairwise(ends))
+    least = min(train, valid) if args.eval_iters else train
+    if least <= args.seq_length:
+        raise ValueError(
+            f"split={split!r} leaves {least} tokens of {prefix} for {'training' if least == train else 'validation'}, "
+            f"less than a sample of seq_length={args.seq_length} + 1: change the split, take more data, or eval_iters=0"
+        )
     digest = hashlib.sha256(index.read_bytes())
     with data.open("rb") as file:
         digest.update(file.read(_IDENTIFYING))
-        file.seek(max(0, size - _IDENTIFYING))
-        digest.update(file.read())
-    return len(lengths), parts["training"], digest.hexdigest()
+    return len(lengths), train, digest.hexdigest()
 
 
 def _order_digest(dataset) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
+from collections import deque
 from importlib import metadata
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from .model import Trainee, build_trainee, start_model_parallel
 from .report import Reporter
 from .step import evaluate, train_step
 
+FINAL_STEPS = 10  # whose mean is the final loss
 PACKAGES = ("torch", "megatron-core", "numpy")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # schedulers send either; Slurm: --signal=USR1@120
 
@@ -90,23 +92,18 @@ def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> 
     start_model_parallel(args)
     trainee = build_trainee(args, device)
     iteration, samples, notes = _resume(args, trainee, corpus)
-    reporter = Reporter(
-        args.output_dir,
-        first_step=iteration + 1,
-        last_step=args.train_iters,
-        unigram=corpus.unigram,
-        log_interval=args.log_interval,
-        tensorboard_dir=args.tensorboard_dir,
-        enabled=dist.get_rank() == 0,
-    )
-    _introduce(reporter, args, corpus, trainee, device, notes)
-    checkpoint, stopped = None, False
+    reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
+    _introduce(reporter, args, corpus, trainee, iteration + 1)
+    for note in notes:
+        reporter.say(note)
+    checkpoint, stopped, losses = None, False, deque(maxlen=FINAL_STEPS)
     while iteration < args.train_iters and not stopped:
         started = time.monotonic()
         with comm.monitored(f"step {iteration + 1}"):
             figures, stopping = train_step(trainee, corpus.train, args, samples, device, stop.signal is not None)
         iteration += 1
         samples += args.global_batch_size
+        losses.append(figures["loss"])
         seconds = time.monotonic() - started
         tokens_per_s = args.global_batch_size * args.seq_length / seconds
         reporter.step(iteration, **figures, tokens_per_s=tokens_per_s, seconds=seconds)
@@ -118,8 +115,7 @@ def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> 
         if args.save and _due(args.save_interval, iteration, last or stopped):
             with comm.monitored(f"the save after step {iteration}"):
                 checkpoint = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=corpus.digest)
-    outcome = Outcome(iteration, reporter.final_loss(), corpus.unigram, stopped)
-    reporter.close()
+    outcome = Outcome(iteration, sum(losses) / len(losses), corpus.unigram, stopped)
     _conclude(reporter, args, outcome, checkpoint)
     return outcome
 
@@ -145,38 +141,36 @@ def _resume(args: argparse.Namespace, trainee: Trainee, corpus: Corpus) -> tuple
     return iteration, samples, notes
 
 
-def _introduce(
-    reporter: Reporter,
-    args: argparse.Namespace,
-    corpus: Corpus,
-    trainee: Trainee,
-    device: torch.device,
-    notes: list[str],
-) -> None:
-    sizes = {
-        "ranks": dist.get_world_size(),
-        "data_parallel_size": parallel_state.get_data_parallel_world_size(),
-        "parameters_on_rank_0": sum(p.numel() for p in trainee.model.parameters()),
-        "documents": corpus.num_documents,
-        "train_tokens": corpus.num_tokens,
-    }
+def _introduce(reporter: Reporter, args: argparse.Namespace, corpus: Corpus, trainee: Trainee, first_step: int) -> None:
+    ranks, dp = dist.get_world_size(), parallel_state.get_data_parallel_world_size()
+    parameters = sum(p.numel() for p in trainee.model.parameters())
     attention = " ".join(args.cp_comm_type) if args.context_parallel_size > 1 else "Megatron's own attention"
     if args.grid:
         attention += " {}x{}".format(*args.grid)
-    title = f"{sizes['ranks']} ranks, context parallel {args.context_parallel_size}: {attention}"
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    reporter.header(title=title, device=str(device), options=vars(args), versions=versions, **sizes)
-    unigram = "" if corpus.unigram is None else f", byte unigram loss {corpus.unigram:.4f}"
-    parameters, documents, tokens = (f"{sizes[n]:,}" for n in ("parameters_on_rank_0", "documents", "train_tokens"))
-    reporter.say(
-        f"{title}; data parallel {sizes['data_parallel_size']}, {parameters} parameters on rank 0, "
-        f"{documents} documents, {tokens} tokens{unigram}"
+    title = f"{ranks} ranks, context parallel {args.context_parallel_size}: {attention}"
+    reporter.event(
+        "start",
+        title=title,
+        first_step=first_step,
+        options=vars(args),
+        versions={name: metadata.version(name) for name in PACKAGES},
+        ranks=ranks,
+        data_parallel_size=dp,
+        parameters_on_rank_0=parameters,
+        documents=corpus.num_documents,
+        train_tokens=corpus.num_tokens,
+        unigram_loss=corpus.unigram,
     )
-    for note in notes:
-        reporter.say(note)
+    unigram = "" if corpus.unigram is None else f", byte unigram loss {corpus.unigram:.4f}"
+    reporter.say(
+        f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0, {corpus.num_documents:,} documents, "
+        f"{corpus.num_tokens:,} tokens{unigram}"
+    )
 
 
 def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: Outcome, checkpoint) -> None:
+    reporter.event("end", final_loss=outcome.final_loss, unigram_loss=outcome.unigram)
+    reporter.close()
     if checkpoint is not None:
         reporter.say(f"checkpoint: {checkpoint}")
     reporter.say(f"log and loss curve: {args.output_dir}")

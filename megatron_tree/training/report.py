@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ from ..files import read_json
 LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
 PLOT_NAME = "loss.png"
-FINAL_STEPS = 10
 TENSORBOARD_NAMES = {  # Megatron-LM's, where it has the same curve
     "loss": "lm loss",
     "grad_norm": "grad-norm",
@@ -28,106 +28,76 @@ class Reporter:
     """Progress and log of one run, on rank 0; silent on the others.
 
     Args:
-        folder: gets train.jsonl and loss.png. A resumed run appends to the log.
-        first_step, last_step: the steps this run will do, inclusive.
-        unigram: loss of the byte unigram model, nats per token; None if it is not known.
-        log_interval: steps between printed lines; 0 means ten lines a run, or on a terminal only the progress bar.
-        tensorboard_dir: gets TensorBoard's event files, None means none.
+        args: options; output_dir, tensorboard_dir, log_interval and train_iters are used.
+        first_step: of this run, from 1. A resumed run appends to the log.
         enabled: False on all ranks but one.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        first_step: int,
-        last_step: int,
-        unigram: float | None,
-        log_interval: int,
-        tensorboard_dir: str | None = None,
-        enabled: bool,
-    ):
-        self.folder, self.unigram, self.enabled = Path(folder), unigram, enabled
-        self.first_step, self.last_step = first_step, last_step
-        self.losses: dict[int, float] = {}
-        self._log_interval, self._file, self._tensorboard = log_interval, None, None
+    def __init__(self, args: argparse.Namespace, *, first_step: int, enabled: bool):
+        self._enabled, self._tensorboard = enabled, None
         if not enabled:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._last = Path(args.output_dir), args.train_iters
+        self._folder.mkdir(parents=True, exist_ok=True)
         if first_step > 1:
-            _end_line(self.folder / LOG_NAME)
-        self._file = (self.folder / LOG_NAME).open("a" if first_step > 1 else "w")
-        if tensorboard_dir is not None:
+            _end_line(self._folder / LOG_NAME)
+        self._file = (self._folder / LOG_NAME).open("a" if first_step > 1 else "w", buffering=1)
+        if args.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(tensorboard_dir, purge_step=first_step)
-        self._terminal = sys.stdout.isatty()
-        steps = {"total": last_step, "initial": first_step - 1, "unit": "step"}
-        self._bar = tqdm(**steps, file=sys.stdout, dynamic_ncols=True, disable=not self._terminal)
+            self._tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=first_step)
+        bar = sys.stdout.isatty()
+        self._bar = tqdm(
+            total=self._last, initial=first_step - 1, unit="step", file=sys.stdout, dynamic_ncols=True, disable=not bar
+        )
+        self._ends = () if args.log_interval or bar else (first_step, self._last)
+        usual = self._last + 1 if bar else max(1, (self._last - first_step + 1) // LINES_PER_RUN)
+        self._interval = args.log_interval or usual
 
-    def header(self, **facts: Any) -> None:
-        """Log what the run is: options, versions, sizes."""
-        self._write({"event": "start", "first_step": self.first_step, "unigram_loss": self.unigram, **facts})
+    def event(self, name: str, **facts: Any) -> None:
+        """Log something other than a step."""
+        if self._enabled:
+            self._file.write(json.dumps({"event": name, **facts}) + "\n")
 
-    def step(self, step: int, *, loss: float, grad_norm: float | None, lr: float, tokens_per_s: float, seconds: float):
-        """Log one training step."""
-        self.losses[step] = loss
-        if not self.enabled:
+    def step(self, step: int, **values: float | None) -> None:
+        """Log one training step: loss, grad_norm (or None), lr, tokens_per_s, seconds."""
+        if not self._enabled:
             return
-        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s, "seconds": seconds}
-        self._write({"step": step, **values})
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._draw(step, {TENSORBOARD_NAMES[name]: value for name, value in values.items()})
-        self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+        speed = f"{values['tokens_per_s']:,.0f} tokens/s"
+        self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", refresh=False)
         self._bar.update()
-        if self._line_due(step):
-            norm = "" if grad_norm is None else f"  grad norm {grad_norm:.2f}"
-            number = f"{step:>{len(str(self.last_step))}}/{self.last_step}"
-            self.say(f"step {number}  loss {loss:.4f}{norm}  lr {lr:.2e}  {tokens_per_s:,.0f} tokens/s")
-
-    def _line_due(self, step: int) -> bool:
-        if self._log_interval:
-            return step % self._log_interval == 0
-        every = max(1, (self.last_step - self.first_step + 1) // LINES_PER_RUN)
-        return not self._terminal and (step % every == 0 or step in (self.first_step, self.last_step))
+        if step % self._interval == 0 or step in self._ends:
+            norm = "" if values["grad_norm"] is None else f"  grad norm {values['grad_norm']:.2f}"
+            place = f"step {step:>{len(str(self._last))}}/{self._last}"
+            self.say(f"{place}  loss {values['loss']:.4f}{norm}  lr {values['lr']:.2e}  {speed}")
 
     def validation(self, step: int, loss: float) -> None:
         """Log a validation."""
-        if self.enabled:
-            self._write({"event": "validation", "step": step, "loss": loss})
-            self._draw(step, {"lm loss validation": loss})
-            self.say(f"step {step}: validation loss {loss:.4f}")
+        self.event("validation", step=step, loss=loss)
+        self._draw(step, {"lm loss validation": loss})
+        self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
-        if self.enabled:
+        if self._enabled:
             self._bar.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def final_loss(self) -> float:
-        """Mean loss of the last ten steps (fewer in a shorter run)."""
-        last = list(self.losses.values())[-FINAL_STEPS:]
-        return sum(last) / len(last)
-
     def close(self) -> None:
-        """Draw the loss curve and close the log."""
-        if not self.enabled:
-            return
-        self._bar.close()
-        self._write({"event": "end", "final_loss": self.final_loss(), "unigram_loss": self.unigram})
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        draw_losses(self.folder / LOG_NAME, self.folder / PLOT_NAME)
+        """Close the log and draw the loss curve."""
+        if self._enabled:
+            self._bar.close()
+            self._file.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+            draw_losses(self._folder / LOG_NAME, self._folder / PLOT_NAME)
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
         for name, value in values.items():
             if self._tensorboard is not None and value is not None:
                 self._tensorboard.add_scalar(name, value, step)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:

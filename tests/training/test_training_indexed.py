@@ -163,14 +163,14 @@ def test_the_digest_tells_data_and_order_apart(dataset, tmp_path):
         ),
         ("--data-path 0.5 {a} 0.5", "data_path='0.5' is not a folder of text, and 0.5.idx does not exist"),
         ("--data-path 0 {a} 1 {b}", "give prefixes alone, or each with a positive weight"),
-        ("--data-path {a}", "say by --vocab-size or --tokenizer-model how many tokens there are"),
+        ("--data-path {a}", "give the number of tokens by --vocab-size or --tokenizer-model"),
         ("--data-path {a} --vocab-size 257 --split half", "split='half' must be three numbers like 949,50,1"),
         ("--data-path {a} --vocab-size 257 --split 0,1,1", "split='0,1,1' must be three numbers"),
         ("--data-path {a} --vocab-size 257 --assert-below-unigram", "assert_below_unigram=0.5 needs a folder of text"),
         ("--split 90,10", "split=90,10 has no effect on text"),
         ("--vocab-size 300", "vocab_size=300, but text is trained on as bytes"),
         ("--data-path {a} --vocab-size 257 --split 1,0,0", "leaves 0 tokens of {a} for validation"),
-        ("--data-path {a} --vocab-size 257 --seq-length 1000000", "less than one sample of seq_length=1000000"),
+        ("--data-path {a} --vocab-size 257 --seq-length 1000000", "less than a sample of seq_length=1000000"),
     ],
 )
 def test_options_that_do_not_fit_the_data(dataset, options, message):

@@ -13,7 +13,7 @@ pytest.importorskip("yaml")
 
 from megatron_tree.training.arguments import parse_arguments
 from megatron_tree.training.check import check_arguments
-from megatron_tree.training.report import Reporter
+from support.training_runs import reporter_of
 
 
 def parse(text):
@@ -143,11 +143,8 @@ def test_tensorboard_curves_of_a_resumed_run(tmp_path):
 
     folder = str(tmp_path / "curves")
     for first, last, loss in ((1, 6, 2.0), (5, 8, 1.0)):
-        reporter = Reporter(
-            str(tmp_path), first_step=first, last_step=last, unigram=None, log_interval=0, tensorboard_dir=folder,
-            enabled=True,
-        )  # fmt: skip
-        reporter.header(title="a run")
+        reporter = reporter_of(tmp_path, first, last, tensorboard_dir=folder)
+        reporter.event("start", title="a run")
         for step in range(first, last + 1):
             reporter.step(step, loss=loss, grad_norm=None, lr=1e-3, tokens_per_s=5.0, seconds=0.1)
         reporter.validation(last, 3.0)
@@ -171,8 +168,7 @@ def test_tensorboard_that_is_not_installed_is_named(monkeypatch):
 
 def test_what_a_line_tells(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    reporter = Reporter(str(tmp_path), first_step=1, last_step=2, unigram=None, log_interval=1, enabled=True)
-    reporter.header(title="a run")
+    reporter = reporter_of(tmp_path, 1, 2, log_interval=1)
     figures = {"lr": 1e-3, "tokens_per_s": 1234.0, "seconds": 0.1}
     reporter.step(1, loss=2.0, grad_norm=1.0, **figures)
     reporter.step(2, loss=2.0, grad_norm=None, **figures)
