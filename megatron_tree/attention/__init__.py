@@ -3,7 +3,7 @@
 - functional.py, cached.py   public functions: training, and over a sharded KV cache
 - sequences.py               a sequence and its shares
 - call.py, topology.py       one planned attention call, and the network it is planned for
-- validate.py                checks of arguments
+- validate.py, finite.py      checks of arguments, and of values
 - autograd.py                forward and backward of training
 - grid.py, ring.py           the schedules of training; heads.py: exchanges of heads around them
 - decode.py                  decoding and prefill over a cache

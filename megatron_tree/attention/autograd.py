@@ -11,9 +11,9 @@ from .. import comm, kernels
 from ..layout import sequences_of
 from ..merge import merge_sinks
 from .call import AttnCall
+from .finite import check_finite_shares
 from .grid import grid_bwd, grid_fwd
 from .ring import ring_bwd, ring_fwd
-from .validate import check_finite_shares
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ from ..layout import Segment
 from ..log import say_once
 from ..plan import plan_decode
 from . import decode
+from .finite import check_finite_cache
 from .topology import GroupTopology
 from .validate import (
     check_cache,
     check_decode_schedule,
-    check_finite_cache,
     check_paged,
     check_sinks,
     check_visible,
@@ -70,7 +70,7 @@ def tree_decode(
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
-    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
+    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or does not respond.
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_decode", cp_group, config) as call, torch.no_grad():

@@ -16,11 +16,11 @@ from ..config import TreeConfig
 from ..layout import Layout, Sharding, check_layout, packed_layout, shard_lengths
 from .autograd import tree_attention
 from .call import AttnArgs
+from .finite import check_finite_shares
 from .heads import heads_to_tokens, tokens_to_heads
 from .topology import GroupTopology
 from .validate import (
     check_cross_documents,
-    check_finite_shares,
     check_packed,
     check_qkv,
     check_sinks,
@@ -69,7 +69,7 @@ def tree_attn_func(
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
 
     Returns: out [b, s/p, h, d_v] in q's dtype (and lse).
-    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or is stuck.
+    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or does not respond.
     Source: Tree Attention (arXiv 2408.04093), spread over a grid of ranks as docs/design.md derives.
     """
     config = config or _DEFAULT
@@ -189,7 +189,7 @@ def attend_gathered(
 
 
 def _attend(
-    call: comm.collective_call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, args: AttnArgs, return_lse: bool
+    call: comm.CollectiveCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, args: AttnArgs, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
     spec, group, config = args.spec, args.group, args.config

@@ -11,7 +11,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..comm import broadcast, collective_call, group_size, shared_checks
+from ..comm import CollectiveCall, broadcast, collective_call, group_size, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice
 from . import ShardedCache
 from .forward import ForwardPass, forward_pass
@@ -189,7 +189,7 @@ class RowRunner:
                 "or build the model for longer sequences"
             )
 
-    def _agree_on_prompt(self, call: collective_call, row: int, tokens: Tensor) -> None:
+    def _agree_on_prompt(self, call: CollectiveCall, row: int, tokens: Tensor) -> None:
         digest = ""
         if group_size(self.token_group) > 1:
             digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]

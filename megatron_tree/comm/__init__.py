@@ -4,7 +4,7 @@
 - group.py        a process group, and what this process keeps about it
 - team.py         rows and columns of the grid, nested by node, and their process groups
 - machines.py     on which host every rank runs
-- work.py         messages and collectives under way, and their time limits
+- work.py         messages and collectives in progress, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; plain all-reduce and broadcast
 - reductions.py   decode's reductions of one state per rank
 - wire.py         JSON values between ranks
@@ -16,7 +16,7 @@ Tensors that travel are sequence-first ([s, ...], contiguous), so that a gather 
 is read through strides, without a copy.
 """
 
-from .calls import collective_call, shared_checks
+from .calls import CollectiveCall, collective_call, shared_checks
 from .collectives import all_reduce, broadcast, gather_sequence, start_all_to_all, start_gather, start_reduce_scatter
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.watchdog import monitored
@@ -27,6 +27,7 @@ from .traffic import Sent, record
 from .work import Pending, Transfer, start_shift
 
 __all__ = [
+    "CollectiveCall",
     "Pending",
     "Sent",
     "Team",

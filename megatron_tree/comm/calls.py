@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 from collections.abc import Iterator
 
@@ -19,33 +18,41 @@ from .health.watchdog import Call, Watchdog
 MAX_AGREED = 4096  # signatures that a group remembers
 
 
-class _Phase(enum.Enum):
-    CHECK = "check"
-    COMPARE = "compare"
-    RUN = "run"
-
-
-class collective_call:
-    """One call that all ranks of a group make together, as a context: check - agree - run.
+def collective_call(name: str, group, config: TreeConfig) -> CollectiveCall:
+    """One call that all ranks of a group make together: check, agree, run.
 
         with collective_call("tree_decode", cp_group, config) as call:
             check(q)                                  # what one rank raises here, all raise
-            call.agree(q=q.shape, dtype=q.dtype)      # different values: the same ValueError on all ranks
-            ...                                       # what one rank raises here ends the others' waits
+            call.agree(q=q.shape, dtype=q.dtype)      # values that differ: the same ValueError on all ranks
+            ...                                       # what one rank raises here ends the other ranks' waits
 
     name: of the function, for messages. config: check and timeout_s are used.
     Raises on the other ranks: ``ValueError`` for what one rank raises before `agree`, and for a ``ValueError`` that it
-        raises later; `CommError` for what else it raises later.
+        raises later; `CommError` for any other error that it raises later.
     """
+    return CollectiveCall(name, group, config)
+
+
+class CollectiveCall:
+    """The context of a `collective_call`: it checks until `agree` or `start` returns, and runs from then on."""
 
     def __init__(self, name: str, group, config: TreeConfig):
         self._name, self._group, self._config = name, group, config
         self._alone = GroupState.of(group).size == 1
-        self._phase = _Phase.CHECK
         self._call: Call | None = None
+        self._runs = False
 
-    def __enter__(self) -> collective_call:
+    def __enter__(self) -> CollectiveCall:
         return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if not self._alone and error is not None and not isinstance(error, CommError):
+            if self._runs:
+                self._failed(error)
+            elif self._call is None and isinstance(error, Exception):  # otherwise the ranks know: it comes from `agree`
+                _reject(self._group, self._name, error)
+        if self._call is not None:
+            Watchdog.of(self._group).leave(self._call)
 
     def agree(self, *, changing: dict | None = None, **values) -> None:
         """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
@@ -70,15 +77,15 @@ class collective_call:
                 del agreed[next(iter(agreed))]  # the oldest, on every rank the same
 
     def start(self) -> None:
-        """Go on without a comparison."""
+        """`agree` without a comparison."""
         if not self._alone:
             self._begin({}, compares=False)
 
     def _begin(self, values: dict, *, compares: bool) -> None:
-        self._phase, timeout_s = _Phase.COMPARE, self._config.timeout_s
+        timeout_s = self._config.timeout_s
         watchdog = Watchdog.of(self._group, timeout_s)
-        watchdog.check_usable()
         call = self._call = watchdog.begin(self._name)
+        watchdog.check_usable()
         request = functools.partial(compare, watchdog, Signature(self._name, values, timeout_s), call.number)
         if compares:
             outcome = watchdog.store.run(request, timeout_s)
@@ -87,16 +94,7 @@ class collective_call:
         else:
             call.compare = request
         watchdog.join(call)
-        self._phase = _Phase.RUN
-
-    def __exit__(self, kind, error, trace) -> None:
-        if not self._alone and error is not None and not isinstance(error, CommError):
-            if self._phase is _Phase.CHECK and isinstance(error, Exception):
-                _reject(self._group, self._name, error)
-            elif self._phase is _Phase.RUN:
-                self._failed(error)
-        if self._call is not None:
-            Watchdog.of(self._group).leave(self._call)
+        self._runs = True
 
     def _failed(self, error: BaseException) -> None:
         watchdog = Watchdog.of(self._group)

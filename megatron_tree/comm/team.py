@@ -77,8 +77,8 @@ class Team:
 def subgroup(team: Team, ranks: tuple[int, ...]):
     """The process group of some ranks of a team, this one among them, in rising order; made once, by its members.
 
-    torch derives a sub-group's identity from its ranks and from how many groups a rank has made, so every rank of the
-    group must make as many: one for each name and level, also where it has one of the same ranks.
+    torch derives a sub-group's identity from its ranks and from how many groups a rank has made. So every rank of the
+    group must make the same number of them: one for each name and level, even if it has one of the same ranks already.
     """
     ranks = tuple(sorted(ranks))
     if len(ranks) == group_size(team.group):
@@ -98,7 +98,7 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
 
 
 def _in_time(make, timeout_s: float):
-    """make(), in a thread of its own: torch waits without a limit for a store whose keeper is stopped."""
+    """make(), in a thread of its own: torch waits without a time limit for a store whose process is stopped."""
     answer: Future = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 

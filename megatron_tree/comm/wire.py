@@ -55,12 +55,12 @@ def share_check(check, group, *, device: torch.device | None = None, timeout_s: 
     """
     options = {"device": device, "timeout_s": timeout_s}
     if group_rank(group) != 0:
-        told = share(None, group, **options)
-        if "error" in told:
-            raise ValueError(told["error"])
-        if "failed" in told:
-            raise TreeError(f"rank 0 failed: {told['failed']}")
-        return told["value"]
+        outcome = share(None, group, **options)
+        if "error" in outcome:
+            raise ValueError(outcome["error"])
+        if "failed" in outcome:
+            raise TreeError(f"rank 0 failed: {outcome['failed']}")
+        return outcome["value"]
     try:
         value = check()
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Messages and collectives under way: starting them, waiting within the time limit, and the error if they fail."""
+"""Messages and collectives in progress: starting them, waiting within the time limit, and the error if they fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
 
 
 class Message(NamedTuple):
-    """One tensor under way to or from a group rank."""
+    """One tensor on its way to or from a group rank."""
 
     work: dist.Work
     peer: int
@@ -53,7 +53,7 @@ class Mail:
     """Point-to-point messages of one collective among some ranks of a group (gloo).
 
     Receives are posted before sends: gloo sends a message only once its receiver has said where to put it. Every
-    collective takes a tag of its own, in the order in which the ranks start them, so that several can be under way.
+    collective takes a tag of its own, in the order in which the ranks start them, so that several can be in progress.
     """
 
     def __init__(self, op: str, group, ranks, timeout_s: float):
@@ -97,7 +97,7 @@ class Mail:
 
 
 class Pending:
-    """A collective under way, told by a generator that yields wherever it has to wait and returns the result.
+    """A collective in progress: a generator that yields wherever it has to wait, and returns the result.
 
     On a CPU its first messages are started at once, later ones in `advance`. On a GPU all of it is queued on a stream
     of its own, and `wait` lets the current stream wait for that one.
@@ -123,7 +123,7 @@ class Pending:
             self._finished, self._result = True, stop.value
 
     def advance(self) -> None:
-        """Wait for the messages under way and start those that depend on them."""
+        """Wait for the messages in progress and start those that depend on them."""
         if not self._finished:
             self._step()
 
