@@ -144,7 +144,7 @@ def lose(rank, world, how, where, victim, options):
     call(where, world, rank, config=config)
     dist.barrier()
     if rank == victim:
-        setattr(kernels, KERNELS[where], lambda *args, **kwargs: die(how))
+        setattr(kernels.Backend, KERNELS[where], lambda *args, **kwargs: die(how))
     start_clock()
     for _ in range(3):  # a rank that did not wait for the victim in the first one does in the next
         call(where, world, rank, config=config)
