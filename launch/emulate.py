@@ -1,11 +1,11 @@
-"""Run a script on a cluster emulated on this Linux machine: real ranks on nodes joined by a network of a set speed.
+"""Run a script on a cluster emulated on this Linux machine: real ranks on nodes connected by a network of given speed.
 
-Each node is a network namespace; a switch between them lets every node send and receive at most RATE, and every packet
-arrive LATENCY later. Ranks on one node reach each other without delay. Needs root, /dev/net/tun and a C compiler.
+Each node is a network namespace. A switch between them limits each node's sending and receiving to RATE, and delays
+every packet by LATENCY. There is no delay between ranks on one node. Needs root, /dev/net/tun and a C compiler.
 
 Every rank runs the script, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as by
-the deepspeed launcher. Ranks are forked after one import of torch: they start fast, with the same random state.
-The exit status is that of the first rank that fails. docs/emulation.md says more.
+the deepspeed launcher. Ranks are forked after torch is imported: they start fast, with the same random state.
+The exit status is that of the first rank that fails. See docs/emulation.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from megatron_tree.emulate import bits_per_second, seconds
+    from megatron_tree.units import parse_bits_per_second, parse_seconds
 
     parser = argparse.ArgumentParser(
         prog="emulate.py",
@@ -36,21 +36,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks on each node (default: 1)")
     parser.add_argument(
-        "--latency", type=seconds, default=1e-3, metavar="TIME", help="one way between nodes: 200us, 1ms (default: 1ms)"
+        "--latency",
+        type=parse_seconds,
+        default=1e-3,
+        metavar="TIME",
+        help="one way between nodes: 200us, 1ms (default: 1ms)",
     )
     parser.add_argument(
         "--rate",
-        type=bits_per_second,
+        type=parse_bits_per_second,
         default=1e9,
         metavar="RATE",
         help="of each node: 100mbit, 1gbit (default: 1gbit)",
     )
     parser.add_argument(
         "--timeout",
-        type=seconds,
+        type=parse_seconds,
         default=3600.0,
         metavar="TIME",
-        help="to end everything after: 90s, 2min (default: 1h)",
+        help="time limit of everything: 90s, 2min (default: 1h)",
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]", help="or: -m MODULE ...")
     return parser
@@ -86,5 +90,5 @@ def _print_line(rank: int, line: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the machine's cores
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or it warns on every rank that nodes have no names
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # suppresses warnings on every rank that nodes have no names
     sys.exit(main(sys.argv[1:]))

@@ -7,27 +7,27 @@ import importlib
 import sys
 
 from ..emulate import Unavailable
-from .report import WrongResult
+from .results import WrongResult
 
 COMMANDS = {
     "kernels": "attention kernels of one device",
     "decode": "a decode step over a sharded KV cache on several ranks: all schedules, over a network",
     "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
-    "needle": "a fact hidden in long texts, asked for on 1, 2 and 4 ranks: the same answers everywhere",
+    "needle": "a fact hidden in long texts, asked for on 1, 2 and 4 ranks: the answers must be the same",
     "train": "attention forward and backward on several ranks: ring, KV gather, pure tree, the planner's grid",
-    "soak": "half an hour of training and generation with the loss of a rank every few minutes: nothing may be lost",
-    "simulate": "the same from the planner's costs, for thousands of ranks",
+    "soak": "half an hour of training and generation; a rank is lost every few minutes, nothing else may be",
+    "simulate": "decode and train predicted by the planner's cost model, for thousands of ranks",
 }
 
 
 def main(argv: list[str]) -> int:
-    """Run one benchmark; 0 if its results were right and it wrote its files."""
+    """Run one benchmark; 0 if its results were correct and its files are written."""
     parser = argparse.ArgumentParser(prog="python -m megatron_tree.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     chosen = next((name for name in argv if not name.startswith("-")), None)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name == chosen:  # the others are not imported
+        if name == chosen:  # does not import the others
             benchmark = importlib.import_module(f".{name}", __package__)
             command.description, command.epilog = benchmark.__doc__, getattr(benchmark, "EXAMPLES", None)
             benchmark.add_arguments(command)

@@ -1,10 +1,10 @@
-"""An emulated accelerator: kernels that take the time of a real one, and give results that were computed before.
+"""An emulated accelerator: kernels that take as long as on a real one, and return results computed before.
 
-Sixteen ranks on two cores would measure their fight for the cores. So the first step of a schedule computes for real
-and is checked against the oracle; its kernels' results are recorded. The timed steps communicate everything as before,
-but where a kernel would run they sleep for the time that an accelerator of the given speed would take, and go on with
-the recorded result. Records are found by the shapes and by samples of the very queries and keys that have arrived: a
-timed step that receives something else fails.
+With sixteen ranks on two cores, timings of real kernels would show contention for the cores. So the first step of a
+schedule computes with real kernels and is checked against the oracle; the kernels' results are recorded. Timed steps
+communicate everything again, but instead of running a kernel they sleep as long as an accelerator of the given speed
+would compute, and return the recorded result. Records are keyed by the shapes and by samples of the queries and keys
+that have arrived: a timed step that receives anything else fails.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..kernels import Backend
 from ..kernels.blocks import DIAGONAL, split
 from .ranks import sleep_until
 
-SAMPLES = 32  # rows of a tensor that tell it from others
+SAMPLES = 32  # rows of a tensor that identify it
 
 
 class UnseenInput(RuntimeError):
-    """A timed step has received queries or keys that the checked step of this schedule did not have."""
+    """A timed step received queries or keys that the checked step of this schedule did not have."""
 
 
 class Speed(NamedTuple):
-    """What the emulated accelerator does in a second: bytes of the KV cache in decoding, flops in training."""
+    """The emulated accelerator's bytes/s of KV cache in decoding, and flop/s in training."""
 
     memory_bandwidth: float | None
     flops: float | None
 
 
 class Accelerator:
-    """Kernels replaced while `recording` or `replaying` is open; `late` lists how much each sleep overran, seconds."""
+    """Replaces the kernels while `recording` or `replaying` is open; `late` lists each sleep's overrun in seconds."""
 
     def __init__(self, speed: Speed):
         self.speed, self.late = speed, []
@@ -44,7 +44,7 @@ class Accelerator:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Compute for real and keep the results; earlier records are dropped."""
+        """Run the real kernels and record their results; drops earlier records."""
         self._results.clear()
 
         def record(name, run, args, options):
@@ -57,7 +57,7 @@ class Accelerator:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Sleep instead of computing and return copies of what was recorded."""
+        """Sleep instead of computing; return copies of the recorded results."""
 
         def replay(name, run, args, options):
             end = time.monotonic() + self.seconds(name, args, options)
@@ -73,7 +73,7 @@ class Accelerator:
             yield
 
     def seconds(self, name: str, args, options) -> float:
-        """The time of one call: bytes of the shard for decoding, flops of the visible pairs for training."""
+        """Duration of one call: from the shard's bytes for decoding, from the visible pairs' flops for training."""
         if name == "attn_decode":
             return kv_bytes(*args[1:3]) / self.speed.memory_bandwidth
         q, _, v = args[1:4] if name == "attn_bwd" else args[:3]
@@ -87,19 +87,19 @@ def kv_bytes(k: Tensor, v: Tensor) -> int:
 
 
 def visible_pairs(q_segments, k_segments, spec) -> int:
-    """How many (query, key) pairs of the segments are visible."""
+    """Number of visible (query, key) pairs of the segments."""
     blocks = split(q_segments, k_segments, spec)
     return sum(b.q_len * (b.q_len + 1) // 2 if b.kind == DIAGONAL else b.q_len * b.k_len for b in blocks)
 
 
 def attention_flops(pairs: int, head_dim: int, head_dim_v: int, name: str = "attn_fwd") -> float:
-    """Flops of the matrix products over `pairs` (query, key, head) triples: two forward, and five backward."""
+    """Flops of the matrix products over `pairs` (query, key, head) triples: two products forward, five backward."""
     return 2.0 * pairs * (3 * head_dim + 2 * head_dim_v if name == "attn_bwd" else head_dim + head_dim_v)
 
 
 @contextlib.contextmanager
 def _replaced(handler) -> Iterator[None]:
-    """Let handler(name, original, args, options) stand for the functions of every backend."""
+    """Replace the functions of every backend by handler(name, original, args, options)."""
     originals = {name: getattr(Backend, name) for name in ("attn_decode", "attn_fwd", "attn_bwd")}
 
     def replaced(name: str, run):

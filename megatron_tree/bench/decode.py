@@ -1,11 +1,9 @@
-"""One decode step over a sharded KV cache: every schedule on the same inputs, the planner's prediction beside it."""
+"""One decode step over a sharded KV cache: every schedule on the same inputs, with the planner's prediction."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
 import zlib
 
 import torch
@@ -18,9 +16,9 @@ from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
 from . import runs, session
 from .accelerator import kv_bytes
-from .kernels import DTYPES
-from .measure import Laps, relative_error
-from .rows import Predicted
+from .kernel_cases import DTYPES
+from .measure import Laps, relative_error, time_together
+from .measurements import Predicted
 from .runs import Case, Settings
 
 SCHEDULES = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
@@ -48,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class DecodeBench:
-    """What `session` needs to know of decoding. Made on every rank: this rank's shard, the query and the truth."""
+    """Decoding for `session`. Constructed on every rank with its shard, the query and the truth."""
 
     shared = staticmethod(lambda case: None)
 
@@ -66,7 +64,7 @@ class DecodeBench:
         self.allowed = session.ALLOWED[dtype]
 
     def _oracle(self) -> tuple[Tensor, Tensor]:
-        """out [b, 1, h, d] and lse [b, h, 1] in float64: the shard's parts, merged as the energy's derivative says."""
+        """out [b, 1, h, d] and lse [b, h, 1] in float64: the shard's parts, merged by the energy's derivative."""
         parts = []
         for at in range(0, max(1, self.k.shape[1]), ORACLE_TOKENS):
             k, v = (x[:, at : at + ORACLE_TOKENS].double() for x in (self.k, self.v))
@@ -82,7 +80,7 @@ class DecodeBench:
         return out, lse
 
     def error(self, results: tuple[Tensor, ...]) -> float:
-        """The worst error on any rank as a share of what is allowed; infinite if ranks don't have the same bits."""
+        """The worst error on any rank as a fraction of the allowed one; infinite if the ranks' bits differ."""
         out, lse = results
         errors = relative_error(out, self.truth[0]) / self.allowed, (lse - self.truth[1]).abs().max()
         bits = zlib.crc32(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in results))
@@ -94,24 +92,19 @@ class DecodeBench:
         """The local attention alone, all ranks at once: the slowest rank's median."""
         if self.settings.compute == "modelled":
             return kv_bytes(self.k, self.v) / self.settings.emulated_speed.memory_bandwidth
-        times = []
-        for _ in range(4):
-            self.meeting.meet(self.rank)
-            start = time.monotonic()
-            kernels.attn_decode(
-                self.q, self.k, self.v, visible=kernels.Visible(), spec=self.spec, backend=self.settings.backend
-            )
-            times.append(time.monotonic() - start)
-        return self.meeting.most(self.rank, statistics.median(times[1:]))[0]
+        options = dict(visible=kernels.Visible(), spec=self.spec, backend=self.settings.backend)
+        return time_together(
+            lambda: kernels.attn_decode(self.q, self.k, self.v, **options), self.meeting, self.rank, steps=3
+        )
 
     @staticmethod
     def held_bytes(case: Case) -> int:
-        """What a rank holds before the step: its KV shard."""
+        """Bytes that a rank holds before the step: its KV shard."""
         return case.kv_bytes
 
     @staticmethod
     def predict(case: Case, topology: Topology, hosts, schedule: str) -> dict[str, Predicted]:
-        """The planner's view of a schedule, by pass."""
+        """The planner's prediction for a schedule, by pass."""
         call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
         call.update(placement=place(topology, hosts), schedule=schedule)
         chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks
@@ -121,7 +114,7 @@ class DecodeBench:
 
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
-        """Seconds of what no schedule can beat, and of a ring whose links are always full."""
+        """Seconds of lower bounds, and of a ring whose links are always busy."""
         found = {"local attention alone": local_s}
         if case.machines.emulated and case.machines.nodes > 1:
             p, byte_s = case.machines.ranks, 8 / settings.rate_bits
@@ -132,7 +125,7 @@ class DecodeBench:
 
 
 def uneven(shape, dtype: torch.dtype, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Random keys and values [b, s, h, d] of one rank, with a level of their own: wrong weights in a merge show."""
+    """Random keys and values [b, s, h, d] of one rank, at a level that differs by rank: wrong merge weights show."""
     level = (rank + 0.5) / world
     generator = torch.Generator().manual_seed(1 + rank)
     k, v = (torch.empty(shape, dtype=dtype).normal_(generator=generator) for _ in range(2))

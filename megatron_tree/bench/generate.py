@@ -1,16 +1,13 @@
-"""Generation with a sharded KV cache: a whole model's steps, over a network, against one rank and against a ring.
+"""Generation with a sharded KV cache: steps of a whole model over a network, compared with one rank and with a ring.
 
-The same prompt for all: Transformers' own model and cache on rank 0 alone ("plain"), and this package with the given
-schedules. All must give the same tokens on all ranks, and the same logits up to rounding, before a time is shown.
+All contenders get the same prompt: Transformers' own model and cache on rank 0 alone ("plain"), and this package with
+the given schedules. Times are shown only if all give the same tokens on all ranks, and the same logits up to rounding.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import pathlib
-import platform
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -23,18 +20,16 @@ from ..integrations.transformers import models, plain
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
 from ..integrations.transformers.runner import Runner
-from ..plan import save_topology
+from ..units import parse_count
 from . import runs, session
-from .accelerator import Speed
-from .generate_rows import Outcome, plots, rows_of, table
-from .progress import Progress
-from .ranks import CORES, Meeting, PeakMemory, join
-from .report import WrongResult, results_kept
+from .generated import Generated, Outcome, plots, rows_of, table_of
+from .ranks import Meeting, PeakMemory, join, progress_bar, shown_by
+from .results import WrongResult, results_kept
 from .runs import Machines, Settings
 
 SCHEDULES = ("auto", "ring", "allreduce")
-ALLOWED = 1e-3  # largest difference of a logit from the plain model's, as a share of the largest one
-LIMIT_S = 3600.0  # of one case: a ring over a slow network takes its time
+ALLOWED = 1e-3  # difference of a logit from the plain model's, as a fraction of the largest logit
+LIMIT_S = 3600.0  # of one case: a ring over a slow network is slow
 EXAMPLES = """\
 examples:
   python -m megatron_tree.bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
@@ -51,7 +46,7 @@ class Case(NamedTuple):
     """Tokens of the prompt."""
     model: str
     shape: tuple[int, int, int, int]
-    """Layers, heads, KV heads and head size of "tiny"."""
+    """Layers, heads, KV heads and head_dim of "tiny"."""
     new_tokens: int
     cache: str
     chunk: int
@@ -82,16 +77,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="tiny", help="tiny: a Llama of random weights, small beside its cache (the default); "
         "smollm2; or a folder with a Transformers model")  # fmt: skip
-    add("--layers", type=runs.positive, default=4, help="of tiny (default: %(default)s)")
-    add("--heads", type=runs.positive, default=16, help="of tiny (default: %(default)s)")
-    add("--kv-heads", type=runs.positive, default=4, help="of tiny (default: %(default)s)")
-    add("--head-dim", type=runs.positive, default=128, help="of tiny (default: %(default)s)")
-    add("--prompt-tokens", type=runs.tokens, nargs="+", default=[16384], metavar="N", help="one or several, such as "
+    add("--layers", type=parse_count, default=4, help="of tiny (default: %(default)s)")
+    add("--heads", type=parse_count, default=16, help="of tiny (default: %(default)s)")
+    add("--kv-heads", type=parse_count, default=4, help="of tiny (default: %(default)s)")
+    add("--head-dim", type=parse_count, default=128, help="of tiny (default: %(default)s)")
+    add("--prompt-tokens", type=parse_count, nargs="+", default=[16384], metavar="N", help="one or several, such as "
         "16k 64k (default: 16k)")  # fmt: skip
-    add("--new-tokens", type=runs.positive, default=16, metavar="N", help="(default: %(default)s; at least 2)")
+    add("--new-tokens", type=parse_count, default=16, metavar="N", help="(default: %(default)s; at least 2)")
     add("--cache", choices=("prefilled", "made-up"), default="prefilled", help="made-up: random keys and values "
         "instead of a prefill, the same for all; there is no time to the first token then")  # fmt: skip
-    add("--prefill-chunk", type=runs.positive, default=2048, metavar="N", help="tokens run at once")
+    add("--prefill-chunk", type=parse_count, default=2048, metavar="N", help="tokens run at once")
     add("--schedules", nargs="+", choices=DECODE_SCHEDULES, default=SCHEDULES, help="(default: auto ring allreduce)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/generate"))
 
@@ -105,37 +100,24 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--kv-heads {args.kv_heads}: must divide --heads {args.heads}")
     if args.model != "tiny":
         _check_model(args)
-    how = Settings(
-        schedules=tuple(dict.fromkeys(args.schedules)), emulated=machines.emulated, compute="real",
-        speed=Speed(None, None), latency_s=args.latency, rate_bits=args.rate, dilate=1.0, steps=1, budget_s=1.0,
-        backend="auto",
-    )  # fmt: skip
+    how = Settings(tuple(dict.fromkeys(args.schedules)), machines.emulated, args.latency, args.rate)
     shape = (args.layers, args.heads, args.kv_heads, args.head_dim)
     rest = (args.model, shape, args.new_tokens, args.cache, args.prefill_chunk)
     cases = [Case(machines, n, *rest) for n in sorted(set(args.prompt_tokens))]
-    about = {
-        "command": "generate",
-        "network": how.network_text,
-        "cache": args.cache,
-        "machine": f"{platform.machine()}, {CORES} cores",
-        "torch": torch.__version__,
-    }
-    print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
+    about = session.describe_run("generate", how, cache=args.cache)
     title = f"generate, {cases[0].contenders}, cache {args.cache}, {how.network_text}"
-    progress = Progress(len(cases) * (1 + len(how.schedules)))
-    with results_kept(args.out, about, lambda rows: plots(rows, title)) as rows, contextlib.closing(progress):
-        progress.line(f"{machines.label}: calibrating")
-        topology = session.calibrated(machines, how)
-        print(f"\n{session.describe(topology)}", flush=True)
-        with how.start(machines, 60.0 + LIMIT_S * len(cases)) as ranks, tempfile.TemporaryDirectory() as folder:
-            path = str(pathlib.Path(folder) / "topology.yaml")
-            save_topology(topology, path)
-            for case in cases:
-                meeting = Meeting(machines.ranks, timeout_s=LIMIT_S)
-                found = ranks.run(on_rank, case, how, path, meeting, progress, timeout_s=LIMIT_S)
-                rows += _checked(case, found)
-                progress.case_done(1 + len(how.schedules))
-                print(table(case.label, rows[-len(found[0]) :]), flush=True)
+    with (
+        results_kept(args.out, about, lambda rows: plots(rows, title)) as rows,
+        progress_bar(len(cases) * (1 + len(how.schedules)), "contender") as bar,
+        session.started(machines, how, 60.0 + LIMIT_S * len(cases), bar) as (ranks, _, path),
+    ):
+        for case in cases:
+            meeting = Meeting(machines.ranks, timeout_s=LIMIT_S)
+            found = _checked(case, ranks.run(on_rank, case, how, path, meeting, bar, timeout_s=LIMIT_S))
+            rows += found
+            bar.update(len(found))
+            bar.clear()
+            print(table_of(case.label, found), flush=True)
 
 
 def _check_model(args) -> None:
@@ -147,7 +129,7 @@ def _check_model(args) -> None:
         plain.cache_shape(config)
 
 
-def _checked(case: Case, found: list[list[Outcome]]):
+def _checked(case: Case, found: list[list[Outcome]]) -> list[Generated]:
     """Rows of all contenders. Raises `WrongResult` unless all gave the tokens and the logits of the plain model."""
     truth = found[0][0]
     for of_ranks in zip(*found):
@@ -163,19 +145,20 @@ def _checked(case: Case, found: list[list[Outcome]]):
     return rows_of(case, found)
 
 
-def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting, progress: Progress) -> list[Outcome]:
-    """One rank's part of a case: what every contender gave and took, the plain model (on rank 0) first."""
+def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting, bar) -> list[Outcome]:
+    """One rank's part of a case: the outcomes of all contenders, the plain model (on rank 0) first."""
     group = join(timeout_s=LIMIT_S)
     rank = comm.group_rank(group)
     model = case.load()
     vocab = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(0, vocab, (1, case.seq_len), generator=torch.Generator().manual_seed(1))
 
-    def tell(name):
-        return lambda done, total: progress.say(rank, case, f"{name}: {done} of {total} tokens")
+    show = shown_by(bar, rank)
 
-    progress.schedule(rank, case, "plain")
-    outcomes = [_plain(case, model, prompt, tell("plain prefill")) if rank == 0 else Outcome("plain")]
+    def tokens_of(name):
+        return lambda done, total: show(f"{case.seq_len} tokens, {name}: {done} of {total}")
+
+    outcomes = [_plain(case, model, prompt, tokens_of("plain prefill")) if rank == 0 else Outcome("plain")]
     truth = outcomes[0].logits
     meeting.meet(rank)
     model.set_attn_implementation("tree")
@@ -184,15 +167,15 @@ def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting, progress
     held, start = case.seq_len - 1, meeting.most(rank, time.monotonic())[0]
     prefill_s = None
     if case.cache == "made-up":
-        cache.rows = [plain.made_up_row(cache, model.config, held, tell("cache"))]
+        cache.rows = [plain.made_up_row(cache, model.config, held, tokens_of("cache"))]
     else:
         cache.rows = [runner.add()]
-        runner.prefill(cache.rows[0], prompt[0, :held], progress=tell("prefill"))
+        runner.prefill(cache.rows[0], prompt[0, :held], progress=tokens_of("prefill"))
         prefill_s = meeting.most(rank, time.monotonic())[0] - start
-    # room for the new tokens, so that the first contender's memory is not the pages'
+    # allocates pages for the new tokens, so that they do not count as the first contender's memory
     runner.step(cache.rows, torch.zeros(1, 1 + case.new_tokens, dtype=torch.int64))
-    for schedule in how.schedules:
-        progress.schedule(rank, case, schedule)
+    for number, schedule in enumerate(how.schedules, 1):
+        show(f"{case.seq_len} tokens, {schedule}", number)
         cache.schedule = schedule
         runner.crop(cache.rows[0], held)
         before = network_bytes()["network"] if case.machines.emulated else 0

@@ -1,4 +1,4 @@
-"""What `bench kernels` times and checks: shapes, inputs, and results against float64."""
+"""The cases of `bench kernels`: shapes, inputs, and the comparison of results with float64."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..config import AttnSpec
 from ..kernels import PagedKV, Visible
 from ..layout import Segment
 from .measure import relative_error
-from .report import WrongResult
+from .results import WrongResult
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGE = 64  # tokens of a page
 RULE = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  # allowed multiple of the dense low-precision error
 
@@ -74,7 +75,7 @@ def inputs(case: Case, device, dtype) -> list[Tensor]:
 
 
 def paged(case: Case, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, PagedKV]:
-    """k and v [b, s, h_kv, d] as pages in a random order, whole or in 8 bits, and where they are."""
+    """k and v [b, s, h_kv, d] as pages in random order, in their dtype or in 8 bits, and their block table."""
     order = torch.randperm(case.b * case.s // PAGE, generator=torch.Generator().manual_seed(1)).to(k.device)
     pages = LayerPages(PAGE, case.eight_bits)
     pages.reserve(len(order), k, v)
@@ -84,7 +85,7 @@ def paged(case: Case, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, PagedKV]:
 
 
 def check(case: Case, backend: str, device, dtype) -> str:
-    """Compare forward and backward with float64 by the 2x/3x rule; returns a line, raises `WrongResult`."""
+    """Compare forward and backward with float64 by `RULE`; returns a line of errors, raises `WrongResult`."""
     q, k, v, dout = inputs(case, device, dtype)
     spec = AttnSpec(softmax_scale=case.d**-0.5)
     whole = (Segment(0, 0, case.s),)
@@ -113,7 +114,7 @@ def check(case: Case, backend: str, device, dtype) -> str:
 
 
 def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
-    """What `given` (q, k, v, dout) should lead to, in float64: the first and the last KV head and their queries.
+    """The results for `given` (q, k, v, dout) in float64, of the first and the last KV head and their query heads.
 
     {"out": ...} or {"dq", "dk", "dv": ...}, [b, s, heads, d].
     """
@@ -136,11 +137,11 @@ def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
 
 
 def verify(case: Case, name: str, result, truth: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Compare what a contender computed of this very case with `truth_of` it, row by row.
+    """Compare a contender's result for this case with `truth_of` it, row by row.
 
     result: out, (out, lse), a packed state, or (dq, dk, dv): ours [b, s, heads, d], torch's [b, heads, s, d].
-    Raises `WrongResult` beyond 2 (gradients 3) times two units of the dtype and what sums of s terms in fp32 lose,
-    sqrt(s) of its units, of a row's norm and the rows' root mean square.
+    Raises `WrongResult` if an error exceeds 2 (gradients: 3) times the sum of two units of the dtype and sqrt(s) units
+    of fp32, for sums of s terms, relative to a row's norm plus the rows' root mean square.
     """
     results = result if isinstance(result, tuple) else (result,)
     if not name.startswith("ours"):
@@ -154,7 +155,7 @@ def verify(case: Case, name: str, result, truth: dict[str, Tensor], dtype: torch
 
 
 def _heads(case: Case) -> tuple[list[int], ...]:
-    """The heads that are checked of q, k, v and dout."""
+    """The heads of q, k, v and dout that are checked."""
     group = case.h // case.h_kv
     of_keys = sorted({0, case.h_kv - 1})
     of_queries = [h * group + i for h in of_keys for i in range(group)]

@@ -1,4 +1,4 @@
-"""Attention kernels of one device beside torch's own: correctness first, then TFLOP/s and GB/s, medians, in one run."""
+"""Attention kernels of one device, compared with torch's: correctness first, then TFLOP/s and GB/s (medians)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import importlib.util
 import pathlib
 import platform
 import shlex
+import statistics
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,8 +22,9 @@ from .. import kernels
 from ..config import AttnSpec
 from ..kernels import Visible
 from ..layout import Segment
-from .kernel_cases import CHECKED, CPU_CASES, GPU_CASES, Case, check, inputs, paged, truth_of, verify
-from .report import Row, WrongResult, clock, write_results
+from .figures import figure, grouped, label
+from .kernel_cases import CHECKED, CPU_CASES, DTYPES, GPU_CASES, Case, check, inputs, paged, truth_of, verify
+from .results import Plots, WrongResult, results_kept
 
 EXAMPLES = """\
 examples:
@@ -28,7 +32,18 @@ examples:
   python -m megatron_tree.bench kernels --only decode --dtype fp16
   python -m megatron_tree.bench kernels --race --out docs/gpu-results/today
 """
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Timing(NamedTuple):
+    """One contender in one case: a line of results.csv."""
+
+    case: str
+    kind: str
+    name: str
+    ms: float
+    """Median."""
+    rate: float
+    unit: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--only", choices=("fwd", "bwd", "decode"), nargs="+", default=("fwd", "bwd", "decode"))
-    parser.add_argument("--race", action="store_true", help="time other tile sizes of the Triton kernels, too (GPU)")
+    parser.add_argument("--race", action="store_true", help="also time other tile sizes of the Triton kernels (GPU)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-results/kernels"))
 
 
@@ -57,10 +72,9 @@ def run(args: argparse.Namespace) -> None:
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
         "command": shlex.join(["python", "-m", "megatron_tree.bench", *args.argv]),
     }
-    rows: list[Row] = []
-    wrong: list[str] = []  # of what is ours beside the first backend, without which nothing goes on
-    try:
-        backends = _right_ones(backends, device, dtype, wrong)
+    wrong: list[str] = []  # contenders of ours other than the first, which ends the run
+    with results_kept(args.out, about, lambda rows: _plots(rows, about), keep=BaseException) as rows:
+        backends = _correct_backends(backends, device, dtype, wrong)
         for case in GPU_CASES if device.type == "cuda" else CPU_CASES:
             if case.kind in args.only:
                 rows += time_case(case, backends, device, dtype, wrong)
@@ -70,17 +84,12 @@ def run(args: argparse.Namespace) -> None:
             for case in GPU_CASES:
                 if case.kind in args.only and case.s in RACED:
                     rows += race(case, device, dtype, wrong)
-    except BaseException as error:
-        if rows:  # what a GPU has measured is not lost, and says that it is not all
-            write_results(args.out, rows, {**about, "ended_by": f"{type(error).__name__}: {error}"})
-        raise
-    write_results(args.out, rows, about)
     if wrong:
         raise WrongResult("\n".join(wrong))
 
 
-def _right_ones(backends, device, dtype, wrong: list[str]) -> list[str]:
-    """The backends that pass the check of small shapes; the first one must."""
+def _correct_backends(backends, device, dtype, wrong: list[str]) -> list[str]:
+    """The backends that pass the check on small shapes; raises if the first one fails."""
     print(f"checking {', '.join(backends)} against float64 ({dtype}, {device}) ...", flush=True)
     right = []
     for backend in backends:
@@ -88,7 +97,7 @@ def _right_ones(backends, device, dtype, wrong: list[str]) -> list[str]:
             for case in CHECKED:
                 print(f"  {backend:>9} {check(case, backend, device, dtype)}", flush=True)
             right.append(backend)
-        except Exception as error:  # what an operator of torch raises on a device that it was not tried on
+        except Exception as error:  # torch's operators raise different kinds of errors
             if backend == backends[0]:
                 raise
             wrong.append(f"{backend}: {error}")
@@ -131,7 +140,7 @@ def contenders(case: Case, backends, given) -> dict[str, Callable[[], object]]:
 
 
 def _our_backward(given, forward, segments, backend):
-    """The whole backward: delta, which torch's kernels compute as well, and the gradients. The state is made once."""
+    """The whole backward: delta, which torch's kernels compute as well, and the gradients. The forward runs once."""
     *inputs, dout = given
     state = []
 
@@ -165,7 +174,7 @@ def _flex_call(case: Case, leaves, dout):
 
 
 def _backward_of(forward, leaves, dout):
-    """The backward alone, the forward's graph kept; built at the first call, so that a refusal shows there."""
+    """The backward alone; the forward runs at the first call, and its graph is kept."""
     graph = []
 
     def backward():
@@ -176,10 +185,10 @@ def _backward_of(forward, leaves, dout):
     return backward
 
 
-def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Row]:
+def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Timing]:
     """Time every contender and the device's own limits (copy, matrix product); prints a table.
 
-    wrong: gets what is ours and wrong, but for the first contender: what that one does is raised.
+    wrong: receives the errors of our contenders; that of the first one is raised.
     """
     print(f"\n{case.label}, {str(dtype).removeprefix('torch.')}", flush=True)
     rows = []
@@ -188,7 +197,8 @@ def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Row
     limits = _limits(case, device, dtype)
     calls = contenders(case, backends, given)
     first = next(iter(calls))
-    for name, call in {**calls, **limits}.items():
+    work = (case.kv_bytes(dtype) / 1e9, "GB/s") if case.kind == "decode" else (case.flops / 1e12, "TFLOP/s")
+    for name, (call, amount, unit) in {**{name: (call, *work) for name, call in calls.items()}, **limits}.items():
         try:
             if name not in limits:
                 verify(case, name, call(), truth, dtype)
@@ -200,35 +210,54 @@ def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Row
                 wrong.append(f"{name}, {case.label}: {error}")
             print(f"  {name:<16} not available: {str(error).splitlines()[0][:90]}", flush=True)
             continue
-        limit = _limit_rate(name, case, dtype, seconds)
-        rate = limit or (
-            (case.kv_bytes(dtype) / seconds / 1e9, "GB/s")
-            if case.kind == "decode"
-            else (case.flops / seconds / 1e12, "TFLOP/s")
-        )
-        rows.append(Row(case.label, case.kind, name, seconds * 1e3, *rate))
+        rows.append(Timing(case.label, case.kind, name, seconds * 1e3, amount / seconds, unit))
     ours = rows[0].rate
     for row in rows:
         print(f"  {row.name:<16} {row.ms:9.3f} ms {row.rate:9.4g} {row.unit:<8} ours / this {ours / row.rate:5.2f}")
     return rows
 
 
-def _limits(case: Case, device, dtype) -> dict[str, Callable[[], object]]:
+def _limits(case: Case, device, dtype) -> dict[str, tuple[Callable[[], object], float, str]]:
+    """{name: (call, its amount of work, unit of the rate)}; a copy reads and writes each byte."""
     if case.kind == "decode":
-        n = min(case.kv_bytes(dtype), 1 << 30)
-        a = torch.empty(n, dtype=torch.uint8, device=device)
+        a = torch.empty(min(case.kv_bytes(dtype), 1 << 30), dtype=torch.uint8, device=device)
         b = torch.empty_like(a)
-        return {"device copy": lambda: b.copy_(a)}
+        return {"device copy": (lambda: b.copy_(a), 2 * a.nbytes / 1e9, "GB/s")}
     n = 8192 if device.type == "cuda" else 1024
     x, y = torch.randn(2, n, n, device=device, dtype=dtype)
-    return {"matrix product": lambda: x @ y}
+    return {"matrix product": (lambda: x @ y, 2 * n**3 / 1e12, "TFLOP/s")}
 
 
-def _limit_rate(name: str, case: Case, dtype, seconds: float) -> tuple[float, str] | None:
-    """The rate of a limit; a copy moves each byte twice. None for a contender."""
-    if name == "device copy":
-        return 2 * min(case.kv_bytes(dtype), 1 << 30) / seconds / 1e9, "GB/s"
-    if name == "matrix product":
-        n = 8192 if torch.cuda.is_available() else 1024
-        return 2 * n**3 / seconds / 1e12, "TFLOP/s"
-    return None
+def clock(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5) -> float:
+    """Median time of one call in seconds, after a warm-up; on a GPU with cold L2, measured by events."""
+    call()
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(call, warmup=100, rep=int(seconds * 1000), return_mode="median") / 1e3
+    times = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _plots(rows: list[Timing], about: dict) -> Plots:
+    shown = [r for r in rows if r.kind != "race"] or rows
+    return {"results.png": functools.partial(_draw, rows=shown, title=", ".join(f"{k} {v}" for k, v in about.items()))}
+
+
+def _draw(path: pathlib.Path, rows: list[Timing], title: str) -> None:
+    units = grouped(sorted(rows, key=lambda r: r.unit, reverse=True), lambda r: r.unit)
+    with figure(path, 1, len(units), size=(8 * len(units), 5), title=title) as axes:
+        for ax, (unit, mine) in zip(axes[0], units.items()):
+            cases, names = list(dict.fromkeys(r.case for r in mine)), list(dict.fromkeys(r.name for r in mine))
+            for i, name in enumerate(names):
+                rates = {r.case: r.rate for r in mine if r.name == name}
+                places = [c + i / (len(names) + 1) for c in range(len(cases))]
+                ax.bar(places, [rates.get(c, 0) for c in cases], width=1 / (len(names) + 1), label=name)
+            label(ax, "", unit)
+            ax.set_xticks(range(len(cases)), cases, rotation=20, ha="right", fontsize=7)
+            ax.legend(fontsize=7)

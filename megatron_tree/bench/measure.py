@@ -1,4 +1,4 @@
-"""Timing one schedule on all ranks: they start together, the slowest one counts, and every result is compared."""
+"""Timing one schedule on all ranks: they start together, the slowest one counts, and every result is checked."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ MIN_STEPS = 3
 
 
 class Measured(NamedTuple):
-    """One rank's view of one schedule; times are the slowest rank's, a list entry for each step."""
+    """One rank's measurements of one schedule; times are the slowest rank's, one list entry per step."""
 
     seconds: dict[str, list[float]]
-    """By pass ("decode", or "forward" and "backward"): from the common start, or the pass before, to its end."""
+    """By pass ("decode", or "forward" and "backward"): from the common start or the previous pass's end to its end."""
     sent: dict[str, int]
     """Payload bytes that this rank sends, by pass (`comm.record`)."""
     network: dict[str, int] | None
-    """Bytes that this rank's node sent in one step, on average: `emulate.network_bytes`."""
+    """Mean bytes that this rank's node sent per step: `emulate.network_bytes`."""
     memory: int | None
-    """Most bytes above what was resident before the step."""
+    """Peak bytes above what was resident before the step."""
     late_start: float
-    """Median over steps of how late the last rank started, seconds."""
+    """Median over steps of the last rank's delay at the start, seconds."""
     late_compute: float
-    """Median by which this rank's emulated kernels overran, seconds."""
+    """Median overrun of this rank's emulated kernels, seconds."""
     same: bool
-    """Every step gave the bits of the checked one."""
+    """Every step gave the same bits as the checked one."""
 
 
 class Laps:
-    """Ends of the passes of one step: call it with the pass's name at its end."""
+    """Times at which the passes of one step end: call it with a pass's name at its end."""
 
     def __init__(self, log: list[comm.Sent]):
         self.ends: dict[str, float] = {}
@@ -54,7 +54,7 @@ Step = Callable[[Laps], tuple[Tensor, ...]]
 
 
 def first_step(step: Step, accelerator: Accelerator | None) -> tuple[Tensor, ...]:
-    """One step with the real kernels: its results are to be checked; its kernels' are kept for timed steps."""
+    """One step with real kernels, to be checked; the kernels' results are recorded for timed steps."""
     with accelerator.recording() if accelerator else contextlib.nullcontext():
         return step(Laps([]))
 
@@ -72,10 +72,10 @@ def measure(
     latency_s: float,
     progress: Callable[[int], None],
 ) -> Measured:
-    """Time up to `steps` steps, at least 3, fewer than `steps` once budget_s is over. Collective.
+    """Time up to `steps` steps: at least 3, and no more once budget_s is over. Collective.
 
-    expected: results of the checked step, to be met bit for bit. accelerator: replays its kernels, None for real ones.
-    counters: of this node's interfaces. latency_s: of the network, which is quiet before a step begins.
+    expected: results of the checked step, which every step must reproduce bit for bit. accelerator: replays its
+    kernels; None: real kernels. counters: of this node's interfaces. latency_s: of the network, idle before each step.
     """
     gap = 0.02 + 2e-3 * meeting.ranks + 4 * latency_s
     begun = time.monotonic()
@@ -116,6 +116,17 @@ def measure(
         late_compute=statistics.median(accelerator.late) if accelerator and accelerator.late else 0.0,
         same=same,
     )
+
+
+def time_together(call: Callable[[], object], meeting: Meeting, rank: int, *, steps: int) -> float:
+    """Seconds of a local computation that all ranks do at once, after one to warm up: the slowest rank's median."""
+    times = []
+    for _ in range(1 + steps):
+        meeting.meet(rank)
+        start = time.monotonic()
+        call()
+        times.append(time.monotonic() - start)
+    return meeting.most(rank, statistics.median(times[1:]))[0]
 
 
 def relative_error(found: Tensor, truth: Tensor) -> float:

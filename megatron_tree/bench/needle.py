@@ -1,36 +1,32 @@
 """A needle in a haystack: a fact hidden in long texts, asked for with the cache over 1, 2 and 4 ranks.
 
-Texts are those of Python's own help (pydoc), cut to each length, with one sentence at each depth that tells a number.
-The answers are greedy. That a small model finds every number is not expected; that its tokens are the same on any
-number of ranks is, and other tokens are an error. What is done is kept in cells.jsonl: the same command goes on there.
+The texts are Python's own help (pydoc), cut to each length, with a sentence that states a number at each depth.
+Decoding is greedy. A small model need not find every number, but its tokens must be the same on any number of ranks; if
+they differ, this is an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
+import itertools
 import pathlib
-import platform
-import time
 from typing import NamedTuple
 
 import torch
 
 from .. import comm
-from ..files import whole_file
 from ..integrations.transformers import models
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
-from . import runs
-from .plots import save
-from .ranks import CORES, LocalRanks, join
-from .report import WrongResult, write_results
+from ..units import parse_count
+from .figures import figure, label
+from .ranks import LocalRanks, join, progress_bar, shown_by
+from .results import Plots, WrongResult, metadata, results_kept
 
 FACT = "The secret number of the lighthouse is {number}."
 QUESTION = "What is the secret number of the lighthouse? Answer with the number."
-CELL_LIMIT_S = 3600.0
+ANSWER_LIMIT_S = 3600.0
 EXAMPLES = """\
 examples:
   python -m megatron_tree.bench needle                                  what docs/inference.md shows; half an hour
@@ -39,8 +35,8 @@ examples:
 """
 
 
-class Row(NamedTuple):
-    """One answer: a line of results.csv and of cells.jsonl."""
+class Answer(NamedTuple):
+    """One answer: a line of results.csv."""
 
     length: int
     depth: float
@@ -58,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench needle`."""
     add = parser.add_argument
     add("--model", default="smollm2", help="smollm2 (the default), or a folder with a Transformers model")
-    add("--lengths", type=runs.tokens, nargs="+", default=[2048, 4096, 7680], help="tokens (default: 2k 4k 7680)")
+    add("--lengths", type=parse_count, nargs="+", default=[2048, 4096, 7680], help="tokens (default: 2k 4k 7680)")
     add("--depths", type=_percent, nargs="+", default=[10.0, 50.0, 90.0], help="percent (default: 10 50 90)")
-    add("--ranks", type=runs.positive, nargs="+", default=[1, 2, 4], help="plain ranks of this machine, each in a run "
-        "of its own; the first is what the others must equal (default: 1 2 4)")  # fmt: skip
-    add("--new-tokens", type=runs.positive, default=16, help="of an answer (default: 16)")
+    add("--ranks", type=parse_count, nargs="+", default=[1, 2, 4], help="processes of this machine, one run "
+        "for each number; all must equal the first (default: 1 2 4)")  # fmt: skip
+    add("--new-tokens", type=parse_count, default=16, help="of an answer (default: 16)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/needle"))
 
 
@@ -77,118 +73,76 @@ def _percent(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Answer every cell that is not there yet, compare, print and write CSV, JSON and PNG.
+    """Ask on every number of ranks, compare, print and write CSV, JSON and PNG.
 
-    Raises: ValueError for options that don't fit the model, or cells of other options. WrongResult where the tokens
-        differ between numbers of ranks.
+    Raises: ValueError for options that don't fit the model. WrongResult if the tokens depend on the number of ranks.
     """
     folder = models.model_folder(args.model)
     limit = getattr(models.load_config(folder).get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and max(args.lengths) + args.new_tokens > limit:
         raise ValueError(f"--lengths {max(args.lengths)} and --new-tokens exceed the model's {limit} positions")
-    args.out.mkdir(parents=True, exist_ok=True)
-    cells = Cells(args.out / "cells.jsonl", {"model": args.model, "new_tokens": args.new_tokens, "fact": FACT})
-    wanted = [(n, d) for n in sorted(set(args.lengths)) for d in sorted(set(args.depths))]
+    texts = [(n, d) for n in sorted(set(args.lengths)) for d in sorted(set(args.depths))]
     ranks = list(dict.fromkeys(args.ranks))
-    print(f"{args.model}: {len(wanted)} texts on {' '.join(map(str, ranks))} ranks each", flush=True)
-    for p in ranks:
-        todo = [cell for cell in wanted if (*cell, p) not in cells.rows]
-        print(f"{p} ranks: {len(todo)} to do, {len(wanted) - len(todo)} are there", flush=True)
-        if todo:
-            told = os.fdopen(os.dup(2), "w")
-            LocalRanks(p).run(on_rank, folder, todo, args.new_tokens, cells, told, timeout_s=CELL_LIMIT_S * len(todo))
-            told.close()
-            cells.read()
-    rows = [cells.rows[(*cell, p)] for p in ranks for cell in wanted]
-    for r in rows:
-        first = cells.rows[r.length, r.depth, ranks[0]]
-        if r.tokens != first.tokens:
-            raise WrongResult(
-                f"{r.length} tokens, depth {r.depth:g} %: {r.ranks} ranks answer {r.answer!r} ({r.tokens}), "
-                f"{ranks[0]} {first.answer!r} ({first.tokens})"
-            )
+    print(f"{args.model}: {len(texts)} texts on {' '.join(map(str, ranks))} ranks each", flush=True)
+    about = metadata("needle", model=args.model, dtype="fp32", question=QUESTION)
+    with (
+        results_kept(args.out, about, lambda rows: _plots(rows, args.model)) as rows,
+        progress_bar(len(texts) * len(ranks), "text") as bar,
+    ):
+        for p in ranks:
+            limit_s = ANSWER_LIMIT_S * len(texts)
+            found = LocalRanks(p).run(on_rank, folder, texts, args.new_tokens, bar, timeout_s=limit_s)[0]
+            bar.update(len(texts))
+            for mine, first in zip(found, rows or found):
+                if mine.tokens != first.tokens:
+                    raise WrongResult(
+                        f"{mine.length} tokens, depth {mine.depth:g} %: {p} ranks answer {mine.answer!r} "
+                        f"({mine.tokens}), {first.ranks} {first.answer!r} ({first.tokens})"
+                    )
+            rows += found
     print(table(rows, ranks))
-    about = {
-        "command": "needle", "model": args.model, "dtype": "fp32", "question": QUESTION,
-        "machine": f"{platform.machine()}, {CORES} cores", "torch": torch.__version__,
-    }  # fmt: skip
-    write_results(args.out, rows, about, plots={"results.png": functools.partial(_draw, rows, ranks, args.model)})
 
 
-class Cells:
-    """The file of finished cells: a line that says what they depend on, then one for each."""
-
-    def __init__(self, path: pathlib.Path, about: dict):
-        self._path, self._about = path, about
-        if not path.exists():
-            with whole_file(path) as part:
-                part.write_text(json.dumps(about) + "\n")
-        self.read()
-
-    def read(self) -> None:
-        """Take in what is there. Raises ValueError for cells of other options."""
-        first, *lines = self._path.read_text().splitlines(keepends=True)
-        if json.loads(first) != self._about:
-            raise ValueError(f"{self._path} is of other options: {first.strip()}; remove it, or name another --out")
-        rows = [Row(**json.loads(line)) for line in lines if line.endswith("\n")]
-        self.rows = {(r.length, r.depth, r.ranks): r for r in rows}
-
-    def append(self, row: Row) -> None:
-        """Add a cell; a line that a crash cut short goes first."""
-        with self._path.open("r+b") as file:
-            data = file.read()
-            file.truncate(data.rfind(b"\n") + 1)
-            file.seek(0, os.SEEK_END)
-            file.write(json.dumps(row._asdict()).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def on_rank(folder: pathlib.Path, todo: list[tuple[int, float]], new_tokens: int, cells: Cells, told) -> None:
-    """One rank's part of all cells on this many ranks; rank 0 puts them down."""
-    group = join(timeout_s=CELL_LIMIT_S)
+def on_rank(folder: pathlib.Path, texts: list[tuple[int, float]], new_tokens: int, bar) -> list[Answer]:
+    """One rank's part of all texts on this many ranks."""
+    group = join(timeout_s=ANSWER_LIMIT_S)
     rank, world = comm.group_rank(group), comm.group_size(group)
+    show = shown_by(bar, rank)
     tokenizer, model = models.load_tokenizer(folder), models.load_model(folder, torch.float32)
     end = model.generation_config.eos_token_id
     model.set_attn_implementation("tree")
-    for number, (length, depth) in enumerate(todo, 1):
+    found = []
+    for number, (length, depth) in enumerate(texts):
         secret = 1000 + (7919 * length + 104729 * round(10 * depth)) % 9000
         ids = haystack(tokenizer, length, depth, FACT.format(number=secret))
-        begun = time.monotonic()
-
-        what = f"[{number}/{len(todo)}] {world} ranks, {length} tokens, depth {depth:g} %"
-
-        def tell(done, total, what=what):
-            _tell(told, f"{what}: prefill {done} of {total}", done == total)
-
+        what = f"{world} ranks, {length} tokens, depth {depth:g} %"
+        show(what, number)
         result = generate(
             model, ids, cache=TreeCache(model.config, cp_group=group), max_new_tokens=new_tokens, eos_token_id=end,
-            progress=tell if rank == 0 else None,
+            progress=lambda done, total, what=what: show(f"{what}: prefill {done} of {total}"),
         )  # fmt: skip
         answer = tokenizer.decode(result.tokens[0], skip_special_tokens=True)
-        if rank == 0:
-            found = str(secret) in answer.replace(",", "")
-            tokens = " ".join(map(str, result.tokens[0].tolist()))
-            token_s = max(result.step_s, default=None)
-            cells.append(
-                Row(length, depth, world, ids.shape[1], secret, found, answer, tokens, result.prefill_s, token_s)
+        found.append(
+            Answer(
+                length=length,
+                depth=depth,
+                ranks=world,
+                prompt_tokens=ids.shape[1],
+                number=secret,
+                found=str(secret) in answer.replace(",", ""),
+                answer=answer,
+                tokens=" ".join(map(str, result.tokens[0].tolist())),
+                prefill_s=result.prefill_s,
+                token_s=max(result.step_s, default=None),
             )
-            _tell(told, f"  {answer!r}, the number is {secret} ({time.monotonic() - begun:.0f} s)", True)
-
-
-def _tell(file, text: str, line: bool) -> None:
-    """A line that is written anew on a terminal; elsewhere only those that stay."""
-    if file.isatty():
-        file.write(f"\r\033[K{text}" + "\n" * line)
-    elif line:
-        file.write(f"{text}\n")
-    file.flush()
+        )
+    return found
 
 
 def haystack(tokenizer, length: int, depth: float, fact: str) -> torch.Tensor:
-    """int64 [1, n <= length]: a text of that many tokens, question included, with a fact at `depth` percent of it.
+    """int64 [1, n <= length]: a text of about `length` tokens, question included, with a fact at `depth` percent.
 
-    Raises: ValueError where no text fits.
+    Raises: ValueError if the question alone is longer.
     """
     from pydoc_data.topics import topics
 
@@ -205,8 +159,8 @@ def haystack(tokenizer, length: int, depth: float, fact: str) -> torch.Tensor:
     raise ValueError(f"--lengths {length}: the question alone is longer")
 
 
-def table(rows: list[Row], ranks: list[int]) -> str:
-    """Found numbers by length and depth for people; the same on all numbers of ranks."""
+def table(rows: list[Answer], ranks: list[int]) -> str:
+    """Found numbers by length and depth, which are the same on all numbers of ranks."""
     mine = [r for r in rows if r.ranks == ranks[0]]
     lines = [
         f"\nthe same tokens on {' '.join(map(str, ranks))} ranks in all {len(mine)} texts",
@@ -216,27 +170,25 @@ def table(rows: list[Row], ranks: list[int]) -> str:
     return "\n".join(lines)
 
 
-def _draw(rows: list[Row], ranks: list[int], model: str, path: pathlib.Path) -> None:
-    import matplotlib
+def _plots(rows: list[Answer], model: str) -> Plots:
+    return {"results.png": functools.partial(_draw, rows=rows, model=model)}
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def _draw(path: pathlib.Path, rows: list[Answer], model: str) -> None:
     from matplotlib.colors import ListedColormap
 
     lengths, depths = sorted({r.length for r in rows}), sorted({r.depth for r in rows})
-    figure, axes = plt.subplots(1, len(ranks), figsize=(3.6 * len(ranks) + 0.6, 3.2), squeeze=False)
-    for ax, p in zip(axes[0], ranks):
-        mine = {(r.length, r.depth): r for r in rows if r.ranks == p}
-        grid = [[mine[n, d].found for n in lengths] for d in depths]
-        ax.imshow(grid, cmap=ListedColormap(["tab:red", "tab:green"]), vmin=0, vmax=1, aspect="auto", alpha=0.75)
-        for y, d in enumerate(depths):
-            for x, n in enumerate(lengths):
-                ax.text(x, y, "found" if mine[n, d].found else "not found", ha="center", va="center", fontsize=8)
-        ax.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-        ax.set_yticks(range(len(depths)), [f"{d:g} %" for d in depths])
-        ax.set_title(f"{p} rank{'s' * (p > 1)}", fontsize=9)
-        ax.set_xlabel("tokens in the prompt", fontsize=8)
-        ax.tick_params(labelsize=8)
-    axes[0][0].set_ylabel("depth of the fact", fontsize=8)
-    figure.suptitle(f"{model}: a fact in a long text, the same tokens on every number of ranks", fontsize=9)
-    save(figure, path, dpi=80)
+    ranks = list(dict.fromkeys(r.ranks for r in rows))
+    title = f"{model}: a fact in a long text, the same tokens on every number of ranks"
+    with figure(path, 1, len(ranks), size=(3.6 * len(ranks) + 0.6, 3.2), title=title) as axes:
+        for ax, p in zip(axes[0], ranks):
+            mine = {(r.length, r.depth): r.found for r in rows if r.ranks == p}
+            grid = [[mine[n, d] for n in lengths] for d in depths]
+            ax.imshow(grid, cmap=ListedColormap(["tab:red", "tab:green"]), vmin=0, vmax=1, aspect="auto", alpha=0.75)
+            for (y, d), (x, n) in itertools.product(enumerate(depths), enumerate(lengths)):
+                ax.text(x, y, "found" if mine[n, d] else "not found", ha="center", va="center", fontsize=8)
+            ax.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+            ax.set_yticks(range(len(depths)), [f"{d:g} %" for d in depths])
+            ax.set_title(f"{p} rank{'s' * (p > 1)}", fontsize=9)
+            label(ax, "tokens in the prompt", "depth of the fact" * (p == ranks[0]))
+            ax.grid(False)

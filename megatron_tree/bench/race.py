@@ -1,4 +1,4 @@
-"""Race of tile sizes of the Triton kernels on this GPU: what configs.py should say for it."""
+"""Times candidates for the tile sizes of the Triton kernels on this GPU, to fill the table in configs.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
 from ..layout import Segment
 from .kernel_cases import inputs, truth_of, verify
-from .report import Row, WrongResult, clock
+from .kernels import Timing, clock
+from .results import WrongResult
 
 RACED = (16384,)  # sequence lengths of the cases that are raced
 CANDIDATES = {
@@ -33,8 +34,8 @@ def pinned(kernel: str, tiles: Tiles):
         configs.tiles = original
 
 
-def race(case, device, dtype, wrong: list[str]) -> list[Row]:
-    """Time every candidate that compiles; prints the ranking, returns its rows. wrong: gets those that miscompute."""
+def race(case, device, dtype, wrong: list[str]) -> list[Timing]:
+    """Time every candidate that compiles; prints the ranking. wrong: receives the errors of wrong results."""
     rows = []
     given = inputs(case, device, dtype)
     truth = truth_of(case, given)
@@ -46,7 +47,7 @@ def race(case, device, dtype, wrong: list[str]) -> list[Row]:
                 try:
                     verify(case, name, call(), truth, dtype)
                     found.append((clock(call, device, seconds=0.25), tiles))
-                except Exception as error:  # does not fit: triton raises its own kinds
+                except Exception as error:  # does not fit: triton raises several kinds of errors
                     print(f"  {kernel} {tuple(tiles)}: {type(error).__name__}")
                     if isinstance(error, WrongResult):
                         wrong.append(str(error))
@@ -54,12 +55,12 @@ def race(case, device, dtype, wrong: list[str]) -> list[Row]:
         print(f"\nrace {kernel}, {case.label}: " + ", ".join(f"{tuple(t)} {s * 1e3:.3f} ms" for s, t in found[:4]))
         for seconds, tiles in found:
             name = f"{kernel} " + "x".join(map(str, tiles))
-            rows.append(Row(case.label, "race", name, seconds * 1e3, case.flops / seconds / 1e12, "TFLOP/s"))
+            rows.append(Timing(case.label, "race", name, seconds * 1e3, case.flops / seconds / 1e12, "TFLOP/s"))
     return rows
 
 
 def _calls(case, given) -> dict:
-    """What is timed for each kernel of a case; dq and dkdv both as the whole backward."""
+    """The call to time for each kernel of a case; for dq and dkdv it is the whole backward."""
     q, k, v, dout = given
     whole = (Segment(0, 0, case.s),)
     segments = dict(q_segments=whole, k_segments=whole, spec=AttnSpec(softmax_scale=case.d**-0.5))

@@ -1,7 +1,7 @@
-"""Ranks of a benchmark: where they run, how they start a step at one instant, and what a step did to the machine.
+"""Ranks of a benchmark: where they run, how they start a step at the same instant, their peak memory and progress.
 
-All ranks of a run are forks of one process on one machine. So they share a clock, and they meet in shared memory: what
-is measured stays alone on the network.
+All ranks of a run are forked from one process on one machine. So they share a clock, and they synchronize through
+shared memory, which leaves the network to what is measured.
 """
 
 from __future__ import annotations
@@ -15,26 +15,50 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from ..comm.rendezvous import start_default_group
 from ..emulate.forked import Forked
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+PR_SET_TIMERSLACK = 29  # prctl
 _fork = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 
 
+def progress_bar(total: int, unit: str) -> tqdm:
+    """A bar on standard error that forked ranks can update, whose own output is captured; hidden without a terminal."""
+    tqdm.monitor_interval = 0  # its thread would not survive a fork
+    tqdm.set_lock(threading.RLock())  # not shared: a rank that is killed must not hold it
+    terminal = os.fdopen(os.dup(2), "w")
+    return tqdm(total=total, unit=unit, file=terminal, disable=not terminal.isatty(), dynamic_ncols=True, leave=False)
+
+
+def shown_by(bar: tqdm, rank: int) -> Callable:
+    """show(text, done) for a forked rank: rank 0 shows what is under way; `done` units of this run are finished."""
+    start = bar.n
+
+    def show(text: str, done: int | None = None) -> None:
+        if rank == 0:
+            bar.n = bar.n if done is None else start + done
+            bar.set_description(text)
+
+    return show
+
+
 def sleep_until(instant: float) -> None:
-    """Sleep until an instant of time.monotonic(). No spinning: with more ranks than cores it would delay the others."""
+    """Sleep until an instant of time.monotonic(); spinning would delay other ranks on the same core."""
     while (left := instant - time.monotonic()) > 0:
         time.sleep(left)
 
 
 class Meeting:
-    """Where forked ranks exchange a few numbers without the network; made before they are forked."""
+    """A barrier in shared memory where ranks exchange a few numbers; made before they are forked."""
 
     def __init__(self, ranks: int, *, width: int = 4, timeout_s: float = 300.0):
         self.ranks, self._width, self._timeout_s, self._bank = ranks, width, timeout_s, 0
@@ -42,8 +66,8 @@ class Meeting:
         self._values = _fork.RawArray("d", 2 * ranks * width)
 
     def meet(self, rank: int, *values: float) -> list[tuple[float, ...]]:
-        """Wait for all ranks; returns what each of them brought, by rank."""
-        self._bank = 1 - self._bank  # a fast rank may come again before a slow one has read
+        """Wait for all ranks; returns the values of each, by rank."""
+        self._bank = 1 - self._bank  # a fast rank may write again before a slow one has read
         w, start = self._width, self._bank * self.ranks * self._width
         at = start + rank * w
         self._values[at : at + len(values)] = values
@@ -51,33 +75,30 @@ class Meeting:
         return [tuple(self._values[start + r * w : start + r * w + len(values)]) for r in range(self.ranks)]
 
     def most(self, rank: int, *values: float) -> list[float]:
-        """The largest of each value over the ranks; nan if one is nan."""
+        """The maximum of each value over the ranks; nan if one is nan."""
         columns = zip(*self.meet(rank, *values))
         return [float("nan") if any(v != v for v in column) else max(column) for column in columns]
 
 
 def shared_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory that processes forked from this one share."""
+    """Zeros in memory shared with processes forked from this one."""
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def join(timeout_s: float):
-    """Make this process a gloo rank, as RANK and the other variables of its environment say; returns the group."""
+    """Initialize torch.distributed with gloo from RANK and the other environment variables; returns the group."""
     with contextlib.suppress(OSError):
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # sleeps end within 1 ns of their time, not 50 us
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # sleeps overrun by 1 ns, not by 50 us
     start_default_group("gloo", timeout_s=timeout_s)
     return dist.group.WORLD
 
 
-PR_SET_TIMERSLACK = 29
-
-
 class PeakMemory:
-    """The most memory this process held above what it had at the start, while the context is open (Linux).
+    """Context that measures the process's peak memory above its memory at the start, in `bytes` (Linux).
 
-    `bytes` is None where the kernel does not tell. Large buffers are mapped one by one meanwhile, so that what is freed
-    leaves the count.
+    `bytes` is None where the kernel does not report it. Meanwhile large buffers are mapped one by one, so that freed
+    memory is not counted.
     """
 
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -90,7 +111,7 @@ class PeakMemory:
             self._libc.malloc_trim(0)
         try:
             with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # the high-water mark falls to what is resident now
+                file.write("5")  # resets the high-water mark to the resident size
             self._start = _status("VmRSS")
         except OSError:
             self._start = None
@@ -110,7 +131,7 @@ def _status(name: str) -> int:
 
 
 class LocalRanks(Forked):
-    """Plain ranks of this machine over its loopback interface; the counterpart of `emulate.Cluster`."""
+    """Processes of this machine that communicate over loopback; the counterpart of `emulate.Cluster`."""
 
     def __init__(self, ranks: int):
         if sys.platform != "linux":

@@ -1,21 +1,21 @@
-"""What a benchmark of several ranks runs: machines, cases, and the sweeps that docs/benchmarks.md shows."""
+"""The options of a benchmark of several ranks: machines, cases, settings, and the sweeps of docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
-import re
 from typing import NamedTuple
 
 from ..config import BACKENDS
-from ..emulate import Cluster, bits_per_second, nodes_by_ranks, seconds
+from ..emulate import Cluster
+from ..units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
 from .accelerator import Speed
-from .kernels import DTYPES
+from .kernel_cases import DTYPES
 from .ranks import CORES, LocalRanks
 
 
 class Machines(NamedTuple):
-    """Where ranks run: an emulated cluster, or plain processes of this machine (one node, no network)."""
+    """Where ranks run: an emulated cluster, or processes of this machine (one node, no network)."""
 
     nodes: int
     ranks_per_node: int
@@ -31,7 +31,7 @@ class Machines(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One set of inputs; every schedule runs on the same."""
+    """One set of inputs, the same for every schedule."""
 
     machines: Machines
     seq_len: int
@@ -54,21 +54,21 @@ class Case(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How all cases of one command are run. Times and rates are what the user asked for, before `dilate`."""
+    """How all cases of one command are run. Times and rates are as the user specified them, before `dilate`."""
 
     schedules: tuple[str, ...]
     emulated: bool
-    compute: str
-    speed: Speed
     latency_s: float
     rate_bits: float
-    dilate: float
-    steps: int
-    budget_s: float
-    backend: str
+    compute: str = "real"
+    speed: Speed = Speed(None, None)
+    dilate: float = 1.0
+    steps: int = 1
+    budget_s: float = 1.0
+    backend: str = "auto"
 
     def start(self, machines: Machines, lifetime_s: float):
-        """The ranks' context: an emulated cluster whose network is `dilate` times slower, or local ranks."""
+        """A context of ranks: an emulated cluster whose network is `dilate` times slower, or local ranks."""
         if not machines.emulated:
             return LocalRanks(machines.ranks)
         return Cluster(
@@ -81,7 +81,7 @@ class Settings(NamedTuple):
 
     @property
     def network_text(self) -> str:
-        """For people and files."""
+        """The network in words."""
         if not self.emulated:
             return "loopback of this machine"
         slow = f"; run {self.dilate:g} times slower, times divided by {self.dilate:g}" if self.dilate != 1 else ""
@@ -89,22 +89,22 @@ class Settings(NamedTuple):
 
     @property
     def compute_text(self) -> str:
-        """For people and files: whether kernels ran in the timed steps."""
+        """Whether kernels ran in the timed steps, in words."""
         if self.compute == "real":
             return f"real (backend {self.backend})"
         return (
             f"modelled (timed steps sleep for KV bytes / {self.speed.memory_bandwidth / 1e9:g} GB/s or flops / "
-            f"{self.speed.flops / 1e12:g} TFLOP/s and take the checked step's results)"
+            f"{self.speed.flops / 1e12:g} TFLOP/s and return the checked step's results)"
         )
 
     @property
     def emulated_speed(self) -> Speed:
-        """The accelerator's, as slow as the dilated run wants it."""
+        """The modelled accelerator's speed, divided by `dilate`."""
         return Speed(*(x / self.dilate for x in self.speed))
 
 
 def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tuple[int, ...]) -> None:
-    """Options that `bench decode` and `bench train` share; `lengths` are those of --sweep seq-len."""
+    """Options shared by `bench decode` and `bench train`; `lengths`: of --sweep seq-len."""
     decode = command == "decode"
     add_machines(parser)
     parser.add_argument(
@@ -116,19 +116,19 @@ def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tup
         "ranks: N*M of them, half as many, ... 2",
     )
     parser.add_argument(
-        "--seq-len", type=tokens, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence"
+        "--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence"
     )
-    parser.add_argument("--heads", type=positive, default=16)
+    parser.add_argument("--heads", type=parse_count, default=16)
     parser.add_argument("--kv-heads", type=_numbers, default="8" if decode else "16,4,2", help="one or several")
-    parser.add_argument("--head-dim", type=positive, default=128)
-    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--head-dim", type=parse_count, default=128)
+    parser.add_argument("--batch", type=parse_count, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--schedules", nargs="+", choices=schedules, default=schedules)
     parser.add_argument(
         "--compute",
         choices=("real", "modelled"),
         help="modelled: timed steps sleep as long as an accelerator would compute and reuse the checked step's results "
-        "(default with more ranks than cores); real: the kernels on this machine",
+        "(default with more ranks than cores); real: run the kernels on this machine",
     )
     parser.add_argument("--memory-bandwidth", type=float, default=7e9, help="of the modelled accelerator, bytes/s")
     parser.add_argument("--flops", type=float, default=1e12, help="of the modelled accelerator's kernels")
@@ -137,44 +137,33 @@ def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tup
     )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="kernels of the checked and of real steps")
     parser.add_argument(
-        "--steps", type=positive, default=20, help="timed steps of each schedule, 3 at least if the budget is over"
+        "--steps", type=parse_count, default=20, help="timed steps of each schedule; at least 3, whatever the budget"
     )
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds that a schedule's timed steps may take")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds for the timed steps of a schedule")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))
 
 
 def add_machines(parser) -> None:
-    """Options that say where ranks run; `machines_of` reads them."""
+    """Options for where ranks run; `machines_of` reads them."""
     where = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True)
-    where.add_argument("--ranks", type=positive, metavar="N", help="N plain ranks of this machine over loopback")
+    where.add_argument("--ranks", type=parse_count, metavar="N", help="N processes of this machine, over loopback")
     where.add_argument(
-        "--emulate", type=nodes_by_ranks, metavar="NxM", help="a cluster of N nodes with M ranks (Linux, root)"
+        "--emulate", type=parse_nodes_by_ranks, metavar="NxM", help="a cluster of N nodes with M ranks (Linux, root)"
     )
-    parser.add_argument("--latency", type=seconds, default="1ms", help="between emulated nodes (default: %(default)s)")
-    parser.add_argument("--rate", type=bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
-
-
-def tokens(text: str) -> int:
-    """ "16k" or "1m" tokens, k = 1024. Raises ``argparse.ArgumentTypeError`` for anything else."""
-    match = re.fullmatch(r"([1-9]\d*)([km]?)", text.lower())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, for instance 16k")
-    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2]]
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 up. Raises ``argparse.ArgumentTypeError`` for anything else."""
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+    parser.add_argument(
+        "--latency", type=parse_seconds, default="1ms", help="between emulated nodes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rate", type=parse_bits_per_second, default="1gbit", help="per node's port (default: %(default)s)"
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
+    return tuple(parse_count(part) for part in text.split(","))
 
 
 def settings(args: argparse.Namespace) -> Settings:
-    """Settings of a command line. Raises ``ValueError`` for values that make no sense together."""
+    """Settings of a command line. Raises ``ValueError`` for invalid or contradictory values."""
     machines = machines_of(args)
     compute = args.compute or ("modelled" if machines.ranks > CORES else "real")
     for name in ("memory_bandwidth", "flops", "dilate", "budget"):
@@ -182,7 +171,7 @@ def settings(args: argparse.Namespace) -> Settings:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be positive")
     if args.dilate != 1 and (compute == "real" or not machines.emulated):
         raise ValueError(
-            f"--dilate {args.dilate:g} slows an emulated network and a modelled accelerator down: it needs --emulate "
+            f"--dilate {args.dilate:g} slows down an emulated network and a modelled accelerator: it needs --emulate "
             "and --compute modelled"
         )
     if args.sweep and not machines.emulated:
@@ -202,15 +191,15 @@ def settings(args: argparse.Namespace) -> Settings:
 
 
 def machines_of(args) -> Machines:
-    """Where a command line's ranks run. Raises ``ValueError`` for a single rank."""
+    """The machines of a command line. Raises ``ValueError`` for a single rank."""
     machines = Machines(*args.emulate) if args.emulate else Machines(1, args.ranks, emulated=False)
     if machines.ranks < 2:
-        raise ValueError(f"{machines.label} rank: communication is what is measured, start at least two")
+        raise ValueError(f"{machines.label} rank: start at least two, to measure communication")
     return machines
 
 
 def cases(args: argparse.Namespace, lengths: tuple[int, ...]) -> list[Case]:
-    """The cases of a command line, each once, those of one cluster together; `lengths` are those of --sweep seq-len."""
+    """The cases of a command line, without repetitions, ordered by machines; `lengths`: of --sweep seq-len."""
     machines = machines_of(args)
     wanted = [(machines, s) for s in args.seq_len] if not args.sweep else []
     for sweep in args.sweep:
@@ -226,12 +215,12 @@ def cases(args: argparse.Namespace, lengths: tuple[int, ...]) -> list[Case]:
 
 
 def _flat(machines: Machines) -> Machines:
-    """As many ranks, each on a node of its own."""
+    """As many ranks, one on each node."""
     return Machines(machines.ranks, 1)
 
 
 def _smaller(machines: Machines) -> list[Machines]:
-    """These machines and their halves, the larger factor first, down to two ranks: 4x4, 2x4, 2x2, 2x1."""
+    """These machines, halved again and again at the larger factor, down to two ranks: 4x4, 2x4, 2x2, 2x1."""
     n, m = machines.nodes, machines.ranks_per_node
     found = [machines]
     while n >= max(m, 4) or (m > 1 and n * m > 3):

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pathlib
-import platform
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from tqdm import tqdm
 
 from ..calibrate import calibrate
 from ..emulate import network_bytes
 from ..plan import Topology, save_topology
 from .accelerator import Accelerator, Speed
 from .measure import first_step, measure
-from .plots import plots
-from .progress import Progress
-from .ranks import CORES, Meeting, join
-from .report import WrongResult, results_kept
-from .rows import Outcome, Row, row, schedule_rows, table
+from .measurements import Measurement, Outcome, measurement, measurements, plots, table_of
+from .ranks import Meeting, join, progress_bar, shown_by
+from .results import WrongResult, metadata, results_kept
 from .runs import Case, Machines, Settings, cases, settings
 
 ALLOWED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -32,44 +31,57 @@ SETUP_S = 60.0  # for ranks to start and make their inputs
 def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
     """Run all cases of a command line with `bench`, a class like `decode.DecodeBench`, and write the results.
 
-    Raises: ValueError for options that make no sense together. WrongResult, Unavailable, RuntimeError.
+    Raises: ValueError for contradictory options. WrongResult, Unavailable, RuntimeError.
     """
     how, todo = settings(args), cases(args, lengths)
-    about = {
-        "command": command,
-        "network": how.network_text,
-        "compute": how.compute_text,
-        "machine": f"{platform.machine()}, {CORES} cores",
-        "torch": torch.__version__,
-    }
+    about = describe_run(command, how, compute=how.compute_text)
     title = f"{command}, {how.network_text}, compute {how.compute}"
-    print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
-    progress = Progress(len(todo) * len(how.schedules))
-    with results_kept(args.out, about, lambda rows: plots(rows, title)) as rows, contextlib.closing(progress):
+    with (
+        results_kept(args.out, about, lambda rows: plots(rows, title)) as rows,
+        progress_bar(len(todo) * len(how.schedules), "schedule") as bar,
+    ):
         for machines, group in itertools.groupby(todo, key=lambda case: case.machines):
             group = list(group)
-            progress.line(f"{machines.label}: calibrating")
-            topology = calibrated(machines, how)
-            print(f"\n{describe(topology)}", flush=True)
             lifetime_s = 60.0 + sum(time_limit(case, how) for case in group)
-            with how.start(machines, lifetime_s) as ranks, tempfile.TemporaryDirectory() as folder:
-                path = str(pathlib.Path(folder) / "topology.yaml")
-                save_topology(topology, path)
+            with started(machines, how, lifetime_s, bar) as (ranks, topology, path):
                 for case in group:
-                    found = run_case(case, how, bench, ranks, topology, path, progress)
+                    found = run_case(case, how, bench, ranks, topology, path, bar)
                     rows += found
-                    progress.case_done(len(how.schedules))
-                    print(table(case, found), flush=True)
+                    bar.update(len(how.schedules))
+                    bar.clear()
+                    print(table_of(case, found), flush=True)
+
+
+def describe_run(command: str, how: Settings, **more: str) -> dict[str, str]:
+    """Metadata of a run for its files; also prints it."""
+    about = metadata(command, network=how.network_text, **more)
+    print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
+    return about
+
+
+@contextlib.contextmanager
+def started(machines: Machines, how: Settings, lifetime_s: float, bar: tqdm) -> Iterator[tuple]:
+    """Calibrate and start machines: (ranks, their topology, the path of its YAML file)."""
+    bar.set_description(f"{machines.label}: calibrating")
+    topology = calibrated(machines, how)
+    bar.clear()
+    links = (f"{x.name} {x.latency_s * 1e6:.0f} us, {x.port_bandwidth / 1e6:.4g} MB/s" for x in topology.levels)
+    overhead = f"{topology.overhead_s * 1e6:.0f} us for one more message"
+    print(f"\ncalibrated {topology.name}: {'; '.join(links)}; {overhead}; transport {topology.transport}", flush=True)
+    with how.start(machines, lifetime_s) as ranks, tempfile.TemporaryDirectory() as folder:
+        path = str(pathlib.Path(folder) / "topology.yaml")
+        save_topology(topology, path)
+        yield ranks, topology, path
 
 
 def time_limit(case: Case, how: Settings) -> float:
-    """Seconds after which the ranks of a case are ended: several times what it should take."""
+    """Time limit of a case in seconds: several times what it should take."""
     slow = case.kv_bytes * case.machines.ranks * 8 / (how.rate_bits / how.dilate) * 3  # a ring's forward and backward
     return SETUP_S + 600.0 + len(how.schedules) * (how.budget_s * 3 + 10 * slow)
 
 
 def calibrated(machines: Machines, how: Settings) -> Topology:
-    """What `python -m megatron_tree.calibrate` finds on these machines, with the network as slow as it will be run."""
+    """The result of `python -m megatron_tree.calibrate` on these machines, its network level slowed by `dilate`."""
     with how._replace(dilate=1.0).start(machines, CALIBRATION_S + 30.0) as ranks:
         found = ranks.run(calibrate_on_rank, how, machines.label, timeout_s=CALIBRATION_S)[0]
     if machines.nodes == 1:
@@ -87,24 +99,17 @@ def calibrated(machines: Machines, how: Settings) -> Topology:
 
 
 def calibrate_on_rank(how: Settings, name: str) -> Topology:
-    """What `python -m megatron_tree.calibrate` measures on these ranks; the modelled accelerator's speed is known."""
+    """One rank's part of the calibration; the speed of a modelled accelerator is given, not measured."""
     join(timeout_s=CALIBRATION_S)
     speed = how.emulated_speed if how.compute == "modelled" else Speed(None, None)
     return calibrate(torch.device("cpu"), name=name, **speed._asdict()).topology
 
 
-def describe(topology: Topology) -> str:
-    """The links of a topology, in a line."""
-    links = (f"{x.name} {x.latency_s * 1e6:.0f} us, {x.port_bandwidth / 1e6:.4g} MB/s" for x in topology.levels)
-    overhead = f"{topology.overhead_s * 1e6:.0f} us for one more message"
-    return f"calibrated {topology.name}: {'; '.join(links)}; {overhead}; transport {topology.transport}"
-
-
-def run_case(case: Case, how: Settings, bench, ranks, topology: Topology, path: str, progress: Progress) -> list[Row]:
-    """All schedules of one case: rows of the results. Raises `WrongResult` if one of them was wrong."""
+def run_case(case: Case, how: Settings, bench, ranks, topology: Topology, path: str, bar: tqdm) -> list[Measurement]:
+    """All schedules of one case. Raises `WrongResult` if the result of one of them was wrong."""
     meeting = Meeting(case.machines.ranks)
     shared = bench.shared(case)
-    by_rank = ranks.run(on_rank, case, how, bench, path, meeting, shared, progress, timeout_s=time_limit(case, how))
+    by_rank = ranks.run(on_rank, case, how, bench, path, meeting, shared, bar, timeout_s=time_limit(case, how))
     local_s = by_rank[0][0]
     outcomes = [outcomes for _, outcomes in by_rank]
     last = outcomes[0][-1]
@@ -119,27 +124,28 @@ def run_case(case: Case, how: Settings, bench, ranks, topology: Topology, path: 
     rows = []
     for of_ranks in zip(*outcomes):
         predicted = bench.predict(case, topology, hosts, of_ranks[0].schedule)
-        rows += schedule_rows(case, how, of_ranks, predicted, bench.held_bytes(case))
+        rows += measurements(case, how, of_ranks, predicted, bench.held_bytes(case))
     for name, limit_s in bench.limits(case, how, local_s / how.dilate).items():
-        rows.append(row(case, how, schedule=name, part="limit", ms=limit_s * 1e3))
+        rows.append(measurement(case, how, schedule=name, part="limit", ms=limit_s * 1e3))
     return rows
 
 
-def on_rank(case, how: Settings, bench, topology_path, meeting, shared, progress) -> tuple[float, list[Outcome]]:
+def on_rank(case, how: Settings, bench, topology_path, meeting, shared, bar) -> tuple[float, list[Outcome]]:
     """One rank's part of a case: (seconds of local compute alone, outcomes up to the first wrong one)."""
     group = join(timeout_s=600.0)
     rank = torch.distributed.get_rank(group)
+    show = shown_by(bar, rank)
     accelerator = Accelerator(how.emulated_speed) if how.compute == "modelled" else None
-    progress.say(rank, case, "inputs and the oracle")
+    show(f"{case.label}, inputs and oracle")
     inputs = bench(case, how, topology_path, group, meeting, shared)
     local_s = inputs.local_seconds()
     outcomes = []
-    for schedule in how.schedules:
-        progress.schedule(rank, case, schedule)
+    for number, schedule in enumerate(how.schedules):
 
         def step(laps, schedule=schedule):
             return inputs.step(schedule, laps)
 
+        show(f"{case.label}, {schedule}: checking", number)
         results = first_step(step, accelerator)
         error = inputs.error(results)
         measured = None
@@ -154,7 +160,7 @@ def on_rank(case, how: Settings, bench, topology_path, meeting, shared, progress
                 steps=how.steps,
                 budget_s=how.budget_s,
                 latency_s=how.latency_s * how.dilate,
-                progress=lambda n, schedule=schedule: progress.say(rank, case, f"{schedule}: step {n + 1}"),
+                progress=lambda n, schedule=schedule: show(f"{case.label}, {schedule}: step {n + 1}"),
             )
         outcomes.append(Outcome(schedule, error, measured))
         if measured is None:

@@ -1,7 +1,7 @@
-"""Beyond this machine: what the planner's cost model says of clusters of up to thousands of GPUs, nothing measured.
+"""Clusters of up to thousands of GPUs, simulated by the planner's cost model; nothing is measured.
 
-Redraws the figures and tables of the Tree Attention paper beside its published numbers, and goes on to 4,096 ranks and
-10M tokens. The same plans that `tree_attn_func` and `tree_decode` carry out give times, bytes and memory.
+Redraws the figures and tables of the Tree Attention paper with its published numbers, and extends them to 4,096 ranks
+and 10M tokens. Times, bytes and memory are those of the plans that `tree_attn_func` and `tree_decode` would follow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..files import whole_file
 from ..plan import Shape, Topology, known_topologies, load_topology, place, plan_decode, plan_training
 from . import paper
-from .simulate_plots import draw_latency, draw_memory, draw_scale
+from .simulate_figures import draw_latency, draw_memory, draw_scale
 
 EXAMPLES = """\
 examples:
@@ -25,14 +25,14 @@ examples:
   python -m megatron_tree.bench simulate --topology gb200_nvl72 --max-ranks 1152
 """
 LONG = 10 << 20  # tokens of the largest sequence
-FEWEST_TO_TRAIN = 64  # fewer ranks can't hold its queries, keys and values
+FEWEST_TO_TRAIN = 64  # fewer ranks can't hold the longest sequence's queries, keys and values
 SHAPES = {"MHA": Shape(32, 32, 128, 128), "GQA 4:1": Shape(32, 8, 128, 128), "GQA 8:1": Shape(64, 8, 128, 128)}
 DECODE = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 TRAINING = ("ring", "KV gather", "pure tree", "auto")
 
 
-class Row(NamedTuple):
-    """One simulated point, and what the paper says of it where it does."""
+class Point(NamedTuple):
+    """One simulated point, and the paper's number if there is one."""
 
     part: str
     """"latency", "memory", "volume", "tables", "decode" or "training"."""
@@ -42,13 +42,13 @@ class Row(NamedTuple):
     case: str
     schedule: str
     chosen: str
-    """What the plan does: the grids, or the reduction."""
+    """The plan: the grids, or the reduction."""
     time_s: float | str = ""
     sent_bytes: float | str = ""
     sent_outer_bytes: float | str = ""
     memory_bytes: float | str = ""
     published: float | str = ""
-    """Seconds (tables) or bytes (memory, volume) by the paper's tables and formulas."""
+    """Seconds (tables) or bytes (memory, volume) from the paper's tables and formulas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with whole_file(args.out / "simulate.csv") as path, path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(Row._fields)
+        writer.writerow(Point._fields)
         writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
     for name, draw in (("latency", draw_latency), ("memory", draw_memory), ("scale", draw_scale)):
         with whole_file(args.out / f"simulate-{name}.png") as path:
@@ -96,25 +96,27 @@ def _decode(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule
     return plan, shard
 
 
-def _decode_row(part: str, topology: Topology, ranks: int, shape: Shape, seq_len: int, case: str, schedule: str) -> Row:
+def _decode_point(
+    part: str, topology: Topology, ranks: int, shape: Shape, seq_len: int, case: str, schedule: str
+) -> Point:
     plan, shard = _decode(topology, ranks, shape, seq_len, schedule)
     cost, how = plan.cost, f"{plan.schedule} {plan.across}" if plan.schedule == "two_level" else plan.schedule
     memory = shard + cost.peak_bytes
     sent = cost.bytes, cost.bytes_per_level[-1]
-    return Row(part, topology.name, ranks, seq_len, case, schedule, how, cost.time_s, *sent, memory)
+    return Point(part, topology.name, ranks, seq_len, case, schedule, how, cost.time_s, *sent, memory)
 
 
-def latency() -> Iterator[Row]:
+def latency() -> Iterator[Point]:
     """Figure 3: one decode step of 16 heads on 1 to 16 DGX H100 nodes; the paper's all-reduces and our own choice."""
     topology, shape = load_topology("dgx_h100"), Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
     for nodes in paper.NODES:
         for seq_len in paper.SEQ_LENS:
             for schedule in ("ring", "allreduce", "auto"):
-                yield _decode_row("latency", topology, 8 * nodes, shape, seq_len, f"{nodes} nodes", schedule)
+                yield _decode_point("latency", topology, 8 * nodes, shape, seq_len, f"{nodes} nodes", schedule)
 
 
-def memory() -> Iterator[Row]:
-    """Figure 4: what one decode step holds on each of two RTX 4090, shard and buffers; published: equations 8 and 9."""
+def memory() -> Iterator[Point]:
+    """Figure 4: shard and buffers of one decode step on each of two RTX 4090; published: equations 8 and 9."""
     topology = load_topology("rtx4090x2")
     for hidden in paper.MEMORY_GAP_MB:
         heads = hidden // paper.HEAD_DIM
@@ -125,12 +127,12 @@ def memory() -> Iterator[Row]:
                 "allreduce": paper.tree_memory_words(1, seq_len // 2, hidden, heads),
             }
             for schedule in ("ring", "allreduce", "auto"):
-                row = _decode_row("memory", topology, 2, shape, seq_len, f"hidden {hidden}", schedule)
+                row = _decode_point("memory", topology, 2, shape, seq_len, f"hidden {hidden}", schedule)
                 published = words[schedule] * paper.BYTES_PER_WORD if schedule in words else ""
                 yield row._replace(published=published)
 
 
-def volume() -> Iterator[Row]:
+def volume() -> Iterator[Point]:
     """Section 6.3: bytes that a rank sends in one decode step; published: equations 10 and 14 (all in bf16)."""
     topology, shape = load_topology("dgx_h100"), Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
     hidden, seq_len = paper.HEADS * paper.HEAD_DIM, 640_000
@@ -140,17 +142,17 @@ def volume() -> Iterator[Row]:
             "allreduce": paper.tree_words(1, hidden, paper.HEADS, ranks),
         }
         for schedule in ("ring", "allreduce", "auto"):
-            row = _decode_row("volume", topology, ranks, shape, seq_len, "16 heads", schedule)
+            row = _decode_point("volume", topology, ranks, shape, seq_len, "16 heads", schedule)
             yield row._replace(published=words[schedule] * paper.BYTES_PER_WORD if schedule in words else "")
 
 
-def tables() -> Iterator[Row]:
+def tables() -> Iterator[Point]:
     """Tables 1 and 2: prompt and 10 new tokens of a whole model; published: their means in seconds.
 
-    "tree" and "ring" as the published code does it: KV heads repeated to query heads, a prompt computed by a ring over
+    "tree" and "ring" follow the published code: KV heads repeated to query heads, the prompt computed by a ring over
     contiguous shares (the last rank computes a whole row of the mask), then all-reduces or the ring for every token.
-    "auto" is ours: KV heads as they are, zigzag shares, planned schedules. Linear layers are counted as 2 flops for a
-    parameter and token, and as reading all parameters once for a new token. Nothing else is: no launches, no Python.
+    "auto" is ours: KV heads not repeated, zigzag shares, planned schedules. Linear layers count as 2 flops per
+    parameter and token, and as one reading of all parameters per new token. Launches and Python are not counted.
     """
     for line in paper.TABLES:
         topology, model = load_topology(line.topology), paper.MODELS[line.model]
@@ -167,7 +169,7 @@ def tables() -> Iterator[Row]:
             attention = model.layers * (prefill.cost.time_s + paper.NEW_TOKENS * plan.cost.time_s)
             total = attention + linear + paper.NEW_TOKENS * weights
             how = f"{prefill}, {plan.schedule}: a step's attention {model.layers * plan.cost.time_s * 1e3:.3g} ms"
-            yield Row(
+            yield Point(
                 "tables", topology.name, line.ranks, line.seq_len, line.model, name, how, total, published=published
             )
 
@@ -188,12 +190,12 @@ def _training(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedu
     )
 
 
-def scale(topology: Topology, max_ranks: int) -> Iterator[Row]:
+def scale(topology: Topology, max_ranks: int) -> Iterator[Point]:
     """10M tokens on ever more ranks: a decode step, and from 64 on forward and backward of one attention."""
     ranks = 8
     while ranks <= max_ranks:
         for schedule in DECODE:
-            yield _decode_row("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", schedule)
+            yield _decode_point("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", schedule)
         for case, shape in SHAPES.items() if ranks >= FEWEST_TO_TRAIN else ():
             for schedule in TRAINING:
                 plan = _training(topology, ranks, shape, LONG, schedule)
@@ -201,11 +203,11 @@ def scale(topology: Topology, max_ranks: int) -> Iterator[Row]:
                 time_s, sent, outer = (sum(x) for x in zip(*((c.time_s, c.bytes, c.bytes_per_level[-1]) for c in both)))
                 how = f"{plan.forward}; {plan.backward}"
                 peak = max(c.peak_bytes for c in both)
-                yield Row("training", topology.name, ranks, LONG, case, schedule, how, time_s, sent, outer, peak)
+                yield Point("training", topology.name, ranks, LONG, case, schedule, how, time_s, sent, outer, peak)
         ranks *= 2
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[Point]) -> None:
     found = {(r.part, r.topology, r.ranks, r.seq_len, r.case, r.schedule): r for r in rows}
     print("simulated, not measured; published numbers from arXiv 2408.04093\n")
     print(f"{'tables 1 and 2, in seconds':28} {'tokens':>7}  {'published':^20}  {'simulated':^20}  ours")

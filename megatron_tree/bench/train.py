@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
 
 import torch
 from torch import Tensor
@@ -19,15 +17,15 @@ from ..plan import Shape, Topology, place, plan_training
 from . import runs, session
 from .accelerator import attention_flops, visible_pairs
 from .decode import uneven
-from .kernels import DTYPES
-from .measure import Laps, relative_error
+from .kernel_cases import DTYPES
+from .measure import Laps, relative_error, time_together
+from .measurements import Predicted
 from .ranks import shared_tensor
-from .rows import Predicted
 from .runs import Case, Settings
 
 SCHEDULES = ("ring", "kv_gather", "pure_tree", "auto")
 SWEEP_LENGTHS = tuple(1024 * n for n in (2, 4, 8))
-GRADIENTS = 3.0  # their errors may be this much larger: dout.v - delta cancels where few keys are seen
+GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
 EXAMPLES = """\
 examples:
   python -m megatron_tree.bench train --ranks 4 --seq-len 2k
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Whole:
-    """Inputs [b, s, h, d] and their float64 truth, of the whole sequence, in memory that forked ranks share."""
+    """Inputs [b, s, h, d] and float64 results of the whole sequence, in memory shared by forked ranks."""
 
     def __init__(self, case: Case):
         dtype, rows = DTYPES[case.dtype], (case.batch, case.seq_len)
@@ -56,7 +54,7 @@ class Whole:
         self.truth = tuple(shared_tensor(shape, torch.float64) for shape in (q, q, kv, kv))  # out, dq, dk, dv
 
     def solve(self, head: int, spec: AttnSpec) -> None:
-        """The truth of one KV head and its query heads: the formulas in float64, a strip of queries at a time."""
+        """Compute one KV head and its query heads: the formulas in float64, a strip of queries at a time."""
         ratio = self.q.shape[2] // self.k.shape[2]
         own, mine = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
         q, dout = (x[:, :, mine].double() for x in (self.q, self.dout))
@@ -75,7 +73,7 @@ class Whole:
 
 
 class TrainBench:
-    """What `session` needs to know of training. Made on every rank: its share of the inputs and of the truth."""
+    """Training for `session`. Constructed on every rank with its share of the inputs and of the truth."""
 
     shared = Whole
 
@@ -114,14 +112,14 @@ class TrainBench:
         return out.detach(), *grads
 
     def error(self, results: tuple[Tensor, ...]) -> float:
-        """The worst error on any rank as a share of what is allowed."""
+        """The worst error on any rank as a fraction of the allowed one."""
         out, *grads = (relative_error(x, truth) / self.allowed for x, truth in zip(results, self.truth))
         mine = max(out, *(error / GRADIENTS for error in grads))
         worst = self.meeting.most(self.rank, mine)[0]
         return worst if worst == worst else math.inf
 
     def local_seconds(self) -> float:
-        """A rank's whole compute alone: p pairs of shares that all cost the same. Real: measured on its own pair."""
+        """A rank's compute alone: p pairs of shares of equal cost. With real kernels one pair is measured."""
         p = comm.group_size(self.group)
         if self.settings.compute == "modelled":
             b, _, h, d = self.q.shape
@@ -129,24 +127,22 @@ class TrainBench:
             both = sum(attention_flops(pairs, d, d, name) for name in ("attn_fwd", "attn_bwd"))
             return p * both / self.settings.emulated_speed.flops
         options = dict(**self.segments, spec=self.spec, backend=self.settings.backend)
-        times = []
-        for _ in range(3):
-            self.meeting.meet(self.rank)
-            start = time.monotonic()
+
+        def pair():
             out, lse = kernels.attn_fwd(self.q, self.k, self.v, **options)
             delta = kernels.attn_delta(self.dout, out)
             kernels.attn_bwd(self.dout, self.q, self.k, self.v, lse, delta, **options)
-            times.append(time.monotonic() - start)
-        return p * self.meeting.most(self.rank, statistics.median(times))[0]
+
+        return p * time_together(pair, self.meeting, self.rank, steps=3)
 
     @staticmethod
     def held_bytes(case: Case) -> int:
-        """What a rank holds before the step: q, k, v and dout of its share."""
+        """Bytes that a rank holds before the step: q, k, v and dout of its share."""
         return case.kv_bytes * (1 + case.num_heads // case.num_heads_kv)
 
     @staticmethod
     def predict(case: Case, topology: Topology, hosts, schedule: str) -> dict[str, Predicted]:
-        """The planner's view of a schedule, by pass."""
+        """The planner's prediction for a schedule, by pass."""
         plan = plan_training(
             case.machines.ranks,
             Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim),
@@ -161,11 +157,11 @@ class TrainBench:
 
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
-        """Seconds of what no schedule can beat, and of a ring whose links are always full."""
+        """Seconds of a lower bound, and of a ring whose links are always busy."""
         found = {"local attention alone": local_s}
         if case.machines.nodes > 1:
             p = case.machines.ranks
-            forward_s, backward_s = (local_s / p * part / 7 for part in (2, 5))  # matrix products of each pass
+            forward_s, backward_s = (local_s / p * part / 7 for part in (2, 5))  # by the matrix products of each pass
             shift_s = settings.latency_s + case.kv_bytes * 8 / settings.rate_bits
             forward_s += (p - 1) * max(forward_s, shift_s)
             backward_s += (p - 1) * max(backward_s, 2 * shift_s - settings.latency_s) + shift_s
@@ -174,7 +170,7 @@ class TrainBench:
 
 
 def pins(schedule: str, world: int) -> dict:
-    """What the name of a schedule stands for, as options of `TreeConfig` and of the planner."""
+    """A schedule's name as options of `TreeConfig` and of the planner."""
     return {
         "ring": dict(schedule="ring"),
         "kv_gather": dict(grid=(1, world)),

@@ -1,6 +1,6 @@
-"""Measures the machines one is on and writes a topology for the planner: `python -m megatron_tree.calibrate --help`.
+"""Measures a cluster and writes a topology for the planner: `python -m megatron_tree.calibrate --help`.
 
-links.py times messages between ranks, compute.py the attention kernels; cluster.py turns that into a `plan.Topology`.
+links.py times messages between ranks, compute.py the attention kernels; cluster.py makes a `plan.Topology` of them.
 """
 
 from .cluster import Found, calibrate

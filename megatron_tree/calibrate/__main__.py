@@ -1,11 +1,11 @@
 """Measure the links between ranks and the kernels on them, and write a topology for the planner.
 
-Start it on the machines, and with the ranks, that the planner is to know:
+Start it on the machines and with the ranks that you want to plan for:
 
   deepspeed --hostfile hostfile --no_local_rank --module megatron_tree.calibrate --out my_cluster.yaml
 
-Then TreeConfig(topology="my_cluster.yaml") and `--topology my_cluster.yaml` use it. Rank 0 writes the file. It takes
-about a minute. Other work on the machines disturbs the figures.
+Then pass TreeConfig(topology="my_cluster.yaml") or `--topology my_cluster.yaml`. Rank 0 writes the file. Calibration
+takes about a minute. Other load on the machines distorts the results.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the file to write")
     parser.add_argument("--name", help="of the topology (default: the file's name)")
     parser.add_argument(
-        "--no-compute", action="store_true", help="don't run kernels: take --memory-bandwidth and --flops, or defaults"
+        "--no-compute", action="store_true", help="don't run kernels: use --memory-bandwidth and --flops, or defaults"
     )
-    parser.add_argument("--memory-bandwidth", type=float, help="of local attention in decode, bytes/s, not measured")
-    parser.add_argument("--flops", type=float, help="of the attention kernels, flop/s, not measured")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a single wait (default: 300)")
+    parser.add_argument("--memory-bandwidth", type=float, help="bytes/s of attention in decode (default: measured)")
+    parser.add_argument("--flops", type=float, help="flop/s of the attention kernels (default: measured)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a single wait (default: 300)")
     return parser
 
 
 def _check(args: argparse.Namespace, environ) -> None:
-    """Raise ValueError before anything is started."""
+    """Raise ValueError for invalid options, before anything is started."""
     if args.out.suffix not in (".yaml", ".yml"):
         raise ValueError(f"--out {args.out}: a topology file ends in .yaml")
     if not args.out.absolute().parent.is_dir():
@@ -52,7 +52,7 @@ def _check(args: argparse.Namespace, environ) -> None:
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be positive")
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in environ]:
-        raise ValueError(f"{', '.join(missing)} not set: a launcher starts it on every rank\n\n{EXAMPLES}")
+        raise ValueError(f"{', '.join(missing)} not set: start it with a launcher, on every rank\n\n{EXAMPLES}")
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""From timed messages to a topology: the levels, their latency and bandwidths, and how messages should travel."""
+"""Turns timed messages into a topology: its levels with latency and bandwidths, and the faster transport."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..plan import Level, Topology, default_topology
 from . import compute
 from .links import REPEATS, Links, Pair
 
-_MAX_PAIRS = 4  # of one kind, one after another: the median counts
+_MAX_PAIRS = 4  # of one kind, measured one after another; the median counts
 _BURST = 65
 _FIRST_BYTES = 1 << 16
 _MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-_LONG_ENOUGH_S = 0.03  # for a large message: start and end don't count any more
+_LONG_ENOUGH_S = 0.03  # for a large message: its latency is then negligible
 _SMALL_STATE, _LARGE_SHARE = 1 << 13, 1 << 20  # bytes per rank: a decode state; a share of keys and values
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured."""
+    """The result of a calibration."""
 
     topology: Topology
     table: tuple[tuple[str, str], ...]
-    """(what, value with its unit), to be printed."""
+    """(quantity, value with unit), for printing."""
 
 
 def calibrate(
@@ -41,15 +41,15 @@ def calibrate(
     timeout_s: float = 300.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Found:
-    """Measure the ranks of the default group; every rank calls it and gets the same result.
+    """Measure the ranks of the default group. Collective; every rank gets the same result.
 
     Args:
         name: the topology's.
-        memory_bandwidth, flops: of local attention in bytes/s and flop/s, not measured if given.
-        timeout_s: limit of every single wait.
-        say: gets a line before each measurement.
+        memory_bandwidth, flops: of local attention in bytes/s and flop/s; None: measured.
+        timeout_s: time limit of every single wait in seconds.
+        say: receives a line before each measurement.
 
-    Raises: ValueError with fewer than two ranks, or if a message arrives changed. CommError when a rank is stuck.
+    Raises: ValueError with fewer than two ranks, or if a message arrives corrupted. CommError if a rank is stuck.
     """
     links = Links(device, timeout_s)
     if links.world < 2:
@@ -128,13 +128,13 @@ def calibrate(
 
 
 def assumed_compute(backend: str) -> tuple[float, float]:
-    """(memory bandwidth, flop/s) of the topology that is assumed for a backend."""
+    """(memory bandwidth in bytes/s, flop/s) of a backend's default topology."""
     topology = default_topology(backend)
     return topology.memory_bandwidth, topology.flops
 
 
 def _measure_pairs(links: Links, pairs: list[Pair]) -> tuple[float, float, float]:
-    """(latency in s, bandwidth in bytes/s, seconds for one more message) of one pair alone: medians over the pairs."""
+    """(latency in s, bandwidth in bytes/s, seconds per additional message) of a single pair: medians over the pairs."""
     num_bytes = _FIRST_BYTES
     while _alone(links, pairs[0], num_bytes) < _LONG_ENOUGH_S and num_bytes < _MOST_BYTES[links.device.type]:
         num_bytes *= 4
@@ -148,10 +148,10 @@ def _measure_pairs(links: Links, pairs: list[Pair]) -> tuple[float, float, float
 
 
 def _measure_sharing(links: Links, levels: list[Level], hosts: list[list[int]], overhead_s: float):
-    """(seconds a rank takes to wake up when a step's message comes, seconds that one message of any rank costs all).
+    """(seconds until a rank resumes after a message has arrived, seconds by which any message delays all ranks).
 
-    The latter is 0 where ranks have cores of their own; with fewer cores than ranks messages wait for each other. An
-    all-gather is one step of p (p - 1) messages, a butterfly log2(p) steps of p messages: two equations.
+    The latter is 0 if every rank has its own core; with fewer cores than ranks messages wait for one another. An
+    all-gather is one step of p (p - 1) messages, a butterfly log2(p) steps of p messages: two equations, two unknowns.
     """
     p, latency_s = links.world, levels[-1].latency_s
     host = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
@@ -177,7 +177,7 @@ def _alone(links: Links, pair: Pair, *args, **kwargs) -> float:
 
 
 def _measure_ports(links: Links, across: list[tuple[list[int], list[int]]], bandwidth: float) -> float:
-    """Bytes/s of one host's port: all its ranks send to another host at once; the median over pairs of hosts."""
+    """Bytes/s of a host's port, with all its ranks sending to another host at once: the median over pairs of hosts."""
     num_bytes = min(max(int(bandwidth * _LONG_ENOUGH_S), _FIRST_BYTES), _MOST_BYTES[links.device.type])
     found = []
     for pair_of_hosts in across:

@@ -1,4 +1,4 @@
-"""How fast one rank's attention kernels are, all ranks at work as in a real step."""
+"""The speed of one rank's attention kernels while all ranks compute, as in a real step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS = {"cpu": 512, "cuda": 8192}
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes/s at which `kernels.attn_decode` reads a bf16 KV cache that no cache memory holds."""
+    """Bytes/s at which `kernels.attn_decode` reads a bf16 KV cache that is larger than the processor's caches."""
     slots = _CACHE_BYTES[device.type] // (2 * _KV_HEADS * _HEAD_DIM * 2)
     q = torch.randn(1, 1, _HEADS, _HEAD_DIM).to(device, torch.bfloat16)
     k, v = (torch.randn(1, slots, _KV_HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(2))
@@ -27,7 +27,7 @@ def memory_bandwidth(device: torch.device) -> float:
 
 
 def flops(device: torch.device) -> float:
-    """Matrix flop/s of `kernels.attn_fwd`, bf16, no mask."""
+    """Matrix flop/s of `kernels.attn_fwd` in bf16 without a mask."""
     rows = _ROWS[device.type]
     q, k, v = (torch.randn(1, rows, _HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(3))
     whole = (Segment(row=0, pos=0, length=rows),)

@@ -1,4 +1,4 @@
-"""Messages between ranks, timed and checked."""
+"""Messages between ranks: their times, and a check of their contents."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Pair = tuple[int, int]  # sender, receiver
 
 
 class Times(NamedTuple):
-    """Seconds of a message and its answer."""
+    """Seconds of a round trip: a message and its answer."""
 
     median: float
     all: float
-    """Of all `REPEATS` together, one after another."""
+    """Total of `REPEATS` round trips."""
 
 
 REPEATS = 8
@@ -32,15 +32,15 @@ _PAUSE_S = 5e-3
 
 
 class Links:
-    """All ranks of the default group call the same methods in the same order, and get the same results."""
+    """Collective measurements on the default group: all ranks call the same methods in the same order."""
 
     def __init__(self, device: torch.device, timeout_s: float):
         self.device, self.timeout_s = device, timeout_s
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._early = comm.backend(dist.group.WORLD) == "gloo"  # NCCL runs a pair's messages in order: a receive blocks
+        self._early = comm.backend(dist.group.WORLD) == "gloo"  # with NCCL it would block
 
     def share(self, value) -> list:
-        """Every rank's value (of what JSON has), by rank. All ranks leave it at about the same time."""
+        """Every rank's value (JSON types), by rank. All ranks return at about the same time."""
         return share_all(value, dist.group.WORLD, timeout_s=self.timeout_s)
 
     def median(self, seconds: float | None) -> float:
@@ -48,10 +48,10 @@ class Links:
         return statistics.median(s for s in self.share(seconds) if s is not None)
 
     def exchange(self, pairs: Iterable[Pair], num_bytes: int = _SMALL, *, count: int = 1) -> dict[Pair, Times]:
-        """Every pair at once: `count` messages one way, then a small answer; repeated.
+        """All pairs at once: `count` messages one way, then a small answer; repeated.
 
-        Where the backend can, receives are posted before the message comes. Raises ValueError if what arrives is not
-        what was sent.
+        If the backend allows it, receives are posted before the message arrives. Raises ValueError if a message arrives
+        corrupted.
         """
         mine = next((pair for pair in pairs if self.rank in pair), None)
         self.share(None)
@@ -62,11 +62,11 @@ class Links:
         return {tuple(pair): Times(*times) for pair, times in self.share((mine, found)) if times}
 
     def reduce(self, schedule: str, latency_s: float) -> float:
-        """Seconds that a decode step takes for reducing a tiny state over all ranks, step after step: a median.
+        """Median seconds of the reduction of a tiny state over all ranks, as in a decode step.
 
-        As in decoding, receives are posted before the rank's own work, which is a pause here.
+        As in decoding, receives are posted before the rank's own work, for which a pause stands here.
         """
-        pause = max(_PAUSE_S, 4 * latency_s)  # what says that receives are posted arrives meanwhile
+        pause = max(_PAUSE_S, 4 * latency_s)  # meanwhile senders learn that receives are posted
         state, times = torch.zeros(1, 8, device=self.device), []
         options = dict(transport="direct", timeout_s=self.timeout_s)
         self.share(None)
@@ -81,7 +81,7 @@ class Links:
         return self.median(statistics.median(times[REPEATS:]))
 
     def gather(self, ranks: tuple[tuple[int, ...], ...], num_bytes: int, transport: str) -> float:
-        """Seconds of an all-gather of num_bytes per rank over a team of all ranks: the slowest rank's median."""
+        """Seconds of an all-gather of num_bytes per rank over all ranks: the slowest rank's median."""
         team = comm.Team(dist.group.WORLD, ranks, transport, self.timeout_s, ("calibrate", ranks))
         mine = torch.full((1, num_bytes), self.rank % 251, dtype=torch.uint8, device=self.device)
         times = []
@@ -133,7 +133,7 @@ class Links:
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has done what was asked of it."""
+    """Clock time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -144,6 +144,6 @@ def _repeats(num_bytes: int) -> int:
 
 
 def _pattern(num_bytes: int, rank: int, device: torch.device):
-    """Bytes that differ from rank to rank and from each to the next in the message."""
+    """A pattern of bytes that differs from rank to rank, and between adjacent bytes."""
     period = (torch.arange(251, device=device) * 7 + rank).remainder(251).to(torch.uint8)
     return period.repeat(num_bytes // 251 + 1)[:num_bytes].contiguous()

@@ -9,6 +9,7 @@ import sys
 from ..config import BACKENDS
 from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..plan import known_topologies
+from ..units import parse_count
 from . import configuration, machine
 from .findings import Section, as_json, as_text, missing
 
@@ -78,30 +79,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", action="store_true", help="print JSON")
     add = parser.add_argument_group("the configuration").add_argument
-    add("--cp", type=_count, default=8, help="context-parallel ranks (default 8)")
-    add("--tp", type=_count, default=1, help="tensor-parallel ranks (default 1)")
-    add("--heads", type=_count, default=32, help="query heads of the model (default 32)")
-    add("--kv-heads", type=_count, help="KV heads of the model (default: as many as query heads)")
-    add("--head-dim", type=_count, default=128, help="of queries and keys (default 128)")
-    add("--head-dim-v", type=_count, help="of values (default: --head-dim)")
-    add("--seq-len", "--seq-length", type=_count, default=131072, help="tokens of the whole sequence (default 131072)")
-    add("--batch", type=_count, default=1, help="sequences of a micro-batch (default 1)")
+    add("--cp", type=parse_count, default=8, help="context-parallel ranks (default 8)")
+    add("--tp", type=parse_count, default=1, help="tensor-parallel ranks (default 1)")
+    add("--heads", type=parse_count, default=32, help="query heads of the model (default 32)")
+    add("--kv-heads", type=parse_count, help="KV heads of the model (default: as many as query heads)")
+    add("--head-dim", type=parse_count, default=128, help="of queries and keys (default 128)")
+    add("--head-dim-v", type=parse_count, help="of values (default: --head-dim)")
+    add(
+        "--seq-len",
+        "--seq-length",
+        type=parse_count,
+        default=131072,
+        help="tokens of the whole sequence (default 131072)",
+    )
+    add("--batch", type=parse_count, default=1, help="sequences of a micro-batch (default 1)")
     add("--dtype", choices=configuration.DTYPES, default="bf16", help="of q, k and v (default bf16)")
     add("--normalization", choices=("LayerNorm", "RMSNorm"), default="RMSNorm", help="of the model (default RMSNorm)")
     add("--backend", choices=BACKENDS, default="auto", help="TreeConfig's backend (default auto)")
     add("--cp-comm-type", choices=CP_COMM_TYPES, default="tree", help="Megatron's option (default tree)")
-    add("--hierarchical-context-parallel-sizes", type=_count, nargs=2, metavar=("U", "R"), help="for a2a+...")
+    add("--hierarchical-context-parallel-sizes", type=parse_count, nargs=2, metavar=("U", "R"), help="for a2a+...")
     add(
         "--topology",
         help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: by backend)",
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from ..config import AttnSpec
 from ..integrations.megatron import compat
 from ..integrations.megatron import fusions as megatron_fusions
 from ..kernels import choose
-from ..plan import Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
-from ..plan.plans import seconds, size
+from ..plan import Cost, Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
+from ..units import format_bytes, format_seconds
 from .findings import MISSING, NOTE, OK, Finding, Section
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -200,9 +200,6 @@ def plan(wanted: Wanted, purpose: str) -> Section:
     return Section(title, findings)
 
 
-def _cost_finding(name: str, value: str, cost) -> Finding:
-    return Finding(
-        name,
-        value,
-        f"predicted {seconds(cost.time_s)} a layer, {size(cost.bytes)} sent, {size(cost.peak_bytes)} buffers",
-    )
+def _cost_finding(name: str, value: str, cost: Cost) -> Finding:
+    sent, buffers = format_bytes(cost.bytes), format_bytes(cost.peak_bytes)
+    return Finding(name, value, f"predicted {format_seconds(cost.time_s)} a layer, {sent} sent, {buffers} buffers")

@@ -1,4 +1,4 @@
-"""An emulated cluster: nodes joined by a network, and functions or scripts run on ranks inside them."""
+"""An emulated cluster: nodes connected by a network, and functions or scripts that run on ranks in them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .ranks import Rank, Ranks
 
 _MASTER_ADDR = "10.77.0.1"  # the first node's address (switch.c)
 _FIRST_PORT = 29500
-_NUM_PORTS = 1000  # a port of an earlier run may linger
+_NUM_PORTS = 1000  # an earlier run's port may still be in TIME_WAIT
 _MAX_NODES = 250
-_SWITCH_OUTLIVES_S = 5.0  # the time limit is kept here; the switch's own is for when this process is stuck
+_SWITCH_OUTLIVES_S = 5.0  # this process enforces the lifetime; the switch does so only if this process is stuck
 
 
 class Cluster(Forked):
-    """Nodes on this machine, joined by a network of a set rate and delay. A context: it exists inside `with`.
+    """Nodes on this machine, connected by a network of a given rate and latency. A context manager.
 
     Args:
         nodes: number of nodes; each is a network namespace with one port to a switch.
         ranks_per_node: ranks on each; they reach each other over the node's loopback interface.
         latency_s: seconds from one node's port to another's, one way.
-        rate_bits: bits per second of each node's port, in and out, shared by its ranks.
-        lifetime_s: the cluster and everything in it ends after so many seconds, whatever happens.
+        rate_bits: bits per second of each node's port, in each direction, shared by its ranks.
+        lifetime_s: after so many seconds the cluster and all its processes are ended, whatever happens.
 
-    Enter it, and call `run`, on the main thread, before this process uses torch's collectives or thread pools: ranks
-    are forked from it, so that torch is imported once. Nothing outlives the cluster: no process, namespace or file, not
-    even when this process is killed.
+    Enter it and call `run` on the main thread, before this process uses torch's collectives or thread pools: ranks are
+    forked from this process, so that torch is imported once. No process, namespace or file outlives the cluster, even
+    if this process is killed.
 
-    Raises: Unavailable on entering, where root, /dev/net/tun or a C compiler is missing. ValueError for bad arguments.
+    Raises: Unavailable on entering if root, /dev/net/tun or a C compiler is missing. ValueError for invalid arguments.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Cluster(Forked):
 
     @staticmethod
     def require() -> None:
-        """Raise `Unavailable` where root or /dev/net/tun is missing; makes nothing."""
+        """Raise `Unavailable` if root or /dev/net/tun is missing; has no other effect."""
         require()
 
     def __enter__(self) -> Cluster:
@@ -81,9 +81,9 @@ class Cluster(Forked):
         network.close()
 
     def run_script(self, argv: list[str], *, on_line: Callable[[int, str], None], timeout_s: float) -> int:
-        """Run a Python script as the launchers do, on every rank, and return the first failing exit status, or 0.
+        """Run a Python script on every rank, as launchers do; returns the first failing exit status, or 0.
 
-        argv: a script and its arguments, or "-m", a module and its arguments. on_line(rank, line) gets the output.
+        argv: a script and its arguments, or "-m", a module and its arguments. on_line(rank, line) receives the output.
         Raises: ValueError if there is no such script. RuntimeError if a rank takes longer than timeout_s seconds.
         """
         with self.start_script(argv, on_line=on_line) as ranks:
@@ -93,9 +93,9 @@ class Cluster(Forked):
 
     @contextlib.contextmanager
     def start_script(self, argv: list[str], *, on_line: Callable[[int, str], None]) -> Iterator[Ranks]:
-        """As `run_script`, but the caller watches the ranks (`Ranks.watch`), whatever becomes of some of them.
+        """Like `run_script`, but the caller watches the ranks (`Ranks.watch`), even after some of them have failed.
 
-        None is left when the block ends. Raises: ValueError if there is no such script.
+        All ranks are ended when the block ends. Raises: ValueError if there is no such script.
         """
         if not argv or argv == ["-m"]:
             raise ValueError("no script given: name a Python file, or -m and a module, after --")
@@ -107,12 +107,12 @@ class Cluster(Forked):
 
     @property
     def namespaces(self) -> set[int]:
-        """The nodes' network namespaces, as /proc numbers them."""
+        """Inode numbers of the nodes' network namespaces."""
         self._check()
         return self._network.inodes
 
     def leftovers(self) -> list[str]:
-        """What is in the nodes that should not be there between two runs: processes and listening ports, in words."""
+        """Processes and listening ports in the nodes, in words; there should be none between two runs."""
         self._check()
         return self._network.leftovers()
 
@@ -137,7 +137,7 @@ class Cluster(Forked):
         node, local = divmod(number, self.ranks_per_node)
         enter(self._network.namespaces[node])
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[(node + local) % len(cores)]})  # so that first ranks of nodes don't share one
+        os.sched_setaffinity(0, {cores[(node + local) % len(cores)]})  # spreads the nodes' first ranks over the cores
         return dict(
             LOCAL_RANK=local,
             LOCAL_WORLD_SIZE=self.ranks_per_node,

@@ -1,4 +1,4 @@
-"""Functions run on forked ranks: what an emulated cluster and plain ranks of this machine have in common."""
+"""Functions run on forked ranks: the common part of an emulated cluster and of local ranks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Callable
 from .ranks import Rank, Ranks
 
 _NUMBER = struct.Struct("=I")
-_SHOWN_RANKS = 4  # late ranks whose stacks an error message shows
+_SHOWN_RANKS = 4  # ranks whose stacks an error message shows
 
 
 class Forked:
-    """Ranks that `run` forks from this process. A subclass says how many there are and where they stand (Linux)."""
+    """Ranks that `run` forks from this process (Linux). Subclasses define their number and their environment."""
 
     world_size: int
 
     def run(self, fn: Callable, *args, timeout_s: float = 120.0) -> list:
-        """fn(*args) on every rank at once; returns what they return, by rank.
+        """Run fn(*args) on every rank at once; returns the results by rank.
 
-        A rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME
-        set, and calls `torch.distributed.init_process_group("gloo")` itself. It stays until all have returned, so none
-        has to wait for another before it returns. fn and args need not be picklable; results must be.
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME are set; fn
+        calls `torch.distributed.init_process_group("gloo")` itself. A rank's process stays until all ranks have
+        returned, so fn needs no barrier at its end. fn and args need not be picklable; results must be.
 
         Raises: RuntimeError with the last output of the ranks that failed, or with the stacks of those that have not
-        returned after timeout_s seconds. No rank is left then.
+        returned after timeout_s seconds. All ranks are ended first.
         """
         results = [os.memfd_create(f"result of rank {number}") for number in range(self.world_size)]
         returned, leave = os.pipe(), os.pipe()
@@ -65,7 +65,7 @@ class Forked:
             ranks.start(number, lambda number=number: self._place_and_run(number, port, body))
 
     def _wait(self, ranks: Ranks, timeout_s: float) -> None:
-        """Until all ranks have ended or one has failed. RuntimeError at a time limit."""
+        """Wait until all ranks have ended or one has failed. Raises RuntimeError at the time limit."""
         seconds, limit = self._time_limit(timeout_s)
         ranks.wait(seconds, self._check)
         if late := ranks.late:
@@ -76,23 +76,23 @@ class Forked:
         common = dict(RANK=number, WORLD_SIZE=self.world_size, MASTER_PORT=port, OMP_NUM_THREADS=1)
         os.environ.update({name: str(value) for name, value in {**common, **self._take_place(number)}.items()})
         if torch := sys.modules.get("torch"):
-            torch.set_num_threads(1)  # the parent's pool of threads does not survive the fork
+            torch.set_num_threads(1)  # the parent's thread pool does not survive the fork
         return body(number)
 
     def _take_place(self, number: int) -> dict:
-        """In a forked rank: go where it belongs; its LOCAL_RANK and the other variables that say where that is."""
+        """In a forked rank: enter its node; returns LOCAL_RANK and its other environment variables."""
         raise NotImplementedError
 
     def _port(self) -> int:
-        """A free port of the first rank, for the ranks to meet."""
+        """A free port on the first rank's node for the rendezvous."""
         raise NotImplementedError
 
     def _time_limit(self, timeout_s: float) -> tuple[float, str]:
-        """Seconds that a run may take from now on, and what limits them."""
+        """Seconds that a run may take, and the name of the limit."""
         return timeout_s, f"timeout_s={timeout_s:g}"
 
     def _check(self) -> None:
-        """Raise RuntimeError where ranks can't start or go on."""
+        """Raise RuntimeError if ranks can't start or continue."""
 
     def _describe(self, rank: Rank) -> str:
         return rank.describe()

@@ -1,4 +1,4 @@
-"""The network of an emulated cluster: building and starting switch.c, and what a process sees of it."""
+"""The network of an emulated cluster: compiles and starts switch.c, and reads its counters from /proc."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _LISTEN = "0A"  # in /proc/net/tcp
 
 
 class Unavailable(RuntimeError):
-    """A cluster can't be emulated on this machine; the message says what is missing."""
+    """This machine can't emulate a cluster; the message says what is missing."""
 
 
 def network_bytes() -> dict[str, int]:
     """Bytes that the calling rank's node has sent so far: {"network": to other nodes, "loopback": inside the node}.
 
-    Payload and TCP/IP headers, counted by the kernel; a large send counts its headers about once, as it leaves TCP.
-    Raises: RuntimeError outside of an emulated node.
+    Payload and TCP/IP headers as counted by the kernel; a large send counts about one header, not one per packet.
+    Raises: RuntimeError outside an emulated node.
     """
     sent = {}
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
         name, _, counters = line.partition(":")
         sent[name.strip()] = int(counters.split()[8])
     if set(sent) != {"lo", "eth0"}:
-        raise RuntimeError(f"network_bytes: this process is in no emulated node; it sees the interfaces {sorted(sent)}")
+        raise RuntimeError(f"network_bytes: this process is not in an emulated node: its interfaces are {sorted(sent)}")
     return {"network": sent["eth0"], "loopback": sent["lo"]}
 
 
 def require() -> None:
-    """Raise `Unavailable` unless this process may make network namespaces and TUN devices."""
+    """Raise `Unavailable` unless this process may create network namespaces and TUN devices."""
     if sys.platform != "linux":
         raise Unavailable(f"an emulated cluster needs Linux's network namespaces; this is {sys.platform}")
     if os.geteuid() != 0:
@@ -56,9 +56,9 @@ def require() -> None:
 
 
 def build_switch() -> Path:
-    """The compiled switch of this source, built on first use and kept in the user's cache directory.
+    """Path of the compiled switch.c, built on first use and kept in the user's cache directory.
 
-    Raises: Unavailable without a C compiler, or if it fails.
+    Raises: Unavailable if there is no C compiler, or if it fails.
     """
     source = _SOURCE.read_bytes()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
@@ -83,7 +83,7 @@ def build_switch() -> Path:
 
 
 class EmulatedNetwork:
-    """The running switch and the namespaces it holds. `close` ends every process in them."""
+    """The running switch and its namespaces. `close` ends every process in them."""
 
     def __init__(self, *, nodes: int, latency_s: float, rate_bits: float, lifetime_s: float):
         require()
@@ -94,7 +94,7 @@ class EmulatedNetwork:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for us: it ends by our doing
+            start_new_session=True,  # Ctrl-C must not reach it: `close` ends it
         )
         self.namespaces: list[int] = []
         try:
@@ -112,20 +112,20 @@ class EmulatedNetwork:
         return self._switch.poll() is None
 
     def why_ended(self) -> str:
-        """What the switch, which has ended, said last."""
+        """The last output of the switch, which has ended."""
         status = self._switch.wait(_STOP_S)
         self._errors.seek(0)
         return self._errors.read().decode().strip() or f"the switch ended with status {status}"
 
     @property
     def inodes(self) -> set[int]:
-        """The namespaces, as /proc numbers them."""
+        """Inode numbers of the namespaces."""
         return {os.fstat(namespace).st_ino for namespace in self.namespaces}
 
     def leftovers(self) -> list[str]:
-        """Processes in the nodes, and ports that are listened on there, in words."""
+        """Processes and listening ports in the nodes, in words."""
         return processes_in(self.inodes) + [
-            f"port {port} of node {node} is listened on"
+            f"port {port} of node {node} is open"
             for node, namespace in enumerate(self.namespaces)
             for port in _inside(namespace, listening_ports)
         ]
@@ -147,7 +147,7 @@ class EmulatedNetwork:
 
 
 def processes_in(namespaces: set[int]) -> list[str]:
-    """Living processes in network namespaces, given by their inodes: "process PID (NAME) is in a node"."""
+    """Processes in network namespaces, given by their inode numbers: "process PID (NAME) is in a node"."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it may end at any moment
@@ -157,7 +157,7 @@ def processes_in(namespaces: set[int]) -> list[str]:
 
 
 def listening_ports(process: str = "thread-self") -> list[int]:
-    """TCP ports that are listened on in the namespace of a process, given by its id in /proc."""
+    """Listening TCP ports in the network namespace of a process, given by its name in /proc."""
     found = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{family}").read_text().splitlines()[1:]:
@@ -168,13 +168,13 @@ def listening_ports(process: str = "thread-self") -> list[int]:
 
 
 def _inside(namespace: int, fn: Callable):
-    """fn() as seen in a network namespace, given as a file descriptor: by a thread, which alone goes there."""
+    """fn() run in a network namespace, given as a file descriptor, by a thread that enters it."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: (enter(namespace), fn())[1]).result()
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which forked it, ends."""
+    """Have the kernel kill this process when its parent process ends."""
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The ranks of one run: forked from this process, watched, and none left behind."""
+"""The ranks of one run: forked from this process, watched, and always ended."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from .network import die_with
 
 _KEPT_OUTPUT = 8000  # bytes of a rank's last output that an error message shows
 _TICK_S = 0.5
-_LAST_WORDS_S = 2.0  # for a rank that is past the time limit to print where it is
+_LAST_WORDS_S = 2.0  # for a rank past the time limit to print its stack
 _SPINNING_THREAD = "gloo_tcp_loop"
 _LOWEST_PRIORITY = 19
 
 
 @dataclass
 class Rank:
-    """A forked process and what is known of it."""
+    """A forked process and its state."""
 
     number: int
     pid: int
     pidfd: int
     output: int
     status: int | None = None  # exit status, or minus the signal that ended it
-    ended: float | None = None  # when that was seen, as time.monotonic()
+    ended: float | None = None  # time.monotonic() when this was noticed
     last_output: bytearray = field(default_factory=bytearray)
     unfinished_line: bytes = b""
     reniced: set[str] = field(default_factory=set)
 
     def describe(self) -> str:
-        """How it ended and what it said last."""
+        """How it ended, and its last output."""
         text = self.last_output.decode(errors="replace").strip()
         how = "was killed by " + signal.Signals(-self.status).name if self.status < 0 else f"ended with {self.status}"
         return f"rank {self.number} {how}; its last output:\n{text or '(none)'}"
 
 
 class Ranks:
-    """Starts ranks by fork and waits for them. A context: when it ends, so have all of them.
+    """Forks ranks and waits for them. A context manager: on exit all of them are ended.
 
-    on_line(rank, line) gets every line of output as it comes; the end of it is kept for error messages either way.
+    on_line(rank, line) receives every line of output as it arrives. The last output is also kept for error messages.
     """
 
     def __init__(self, on_line: Callable[[int, str], None] | None = None):
         self.ranks: list[Rank] = []
-        self.late: list[Rank] = []  # those that were past the time limit of `wait`
-        self.idle: set[int] = set()  # numbers of those that are done and only wait for the others
+        self.late: list[Rank] = []  # those that exceeded the time limit of `wait`
+        self.idle: set[int] = set()  # numbers of those that only wait for the others
         self._on_line = on_line
         self._selector = selectors.DefaultSelector()
 
@@ -72,7 +72,7 @@ class Ranks:
         self._selector.close()
 
     def start(self, number: int, body: Callable[[], int]) -> None:
-        """Fork one rank that runs body() and ends with the status it returns; an exception is printed and gives 1."""
+        """Fork a rank that runs body() and exits with its return value; an exception is printed and gives status 1."""
         read, write = os.pipe2(os.O_CLOEXEC)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,30 +83,30 @@ class Ranks:
         os.close(write)
         os.set_blocking(read, False)
         with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)  # the child does the same: whoever is first
+            os.setpgid(pid, pid)  # the child does the same: the first one succeeds
         rank = Rank(number, pid, os.pidfd_open(pid), read)
         self.ranks.append(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
         self._selector.register(read, selectors.EVENT_READ, lambda: self._read(rank))
 
     def call_when_readable(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back from `wait` while fd has something to read."""
+        """Have `wait` call `callback` whenever fd is readable."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Return when all ranks have ended, one has failed, or the time is up. check() is called now and then."""
+        """Return when all ranks have ended, one has failed, or the time is up. Calls check() periodically."""
         deadline = time.monotonic() + timeout_s
         while self.unfinished() and not self.failed():
             left = deadline - time.monotonic()
             if left <= 0:
-                self._ask_where_they_are()
+                self._abort_late()
                 return
             self.watch(min(left, _TICK_S))
             check()
-        self._handle(0)  # what failed at the same time, and what was said last
+        self._handle(0)  # failures at the same time, and the last output
 
     def watch(self, timeout_s: float) -> None:
-        """Take in what ranks say and which of them end; returns after the first news, or timeout_s seconds."""
+        """Read the ranks' output and exit statuses; returns after the first event, or after timeout_s seconds."""
         self._handle(timeout_s)
         for rank in self.unfinished():
             _calm_gloo(rank)
@@ -121,8 +121,8 @@ class Ranks:
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
-    def _ask_where_they_are(self) -> None:
-        """Have the ranks print their stacks (faulthandler) and end."""
+    def _abort_late(self) -> None:
+        """Have late ranks print their stacks (faulthandler) and end."""
         self.late = [rank for rank in self.unfinished() if rank.number not in self.idle]
         for rank in self.late:
             os.kill(rank.pid, signal.SIGABRT)
@@ -138,7 +138,7 @@ class Ranks:
         self._read(rank)
 
     def _read(self, rank: Rank) -> None:
-        """Take what the rank has printed so far."""
+        """Read what the rank has printed so far."""
         while True:
             try:
                 chunk = os.read(rank.output, 65536)
@@ -157,7 +157,7 @@ class Ranks:
 
 
 def _calm_gloo(rank: Rank) -> None:
-    """Give gloo's network threads, which spin while they wait, the lowest priority: several ranks share a core here."""
+    """Give gloo's network threads, which spin while they wait, the lowest priority, as several ranks share a core."""
     with contextlib.suppress(OSError):  # it may end at any moment
         for task in os.listdir(f"/proc/{rank.pid}/task"):
             if task not in rank.reniced and _SPINNING_THREAD in Path(f"/proc/{rank.pid}/task/{task}/comm").read_text():
@@ -170,7 +170,7 @@ def _be_rank(parent: int, output: int, body: Callable[[], int]) -> None:
     status = 1
     try:
         die_with(parent)
-        os.setpgid(0, 0)  # Ctrl-C is for the parent, which ends the ranks
+        os.setpgid(0, 0)  # Ctrl-C reaches the parent only, which ends the ranks
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -193,7 +193,7 @@ def _be_rank(parent: int, output: int, body: Callable[[], int]) -> None:
 
 
 def _exit_status(code) -> int:
-    """As Python's own: None is 0, a message is printed and gives 1."""
+    """As in Python: None gives 0, a message is printed and gives 1."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)

@@ -1,7 +1,8 @@
 """Planning: pure functions from sizes and a topology to a schedule. Read `planner.py`, then `cost.py`."""
 
+from ..units import parse_grid
 from .planner import plan_decode, plan_training
-from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, parse_grid
+from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan
 from .topology import (
     Level,
     Placement,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from ..config import DECODE_SCHEDULES, SCHEDULES
 from ..files import whole_file
+from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
 from .planner import plan_decode, plan_training
-from .plans import Cost, PassPlan, Reduction, Shape, parse_grid, seconds, size
+from .plans import Cost, PassPlan, Reduction, Shape
 from .topology import Placement, Topology, known_topologies, load_topology, place
 
 EXAMPLES = """\
@@ -26,9 +26,6 @@ k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, Mi
 """
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 PASSES = ("forward", "backward", "decode")
-_COUNTS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_SIZES = {"": 1, "b": 1, **{f"{u}b": 10**e for u, e in zip("kmgt", (3, 6, 9, 12))}}
-_SIZES |= {f"{u}ib": 1 << e for u, e in zip("kmgt", (10, 20, 30, 40))}
 
 
 class Entry(NamedTuple):
@@ -64,48 +61,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("the machine").add_argument
     add("--topology", required=True, help=f"{', '.join(known_topologies())}, or the path of a .yaml file")
-    add("--nodes", type=_count, default=1, help="hosts (default 1)")
-    add("--ranks-per-node", type=_count, help="ranks on each host (default: as many as the topology says)")
+    add("--nodes", type=parse_count, default=1, help="hosts (default 1)")
+    add("--ranks-per-node", type=parse_count, help="ranks on each host (default: as many as the topology says)")
     add = parser.add_argument_group("the call").add_argument
-    add("--seq-len", type=_count, default=1 << 17, help="tokens of the whole sequence (default 128k)")
-    add("--batch", type=_count, default=1, help="sequences (default 1)")
-    add("--heads", type=_count, default=32, help="query heads on a rank (default 32)")
-    add("--kv-heads", type=_count, help="KV heads on a rank (default: as many as query heads)")
-    add("--head-dim", type=_count, default=128, help="of queries and keys (default 128)")
-    add("--head-dim-v", type=_count, help="of values (default: --head-dim)")
+    add("--seq-len", type=parse_count, default=1 << 17, help="tokens of the whole sequence (default 128k)")
+    add("--batch", type=parse_count, default=1, help="sequences (default 1)")
+    add("--heads", type=parse_count, default=32, help="query heads on a rank (default 32)")
+    add("--kv-heads", type=parse_count, help="KV heads on a rank (default: as many as query heads)")
+    add("--head-dim", type=parse_count, default=128, help="of queries and keys (default 128)")
+    add("--head-dim-v", type=parse_count, help="of values (default: --head-dim)")
     add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and the messages (default bf16)")
     add("--full", action="store_true", help="no causal mask")
-    add("--queries", type=_count, default=1, help="queries of a decode step (default 1)")
+    add("--queries", type=parse_count, default=1, help="queries of a decode step (default 1)")
     add = parser.add_argument_group("the plan").add_argument
     add("--pass", dest="passes", choices=(*PASSES, "all"), default="all", help="what to plan (default all)")
     names = f"of training: {', '.join(SCHEDULES)}; of decode: {', '.join(DECODE_SCHEDULES)}"
     add("--schedule", default="auto", help=f"{names} (default auto)")
     add("--grid", type=_grid, help="pin the grid, for instance 4x16")
     add("--grid-backward", type=_grid, help="pin the backward's grid")
-    add("--head-groups", type=_count, help="pin the number of head groups")
-    add("--memory-budget", type=_bytes, help="of a rank's communication buffers, for instance 2GB")
+    add("--head-groups", type=parse_count, help="pin the number of head groups")
+    add("--memory-budget", type=parse_bytes, help="of a rank's communication buffers, for instance 2GB")
     add("--csv", type=Path, help="also write all candidates into this file")
     return parser
-
-
-def _number(text: str, units: dict[str, int], what: str) -> int:
-    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text[len(digits) :].strip().lower()
-    try:
-        value = float(digits) * units[unit]
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what}") from None
-    if not math.isfinite(value) or value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what}")
-    return int(value)
-
-
-def _count(text: str) -> int:
-    return _number(text, _COUNTS, "a positive integer, for instance 16, 128k or 1M")
-
-
-def _bytes(text: str) -> int:
-    return _number(text, _SIZES, "a positive number of bytes, for instance 500MB or 2GiB")
 
 
 def _grid(text: str) -> tuple[int, int]:
@@ -205,9 +182,11 @@ def _print(name: str, entries: list[Entry], topology: Topology) -> None:
     rows = [["", name, "time", "of it compute", *levels, "steps", "buffers", ""]]
     for e in entries:
         note = "chosen" if e.chosen else "" if e.fits else "beyond --memory-budget"
-        sent = [size(n) for n in e.cost.bytes_per_level]
-        times = [seconds(e.cost.time_s), seconds(e.cost.compute_s)]
-        rows.append(["*" * e.chosen, str(e.candidate), *times, *sent, str(e.cost.steps), size(e.cost.peak_bytes), note])
+        sent = [format_bytes(n) for n in e.cost.bytes_per_level]
+        times = [format_seconds(e.cost.time_s), format_seconds(e.cost.compute_s)]
+        rows.append(
+            ["*" * e.chosen, str(e.candidate), *times, *sent, str(e.cost.steps), format_bytes(e.cost.peak_bytes), note]
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     print()
     for mark, what, *numbers, note in rows:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from ..config import DECODE_SCHEDULES, SCHEDULES, check_choice
+from ..units import format_bytes, format_seconds
 from .cost import PlacedTopology, placed_topology
 from .decode import StepSizes, reductions
 from .plans import (
@@ -23,8 +24,6 @@ from .plans import (
     check_grid,
     grids,
     inner_grids,
-    seconds,
-    size,
 )
 from .topology import Placement, Topology
 from .training import CallSizes, backward_words, forward_words, grid_plan, ring_plan
@@ -209,7 +208,7 @@ def _choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | 
         need = min(c.cost.peak_bytes for c in allowed)
         raise ValueError(
             f"memory_budget={budget} bytes is too small for the {name}'s communication buffers: the least that "
-            f"{'any schedule' if len(allowed) > 1 else 'this schedule'} needs is {need} bytes ({size(need)})"
+            f"{'any schedule' if len(allowed) > 1 else 'this schedule'} needs is {need} bytes ({format_bytes(need)})"
         )
     trees = [c for c in fitting if c.schedule not in BASELINES]
     least = min((c.cost.time_s for c in trees), default=float("inf"))
@@ -238,11 +237,11 @@ def _by_time(weighed: list[Candidate]) -> tuple[Candidate, ...]:
 
 def _summary(cost: Cost, placed: PlacedTopology) -> str:
     over = (
-        f", {size(cost.bytes_per_level[placed.top])} of them over {placed.topology.levels[placed.top].name}"
+        f", {format_bytes(cost.bytes_per_level[placed.top])} of them over {placed.topology.levels[placed.top].name}"
         if placed.top
         else ""
     )
-    return f"{seconds(cost.time_s)} and {size(cost.bytes)} sent by a rank{over}"
+    return f"{format_seconds(cost.time_s)} and {format_bytes(cost.bytes)} sent by a rank{over}"
 
 
 def _baselines(best: Candidate, table: tuple[Candidate, ...]) -> str:
@@ -253,7 +252,7 @@ def _baselines(best: Candidate, table: tuple[Candidate, ...]) -> str:
         "KV gather": [c for c in table if c.schedule == "grid" and c.grid[0] == 1],
     }
     others = [
-        f"{name} {seconds(same_kind[0].cost.time_s)} and {size(same_kind[0].cost.bytes)}"
+        f"{name} {format_seconds(same_kind[0].cost.time_s)} and {format_bytes(same_kind[0].cost.bytes)}"
         for name, same_kind in found.items()
         if same_kind and same_kind[0] is not best
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,14 +108,6 @@ def check_grid(grid: tuple[int, int], world: int, name: str = "grid") -> None:
         )
 
 
-def parse_grid(text: str, wrong: str = "is no grid: write AxB, for instance 2x4") -> tuple[int, int]:
-    """ "2x4" as (2, 4). Raises ``argparse.ArgumentTypeError`` with the text and `wrong` for anything else."""
-    match = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text.lower())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
-    return int(match[1]), int(match[2])
-
-
 def inner_grids(grid: tuple[int, int], block: int) -> list[tuple[int, int]]:
     """All (a0, b0) of `block` cells that divide a grid of nodes of that size; there is always one."""
     return [(a, b) for a, b in grids(block) if grid[0] % a == 0 and grid[1] % b == 0]
@@ -125,18 +115,3 @@ def inner_grids(grid: tuple[int, int], block: int) -> list[tuple[int, int]]:
 
 def _by(grid: tuple[int, int]) -> str:
     return f"{grid[0]}x{grid[1]}"
-
-
-def seconds(s: float) -> str:
-    """A time with 3 significant digits and a unit, such as "1.25 ms"."""
-    for unit, scale in (("s", 1), ("ms", 1e-3), ("us", 1e-6)):
-        if s >= scale or unit == "us":
-            return f"{s / scale:.3g} {unit}"
-
-
-def size(n: float) -> str:
-    """Bytes with 3 significant digits and a decimal unit, such as "24.1 MB"."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.3g} {unit}"
-    return f"{n:.0f} bytes"

@@ -103,7 +103,7 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
         ("seq_length: [1, 2]", "must be a single value"),
         ("bf16: 1", "bf16=1 must be true or false"),
         ("lr: true", "lr=True is no switch"),
-        ("grid: 4", "grid=4: '4' is no grid: write AxB"),
+        ("grid: 4", "grid=4: '4' is not a grid: write AxB"),
         ("softmax_type: sink", "must be one of 'vanilla'"),
         ("window_size: 3", "must be a list of 2"),
         ("- lr", "must hold options"),

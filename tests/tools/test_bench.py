@@ -10,7 +10,8 @@ import torch
 from megatron_tree import kernels
 from megatron_tree.bench import __main__ as bench
 from megatron_tree.bench import kernels as bench_kernels
-from megatron_tree.bench.report import Row, WrongResult, results_kept
+from megatron_tree.bench.kernels import Timing
+from megatron_tree.bench.results import WrongResult, results_kept
 
 
 def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
@@ -88,10 +89,10 @@ def test_what_is_kept_of_a_run(tmp_path, capsys, error):
 
     expected = contextlib.nullcontext() if error is None else pytest.raises(error)
     with expected, results_kept(tmp_path, {}, plots) as rows:
-        rows.append(Row("8k", "decode", "tree", 1.0, 2.0, "GB/s"))
+        rows.append(Timing("8k", "decode", "tree", 1.0, 2.0, "GB/s"))
         if error is not None:
             raise error
-        rows.append(Row("16k", "decode", "tree", 2.0, 2.0, "GB/s"))
+        rows.append(Timing("16k", "decode", "tree", 2.0, 2.0, "GB/s"))
     if error is OSError:
         assert not list(tmp_path.iterdir())
         return

@@ -13,9 +13,8 @@ from megatron_tree.attention import autograd
 from megatron_tree.bench import __main__ as bench
 from megatron_tree.bench import decode, runs, session, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, attention_flops, visible_pairs
-from megatron_tree.bench.plots import plots
+from megatron_tree.bench.measurements import Measurement, plots
 from megatron_tree.bench.ranks import LocalRanks, Meeting, PeakMemory
-from megatron_tree.bench.rows import Row
 from megatron_tree.bench.runs import Machines
 from megatron_tree.comm import reductions
 from megatron_tree.config import AttnSpec
@@ -83,7 +82,7 @@ def test_decode_on_local_ranks(tmp_path, capfd):
     check_decode(rows, 4, 256)
     assert int(rows[HEADS_KV, "butterfly", "decode"]["sent_bytes"]) == 2 * HEADS * (D + 1) * 4
     table = list(csv.reader((tmp_path / "results.csv").open()))
-    assert tuple(table[0]) == Row._fields
+    assert tuple(table[0]) == Measurement._fields
     about = json.loads((tmp_path / "results.json").read_text())
     assert "modelled" in about["compute"] and len(about["rows"]) == len(table) - 1
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
@@ -272,10 +271,12 @@ def test_ranks_meet_and_tell_their_memory():
 
 
 def test_plots_of_both_sweeps(tmp_path):
-    blank = dict.fromkeys(Row._fields)
+    blank = dict.fromkeys(Measurement._fields)
     rows = [
-        Row(**{**blank, **dict(machines=m, ranks=p, seq_len=s, num_heads=4, num_heads_kv=2, head_dim=8, part="decode")})
-        ._replace(schedule="auto", ms=1.0 + p, predicted_ms=2.0, sent_bytes=10 * p, held_bytes=10, memory_bytes=4)
+        Measurement(**blank)._replace(
+            machines=m, ranks=p, seq_len=s, num_heads=4, num_heads_kv=2, head_dim=8, part="decode",
+            schedule="auto", ms=1.0 + p, predicted_ms=2.0, sent_bytes=10 * p, held_bytes=10, memory_bytes=4,
+        )
         for m, p in (("2x1", 2), ("4x1", 4), ("2x2", 4))
         for s in (1024, 2048)
     ]  # fmt: skip

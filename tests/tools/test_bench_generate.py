@@ -1,4 +1,4 @@
-"""`bench generate` and `bench needle` on real ranks: no speed of a wrong result, bytes as computed, cells kept."""
+"""`bench generate` and `bench needle` on real ranks: no speed of a wrong result, bytes as computed."""
 
 import csv
 import json
@@ -104,27 +104,24 @@ def ask(folder, out, *options):
     return bench.main(list(map(str, [*given, *options])))
 
 
-def test_needle_goes_on_where_it_was(folder, tmp_path, capfd):
-    assert ask(folder, tmp_path, "--ranks", 1) == 0, capfd.readouterr().err
-    with (tmp_path / "cells.jsonl").open("a") as file:
-        file.write('{"length": 3')  # a crash
+def test_needle(folder, tmp_path, capfd):
     assert ask(folder, tmp_path, "--ranks", 1, 2) == 0, capfd.readouterr().err
-    said = capfd.readouterr()
-    assert "1 ranks: 0 to do, 4 are there" in said.out and "2 ranks: 4 to do" in said.out
-    assert "the same tokens on 1 2 ranks in all 4 texts" in said.out
+    assert "the same tokens on 1 2 ranks in all 4 texts" in capfd.readouterr().out
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert len(rows) == 8 and all(len(r["tokens"].split()) == 3 for r in rows)
+    assert [r["ranks"] for r in rows] == [1] * 4 + [2] * 4 and all(len(r["tokens"].split()) == 3 for r in rows)
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
-    assert ask(folder, tmp_path, "--ranks", 1, "--new-tokens", 2) == 1
-    assert "is of other options" in capfd.readouterr().err
 
 
-def test_needle_finds_other_tokens(folder, tmp_path, capfd):
-    assert ask(folder, tmp_path, "--ranks", 1) == 0
-    cells = (tmp_path / "cells.jsonl").read_text().splitlines()
-    wrong = [json.dumps(json.loads(line) | {"ranks": 2, "tokens": "0 0 0"}) for line in cells[1:]]
-    (tmp_path / "cells.jsonl").write_text("\n".join([*cells, *wrong]) + "\n")
-    (tmp_path / "results.json").unlink()
+def test_needle_finds_other_tokens(folder, tmp_path, capfd, monkeypatch):
+    right = needle.generate
+
+    def wrong_on_two(model, ids, *, cache, **options):
+        result = right(model, ids, cache=cache, **options)
+        if torch.distributed.get_world_size() == 2:
+            result.tokens[:, -1] += 1
+        return result
+
+    monkeypatch.setattr(needle, "generate", wrong_on_two)
     assert ask(folder, tmp_path, "--ranks", 1, 2) == 1
     assert "300 tokens, depth 0 %: 2 ranks answer" in capfd.readouterr().err
     assert not (tmp_path / "results.json").exists()

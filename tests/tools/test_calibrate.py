@@ -105,7 +105,7 @@ def test_compute(monkeypatch):
         (["--out", "found.txt"], "--out found.txt: a topology file ends in .yaml"),
         (["--out", "nowhere/found.yaml"], "there is no folder"),
         (["--out", "found.yaml", "--flops", "0"], "--flops 0: must be positive"),
-        (["--out", "found.yaml"], "RANK, WORLD_SIZE, MASTER_ADDR not set: a launcher starts it on every rank"),
+        (["--out", "found.yaml"], "RANK, WORLD_SIZE, MASTER_ADDR not set: start it with a launcher"),
     ],
     ids=["suffix", "folder", "flops", "no launcher"],
 )

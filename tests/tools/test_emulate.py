@@ -208,7 +208,7 @@ def test_bad_arguments(wrong):
 
 
 def test_outside_of_a_cluster():
-    with pytest.raises(RuntimeError, match="in no emulated node"):
+    with pytest.raises(RuntimeError, match="not in an emulated node"):
         network_bytes()
     with pytest.raises(RuntimeError, match="use it inside `with"):
         Cluster(nodes=2, **NETWORK).run(_place)

@@ -183,7 +183,7 @@ def test_the_caller_watches_the_ranks_and_sees_what_is_left(tmp_path):
                 ranks.watch(0.5)
             left = cluster.leftovers()
             pids = [rank.pid for rank in ranks.ranks]
-            assert "port 7123 of node 1 is listened on" in left and len(left) == 3
+            assert "port 7123 of node 1 is open" in left and len(left) == 3
             assert all(any(f"process {pid} (" in line for line in left) for pid in pids)
             os.kill(pids[1], signal.SIGKILL)
             while len(ranks.unfinished()) > 1:

@@ -1,9 +1,9 @@
-"""Training and generation for half an hour on an emulated cluster, with the loss of a rank every few minutes.
+"""Half an hour of training and generation on an emulated cluster; a rank is lost every few minutes.
 
-Ranks run launch/train_gpt.py and launch/generate.py in turns. Every few minutes one of them is killed or stopped; the
-others must end with an error that names it, and everything starts again from the newest checkpoint, or from the answers
-that are there. Work comes in rounds; one undisturbed round of each is run before, and every loss and every answer
-must be those of that run. Memory, descriptors, threads and ports must not grow, and nothing may stay behind.
+The ranks run launch/train_gpt.py and launch/generate.py in turns. Every few minutes one rank is killed or stopped. The
+others must end with an error that names it, and the ranks are restarted from the newest checkpoint, or from the answers
+on disk. Work comes in rounds; one undisturbed round of each kind runs first, and every later loss and answer must equal
+that of the undisturbed round. Memory, descriptors, threads and ports must not grow, and nothing may be left behind.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ import gc
 import importlib
 import os
 import pathlib
-import platform
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import warnings
 
 import torch
+from tqdm import tqdm
 
 from ...emulate import Cluster
 from ...emulate.network import processes_in
-from .. import runs
-from ..ranks import CORES
-from ..report import WrongResult
+from ...units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
+from ..ranks import progress_bar
+from ..results import WrongResult, metadata
 from . import processes, report
 from .checks import judge
-from .incarnation import Plan, incarnate
-from .records import Incarnation, Record
+from .incarnation import Plan, Run
+from .records import Answer, Incarnation, Record
 from .work import SCRIPTS, Generation, Options, Training, Work, answer
 
-EVERY_STOP = 4  # one loss in so many is a SIGSTOP, the others are SIGKILLs
-MOST_FAILURES = 3  # in a row, without our doing
-PRELOADED = (  # so that forked ranks start at once, and share it
+EVERY_STOP = 4  # every fourth loss is a SIGSTOP, the others are SIGKILLs
+MOST_FAILURES = 3  # in a row that the soak did not cause
+PRELOADED = (  # so that forked ranks start fast and share the memory
     "megatron_tree.training.loop",
     "megatron_tree.integrations.megatron",
-    "megatron_tree.serving.run",
+    "megatron_tree.serving.generate",
     "matplotlib.pyplot",
 )
 EXAMPLES = """\
@@ -56,15 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="after the undisturbed rounds (default: %(default)g)")
     add("--kill-every", type=float, default=120.0, metavar="SECONDS", help="of work, on average (default: %(default)g)")
-    add("--nodes", type=runs.nodes_by_ranks, default="2x2", metavar="NxM", help="emulated nodes and ranks on each "
+    add("--nodes", type=parse_nodes_by_ranks, default="2x2", metavar="NxM", help="emulated nodes and ranks on each "
         "(default: %(default)s)")  # fmt: skip
-    add("--latency", type=runs.seconds, default="1ms", help="between nodes (default: %(default)s)")
-    add("--rate", type=runs.bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
+    add("--latency", type=parse_seconds, default="1ms", help="between nodes (default: %(default)s)")
+    add("--rate", type=parse_bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
     add("--only", choices=("train", "generate"), help="default: both, in turns")
-    add("--steps", type=runs.positive, default=1000, help="of training in a round (default: %(default)s)")
-    add("--save-interval", type=runs.positive, default=20, help="steps between checkpoints (default: %(default)s)")
-    add("--requests", type=runs.positive, default=400, help="prompts in a round (default: %(default)s)")
-    add("--time-limit", type=runs.seconds, default="10s", help="of every wait for other ranks (default: %(default)s)")
+    add("--steps", type=parse_count, default=1000, help="of training in a round (default: %(default)s)")
+    add("--save-interval", type=parse_count, default=20, help="steps between checkpoints (default: %(default)s)")
+    add("--requests", type=parse_count, default=400, help="prompts in a round (default: %(default)s)")
+    add("--time-limit", type=parse_seconds, default="10s", help="of every wait for other ranks (default: %(default)s)")
     add("--seed", type=int, default=1, help="of the data, the times and the ranks (default: %(default)s)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/soak"))
 
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Soak, check, print and write CSV, JSON and PNG.
 
-    Raises: `WrongResult` where a check fails; the files are there then, too. ValueError, Unavailable.
+    Raises: `WrongResult` if a check fails, after the files are written. ValueError, Unavailable.
     """
     for name in ("minutes", "kill_every"):
         if not getattr(args, name) > 0:
@@ -86,9 +85,8 @@ def run(args: argparse.Namespace) -> None:
         limit_s=args.time_limit, seed=args.seed,
     )  # fmt: skip
     if options.ranks < 2:
-        raise ValueError(f"--nodes {nodes}x{ranks_per_node}: nobody survives the loss of the only rank")
+        raise ValueError(f"--nodes {nodes}x{ranks_per_node}: at least two ranks are needed, one is lost")
     record = Record(limit_s=args.time_limit, save_interval=args.save_interval)
-    bar = Bar()
     signal.signal(signal.SIGTERM, _interrupt)
     new = not args.out.exists()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -96,40 +94,35 @@ def run(args: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory(prefix="soak-", dir=args.out) as folder:
             home = pathlib.Path(folder).resolve()
             _prepare_process(home, options.seed)
-            namespaces = _soak(args, options, record, home, bar)
+            with progress_bar(round(60 * args.minutes), "s") as bar:
+                namespaces = _soak(args, options, record, home, bar)
         record.left = [*processes_in(namespaces), *processes.children(), *([str(home)] if home.exists() else [])]
     finally:
-        bar.close()
         if new and not any(args.out.iterdir()):
             args.out.rmdir()
     checks = judge(record)
     print(report.table(checks), flush=True)
-    about = {
-        "command": "soak",
-        **{name: value for name, value in vars(args).items() if name not in ("out", "command")},
-        "machine": f"{platform.machine()}, {CORES} cores",
-        "torch": torch.__version__,
-    }
-    report.write(args.out, record, checks, about)
+    given = {name: value for name, value in vars(args).items() if name not in ("out", "command", "argv")}
+    report.write(args.out, record, checks, metadata("soak", **given))
     if wrong := [c.name for c in checks if not c.ok]:
         raise WrongResult(f"{len(wrong)} of {len(checks)} checks failed: {'; '.join(wrong)}")
 
 
 def _prepare_process(home: pathlib.Path, seed: int) -> None:
-    """What forked ranks take over from this process."""
+    """Set up what forked ranks inherit from this process."""
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TQDM_DISABLE="1")
     os.environ["TMPDIR"] = str(home)
     tempfile.tempdir = None
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    with warnings.catch_warnings(action="ignore"):  # that Megatron-core finds no Apex
+    with warnings.catch_warnings(action="ignore"):  # Megatron-core finds no Apex
         for name in PRELOADED:
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the ranks' collectors leave these objects alone, so that their pages stay shared
+    gc.freeze()  # the ranks' collectors don't touch these objects, so their pages stay shared
 
 
-def _soak(args, options: Options, record: Record, home: pathlib.Path, bar: Bar) -> set[int]:
+def _soak(args, options: Options, record: Record, home: pathlib.Path, bar: tqdm) -> set[int]:
     """Undisturbed rounds, then disturbed ones. Returns: the nodes' namespaces."""
     works: list[Work] = [kind(home, options) for kind in (Training, Generation) if args.only in (None, kind.name)]
     for work in works:
@@ -147,69 +140,75 @@ def _soak(args, options: Options, record: Record, home: pathlib.Path, bar: Bar) 
 class Soak:
     """Incarnations one after another."""
 
-    def __init__(self, cluster: Cluster, record: Record, home: pathlib.Path, bar: Bar):
+    def __init__(self, cluster: Cluster, record: Record, home: pathlib.Path, bar: tqdm):
         self._cluster, self._record, self._home, self._bar = cluster, record, home, bar
         self._began = time.monotonic()
         self._rounds: dict[str, int] = {}
 
     def reference(self, work: Work) -> None:
-        """The undisturbed round. Raises: RuntimeError if it fails."""
-        folder = self._home / f"{work.name}-0"
-        done, _ = self._incarnate(work, 0, folder, None, "undisturbed ")
+        """The undisturbed round. Raises: `WrongResult` if it fails."""
+        self._rounds[work.name] = 0
+        folder, record = self._folder(work), self._record
+        done, _ = self._incarnate(work, None, "undisturbed ")
         if not done.finished:
             raise WrongResult(f"the undisturbed run of {work.name} failed: {done.failed}")
-        record = self._record
         record.losses |= {step: loss for _, step, loss in record.seen_losses}
-        record.answers |= {found.id: found for found in self._answers(work, folder)}
+        record.answers |= {found.id: found for found in _answers(work, folder)}
         record.seen_losses.clear()
         record.step_times.clear()
-        shutil.rmtree(folder)
-        self._rounds[work.name] = 1
+        self._close_round(work)
 
     def disturbed(self, works: list[Work], seconds: float, kill_every: float, rng: random.Random, ranks: int) -> None:
-        """Rounds with losses for so many seconds; those that are open then are finished without."""
+        """Rounds with losses of ranks for so many seconds; then finishes open rounds without losses."""
         plan, kills, failures, turn = _plan(rng, 1, kill_every, ranks), 0, 0, 0
-        begun, opened = time.monotonic(), set()
+        begun = time.monotonic()
         while (spent := time.monotonic() - begun) < seconds and failures < MOST_FAILURES:
-            work, turn = works[turn % len(works)], turn + 1
-            opened.add(work.name)
-            done, worked_s = self._next(work, plan, f"{spent / seconds:4.0%}, {kills} losses; ")
+            self._bar.n = round(spent)
+            done, worked_s = self._next(works[turn % len(works)], plan, f"{kills} losses; ")
+            turn += 1
             failures = failures + 1 if done.failed else 0
             if done.kill:
                 kills += 1
                 plan = _plan(rng, kills + 1, kill_every, ranks)
             else:
                 plan = plan._replace(after_s=max(0.0, plan.after_s - worked_s))
-            if not (self._home / f"{work.name}-{self._rounds[work.name]}").exists():
-                opened.discard(work.name)
         for work in works:
-            if work.name in opened and failures < MOST_FAILURES:
+            if self._folder(work).exists() and failures < MOST_FAILURES:
                 self._next(work, None, "finishing; ")
 
     def _next(self, work: Work, plan: Plan | None, what: str) -> tuple[Incarnation, float]:
         """One incarnation of the work's open round."""
-        number = self._rounds[work.name]
-        folder = self._home / f"{work.name}-{number}"
-        done, worked_s = self._incarnate(work, number, folder, plan, what)
-        if done.finished or (done.kill and work.saved(folder) == work.total):  # all is done, the rest was farewells
-            self._record.seen_answers += [(number, found) for found in self._answers(work, folder)]
-            shutil.rmtree(folder)
-            self._rounds[work.name] += 1
+        done, worked_s = self._incarnate(work, plan, what)
+        folder = self._folder(work)
+        if done.finished or (done.kill and work.saved(folder) == work.total):  # killed after its last result
+            self._record.seen_answers += [(self._rounds[work.name], found) for found in _answers(work, folder)]
+            self._close_round(work)
         return done, worked_s
 
-    def _incarnate(self, work, number, folder, plan, what) -> tuple[Incarnation, float]:
+    def _incarnate(self, work: Work, plan: Plan | None, what: str) -> tuple[Incarnation, float]:
+        """Returns: (the incarnation, its seconds of work)."""
+        folder = self._folder(work)
         folder.mkdir(exist_ok=True)
-        found = incarnate(
-            self._cluster, work, number, folder, plan, self._record, began=self._began,
-            tell=lambda text: self._bar.say(what + text),
+        run = Run(
+            work, self._rounds[work.name], folder, self._record, began=self._began,
+            show=lambda text: self._bar.set_description(what + text),
         )  # fmt: skip
-        self._bar.line(report.line(report.row(self._record, found[0])))
-        if found[0].failed:
-            self._bar.line(found[0].failed)
-        return found
+        done = run.run(self._cluster, plan)
+        self._bar.clear()
+        print(report.line(report.summary(self._record, done)), *filter(None, [done.failed]), sep="\n", flush=True)
+        return done, run.worked_s
 
-    def _answers(self, work: Work, folder: pathlib.Path) -> list:
-        return [answer(line) for line in work.results(folder, 0).lines() if "id" in line]
+    def _folder(self, work: Work) -> pathlib.Path:
+        """Of the work's open round; it exists once the round has begun."""
+        return self._home / f"{work.name}-{self._rounds[work.name]}"
+
+    def _close_round(self, work: Work) -> None:
+        shutil.rmtree(self._folder(work))
+        self._rounds[work.name] += 1
+
+
+def _answers(work: Work, folder: pathlib.Path) -> list[Answer]:
+    return [answer(line) for line in work.results(folder, 0).lines() if "id" in line]
 
 
 def _plan(rng: random.Random, number: int, kill_every: float, ranks: int) -> Plan:
@@ -219,25 +218,3 @@ def _plan(rng: random.Random, number: int, kill_every: float, ranks: int) -> Pla
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-class Bar:
-    """What is going on: a line written anew on a terminal, and lines that stay."""
-
-    def __init__(self):
-        self._terminal, self._shown = sys.stderr.isatty(), 0.0
-
-    def say(self, text: str) -> None:
-        if self._terminal and time.monotonic() - self._shown > 0.5:
-            self._shown = time.monotonic()
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()
-
-    def line(self, text: str) -> None:
-        self.close()
-        print(text, flush=True)
-
-    def close(self) -> None:
-        if self._terminal:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()

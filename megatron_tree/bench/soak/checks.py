@@ -1,4 +1,4 @@
-"""Whether a soak went well: every rule on a record gives one line with what was found and what is allowed."""
+"""The verdict on a soak: each rule compares what was found in the record with what is allowed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from .incarnation import SLACK_S
 from .records import Kill, Record, Sample
 
 LOSS_ALLOWED = 1e-6  # relative
-LOGPROB_ALLOWED = 1e-4  # absolute: a row's neighbours in the batch are others after a restart
-WARM_S = 20.0  # of an incarnation's work, before its memory counts
-SHORTEST_S = 20.0  # of an incarnation beyond that, for a slope
-JUDGED_S = 300.0  # a soak so long must have incarnations whose memory can be judged
-MEMORY = {"rss": 0.01, "anonymous": 0.01, "pss": 0.1}  # share by which it may grow: pages of a fork part with time
-PARENT_ALLOWED = 0.02  # it keeps all that is recorded
+LOGPROB_ALLOWED = 1e-4  # absolute: after a restart a row is batched with other rows
+WARM_S = 20.0  # seconds of an incarnation's work that do not count for its memory
+SHORTEST_S = 20.0  # of samples after that, to determine growth
+JUDGED_S = 300.0  # a soak of this length must have incarnations whose memory growth can be determined
+MEMORY = ("rss", "anonymous")
+GROWTH_ALLOWED = 0.01
+PARENT_ALLOWED = 0.02  # it keeps the record
 SHOWN = 3
 ACCUSED = re.compile(r"\branks? \[?(\d+(?:, \d+)*)\]?,?[^.:;()]{0,60}?\b(?:is|are|has|have|did|does|do) ")
 
 
 class Check(NamedTuple):
-    """A rule and how the record stands to it."""
+    """One rule and its result."""
 
     name: str
     found: float
     allowed: float
-    """`found` may not be more."""
+    """The largest value of `found` that is ok."""
     text: str
 
     @property
@@ -134,10 +135,10 @@ def _about_restarts(record: Record) -> Iterable[Check]:
 
 
 def growth(samples: list[Sample], field: str) -> float:
-    """By how much of itself a field's peak rises over the samples: from their first third to their last.
+    """Relative growth of a field's peak over the samples: from the peak in their first third to that in their last.
 
-    These thirds' middles are two thirds of the time apart, so the rise is taken half as large again. Peaks, because a
-    process that is forked for a checkpoint shares its parent's pages while it lives.
+    The middles of these thirds are two thirds of the time apart, so the difference is multiplied by 1.5. Peaks are
+    used because a process forked for a checkpoint shares its parent's pages while it lives.
     """
     third = -(-len(samples) // 3)
     first, last = (max(getattr(s, field) for s in part) for part in (samples[:third], samples[-third:]))
@@ -145,9 +146,9 @@ def growth(samples: list[Sample], field: str) -> float:
 
 
 def warm_samples(record: Record, number: int | None = None) -> dict[tuple[int, str], list[Sample]]:
-    """By incarnation and process: what was seen after its start, where it was long enough to tell a slope.
+    """{(incarnation, process): samples after its warm-up}, if there are enough to determine growth.
 
-    number: of this incarnation alone; None: of all.
+    number: of this incarnation only; None: of all.
     """
     ready = {x.number: x.ready_s for x in record.incarnations if x.ready_s is not None}
     found: dict[tuple[int, str], list[Sample]] = defaultdict(list)
@@ -160,46 +161,44 @@ def warm_samples(record: Record, number: int | None = None) -> dict[tuple[int, s
 
 
 def _about_memory(record: Record) -> Iterable[Check]:
-    warm, kinds = warm_samples(record), {x.number: x.work for x in record.incarnations}
-    for field, allowed in MEMORY.items():
-        inside = {key: growth(s, field) for key, s in warm.items() if key[1] != "parent"}
+    warm = warm_samples(record)
+    for field in MEMORY:
+        inside = {key: growth(samples, field) for key, samples in warm.items() if key[1] != "parent"}
         where, most = max(inside.items(), key=lambda x: x[1], default=(None, 0.0))
         if not inside and record.samples and record.samples[-1].at_s > JUDGED_S:
             most = float("nan")
         text = f"of itself, at most; {len(inside)} processes"
         if where:
-            minutes = (warm[where][-1].at_s - warm[where][0].at_s) / 60
-            slope = most * statistics.median(getattr(s, field) for s in warm[where]) / minutes / 1e6
-            text += f"; {slope:+.3f} MB a minute in rank {where[1]} of incarnation {where[0]}"
-        yield Check(f"memory: growth inside an incarnation, {field}", most, allowed, text)
-        for kind in dict.fromkeys(kinds.values()):
-            yield from _about_incarnations(record, kind, warm, field, allowed)
+            text += f"; the most in rank {where[1]} of incarnation {where[0]}"
+        yield Check(f"memory: growth inside an incarnation, {field}", most, GROWTH_ALLOWED, text)
+        for work in dict.fromkeys(x.work for x in record.incarnations):
+            yield from _about_incarnations(record, work, warm, field)
         parent = [s for s in record.samples if s.who == "parent" and s.at_s > WARM_S]
-        if len(parent) > 2 and field != "pss":  # that of a parent goes by its children
+        if len(parent) > 2:
             first, middle, last = (getattr(parent[i], field) / 1e6 for i in (0, len(parent) // 2, -1))
-            # the allocator's arenas come in the first half; what leaks goes on in the second
+            # the allocator's arenas grow in the first half; a leak continues in the second
             rise = growth(parent[len(parent) // 2 :], field)
             text = f"in the second half: {first:.1f} MB at first, {middle:.1f} in the middle, {last:.1f} at last"
             yield Check(f"memory: growth of the parent, {field}", rise, PARENT_ALLOWED, text)
 
 
-def _about_incarnations(record: Record, kind: str, warm: dict, field: str, allowed: float) -> Iterable[Check]:
-    """What ranks hold beyond what they were forked with, by the straight line through all incarnations of a kind."""
+def _about_incarnations(record: Record, work: str, warm: dict, field: str) -> Iterable[Check]:
+    """What ranks hold beyond what they were forked with, by linear regression over all incarnations of one work."""
     forked = {s.incarnation: getattr(s, field) for s in reversed(record.samples) if s.who == "parent"}
     peaks: dict[int, list[int]] = defaultdict(list)
     for (n, who), samples in sorted(warm.items()):
-        if who != "parent" and record.incarnations[n].work == kind:
+        if who != "parent" and record.incarnations[n].work == work:
             peaks[n].append(max(getattr(s, field) for s in samples))
-    own = [statistics.fmean(values) - (forked[n] if field != "pss" else 0) for n, values in peaks.items()]
+    own = [statistics.fmean(values) - forked[n] for n, values in peaks.items()]
     if len(own) > 2:
         rise = statistics.linear_regression(range(len(own)), own).slope * (len(own) - 1)
         whole = statistics.fmean(max(values) for values in peaks.values())
-        text = f"a rank's MB{' beyond its parent' * (field != 'pss')}: {', '.join(f'{x / 1e6:.1f}' for x in own)}"
-        yield Check(f"memory: growth over incarnations of {kind}, {field}", rise / whole, allowed, text)
+        text = f"a rank's MB beyond its parent: {', '.join(f'{x / 1e6:.1f}' for x in own)}"
+        yield Check(f"memory: growth over incarnations of {work}, {field}", rise / whole, GROWTH_ALLOWED, text)
 
 
 def _about_counts(record: Record) -> Iterable[Check]:
-    """What comes and goes with a checkpoint must come down to where it was."""
+    """Counts that rise during a checkpoint must return to their minimum."""
     warm = warm_samples(record)
     for field in ("fds", "threads", "ports"):
         rises, floors = [], []

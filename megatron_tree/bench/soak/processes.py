@@ -1,4 +1,4 @@
-"""What the kernel tells about the processes of a soak: memory, descriptors, threads, shared memory."""
+"""Counts of the processes of a soak, from /proc: memory, file descriptors, threads, ports, shared memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ from .records import Sample
 SHARED_MEMORY = "/dev/shm/"
 
 
-def look(pid: int, *, at_s: float, incarnation: int, who: str) -> Sample:
-    """A sample of one process. Raises: OSError if it is gone."""
+def sample(pid: int, *, at_s: float, incarnation: int, who: str) -> Sample:
+    """A sample of one process. Raises: OSError if it has ended."""
     process = Path(f"/proc/{pid}")
-    kilobytes = {"Rss": 0, "Anonymous": 0, "Pss_Anon": 0}
-    for line in (process / "smaps_rollup").read_text().splitlines()[1:]:
-        name, value, *_ = line.split()
-        if name[:-1] in kilobytes:
-            kilobytes[name[:-1]] = int(value)
+    fields = (line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+    memory = {name.removesuffix(":"): 1024 * int(kilobytes) for name, kilobytes, *_ in fields}
     return Sample(
         at_s=at_s,
         incarnation=incarnation,
         who=who,
-        rss=1024 * kilobytes["Rss"],
-        anonymous=1024 * kilobytes["Anonymous"],
-        pss=1024 * kilobytes["Pss_Anon"],
+        rss=memory["Rss"],
+        anonymous=memory["Anonymous"],
         fds=len(os.listdir(process / "fd")),
         threads=len(os.listdir(process / "task")),
         ports=len(listening_ports(str(pid))),
@@ -46,11 +42,9 @@ def shared_memory_of(pid: int) -> set[str]:
 
 
 def children() -> list[str]:
-    """Processes of this one: "child PID (NAME)"."""
-    me, found = str(os.getpid()), []
-    for process in Path("/proc").glob("[0-9]*"):
+    """Child processes of this one: "child PID (NAME)"."""
+    found = []
+    for pid in " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split():
         with contextlib.suppress(OSError):
-            name, _, rest = (process / "stat").read_text().partition("(")[2].rpartition(")")
-            if rest.split()[1] == me:
-                found.append(f"child {process.name} ({name})")
+            found.append(f"child {pid} ({Path('/proc', pid, 'comm').read_text().strip()})")
     return found

@@ -1,4 +1,4 @@
-"""What a soak writes down while it runs; `checks` judges it afterwards."""
+"""What a soak records while it runs; `checks` judges it afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Sample(NamedTuple):
-    """One look at one process, from the kernel's counts; sizes in bytes."""
+    """Counts of one process at one time, from /proc; sizes in bytes."""
 
     at_s: float
     """Since the soak began."""
@@ -16,40 +16,37 @@ class Sample(NamedTuple):
     """A rank's number, or "parent"."""
     rss: int
     anonymous: int
-    """Memory that is no file's: heaps and stacks."""
-    pss: int
-    """The same, each page divided by the number of processes that share it since their fork. (Files' pages are shared
-    with whatever else runs on the machine: they would say nothing about the soak.)"""
+    """Memory not backed by files: heaps and stacks."""
     fds: int
     threads: int
     ports: int
-    """TCP ports that are listened on in the process's node."""
+    """Listening TCP ports in the process's node."""
 
 
 class Survivor(NamedTuple):
-    """How a rank took the loss of another one."""
+    """How a rank ended after another one was lost."""
 
     rank: int
     seconds: float | None
-    """From the signal to its end; None: it had to be ended."""
+    """From the signal to its end; None: the soak had to end it."""
     status: int | None
     said: str
-    """The error it ended with."""
+    """Its last error message."""
 
 
 class Kill(NamedTuple):
-    """A rank was taken out."""
+    """The loss of a rank, caused by the soak."""
 
     at_s: float
     rank: int
     signal: str
     during: str
-    """Where the program was: the innermost functions of a survivor, or "" where none was told."""
+    """Innermost function of most survivors' tracebacks, or ""."""
     survivors: list[Survivor]
 
 
 class Incarnation(NamedTuple):
-    """One start of all ranks with its end."""
+    """One run of all ranks, from start to end."""
 
     number: int
     work: str
@@ -59,21 +56,21 @@ class Incarnation(NamedTuple):
     """When its first result came."""
     ended_s: float
     expected_first: int
-    """Steps or answers that earlier incarnations of the round had on the disk."""
+    """Steps or answers of the round that earlier incarnations left on disk."""
     first: int | None
-    """Those that this one says it continues from; None: it did not come so far."""
+    """Steps or answers that this one resumed after; None: it ended before."""
     last: int
-    """What it had done when it ended."""
+    """Steps or answers of the round when it ended."""
     finished: bool
     kill: Kill | None
     failed: str
-    """What went wrong without our doing; "" for nothing."""
+    """A failure that the soak did not cause, or ""."""
     left: list[str]
-    """Processes, ports and shared memory that were there when all its ranks had ended."""
+    """Processes, ports and shared memory that remained after all its ranks had ended."""
 
 
 class Answer(NamedTuple):
-    """A line of the results of a file of prompts."""
+    """The answer to one prompt."""
 
     id: int
     tokens: list[list[int]]
@@ -82,22 +79,22 @@ class Answer(NamedTuple):
 
 @dataclass
 class Record:
-    """Everything that `checks` looks at."""
+    """The input of `checks`."""
 
     limit_s: float
     """Time limit of every wait for other ranks."""
     save_interval: int
     losses: dict[str, float] = field(default_factory=dict)
-    """Of the undisturbed run, by step, and "valid"."""
+    """Of the undisturbed round, by step, and "valid"."""
     answers: dict[int, Answer] = field(default_factory=dict)
-    """Of the undisturbed run, by id."""
+    """Of the undisturbed round, by id."""
     seen_losses: list[tuple[int, str, float]] = field(default_factory=list)
-    """(incarnation, step, loss) of every step that any incarnation did."""
+    """(incarnation, step, loss) of every step of every incarnation."""
     seen_answers: list[tuple[int, Answer]] = field(default_factory=list)
-    """(round, answer) of every line of every round that was finished."""
+    """(round, answer) of every finished round."""
     incarnations: list[Incarnation] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    """What was there after the end of everything."""
+    """Processes and files that remained after the end of the soak."""
     step_times: list[tuple[float, int, int]] = field(default_factory=list)
     """(seconds since the soak began, incarnation, step) of training steps, for the plot."""

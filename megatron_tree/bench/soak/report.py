@@ -1,24 +1,22 @@
-"""A soak for people and files: a line for each incarnation, the checks, CSV, JSON and a plot."""
+"""The report of a soak: a line for each incarnation, the checks, CSV, JSON and a plot."""
 
 from __future__ import annotations
 
-import csv
 import functools
 import pathlib
 import statistics
 from typing import NamedTuple
 
-from ...files import whole_file
-from ..plots import save
-from ..report import write_results
+from ..figures import figure
+from ..results import write_results
 from .checks import Check, accused, growth, warm_samples
 from .incarnation import SLACK_S
 from .records import Incarnation, Record
 
-SAID = 300  # letters of a survivor's error in the JSON
+SAID = 300  # characters of a survivor's error in the JSON
 
 
-class Row(NamedTuple):
+class Summary(NamedTuple):
     """One incarnation: a line of results.csv."""
 
     incarnation: int
@@ -35,28 +33,19 @@ class Row(NamedTuple):
     fastest_s: float | None
     slowest_s: float | None
     named: int | None
-    rss_mb: float | None
+    """Survivors that named the lost rank, and it alone."""
     anonymous_mb: float | None
-    pss_mb: float | None
+    """Mean over the ranks and the time."""
     growth: float | None
-    fds: int | None
-    threads: int | None
-    ports: int | None
+    """The largest of the ranks."""
 
 
-def rows(record: Record) -> list[Row]:
-    """What the table and results.csv show."""
-    return [row(record, x) for x in record.incarnations]
-
-
-def row(record: Record, x: Incarnation) -> Row:
-    """One incarnation."""
-    warm = {who: samples for (_, who), samples in warm_samples(record, x.number).items() if who != "parent"}
+def summary(record: Record, x: Incarnation) -> Summary:
+    """The line of one incarnation."""
+    warm = [s for (_, who), s in warm_samples(record, x.number).items() if who != "parent"]
     kill = x.kill
     times = [s.seconds for s in kill.survivors if s.seconds is not None] if kill else []
-    seen = [s for samples in warm.values() for s in samples]
-    mean = lambda field: statistics.fmean(getattr(s, field) for s in seen) if seen else None  # noqa: E731
-    return Row(
+    return Summary(
         incarnation=x.number,
         work=x.work,
         round=x.round,
@@ -71,18 +60,13 @@ def row(record: Record, x: Incarnation) -> Row:
         fastest_s=round(min(times), 2) if times else None,
         slowest_s=round(max(times), 2) if times else None,
         named=sum(accused(s.said) == {kill.rank} for s in kill.survivors) if kill else None,
-        rss_mb=round(mean("rss") / 1e6, 1) if seen else None,
-        anonymous_mb=round(mean("anonymous") / 1e6, 1) if seen else None,
-        pss_mb=round(mean("pss") / 1e6, 1) if seen else None,
-        growth=round(max(growth(s, "anonymous") for s in warm.values()), 5) if seen else None,
-        fds=min(s.fds for s in seen) if seen else None,
-        threads=min(s.threads for s in seen) if seen else None,
-        ports=min(s.ports for s in seen) if seen else None,
+        anonymous_mb=round(statistics.fmean(s.anonymous for of in warm for s in of) / 1e6, 1) if warm else None,
+        growth=round(max(growth(s, "anonymous") for s in warm), 5) if warm else None,
     )
 
 
-def line(r: Row) -> str:
-    """One incarnation."""
+def line(r: Summary) -> str:
+    """One incarnation in words."""
     text = f"{r.incarnation:>3}  {_clock(r.began_s)}-{_clock(r.ended_s)}  {r.work:<8} round {r.round}"
     text += f"  {r.first:>5} to {r.last:<5}"
     if r.end != "finished":
@@ -90,7 +74,7 @@ def line(r: Row) -> str:
     if r.at_s is not None:
         text += f" in {r.during or '?'}: survivors ended after {r.fastest_s} to {r.slowest_s} s, "
         text += f"{r.named} of {r.survivors} named it"
-    if r.rss_mb is not None:
+    if r.anonymous_mb is not None:
         text += f"; {r.anonymous_mb:.0f} MB a rank, {r.growth:+.2%}"
     return text
 
@@ -100,7 +84,7 @@ def _clock(seconds: float) -> str:
 
 
 def table(checks: list[Check]) -> str:
-    """The checks for people, with their ratios to what is allowed."""
+    """The checks, with their ratios to what is allowed."""
     width = max(len(c.name) for c in checks)
     lines = [f"\n{'check':<{width}}      found    allowed   ratio"]
     for c in checks:
@@ -112,17 +96,11 @@ def table(checks: list[Check]) -> str:
 
 
 def write(folder: pathlib.Path, record: Record, checks: list[Check], about: dict) -> None:
-    """results.csv, results.json, losses.csv, samples.csv and results.png."""
+    """Write results.csv, results.json and results.png."""
     kills = [_kill(x) for x in record.incarnations if x.kill]
     about = {**about, "checks": [{**c._asdict(), "ok": c.ok} for c in checks], "kills": kills}
-    folder.mkdir(parents=True, exist_ok=True)
-    losses = [("incarnation", "step", "loss", "undisturbed")]
-    losses += [(n, step, loss, record.losses.get(step)) for n, step, loss in record.seen_losses]
-    samples = [record.samples[0]._fields, *record.samples] if record.samples else []
-    for name, lines in (("losses.csv", losses), ("samples.csv", samples)):
-        with whole_file(folder / name) as path, path.open("w", newline="") as file:
-            csv.writer(file).writerows(lines)
-    write_results(folder, rows(record), about, plots={"results.png": functools.partial(_draw, record)})
+    rows = [summary(record, x) for x in record.incarnations]
+    write_results(folder, rows, about, {"results.png": functools.partial(_draw, record=record)})
 
 
 def _kill(x: Incarnation) -> dict:
@@ -130,47 +108,42 @@ def _kill(x: Incarnation) -> dict:
     return {"incarnation": x.number, "work": x.work, **x.kill._asdict(), "survivors": survivors}
 
 
-def _draw(record: Record, path: pathlib.Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (losses, memory, ends) = plt.subplots(3, 1, figsize=(11, 9), sharex=True, height_ratios=(3, 2.2, 1.6))
-    seen = {(n, step): loss for n, step, loss in record.seen_losses}
-    of = {step: float(loss) for step, loss in record.losses.items() if step.isdecimal()}
-    points = [
-        (at / 60, seen[n, str(step)], of[str(step)]) for at, n, step in record.step_times if (n, str(step)) in seen
-    ]
-    if points:
-        minutes, found, truth = zip(*points)
-        losses.plot(minutes, truth, ".", color="black", markersize=6, label="the undisturbed run's loss of that step")
-        losses.plot(minutes, found, ".", color="tab:cyan", markersize=2, label="the soak's")
-    losses.set_ylabel("training loss (nats)")
-    forked = {s.incarnation: s.anonymous for s in reversed(record.samples) if s.who == "parent"}
-    for who in dict.fromkeys(s.who for s in record.samples if s.who != "parent"):
-        mine = [s for s in record.samples if s.who == who]
-        own = [(s.anonymous - forked[s.incarnation]) / 1e6 for s in mine]
-        memory.plot([s.at_s / 60 for s in mine], own, ".", markersize=2, label=f"rank {who}")
-    memory.set_ylabel("memory beyond what it\nwas forked with (MB)")
-    memory.set_ylim(bottom=0)
-    for x in record.incarnations:
-        for ax in (losses, memory, ends):
+def _draw(path: pathlib.Path, record: Record) -> None:
+    with figure(path, 3, 1, size=(11, 9), title="", sharex=True, height_ratios=(3, 2.2, 1.6)) as axes:
+        losses, memory, ends = axes[:, 0]
+        seen = {(n, step): loss for n, step, loss in record.seen_losses}
+        points = [
+            (at / 60, record.losses[str(step)], seen[n, str(step)])
+            for at, n, step in record.step_times
+            if (n, str(step)) in seen and str(step) in record.losses
+        ]
+        if points:
+            minutes, truth, found = zip(*points)
+            losses.plot(minutes, truth, ".", color="black", markersize=6, label="the undisturbed run's loss")
+            losses.plot(minutes, found, ".", color="tab:cyan", markersize=2, label="the soak's loss of that step")
+        losses.set_ylabel("training loss (nats)")
+        forked = {s.incarnation: s.anonymous for s in reversed(record.samples) if s.who == "parent"}
+        for who in dict.fromkeys(s.who for s in record.samples if s.who != "parent"):
+            mine = [s for s in record.samples if s.who == who]
+            own = [(s.anonymous - forked[s.incarnation]) / 1e6 for s in mine]
+            memory.plot([s.at_s / 60 for s in mine], own, ".", markersize=2, label=f"rank {who}")
+        memory.set_ylabel("memory beyond what it\nwas forked with (MB)")
+        memory.set_ylim(bottom=0)
+        for x in record.incarnations:
             if x.work == "generate":
-                ax.axvspan(x.began_s / 60, x.ended_s / 60, color="tab:grey", alpha=0.15, linewidth=0)
+                for ax in axes[:, 0]:
+                    ax.axvspan(x.began_s / 60, x.ended_s / 60, color="tab:grey", alpha=0.15, linewidth=0)
             if x.kill:
-                colour = "tab:red" if x.kill.signal == "SIGKILL" else "tab:purple"
-                ax.axvline(x.kill.at_s / 60, color=colour, linewidth=1)
-        if x.kill:
-            style = dict(fontsize=7, rotation=90, va="top", ha="right", xycoords=("data", "axes fraction"))
-            losses.annotate(f"rank {x.kill.rank}", (x.kill.at_s / 60, 1), **style)
-            took = [s.seconds for s in x.kill.survivors if s.seconds is not None]
-            ends.plot([x.kill.at_s / 60] * len(took), took, "o", color="black", markersize=3)
-    ends.axhline(record.limit_s + SLACK_S, color="grey", linestyle="--", label="time limit + 2 s")
-    ends.set_ylabel("survivors ended\nafter (s)")
-    ends.set_xlabel("minutes (red: SIGKILL, purple: SIGSTOP; shaded: generation, else training)")
-    for ax in (losses, memory, ends):
-        ax.grid(alpha=0.3)
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=7, loc="upper right", markerscale=3)
-    save(figure, path, dpi=80)
+                at, took = x.kill.at_s / 60, [s.seconds for s in x.kill.survivors if s.seconds is not None]
+                for ax in axes[:, 0]:
+                    ax.axvline(at, color="tab:red" if x.kill.signal == "SIGKILL" else "tab:purple", linewidth=1)
+                style = dict(fontsize=7, rotation=90, va="top", ha="right", xycoords=("data", "axes fraction"))
+                losses.annotate(f"rank {x.kill.rank}", (at, 1), **style)
+                ends.plot([at] * len(took), took, "o", color="black", markersize=3)
+        ends.axhline(record.limit_s + SLACK_S, color="grey", linestyle="--", label="time limit + 2 s")
+        ends.set_ylabel("survivors ended\nafter (s)")
+        ends.set_xlabel("minutes (red: SIGKILL, purple: SIGSTOP; shaded: generation, else training)")
+        for ax in axes[:, 0]:
+            ax.grid(alpha=0.3)
+            if ax.get_legend_handles_labels()[0]:
+                ax.legend(fontsize=7, loc="upper right", markerscale=3)

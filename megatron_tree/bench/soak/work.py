@@ -1,4 +1,4 @@
-"""What a soak runs on its ranks: the two scripts that users start, in rounds of a fixed size, and what they write."""
+"""What a soak runs on its ranks: two scripts of launch/, in rounds of a fixed size, and the files they write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = 300
 
 
 class Options(NamedTuple):
-    """Sizes of a soak."""
+    """The sizes of a soak."""
 
     ranks: int
     steps: int
@@ -32,13 +32,13 @@ class Options(NamedTuple):
 
 
 class Tail:
-    """Whole lines that a growing file gets; a missing file is an empty one."""
+    """Reads the complete lines of a growing file; a missing file counts as empty."""
 
     def __init__(self, path: Path):
         self._path, self._read = path, 0
 
     def lines(self) -> list[dict]:
-        """The lines since the last call, parsed."""
+        """The lines added since the last call, parsed as JSON."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -50,7 +50,7 @@ class Tail:
 
 
 class Work(Protocol):
-    """One kind of work. A round of it is done in a folder of its own, by one incarnation of ranks after another."""
+    """One kind of work. Each round has its own folder, and is done by one or more incarnations of the ranks."""
 
     name: str
     unit: str
@@ -61,13 +61,13 @@ class Work(Protocol):
         """Write the inputs."""
 
     def argv(self, folder: Path, number: int) -> list[str]:
-        """The script and its options, for incarnation `number`."""
+        """The script and its options for incarnation `number`."""
 
     def saved(self, folder: Path) -> int:
-        """Units on the disk, from which the next incarnation goes on."""
+        """Units on disk, after which the next incarnation resumes."""
 
     def results(self, folder: Path, number: int) -> Tail:
-        """The lines that incarnation `number` writes."""
+        """The results that incarnation `number` writes."""
 
 
 class Training:
@@ -101,7 +101,7 @@ class Training:
         return max(self.checkpoints(folder), default=0)
 
     def checkpoints(self, folder: Path) -> list[int]:
-        """Steps of the whole checkpoints of a round."""
+        """Steps of the complete checkpoints of a round."""
         return [int(path.parent.name[5:]) for path in folder.glob(f"checkpoints/iter_???????/{MANIFEST}")]
 
     def results(self, folder: Path, number: int) -> Tail:
@@ -109,7 +109,7 @@ class Training:
 
 
 class Generation:
-    """launch/generate.py on a file of prompts, the cache sharded over all ranks, rows coming and going."""
+    """launch/generate.py on a file of prompts: continuous batching, the cache sharded over all ranks."""
 
     name, unit = "generate", "answers"
 
@@ -149,6 +149,6 @@ def _as_options(given: dict) -> list[str]:
 
 
 def answer(line: dict) -> Answer:
-    """What a line of results says."""
+    """A line of generate.py's output as an `Answer`."""
     tokens = [[x["token"] for x in row["logprobs"]] for row in line["answers"]]
     return Answer(line["id"], tokens, [[x["logprob"] for x in row["logprobs"]] for row in line["answers"]])

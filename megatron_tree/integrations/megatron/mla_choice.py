@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...plan import Shape, Topology, TrainingPlan, plan_training
-from ...plan.plans import seconds, size
+from ...units import format_bytes, format_seconds
 
 
 class Choice(NamedTuple):
@@ -54,11 +54,11 @@ def choose_latent(
     whole *= shape.num_heads_kv * (shape.head_dim + shape.head_dim_v) + latent_words
     fits = memory_budget is None or whole <= memory_budget
     reason = (
-        f"latents {seconds(time)} and {size(latents.bytes)} sent by a rank forward and backward, keys and values "
-        f"{seconds(keys.time_s)} and {size(keys.bytes)} (predicted for {topology.name})"
+        f"latents {format_seconds(time)} and {format_bytes(latents.bytes)} sent by a rank forward and backward, "
+        f"keys and values {format_seconds(keys.time_s)} and {format_bytes(keys.bytes)} (predicted for {topology.name})"
     )
     if not fits:
-        reason += f"; all keys and values would take {size(whole)}, memory_budget={memory_budget}"
+        reason += f"; all keys and values would take {format_bytes(whole)}, memory_budget={memory_budget}"
     return Choice(fits and time < keys.time_s, latents.bytes, keys.bytes, reason)
 
 
