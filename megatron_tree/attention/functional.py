@@ -145,49 +145,6 @@ def tree_attn_varlen_func(
     return (out[0], lse[0]) if return_lse else out[0]
 
 
-def attend_gathered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cp_group,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    layout: Layout = "zigzag",
-    config: TreeConfig | None = None,
-) -> Tensor:
-    """Attention of this rank's queries over keys of the whole sequence that are here already; nothing is sent.
-
-    Args:
-        q: [b, s/p, h, d], this rank's share.
-        k, v: [b, s, h_kv, d] and [b, s, h_kv, d_v], the shares of all ranks of cp_group, rank by rank, as
-            `gather_shares` lays them out.
-        Others as in `tree_attn_func`; of config the backend counts.
-    Returns: out [b, s/p, h, d_v]. The gradients of k and v are those of this rank's queries alone.
-    Raises: ValueError for bad input.
-    """
-    config = config or _DEFAULT
-    spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
-    check_qkv(q, k, v, cross=True)
-    check_sinks(sinks, q)
-    queries = _sharding(q, "q", cp_group, layout)
-    if k.shape[1] != queries.seq_len or queries.rows != q.shape[1]:
-        raise ValueError(
-            f"k holds {k.shape[1]} tokens: it must hold all shares, {queries.seq_len}, which must be equally long"
-        )
-    keys = dataclasses.replace(queries, fused=queries.world)
-    args = AttnArgs(spec=spec, group=None, queries=queries, keys=keys, config=TreeConfig(backend=config.backend))
-    net = GroupTopology.of(None, q.device, args.config).placed(None, q.device, args.config)
-    alone = args.plan(q, k, v, net, kernels.choose(q, k, v, spec, config.backend), (0,))
-    here = dataclasses.replace(alone, group=cp_group, order=(comm.group_rank(cp_group),))
-    return tree_attention(q, k, v, sinks, here)[0]
-
-
 def _attend(
     call: comm.CollectiveCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, args: AttnArgs, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Differentiable exchanges around attention: Ulysses' all-to-all, tokens for heads, and the gather of shares.
+"""Ulysses' exchanges around attention, differentiable: all-to-alls of tokens for heads.
 
 Before attention over u neighbouring ranks each of them gives away (u - 1) / u of its heads and gets the other ranks'
 tokens of the heads it keeps; afterwards it is put back. The backward of each exchange is the other one.
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..merge import SumReducer, state_dtype
 
 
 def heads_to_tokens(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -21,11 +20,6 @@ def heads_to_tokens(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:
 def tokens_to_heads(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:
     """[b, u * s, h / u, d] -> [b, s, h, d]: back from `heads_to_tokens`."""
     return _TokensToHeads.apply(team, *tensors)
-
-
-def gather_rows(x: Tensor, team: comm.Team) -> Tensor:
-    """All-gather x [s, ...], equally long on all ranks, to [n * s, ...]; backward, gradients are summed in fp32."""
-    return _GatherRows.apply(team, x)
 
 
 def _to_tokens(team: comm.Team, tensors) -> tuple[Tensor, ...]:
@@ -59,15 +53,3 @@ class _TokensToHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         return None, *_to_tokens(ctx.team, grads)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, team, x):
-        ctx.team = team
-        return comm.start_gather(x, team).wait()
-
-    @staticmethod
-    def backward(ctx, grad):
-        reducer = SumReducer(grad.dtype, state_dtype(grad.dtype))
-        return None, comm.start_reduce_scatter(grad, ctx.team, reducer).wait().to(grad.dtype)

@@ -8,8 +8,6 @@ from torch import Tensor
 from .. import comm
 from ..config import TreeConfig
 from ..layout import Layout, check_layout, shard_lengths, shard_positions
-from .heads import gather_rows
-from .topology import GroupTopology
 
 _DEFAULT = TreeConfig()
 
@@ -48,29 +46,3 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
     for r in range(world):
         out[shard_positions(seq_len, r, world, layout, device=x.device)] = whole[r, : lengths[r]]
     return out.movedim(0, dim)
-
-
-def gather_shares(x: Tensor, cp_group, dim: int, *, config: TreeConfig | None = None) -> Tensor:
-    """All ranks' shares along `dim`, equally long, rank by rank, on every rank. One all-gather; differentiable.
-
-    The gradient of a share is the sum of all ranks' gradients of it, formed in fp32: one reduce-scatter. Over several
-    nodes both have two levels, so that a share crosses to another node once.
-
-    config: `TreeConfig`; topology, transport, timeout_s and check are used.
-    """
-    world = comm.group_size(cp_group)
-    if world == 1:
-        return x
-    config = config or _DEFAULT
-    with comm.collective_call("gather_shares", cp_group, config) as call:
-        net = GroupTopology.of(cp_group, x.device, config)
-        call.agree(shape=x.shape, dtype=x.dtype, dim=dim % x.dim(), topology=net.digest)
-        net = net.placed(cp_group, x.device, config)
-        order, block = net.placement.order, net.placement.block
-        ranks = tuple(order[place::block] for place in range(block))
-        team = comm.Team(cp_group, ranks, net.transport, config.timeout_s, ("shares", block))
-        whole = gather_rows(x.movedim(dim, 0), team)
-    if team.order != tuple(range(world)):
-        by_rank = [team.order.index(r) for r in range(world)]
-        whole = whole.unflatten(0, (world, -1))[by_rank].flatten(0, 1)
-    return whole.movedim(0, dim)

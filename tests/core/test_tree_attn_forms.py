@@ -17,8 +17,6 @@ from megatron_tree import (
     tree_attn_func,
     tree_attn_varlen_func,
 )
-from megatron_tree.attention.functional import attend_gathered
-from megatron_tree.attention.sequences import gather_shares
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
 from support.attention import configs, make_inputs, make_sinks, worst_error
@@ -240,32 +238,6 @@ def _ulysses(rank, world, size, transport):
 @pytest.mark.parametrize("transport", ["direct", "builtin"])
 def test_heads_split_by_ulysses(world, size, transport):
     check(_ulysses, world, size, transport)
-
-
-def _gathered(rank, world):
-    errors, group = {}, dist.group.WORLD
-    inputs = make_inputs(4 * world, (4, 2))
-    rows = shard_positions(4 * world, rank, world)
-    for name, mask in {"causal": {}, "window": dict(window_size=(5, 0)), "full": dict(causal=False)}.items():
-
-        def call(q, k, v, _, mask=mask):
-            k, v = (gather_shares(x, group, 1) for x in (k, v))
-            with comm.record() as sent:
-                out = attend_gathered(q, k, v, cp_group=group, **mask)
-            assert not sent
-            return out, None
-
-        truth = truth_of(*inputs, **mask)
-        q, k, v = (x[:, rows].clone().requires_grad_() for x in inputs[:3])
-        out, _ = call(q, k, v, None)
-        mine = [out.detach(), *torch.autograd.grad((out * inputs[3][:, rows]).sum(), (q, k, v))]
-        errors[name] = largest((x.detach() - t[:, rows]).abs().max() for x, t in zip(mine, (truth[0], *truth[2:])))
-    return errors
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_keys_gathered_before(world):
-    check(_gathered, world)
 
 
 def refusals():

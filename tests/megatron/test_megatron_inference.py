@@ -50,12 +50,12 @@ def test_served_variants():
 
 @pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; GQA, MQA, MLA")
 def test_served_beside_tensor_parallelism():
-    check(4, [case(tp=2), case(tp=2, num_heads_kv=1, softmax_type="learnable"), case(tp=2, mla="never")])
+    check(4, [case(tp=2), case(tp=2, num_heads_kv=1, softmax_type="learnable"), case(tp=2, mla=True)])
 
 
 @pytest.mark.supports(SERVED, with_="cp = 2; MLA, its rope_type rope and yarn")
 def test_served_multi_latent_attention():
-    check(2, [case(mla="auto"), case(mla="always", rope_type="yarn"), case(mla="never", q_lora_rank=None)])
+    check(2, [case(mla=True), case(mla=True, rope_type="yarn"), case(mla=True, q_lora_rank=None)])
 
 
 def _answers(run):

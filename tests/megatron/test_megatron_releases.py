@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from megatron_tree import TreeConfig
 from megatron_tree.integrations import megatron as tree
-from megatron_tree.integrations.megatron import compat as compat
+from megatron_tree.integrations.megatron import compat
 from support.core_attention import Group, config
 
 causal = AttnMaskType.causal

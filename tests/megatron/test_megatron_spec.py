@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_tree import TreeConfig, TreeError
 from megatron_tree.integrations import megatron as tree
-from megatron_tree.integrations.megatron import compat as compat
+from megatron_tree.integrations.megatron import compat
 
 causal, no_mask = AttnMaskType.causal, AttnMaskType.no_mask
 

@@ -38,14 +38,15 @@ def test_what_is_around_attention(cp):
 @pytest.mark.supports("multi-latent attention (MLA)", with_="cp = 2, 4; with and without q_lora_rank")
 def test_multi_latent_attention(cp):
     kinds = [NO_Q_LORA, QK_NORM, options(rope_type="yarn")]
-    cases = [Case(cp=cp, mla="never", extra=extra) for extra in kinds]
-    check(cp, cases + [Case(cp=cp, mla="never", **schedule) for schedule in schedules(cp)])
+    kinds += [options(recompute_granularity="selective", recompute_modules=["mla_up_proj", "core_attn"])]
+    cases = [Case(cp=cp, mla=True, extra=extra) for extra in kinds]
+    check(cp, cases + [Case(cp=cp, mla=True, **schedule) for schedule in schedules(cp)])
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="two layers; cp = 2, 4; also with MLA")
 def test_multi_token_prediction(cp):
-    cases = [Case(cp=cp, mla=mla, extra=MTP) for mla in ("never", "always")]
+    cases = [Case(cp=cp, mla=True, extra=MTP)]
     check(cp, cases + [Case(cp=cp, extra=MTP, **schedule) for schedule in schedules(cp)])
 
 
@@ -71,7 +72,7 @@ def test_megatron_rolls_a_sharded_sequence(cp):
 
 @pytest.mark.supports("cp_comm_type a2a (Ulysses)", with_="more and fewer KV heads than ranks; cp = 2, 4")
 def test_ulysses():
-    heads = [{"num_heads_kv": n} for n in (2, 8, 1)] + [{"mla": "auto"}, {"extra": QK_NORM + GATE + WIDE}]
+    heads = [{"num_heads_kv": n} for n in (2, 8, 1)] + [{"mla": True}, {"extra": QK_NORM + GATE + WIDE}]
     check(2, [Case(cp=2, cp_comm_type="a2a", **kind) for kind in heads[:1]])
     check(4, [Case(cp=4, cp_comm_type="a2a", **kind) for kind in heads])
 
@@ -80,7 +81,7 @@ def test_ulysses():
     "hierarchical_context_parallel_sizes, cp_comm_type a2a+tree and a2a+p2p", with_="[2, 2]; MHA, GQA, MQA, MLA, sinks"
 )
 def test_ulysses_and_tree():
-    kinds = [{"num_heads_kv": n} for n in (8, 2, 1)] + [{"mla": "auto"}]
+    kinds = [{"num_heads_kv": n} for n in (8, 2, 1)] + [{"mla": True}]
     kinds += [{"extra": options(window_size=(5, 0), softmax_type="learnable")}]
     check(4, [Case(cp=4, cp_sizes=(2, 2), cp_comm_type=t, **kind) for t in ("a2a+tree", "a2a+p2p") for kind in kinds])
 
@@ -105,7 +106,7 @@ def test_dropout(cp):
     """The reference is tree attention on one rank."""
     dropout, full = options(attention_dropout=0.2), options(recompute_granularity="full", recompute_method="uniform")
     core = options(recompute_granularity="selective", recompute_modules=["core_attn"])
-    kinds = [*schedules(cp), {"mla": "always", "extra": core}]
+    kinds = [*schedules(cp), {"mla": True, "extra": core}]
     if cp == 4:
         kinds += [{"extra": core}, {"extra": full + options(recompute_num_layers=1)}, {"cp_comm_type": "a2a"}]
         kinds += [{"extra": options(window_size=(5, 0), softmax_type="learnable")}]
@@ -141,7 +142,7 @@ def capped(case):
 
 @pytest.mark.supports("logit softcap (attn_logit_softcapping)", with_="a config that has the field; cp = 2")
 def test_softcap():
-    check(2, [Case(cp=2, **kind) for kind in (*schedules(2), {"mla": "always"})], run=capped)
+    check(2, [Case(cp=2, **kind) for kind in (*schedules(2), {"mla": True})], run=capped)
 
 
 @pytest.mark.supports("a cp_comm_type for each layer", with_="with windows, sinks and multi-token prediction; cp = 4")

@@ -109,7 +109,7 @@ WINDOW = options(window_size=(5, 0), window_attn_skip_freq=2, softmax_type="lear
 )
 def test_packed_documents(cp):
     case = functools.partial(Packed, cp=cp, tree=True, **ONE)
-    kinds = [{"extra": WINDOW}, {"mla": "auto"}, {"mla": "auto", "extra": options(rope_type="yarn")}]
+    kinds = [{"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": options(rope_type="yarn")}]
     kinds += schedules(cp) if cp > 1 else [{}]
     check_packed(cp, [case(**kind) for kind in kinds])
 
@@ -126,4 +126,4 @@ def test_packed_documents_and_ulysses():
 def test_packed_documents_and_multi_token_prediction(cp):
     """Without padding: Megatron rolls labels at the ends of documents, not of their padding."""
     case = functools.partial(Packed, cp=cp, tree=True, documents=(16, 32, 8), extra=options(mtp_num_layers=2), **ONE)
-    check_packed(cp, [case(mla=mla) for mla in (None, "auto")])
+    check_packed(cp, [case(mla=mla) for mla in (False, True)])

@@ -92,7 +92,7 @@ def test_patches_are_small_and_stay_within_four_files(path):
 
 def test_the_names_in_the_patches_exist():
     from megatron_tree.integrations import megatron as tree
-    from megatron_tree.integrations.megatron import compat as compat
+    from megatron_tree.integrations.megatron import compat
 
     assert PATCHES
     for path in PATCHES:

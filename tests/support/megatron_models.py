@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, unshard_sequence
 from megatron_tree.integrations import megatron as tree
-from megatron_tree.integrations.megatron import compat as compat
-from megatron_tree.integrations.megatron.mla import use_mla_latent
+from megatron_tree.integrations.megatron import compat
 from megatron_tree.integrations.megatron.norm import use_sequence_parallel_norm
 from support.ranks import run_distributed
 
@@ -42,7 +41,7 @@ class Case:
     local_spec: bool = False  # ... and leave Megatron's own layer spec as it is
     tree: bool | None = None  # tree attention; default: with cp > 1
     positions: str = "rope"  # position_embedding_type
-    mla: str | None = None  # multi-latent attention: "auto", "always", "never"; what travels (`use_mla_latent`)
+    mla: bool = False  # multi-latent attention
     dtype: torch.dtype = torch.float32
     extra: tuple = ()
     """Further options of the TransformerConfig: (name, value) pairs."""
@@ -143,7 +142,7 @@ def layer_spec(case):
     options = dict(case.extra)
     arguments = {
         "normalization": "RMSNorm",
-        "multi_latent_attention": bool(case.mla),
+        "multi_latent_attention": case.mla,
         "qk_layernorm": options.get("qk_layernorm", False),
         "num_experts": options.get("num_moe_experts"),
     }
@@ -152,8 +151,7 @@ def layer_spec(case):
         if case.mla:
             spec.submodules.self_attention.submodules.core_attention = dot_product_attention_for_mla()
         return spec
-    spec = tree.get_gpt_layer_tree_spec(**arguments, tree_config=case.tree_config)
-    return use_mla_latent(spec, latent=case.mla) if case.mla else spec
+    return tree.get_gpt_layer_tree_spec(**arguments, tree_config=case.tree_config)
 
 
 def block_spec(case, config):
@@ -188,18 +186,17 @@ def build_model(case, **options):
     config = transformer_config(case, **options)
     spec = block_spec(case, config) if config.sequence_parallel else layer_spec(case)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
-    with compat.mla_without_transformer_engine():
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            mtp_block_spec=mtp,
-            vocab_size=VOCAB,
-            max_sequence_length=SEQ_LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type=case.positions,
-            share_embeddings_and_output_weights=False,
-        )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ_LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type=case.positions,
+        share_embeddings_and_output_weights=False,
+    )
     cores = [module for name, module in model.named_modules() if name.endswith(".core_attention")]
     assert cores and all(isinstance(core, tree.TreeDotProductAttention) == case.is_tree for core in cores)
     set_weights(model)
@@ -317,7 +314,7 @@ def reference_of(case):
     extra = tuple((name, value) for name, value in case.extra if not name.startswith("recompute"))
     plain = {"install": False, "local_spec": False, "tree": None, "tree_config": None, "cp_comm_type": "tree"}
     plain |= {"cp_sizes": None}
-    return dataclasses.replace(case, cp=1, mla=case.mla and "never", extra=extra, **plain)
+    return dataclasses.replace(case, cp=1, extra=extra, **plain)
 
 
 def _compare(rank, world, cases, run, reference, run_reference):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree.integrations import megatron as tree
-from megatron_tree.integrations.megatron import compat as compat
+from megatron_tree.integrations.megatron import compat
 
 SEQ, VOCAB = 16, 64
 MLA = {
@@ -127,7 +127,7 @@ def main(way, rank, world, store):
     else:
         assert not compat.is_patched()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    with tree.megatron_on_cpu(), compat.mla_without_transformer_engine():
+    with tree.megatron_on_cpu():
         if way == "install":
             tree.install()
         for kind in ("gqa", "mla"):

@@ -16,13 +16,21 @@ Megatron-LM's own scripts: docs/megatron-lm.md has three ways, with and without 
 On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
 """
 
-from .attention import TreeDotProductAttention, tree_config_for
-from .compat import CP_COMM_TYPES, UnsupportedMegatronError
-from .cpu import megatron_on_cpu
-from .inference import MegatronRunner
-from .mla import use_mla_latent
-from .norm import SequenceParallelNorm, use_sequence_parallel_norm
-from .spec import core_attention_for_tree, get_gpt_layer_tree_spec, install, is_installed, uninstall, use_tree_attention
+from .compat import CP_COMM_TYPES, UnsupportedMegatronError, hide_import_notices
+
+with hide_import_notices():
+    from .attention import TreeDotProductAttention, tree_config_for
+    from .cpu import megatron_on_cpu
+    from .inference import MegatronRunner
+    from .norm import SequenceParallelNorm, use_sequence_parallel_norm
+    from .spec import (
+        core_attention_for_tree,
+        get_gpt_layer_tree_spec,
+        install,
+        is_installed,
+        uninstall,
+        use_tree_attention,
+    )
 
 __all__ = [
     "CP_COMM_TYPES",
@@ -37,7 +45,6 @@ __all__ = [
     "megatron_on_cpu",
     "tree_config_for",
     "uninstall",
-    "use_mla_latent",
     "use_sequence_parallel_norm",
     "use_tree_attention",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
 from ...config import TreeConfig
-from . import compat as compat
+from . import compat
 
 compat.megatron_version()  # a clear error before the imports below fail
 
@@ -128,7 +128,7 @@ class TreeDotProductAttention(MegatronModule):
                     f"(ulysses_size={self.tree_config.ulysses_size})"
                 )
         _refuse_unsupported(config, attention_type)
-        self.is_cross = self.takes_other_keys = attention_type == "cross"  # keys of another length than the queries
+        self.is_cross = attention_type == "cross"  # keys of another length than the queries
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling needs nothing here: it divides the scores by the layer number and multiplies
         # them again inside the softmax, against fp16 overflow; our scores are fp32.
@@ -197,18 +197,18 @@ class TreeDotProductAttention(MegatronModule):
         )
         if packed_seq_params is not None:
             return self._packed(query, key, value, attention_mask, mask_type, packed_seq_params, options)
-        if query.dim() != 4 or (key.shape[:2] != query.shape[:2] and not self.takes_other_keys):
+        if query.dim() != 4 or (key.shape[:2] != query.shape[:2] and not self.is_cross):
             raise ValueError(
                 f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected "
                 "[s, b, heads, d] with equal s and b in self attention (to decode with a KV cache use MegatronRunner)"
             )
         s, b = query.shape[:2]
-        sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0] if self.is_cross else s, cp_group=self.cp_group)
+        sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0], cp_group=self.cp_group)
         limit = self.tree_config.timeout_s
         options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if lengths is None:
-            return self.attend(q, k, v, **options).transpose(0, 1).flatten(2)
+            return tree_attn_func(q, k, v, **options).transpose(0, 1).flatten(2)
         # rows of a padded batch are documents one after another
         of_keys = _documents(lengths, key.shape[0] * self.config.context_parallel_size)
         of_queries = of_keys
@@ -219,10 +219,6 @@ class TreeDotProductAttention(MegatronModule):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         out = tree_attn_varlen_func(q, k, v, cu_seqlens=of_queries[0], cu_seqlens_padded=of_queries[1], **options)
         return out.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        """q [b, s/cp, heads/tp, d], k, v and out alike, of rows without padding; `options` of `tree_attn_func`."""
-        return tree_attn_func(q, k, v, **options)
 
     def _packed(self, query, key, value, attention_mask, mask_type: AttnMaskType, packed: Any, options: dict) -> Tensor:
         compat.refuse_other_packings(packed)

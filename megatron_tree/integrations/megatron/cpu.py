@@ -13,6 +13,8 @@ from unittest import mock
 
 import torch
 
+from . import compat
+
 # Factories that Megatron-core calls with device="cuda" (loss scale, token counts, gradient norms, causal masks, ...).
 _FACTORIES = (
     "arange",
@@ -50,8 +52,9 @@ def megatron_on_cpu():
     with contextlib.ExitStack() as stack:
         for target, name, replacement in _redirections():
             stack.enter_context(mock.patch.object(target, name, replacement))
-        for target, name, replacement in _megatron_redirections():
+        for target, name, replacement in compat.core_replacements():
             stack.enter_context(mock.patch.object(target, name, replacement, create=name == "te_general_gemm"))
+        stack.enter_context(compat.mla_without_transformer_engine())
         yield True
 
 
@@ -71,26 +74,6 @@ def _redirections() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
         *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
     ]
-
-
-def _megatron_redirections() -> list[tuple[Any, str, Any]]:
-    import megatron.core.tensor_parallel.random as megatron_random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    redirections = [
-        (megatron_random, "_get_cuda_rng_state", _get_rng_state),
-        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
-    ]
-    if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):  # older releases move tensors otherwise
-        redirections.append((token_dispatcher, "maybe_move_tensor_to_cpu", _as_on_cpu))
-    # the router of 0.16 asks whether it is None, and only TransformerEngine's import sets it
-    if not hasattr(moe_utils, "te_general_gemm"):
-        redirections.append((moe_utils, "te_general_gemm", None))
-    return redirections
-
-
-def _as_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _CpuStream:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import importlib.util
 import os
 import runpy
@@ -18,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from . import compat as compat
+from . import compat
 from .cpu import megatron_on_cpu
 from .spec import install
 
@@ -80,23 +78,11 @@ def megatron_lm_on_cpu() -> Iterator[bool]:
                 (torch.cuda, "set_device", lambda device: None),
                 (torch.cuda, "get_device_properties", lambda device=None: properties),
                 (torch._dynamo.config, "disable", True),
-                *_training_replacements(),
+                *compat.training_replacements(),
             ]
             for target, name, replacement in replacements:
                 stack.enter_context(mock.patch.object(target, name, replacement))
         yield active
-
-
-def _training_replacements() -> list[tuple[Any, str, Any]]:
-    initialize = compat.lookup("megatron.training.training:initialize_megatron")
-    compat.lookup("megatron.training.training:set_jit_fusion_options")
-    training = importlib.import_module("megatron.training.training")
-    replacements = [
-        (training, "initialize_megatron", functools.partial(initialize, allow_no_cuda=True)),
-        (training, "set_jit_fusion_options", lambda **sizes: None),
-    ]
-    kernels = getattr(importlib.import_module("megatron.training.initialize"), "fused_kernels", None)  # to 0.16
-    return [*replacements, (kernels, "load", lambda args: None)] if kernels is not None else replacements
 
 
 def _let_dataset_helpers_compile() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import compat as compat
+from . import compat
 from .spec import _SpecWalk
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")

@@ -10,11 +10,11 @@ from typing import Any
 
 from ...config import TreeConfig
 from ...errors import TreeError
-from . import compat as compat
+from . import compat
 from .attention import TreeDotProductAttention
 
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module  # isort: skip
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # isort: skip
+from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
 
 
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
@@ -39,13 +39,13 @@ def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None
     return result
 
 
-class TreeGPTLayer(BaseTransformerLayer):
-    """Building one gives the very layer that Megatron builds for this config, with tree attention in it.
+class TreeGPTLayer(TransformerLayer):
+    """The layer that Megatron builds for this config, with tree attention in it.
 
     What it is made of is decided when the config is known, so one spec serves every model.
     """
 
-    def __new__(cls, *, config: Any, layer_number: int = 1, **kwargs):
+    def __init__(self, *, config: Any, layer_number: int = 1, **kwargs):
         for name in ("heterogeneous_block_specs", "experimental_attention_variant"):
             if getattr(config, name, None):
                 raise ValueError(
@@ -57,7 +57,9 @@ class TreeGPTLayer(BaseTransformerLayer):
             config, vp_stage=kwargs.get("vp_stage"), pp_group=getattr(groups, "pp", None)
         )
         spec = use_tree_attention(specs[layer_number - 1])  # layer_number is 1-based, counted in this pipeline stage
-        return build_module(spec, config=config, layer_number=layer_number, **kwargs)
+        assert spec.module is TransformerLayer, spec.module
+        parts = {**(spec.params or {}), "submodules": spec.submodules}
+        super().__init__(config=config, layer_number=layer_number, **parts, **kwargs)
 
 
 class _TreeLayerSpec(ModuleSpec):
@@ -216,7 +218,8 @@ def _with_tree_submodules(original, signature):
         spec = call.arguments["submodules"]
         if call.arguments.get("cp_comm_type") in compat.TREE_CP_COMM_TYPES and not is_tree(spec.core_attention):
             call.arguments["submodules"] = use_tree_attention(spec, tree_config=_installed_config)
-        return original(*call.args, **call.kwargs)
+        with compat.mla_without_transformer_engine():
+            return original(*call.args, **call.kwargs)
 
     return init
 

@@ -1,0 +1,70 @@
+"""Everything this package knows about versions of Megatron-core and Megatron-LM.
+
+Written against megatron-core 0.16.1, the release that the tests run. The slow tests build and run a model with every
+release from 0.14 to 0.19. Differences are found by looking at signatures and attributes, not at the version:
+
+- `release`: the version, and lookups that name what a release lacks;
+- `call`: arguments of core attention (process groups come as `pg_collection`, or as the older `model_comm_pgs`; newer
+  releases pass further ones), fields of TransformerConfig that older releases lack, and kinds of packed batches;
+- `layers`: layer specs; a list in `cp_comm_type`, which releases up to 0.16 read one entry too far; MLA without
+  TransformerEngine, which 0.14 to 0.16 can't build;
+- `cuda`: CUDA calls to redirect on CPU ranks;
+- `checkpoint`: distributed checkpoints.
+"""
+
+from .call import (
+    CP_COMM_TYPES,
+    TREE_CP_COMM_TYPES,
+    batch_on_this_cp_rank,
+    hierarchical_sizes,
+    process_groups,
+    refuse_other_packings,
+    refuse_unknown_arguments,
+    token_group,
+    window_of_layer,
+)
+from .checkpoint import loading_torch_adam, no_manager_process, sharded_parameters
+from .cuda import core_replacements, training_replacements
+from .layers import (
+    attention_classes,
+    decoder_layer_specs,
+    fixed_cp_comm_type_list,
+    misreads_cp_comm_type_list,
+    mla_without_transformer_engine,
+)
+from .release import (
+    UnsupportedMegatronError,
+    hide_import_notices,
+    is_patched,
+    lookup,
+    megatron_lm_arguments,
+    megatron_version,
+)
+
+__all__ = [
+    "CP_COMM_TYPES",
+    "TREE_CP_COMM_TYPES",
+    "UnsupportedMegatronError",
+    "attention_classes",
+    "batch_on_this_cp_rank",
+    "core_replacements",
+    "decoder_layer_specs",
+    "fixed_cp_comm_type_list",
+    "hide_import_notices",
+    "hierarchical_sizes",
+    "is_patched",
+    "loading_torch_adam",
+    "lookup",
+    "megatron_lm_arguments",
+    "megatron_version",
+    "misreads_cp_comm_type_list",
+    "mla_without_transformer_engine",
+    "no_manager_process",
+    "process_groups",
+    "refuse_other_packings",
+    "refuse_unknown_arguments",
+    "sharded_parameters",
+    "token_group",
+    "training_replacements",
+    "window_of_layer",
+]

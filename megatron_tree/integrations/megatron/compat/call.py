@@ -1,0 +1,124 @@
+"""What Megatron passes to its core attention, and what the configuration of a layer means."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from typing import Any
+
+from .release import lookup, megatron_lm_arguments, megatron_version
+
+# What tree attention makes of `cp_comm_type`.
+CP_COMM_TYPES = ("tree", "p2p", "all_gather", "a2a", "a2a+tree", "a2a+p2p")
+TREE_CP_COMM_TYPES = ("tree", "a2a+tree")  # those of them that no other core attention takes
+# Arguments of newer releases that carry no meaning for attention: a name for logs, a kernel's split hint.
+HARMLESS_ARGUMENTS = frozenset({"name", "num_splits"})
+
+
+def process_groups(pg_collection: Any, model_comm_pgs: Any) -> tuple[Any, Any]:
+    """(tensor-parallel group, context-parallel group), from whichever argument this release passes."""
+    groups = pg_collection if pg_collection is not None else model_comm_pgs
+    if groups is None:
+        parallel_state = importlib.import_module("megatron.core.parallel_state")
+        return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    for name in ("tp", "cp"):
+        if getattr(groups, name, None) is None:
+            raise ValueError(
+                f"pg_collection has no process group {name!r}: TreeDotProductAttention needs 'tp' and 'cp'"
+            )
+    return groups.tp, groups.cp
+
+
+def token_group(model: Any) -> Any:
+    """The ranks that run the same tokens when a model is served: tensor- and context-parallel ones."""
+    group = getattr(getattr(model, "pg_collection", None), "tp_cp", None)  # older: no such attribute
+    state = importlib.import_module("megatron.core.parallel_state")
+    return state.get_tensor_and_context_parallel_group() if group is None else group
+
+
+def hierarchical_sizes(config: Any, cp_group: Any) -> tuple[int, int]:
+    """(Ulysses ranks, ranks of the rest) of a layer whose `cp_comm_type` has two parts, as in "a2a+tree".
+
+    Args:
+        config: TransformerConfig; its `hierarchical_context_parallel_sizes`, or else those that Megatron's parallel
+            state was initialized with. The first size counts neighbouring ranks of `cp_group`.
+        cp_group: context-parallel group; None for one rank.
+    Raises: ValueError if there are no two sizes, or their product is not the size of the group.
+    """
+    world = 1 if cp_group is None else cp_group.size()
+    if world == 1:
+        return 1, 1
+    sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+    if not sizes:
+        parallel_state = importlib.import_module("megatron.core.parallel_state")
+        groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+        sizes = [group.size() for group in groups or ()]
+    if len(sizes) != 2 or any(size < 1 for size in sizes) or math.prod(sizes) != world:
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes={list(sizes) or None}: a cp_comm_type of two parts, as 'a2a+tree', "
+            f"needs two sizes whose product is the {world} context-parallel ranks: set it to [ranks of the first part, "
+            "ranks of the second] in the TransformerConfig (Megatron-LM: --hierarchical-context-parallel-sizes)"
+        )
+    return tuple(sizes)
+
+
+def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """This rank's share of every tensor of a batch [b, s, ...], zigzag; Megatron's `get_batch_on_this_cp_rank`."""
+    split = lookup("megatron.core.utils:get_batch_on_this_cp_rank")
+    if "is_hybrid_cp" not in inspect.signature(split).parameters:
+        return split(batch)
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    return split(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+
+
+def refuse_other_packings(packed_seq_params: Any) -> None:
+    """Raise a ValueError for a packed batch that is not sharded document by document over the whole cp group."""
+    if getattr(packed_seq_params, "local_cp_size", None) is not None or getattr(packed_seq_params, "cp_group", None):
+        raise ValueError(
+            "packed_seq_params has a context-parallel group of its own (hybrid or dynamic context parallelism): tree "
+            "attention takes the whole group for every batch; turn --hybrid-context-parallel off"
+        )
+    args = megatron_lm_arguments()
+    if getattr(args, "dataloader_inter_document_masking", False) and not getattr(args, "sft", False):
+        raise ValueError(
+            "--dataloader-inter-document-masking zigzags the packed sequence as a whole: tree attention takes packed "
+            "batches that are zigzagged document by document; turn it off (documents of --sft are supported)"
+        )
+
+
+def refuse_unknown_arguments(where: str, arguments: dict[str, Any]) -> None:
+    """Raise a ValueError for an argument that is set, may change the result, and is unknown here."""
+    unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS_ARGUMENTS)
+    if unknown:
+        raise ValueError(
+            f"{where} got {', '.join(unknown)}, which megatron_tree does not know (megatron-core "
+            f"{megatron_version()}): unset the Megatron option behind it for layers with tree attention"
+        )
+
+
+def window_of_layer(config: Any, layer_number: int) -> tuple[int, int]:
+    """The sliding window (left, right) of this layer (1-based), or (-1, -1) if it has none.
+
+    Megatron's rule: with `window_attn_skip_freq` n every n-th layer attends to everything; with a list, layer i has a
+    window where entry i is true.
+    """
+    window = getattr(config, "window_size", None)
+    if not window:
+        return (-1, -1)
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise ValueError(
+            f"window_size={window!r} in the TransformerConfig must be a pair (left, right); -1 means unbounded"
+        )
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if skip is None:
+        windowed = True
+    elif isinstance(skip, int):
+        windowed = layer_number % skip != 0
+    elif isinstance(skip, (list, tuple)):
+        windowed = bool(skip[layer_number - 1])
+    else:
+        raise ValueError(
+            f"window_attn_skip_freq={skip!r} in the TransformerConfig must be an int or a list with one entry a layer"
+        )
+    return tuple(window) if windowed else (-1, -1)

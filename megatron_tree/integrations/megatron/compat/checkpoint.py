@@ -1,0 +1,83 @@
+"""Distributed checkpoints of Megatron-core."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import queue
+from typing import Any
+
+import torch
+
+from .release import lookup
+
+
+def sharded_parameters(
+    module: Any, prefix: str, axes: dict[str, int], sharded_offsets: tuple, metadata: dict | None, tp_group: Any
+):
+    """Sharded state dict of a module whose parameters `axes` names by their tensor-parallel axis."""
+    make = lookup("megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint")
+    groups = {}
+    if metadata and metadata.get("dp_cp_group") is not None and "tp_group" in inspect.signature(make).parameters:
+        groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+    state = {name: p for name, p in module.state_dict(prefix="", keep_vars=True).items() if name in axes}
+    return make(state, prefix, axes, sharded_offsets, **groups)
+
+
+@contextlib.contextmanager
+def no_manager_process():
+    """While a checkpoint is saved synchronously: keep Megatron's writers from starting a process for their results.
+
+    They would spawn one per rank, which imports torch anew, lives as long as the rank, and outlives it if the rank is
+    killed. A synchronous save puts and gets the results in this very process, so a plain queue does. No effect on
+    releases that have no such queue.
+    """
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if getattr(writer, "_results_queue", "absent") is not None:
+        yield
+        return
+    writer._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        writer._results_queue = None
+
+
+@contextlib.contextmanager
+def loading_torch_adam(optimizer: Any):
+    """While a checkpoint is loaded into a fresh distributed optimizer: let it load torch's Adam.
+
+    That is what it has without Apex and TransformerEngine. `sharded_state_dict(is_loading=True)` then reads the step
+    counts of a state that is not there before the first step; `load_state_dict` looks for them among the tensors,
+    though they are stored apart, and gives all parameters one count, which each of them would advance. No effect on
+    other optimizers.
+    """
+    distributed = lookup("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer")
+    with contextlib.ExitStack() as stack:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            inner = getattr(part, "optimizer", None)
+            if isinstance(part, distributed) and isinstance(inner, torch.optim.Adam):
+                for parameter in (p for group in inner.param_groups for p in group["params"]):
+                    zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                    inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+                part._set_main_param_and_optimizer_states = _setter_that_keeps_the_step(part)
+                stack.callback(delattr, part, "_set_main_param_and_optimizer_states")
+                stack.callback(_part_step_counts, inner)
+        yield
+
+
+def _part_step_counts(adam: torch.optim.Adam) -> None:
+    for state in adam.state.values():
+        state["step"] = state["step"].clone()
+
+
+def _setter_that_keeps_the_step(part: Any):
+    original = part._set_main_param_and_optimizer_states
+
+    def setter(model_param, tensors):
+        group, place = part.model_param_group_index_map[model_param]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        return original(model_param, {"step": state["step"], **tensors})
+
+    return setter

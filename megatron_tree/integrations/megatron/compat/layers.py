@@ -1,0 +1,90 @@
+"""How Megatron builds its layers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import textwrap
+from typing import Any
+
+from ....log import say_once
+from .release import UnsupportedMegatronError, lookup, megatron_lm_arguments, megatron_version
+
+
+def attention_classes() -> tuple[type, ...]:
+    """The attention layers that build a core attention from `submodules.core_attention`."""
+    paths = (
+        "megatron.core.transformer.attention:Attention",
+        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention",
+    )
+    classes = tuple(lookup(path) for path in paths)
+    for cls in classes:
+        missing = {"submodules", "cp_comm_type"} - set(inspect.signature(cls.__init__).parameters)
+        if missing:
+            raise UnsupportedMegatronError(
+                f"megatron-core {megatron_version()}: "
+                f"{cls.__module__}.{cls.__name__} takes no argument {sorted(missing)}"
+            )
+    return classes
+
+
+def decoder_layer_specs(config: Any, *, vp_stage: int | None, pp_group: Any) -> list[Any]:
+    """Megatron's own spec of every decoder layer of a pipeline stage, from the config alone.
+
+    Args:
+        vp_stage: virtual pipeline stage. pp_group: pipeline group, None for that of the parallel state.
+    """
+    specs = "megatron.core.models.gpt.gpt_layer_specs"
+    wants_te = config.transformer_impl == "transformer_engine"
+    if wants_te and not lookup(f"{specs}:HAVE_TE"):
+        say_once("transformer_impl='transformer_engine', but TransformerEngine is not installed: Megatron's own layers")
+        wants_te = False
+    make = lookup(f"{specs}:get_gpt_decoder_block_spec")
+    qk_l2_norm = getattr(config, "qk_l2_norm", getattr(megatron_lm_arguments(), "qk_l2_norm", False))  # 0.14: no field
+    arguments = {"normalization": config.normalization, "qk_l2_norm": qk_l2_norm, "vp_stage": vp_stage}
+    if pp_group is not None and "pp_rank" in inspect.signature(make).parameters:
+        arguments["pp_rank"] = pp_group.rank()
+    return make(config, use_transformer_engine=wants_te, **arguments).layer_specs
+
+
+def misreads_cp_comm_type_list() -> bool:
+    """Whether this release indexes a list-valued `cp_comm_type` with the 1-based layer number."""
+    init = inspect.unwrap(lookup("megatron.core.transformer.transformer_layer:TransformerLayer").__init__)
+    source = "".join(textwrap.dedent(inspect.getsource(init)).split())
+    return "cp_comm_type[self.layer_number]" in source
+
+
+@contextlib.contextmanager
+def fixed_cp_comm_type_list(config: Any):
+    """While a TransformerLayer is built: put the list where a 1-based index finds each layer's own entry.
+
+    Layers of multi-token prediction come after the list's end; they get its last entry.
+    """
+    original = getattr(config, "cp_comm_type", None)
+    if not isinstance(original, list):
+        yield
+        return
+    config.cp_comm_type = [original[0], *original, *original[-1:] * (getattr(config, "mtp_num_layers", None) or 0)]
+    try:
+        yield
+    finally:
+        config.cp_comm_type = original
+
+
+@contextlib.contextmanager
+def mla_without_transformer_engine():
+    """While an MLA layer is built: make known that TransformerEngine is missing, if it is.
+
+    From 0.14 to 0.16 the layer compares its parts with stand-ins of TransformerEngine's classes and fails. No effect on
+    other releases.
+    """
+    mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    wrong = getattr(mla, "HAVE_TE", False) and not lookup("megatron.core.extensions.transformer_engine:HAVE_TE")
+    if wrong:
+        mla.HAVE_TE = False
+    try:
+        yield
+    finally:
+        if wrong:
+            mla.HAVE_TE = True
