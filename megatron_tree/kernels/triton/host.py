@@ -152,9 +152,12 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     return delta
 
 
+_STRIDES = {letter: tuple(f"s{letter}{axis}" for axis in "bsh") for letter in "qkvodgw"}
+
+
 def strides(**tensors: Tensor) -> dict[str, int]:
     """The kernels' arguments s<letter>b, s<letter>s and s<letter>h of tensors [b, s, h, d] given by their letter."""
-    return {f"s{letter}{axis}": n for letter, x in tensors.items() for axis, n in zip("bsh", x.stride())}
+    return {name: n for letter, x in tensors.items() for name, n in zip(_STRIDES[letter], x.stride())}
 
 
 def _numbers(spec: AttnSpec, scale: float) -> dict:
@@ -198,6 +201,7 @@ def _tiles(kernel: str, q: Tensor, v: Tensor, spec: AttnSpec) -> configs.Tiles:
     return configs.tiles(kernel, width, arch(q.device), q.element_size(), spec.dropout is not None)
 
 
+@functools.lru_cache
 def split_head_dim(d: int) -> tuple[int, int]:
     """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0)."""
     whole = max(triton.next_power_of_2(d), 16)
