@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from ..config import TreeConfig
 from ..errors import CommError
@@ -14,6 +15,9 @@ from .group import GroupState
 from .health.agreement import Signature, compare
 from .health.reports import Report
 from .health.watchdog import Call, Watchdog
+
+# how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
+_EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
 
 MAX_AGREED = 4096  # signatures that a group remembers
 
@@ -46,7 +50,7 @@ class CollectiveCall:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if not self._alone and error is not None and not isinstance(error, CommError):
+        if not self._alone and error is not None and not isinstance(error, (CommError, _EARLY_STOP)):
             if self._runs:
                 self._failed(error)
             elif self._call is None and isinstance(error, Exception):  # otherwise the ranks know: it comes from `agree`

@@ -1,0 +1,118 @@
+"""The ring for decoding, the baseline: every rank's cache is passed round while the one at hand is computed.
+
+Shards differ in length, and positions travel along where only some slots are valid. So each message is preceded by a
+header that says what the next one will be.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import comm, kernels
+from ..config import AttnSpec
+
+
+def decode_ring(
+    q, k, v, *, visible: kernels.Visible, spec: AttnSpec, group, order: tuple[int, ...], backend: kernels.Backend,
+    timeout_s: float, paged: kernels.PagedKV | None = None,
+) -> Tensor:  # fmt: skip
+    """The packed state [b, s_q, h, d_v + 1] of q [b, s_q, h, d] over every rank's cache: p - 1 shifts of the cache.
+
+    The ranks' states are merged in rank order, so all ranks get the same bits.
+    """
+    shift = functools.partial(comm.start_shift, group=group, order=order, timeout_s=timeout_s)
+    p, at = len(order), order.index(comm.group_rank(group))
+    if paged is not None:
+        k, v, visible = _gathered(q, k, v, visible, paged)
+    q_positions = visible.q_positions
+    if q_positions is None:
+        q_positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    shard, rooms = _Shard.of(k, v, visible), _TwoRooms(k, v)
+    header = shift(shard.header, torch.empty_like(shard.header)).wait()
+    states: dict[int, Tensor] = {}
+    for step in range(p):
+        transfers: list[comm.Transfer] = []
+        if step < p - 1:
+            arriving = rooms.shard(step, header)
+            pairs = itertools.zip_longest(shard.tensors, arriving.tensors)
+            transfers = [shift(send, receive) for send, receive in pairs]
+            if step < p - 2:
+                following = shift(header, torch.empty_like(header))
+        seen = kernels.Visible()
+        if shard.positions is not None:
+            seen = kernels.Visible(q_positions=q_positions, k_positions=shard.positions)
+        states[order[at - step]] = backend.attn_decode(q, shard.k, shard.v, visible=seen, spec=spec)
+        for transfer in transfers:
+            transfer.wait()
+        if step < p - 1:
+            shard = arriving
+        if step < p - 2:
+            header = following.wait()
+    return kernels.merge_packed(torch.stack([states[rank] for rank in range(p)]))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One rank's cache on its way: k [b, n, h_kv, d], v [b, n, h_kv, d_v], positions int64 [b, n] or None for all."""
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor | None
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, visible: kernels.Visible) -> _Shard:
+        """This rank's: slots beyond a row's length get position -1, and zeros since NaN may lie there."""
+        positions = visible.k_positions
+        if visible.lengths is not None:
+            beyond = torch.arange(k.shape[1], device=k.device) >= visible.lengths[:, None]
+            if positions is None:
+                positions = torch.zeros(k.shape[:2], dtype=torch.int64, device=k.device)
+            positions = positions.masked_fill(beyond, -1)
+            k, v = (x.masked_fill(beyond[..., None, None], 0) for x in (k, v))
+        return cls(k.contiguous(), v.contiguous(), None if positions is None else positions.contiguous())
+
+    @property
+    def header(self) -> Tensor:
+        """int64 [2]: its length, and whether positions travel with it."""
+        return torch.tensor([self.k.shape[1], int(self.positions is not None)], device=self.k.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.k, self.v, self.positions) if x is not None]
+
+
+class _TwoRooms:
+    """Memory for the shard at hand and for the one that arrives, used in turn and grown where a longer one comes."""
+
+    def __init__(self, k: Tensor, v: Tensor):
+        self._like = (k, v)
+        self._rooms = [[x.new_empty(0) for x in self._like] for _ in range(2)]
+
+    def shard(self, step: int, header: Tensor) -> _Shard:
+        """Room for the shard of this header, where the shard of two steps ago was."""
+        length, with_positions = header.tolist()
+        rooms, views = self._rooms[step % 2], []
+        for i, like in enumerate(self._like):
+            shape = (like.shape[0], length, *like.shape[2:])
+            if rooms[i].numel() < math.prod(shape):
+                rooms[i] = like.new_empty(math.prod(shape))
+            views.append(rooms[i][: math.prod(shape)].view(shape))
+        batch, device = self._like[0].shape[0], self._like[0].device
+        positions = torch.empty(batch, length, dtype=torch.int64, device=device) if with_positions else None
+        return _Shard(*views, positions)
+
+
+def _gathered(q, k, v, visible: kernels.Visible, paged: kernels.PagedKV):
+    """A paged cache as one [b, longest row, ...], to be sent whole."""
+    lengths = [None] * q.shape[0] if visible.lengths is None else visible.lengths.tolist()
+    rows = [kernels.gather_row(k, v, paged, i, n, q.dtype) for i, n in enumerate(lengths)]
+    k, v = (torch.nn.utils.rnn.pad_sequence([row[i][0] for row in rows], batch_first=True) for i in (0, 1))
+    if visible.k_positions is not None:
+        visible = visible._replace(k_positions=visible.k_positions[:, : k.shape[1]])
+    return k, v, visible
