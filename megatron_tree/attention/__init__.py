@@ -1,7 +1,7 @@
 """Tree attention: what users call, and the schedules underneath. Read `functional.py` first.
 
 - functional.py, cached.py   public functions: training, and over a sharded KV cache
-- sequences.py               a sequence and its shares
+- sequences.py               cutting a sequence into shards and joining them
 - call.py, topology.py       one planned attention call, and the network it is planned for
 - validate.py, finite.py      checks of arguments, and of values
 - autograd.py                forward and backward of training

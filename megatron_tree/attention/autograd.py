@@ -1,4 +1,4 @@
-"""Tree attention as an autograd function: the schedule of the plan forward and backward, sinks, and what is saved."""
+"""Tree attention as an autograd function: forward and backward by the plan's schedules, and sinks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .ring import ring_bwd, ring_fwd
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall) -> tuple[Tensor, Tensor]:
-    """Differentiable attention of this rank's queries over the whole sequence: (out, lse) of its own share."""
+    """Differentiable attention of this rank's queries over the whole sequence: (out, lse) of its shard."""
     return _TreeAttention.apply(q, k, v, sinks, call)
 
 
@@ -26,7 +26,7 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, call: AttnCall):
         run = ring_fwd if call.plan.forward.schedule == "ring" else grid_fwd
         out, lse = run(q, k, v, call)
-        if sinks is not None:  # added once, where the whole tree has met
+        if sinks is not None:  # merged once, after the whole tree
             out, lse = merge_sinks(out, lse, sinks)  # one more term of F: (4)
         out, lse = out.to(q.dtype), lse.contiguous()
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -38,7 +38,7 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call = ctx.call
-        # every rank takes part in the backward's collectives, with or without a gradient of its own
+        # every rank takes part in the backward's collectives, even without a gradient
         dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype)
         own = call.queries.segments([call.rank])
         if sum(segment.length for segment in own) < q.shape[1]:  # rows of padding: their gradients may be NaN

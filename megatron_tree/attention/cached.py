@@ -1,7 +1,7 @@
 """The public functions over a KV cache that is sharded across ranks: decoding, and prefill in chunks. No gradients.
 
-`tree_decode` is attention of a few replicated queries, `tree_prefill` of a chunk of queries that are sharded, too. What
-travels are queries and partial results, never the cache. Bad input is treated as in functional.py.
+`tree_decode` is attention of a few replicated queries, `tree_prefill` of a chunk of sharded queries. Ranks send queries
+and partial results, not the cache. Bad input raises errors as in functional.py.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def tree_decode(
     Args:
         q: [b, s_q, h, d], the same on every rank.
         k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: this rank's slots, in any order; s_local
-            may differ between ranks and may be 0. The new tokens' own keys are already in the cache of one rank.
-        cp_group: the process group the cache is sharded over; None for one rank.
-        cache_seqlens: int [b], how many leading slots of this rank's shard are valid; default all.
-        q_positions, cache_positions: int64 [b, s_q] or [s_q], and [b, s_local] or [s_local]. A slot is seen when
-            0 <= its position <= the query's, within the window; -1 hides it (padding). Needed for s_q > 1 and for
-            windows; without them every query sees every valid slot.
-        block_table: int32 [b, n]: k_cache and v_cache are pages [pages, page_size, h_kv, d] and [.., d_v], and row i's
-            slots are those of the pages block_table[i], in order: s_local = n * page_size. cache_seqlens is needed.
+            may differ between ranks and may be 0. The keys of the new tokens must already be in one rank's cache.
+        cp_group: the process group over which the cache is sharded; None for one rank.
+        cache_seqlens: int [b], how many leading slots of this rank's shard are valid; default: all.
+        q_positions, cache_positions: int64 [b, s_q] or [s_q], and [b, s_local] or [s_local]. A query sees a slot if
+            0 <= the slot's position <= the query's, within the window; -1 hides a slot (padding). Needed for s_q > 1
+            and for windows; without them every query sees every valid slot.
+        block_table: int32 [b, n]: k_cache and v_cache are then pages [pages, page_size, h_kv, d] and [.., d_v], and row
+            i's slots are those of the pages block_table[i], in order: s_local = n * page_size. Needs cache_seqlens.
         k_scale, v_scale: fp32 [pages, page_size, h_kv], for pages in int8 or fp8 (`cache.quantize`).
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
         schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
@@ -70,7 +70,8 @@ def tree_decode(
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
-    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or does not respond.
+    Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
+        respond.
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_decode", cp_group, config) as call, torch.no_grad():
@@ -106,7 +107,7 @@ def tree_decode(
             world,
             rows=q.shape[:3].numel(),
             head_dim_v=v_cache.shape[3],
-            kv_bytes=None,  # shards differ between ranks, and every rank must come to the same plan
+            kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
             topology=net.topology,
             placement=net.placement,
             schedule=schedule,
@@ -152,17 +153,17 @@ def tree_prefill(
 
     Args:
         q: [b, n, h, d], this rank's queries of the chunk; n may differ between ranks, and may be 0.
-        k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: all keys that this rank holds, the chunk's
-            own among them.
-        cp_group: the process group that both are sharded over; None for one rank.
-        shares: by group rank, the positions of its queries, in order, as runs (first position, count).
-        key_segments: the positions of this rank's keys; without a window, keys before the chunk may stand in any order.
-            Or by group rank those of all ranks' keys: then keys are gathered instead of queries, which sends less
-            while they are few.
-        Others as in `tree_decode`; of config comm_dtype is used, too.
+        k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: all keys that this rank holds, including
+            the chunk's.
+        cp_group: the process group over which both are sharded; None for one rank.
+        shares: for each group rank the positions of its queries, in order, as runs (first position, count).
+        key_segments: the positions of this rank's keys; without a window, keys before the chunk may be in any order.
+            Or a list of these for every group rank: then keys are gathered instead of queries, which sends less while
+            there are few keys.
+        Others as in `tree_decode`; comm_dtype of config is used as well.
     Returns: out [b, n, h, d_v] in q's dtype.
     Raises: as `tree_decode`.
-    Source: Tree Attention's reduction (arXiv 2408.04093) on the grid of `world` x 1: docs/design.md.
+    Source: Tree Attention's reduction (arXiv 2408.04093) on a grid of `world` x 1 (docs/design.md, section 3).
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_prefill", cp_group, config) as call, torch.no_grad():
@@ -172,11 +173,11 @@ def tree_prefill(
         num_queries = [sum(count for _, count in runs) for runs in shares]
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
         if len(shares) != world or num_queries[rank] != q.shape[1]:
-            raise ValueError(f"q holds {q.shape[1]} queries, but shares say {num_queries} for {world} ranks")
+            raise ValueError(f"q has {q.shape[1]} queries, but shares={num_queries} for {world} ranks")
         gathers_keys = bool(key_segments) and isinstance(key_segments[0], list)
         own = key_segments[rank] if gathers_keys else key_segments
         if sum(segment.length for segment in own) != k_cache.shape[1]:
-            raise ValueError(f"k_cache holds {k_cache.shape[1]} keys, but key_segments place another number of them")
+            raise ValueError(f"k_cache has {k_cache.shape[1]} keys, but key_segments describes a different number")
         backend = kernels.choose(q, k_cache, v_cache, spec, config.backend)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         net = GroupTopology.of(cp_group, q.device, config)
@@ -213,7 +214,7 @@ def tree_prefill(
 
 
 def _segments(shares: list[list[tuple[int, int]]], rows: int) -> list[Segment]:
-    """Queries of several ranks, one below the other, `rows` rows for each."""
+    """Segments of several ranks' queries one after another, `rows` rows for each."""
     segments = []
     for i, runs in enumerate(shares):
         row = i * rows

@@ -1,4 +1,4 @@
-"""One attention call: the mathematics, the ranks, who holds what, the plan, and this rank's cell of the grid."""
+"""One attention call: its arguments, its plan, and this rank's cell of the grid."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .topology import GroupTopology
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Rank (i, j) of the grid: row i shares keys and values, column j shares queries.
+    """Rank (i, j) of the grid: row i gathers keys and values, column j gathers queries.
 
-    Segments say which rows of a gathered tensor hold which positions: of all its shares, of this rank's own alone (in
-    its own tensor, not gathered), and of the others.
+    Segments say which rows of a tensor hold which positions. "all" and "other" describe a gathered tensor, with and
+    without this rank's own shard; "own" describes this rank's own tensor.
     """
 
     row: comm.Team
@@ -44,13 +44,13 @@ class AttnArgs:
     group: object
     queries: Sharding
     keys: Sharding
-    """The same as `queries` in self attention."""
+    """Equal to `queries` in self attention."""
     config: TreeConfig
 
     def plan(
         self, q: Tensor, k: Tensor, v: Tensor, net: GroupTopology, backend: Backend, members: tuple[int, ...]
     ) -> AttnCall:
-        """The call, planned for some ranks of the group. All teams of the group follow the first team's plan."""
+        """Plan the call for `members`, some ranks of the group. All teams of the group use the first team's plan."""
         config, world, u = self.config, len(members), self.queries.fused
         shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         placement = net.placement_of(members)
@@ -100,19 +100,19 @@ class AttnCall:
     config: TreeConfig
     plan: TrainingPlan
     order: tuple[int, ...]
-    """The ranks of `group` that take part, node by node: position -> group rank."""
+    """The participating ranks of `group`, node by node: position -> group rank."""
     transport: str
     backend: Backend
     """The kernels of this call."""
     wire_dtype: torch.dtype
-    """What partial outputs and gradients travel in."""
+    """The dtype in which partial outputs and gradients are sent."""
 
     @property
     def rank(self) -> int:
         return comm.group_rank(self.group)
 
     def cell(self, plan: PassPlan) -> Cell:
-        """This rank's place on the grid of a pass, nested by node as docs/design.md, section 2, says."""
+        """This rank's cell of the nested grid of a pass (docs/design.md, section 2)."""
         (a, b), (a_in, b_in) = plan.grid, plan.inner
         a_out, b_out = a // a_in, b // b_in
         order, block = self.order, a_in * b_in
@@ -143,7 +143,7 @@ class AttnCall:
 
 
 def _visible(layout: Layout) -> float:
-    """Share of the (query, key) pairs that packed documents leave, as a power of two: plans are cached."""
+    """Fraction of (query, key) pairs within one document, rounded to a power of two so that cached plans are reused."""
     if not isinstance(layout, Packed) or not sum(layout.padded):
         return 1.0
     share = sum(n * n for n in layout.lengths) / sum(layout.padded) ** 2

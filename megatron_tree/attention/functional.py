@@ -1,8 +1,9 @@
 """The public functions: check the input, plan, run. Start reading here.
 
 `tree_attn_func` is attention over a sequence sharded across cp_group, `tree_attn_varlen_func` the same for packed
-documents; those over a sharded KV cache are in cached.py. Tensors are [batch, sequence, heads, head_dim] as in
-flash-attn. Bad input raises ``ValueError`` before anything is sent, and ranks whose arguments differ all get one.
+documents; the functions over a sharded KV cache are in cached.py. Tensors are [batch, sequence, heads, head_dim] as in
+flash-attn. Bad input raises ``ValueError`` before anything is sent. If arguments differ between ranks, all ranks raise
+the same ``ValueError``.
 """
 
 from __future__ import annotations
@@ -51,26 +52,27 @@ def tree_attn_func(
     """Exact attention over a sequence sharded across ranks; differentiable. Collective over cp_group.
 
     Args:
-        q: [b, s/p, h, d], this rank's share of the queries; any strides, fp32, bf16, fp16 or fp64.
+        q: [b, s/p, h, d], this rank's shard of the queries; any strides, fp32, bf16, fp16 or fp64.
         k, v: [b, s/p, h_kv, d] and [b, s/p, h_kv, d_v]; h_kv divides h (GQA, MQA). In cross attention (causal=False, no
-            window) the share of another sequence, of any length.
-        cp_group: the process group the sequence is sharded over; None for one rank.
+            window) the shard of another sequence, of any length.
+        cp_group: the process group over which the sequence is sharded; None for one rank.
         causal: a query sees keys at its own and earlier positions.
         softmax_scale: default 1 / sqrt(d).
         window_size: (left, right) keys seen to either side of the query's own position; -1 is unbounded.
         softcap: logits become softcap * tanh(logits / softcap); 0 turns it off.
-        sinks: [h] logits with value 0 that join every query's softmax. Their gradient is this rank's share: sum it over
+        sinks: [h] logits with value 0 that join every query's softmax. Their gradient is this rank's part: sum it over
             cp_group as for any replicated parameter.
-        dropout_p: probability that a weight is dropped. The mask depends on dropout_seed, batch row, head and positions
-            alone: it is the same for any number of ranks, schedule and backend. lse is that without dropout.
-        dropout_seed: integer, the same on all ranks, another one in every call.
-        layout: "zigzag" (Megatron's), "contiguous" (equal shares), or a tuple of every rank's length (contiguous).
+        dropout_p: probability that a weight is dropped. The mask depends only on dropout_seed, batch row, head and
+            positions: it is the same for any number of ranks, schedule and backend. lse is computed without dropout.
+        dropout_seed: an integer, the same on all ranks, different in every call.
+        layout: "zigzag" (Megatron's), "contiguous" (equal lengths), or a tuple of every rank's length (contiguous).
         config: `TreeConfig`; the default lets the planner choose.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
 
     Returns: out [b, s/p, h, d_v] in q's dtype (and lse).
-    Raises: ValueError for bad input or ranks that disagree; CommError for a rank that failed or does not respond.
-    Source: Tree Attention (arXiv 2408.04093), spread over a grid of ranks as docs/design.md derives.
+    Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
+        respond.
+    Source: Tree Attention (arXiv 2408.04093), on a grid of ranks (docs/design.md, section 2).
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_attn_func", cp_group, config) as call:
@@ -106,23 +108,23 @@ def tree_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tree_attn_func` for documents packed one after another: no query sees a key of another document.
 
-    Every document is sharded zigzag on its own, as Megatron and TransformerEngine do it: padded to a multiple of 2p
-    tokens and cut into 2p chunks, of which rank r holds chunks r and 2p-1-r; `shard_sequence` with
-    `packed_layout(...)` makes these shares. Documents may be empty.
+    Every document is sharded zigzag on its own, as in Megatron and TransformerEngine: padded to a multiple of 2p tokens
+    and cut into 2p chunks, of which rank r holds chunks r and 2p-1-r. `shard_sequence` with `packed_layout(...)` makes
+    these shards. Documents may be empty.
 
     Args:
-        q: [t/p, h, d], this rank's share of all t rows, padding included. k: [t/p, h_kv, d], v: [t/p, h_kv, d_v].
-        cu_seqlens: integers [n + 1], from 0: where the documents would begin and end without padding.
-        cu_seqlens_padded: the same of the documents with their padding; default without padding. Rows after the last
+        q: [t/p, h, d], this rank's shard of all t rows, including padding. k: [t/p, h_kv, d], v: [t/p, h_kv, d_v].
+        cu_seqlens: integers [n + 1], from 0: the boundaries of the documents without padding.
+        cu_seqlens_padded: the boundaries of the documents with their padding; default: no padding. Rows after the last
             document are padding.
         cu_seqlens_kv, cu_seqlens_kv_padded: of k and v in cross attention (causal=False, no window), where document i
-            of q sees document i of k; default those of q.
-        max_seqlen: length of the longest document of q; not needed, checked if given.
+            of q sees document i of k; default: those of q.
+        max_seqlen: length of the longest document of q; optional, checked if given.
         Others as in `tree_attn_func`.
 
-    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing but a sink: out 0 and gradients 0;
-        what they hold, and their dout, may be NaN.
-    Raises: as `tree_attn_func`, and ValueError for a padded length that is no multiple of 2p.
+    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing but a sink; their out and gradients are 0.
+        Their q, k, v and dout may be NaN.
+    Raises: as `tree_attn_func`, and ValueError for a padded length that is not a multiple of 2p.
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call:
@@ -209,13 +211,13 @@ def _attend_ulysses(
 
 
 def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:
-    """How the sequence of which x [b, s/p, ...] is this rank's share is sharded."""
+    """The sharding of the sequence of which x [b, s/p, ...] is this rank's shard."""
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     layout = tuple(layout) if isinstance(layout, list) else layout
     check_layout(layout, world)
     if not isinstance(layout, tuple):
-        shard_lengths(x.shape[1] * world, world, layout)  # zigzag wants an even share
+        shard_lengths(x.shape[1] * world, world, layout)  # zigzag needs an even length
         return Sharding(seq_len=x.shape[1] * world, world=world, layout=layout)
     if x.shape[1] != layout[rank]:
-        raise ValueError(f"{name} holds {x.shape[1]} tokens on rank {rank} but layout={layout} says {layout[rank]}")
+        raise ValueError(f"{name} has {x.shape[1]} tokens on rank {rank} but layout={layout} gives it {layout[rank]}")
     return Sharding(seq_len=sum(layout), world=world, layout=layout)

@@ -1,7 +1,7 @@
-"""Ulysses' exchanges around attention, differentiable: all-to-alls of tokens for heads.
+"""Ulysses' differentiable exchanges before and after attention: all-to-alls of tokens and heads.
 
-Before attention over u neighbouring ranks each of them gives away (u - 1) / u of its heads and gets the other ranks'
-tokens of the heads it keeps; afterwards it is put back. The backward of each exchange is the other one.
+Before attention, each of u neighbouring ranks sends away (u - 1) / u of its heads and receives the other ranks' tokens
+of the heads it keeps. After attention the exchange is reversed. The backward of each exchange is the other one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def heads_to_tokens(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def tokens_to_heads(team: comm.Team, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """[b, u * s, h / u, d] -> [b, s, h, d]: back from `heads_to_tokens`."""
+    """[b, u * s, h / u, d] -> [b, s, h, d]: the inverse of `heads_to_tokens`."""
     return _TokensToHeads.apply(team, *tensors)
 
 

@@ -1,4 +1,4 @@
-"""A sequence and its shares: cut it, and put it together again."""
+"""Cutting a sequence into the ranks' shards, and joining shards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _DEFAULT = TreeConfig()
 
 
 def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag") -> Tensor:
-    """This rank's share of x, which holds the whole sequence along `dim`. Differentiable; nothing is sent.
+    """This rank's shard of x, which holds the whole sequence along `dim`. Differentiable; no communication.
 
-    Raises ``ValueError`` when the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
+    Raises ``ValueError`` if the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
     """
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     return x.index_select(dim, shard_positions(x.shape[dim], rank, world, layout, device=x.device))
 
 
 def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", seq_len: int | None = None) -> Tensor:
-    """The whole sequence, on every rank, from the shares that `shard_sequence` made. One all-gather; no gradients.
+    """The whole sequence, on every rank, from the shards of `shard_sequence`. One all-gather; no gradients.
 
-    seq_len: the whole length; needed for an uneven "contiguous" layout, default p times this rank's share.
+    seq_len: length of the whole sequence; needed for an uneven "contiguous" layout, default p times this rank's length.
     """
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     with comm.collective_call("unshard_sequence", cp_group, _DEFAULT) as call:
@@ -34,8 +34,8 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
         lengths = shard_lengths(seq_len, world, layout)
         if x.shape[dim] != lengths[rank]:
             raise ValueError(
-                f"x holds {x.shape[dim]} tokens along dim {dim} on rank {rank}; layout={layout!r}, seq_len={seq_len} "
-                f"has {lengths[rank]} there: pass the seq_len of the whole sequence"
+                f"x has {x.shape[dim]} tokens along dim {dim} on rank {rank}, but layout={layout!r}, seq_len={seq_len} "
+                f"gives it {lengths[rank]}: pass the seq_len of the whole sequence"
             )
         others = tuple(n for i, n in enumerate(x.shape) if i != dim % x.dim())
         call.agree(**{"shape without dim": others}, dtype=x.dtype, seq_len=seq_len, layout=layout)

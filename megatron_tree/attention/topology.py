@@ -1,4 +1,4 @@
-"""The topology of a process group: the network that the planner assumes, and where the group's ranks are in it."""
+"""The topology of a process group: the network that the planner assumes, and the positions of the group's ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..plan import Placement, Topology, default_topology, load_topology, place
 
 
 class GroupTopology(NamedTuple):
-    """The network that the planner assumes; `topology.transport` is how messages really travel."""
+    """The network that the planner assumes; `topology.transport` is the transport that is actually used."""
 
     topology: Topology
     digest: str
-    """Name and checksum of the topology: files of one name may differ between hosts."""
+    """Name and checksum of the topology: files with the same name may differ between hosts."""
     hosts: tuple[str, ...] = ()
     placement: Placement | None = None
 
     @classmethod
     def of(cls, group, device: torch.device, config: TreeConfig) -> GroupTopology:
-        """The topology of a group; its placement is not known before `placed`. Raises ``ValueError``."""
+        """The topology of a group; `placed` adds the placement. Raises ``ValueError``."""
         made, key = GroupState.of(group).topologies, cls._key(device, config)
         if key in made:
             return made[key]
@@ -39,7 +39,7 @@ class GroupTopology(NamedTuple):
         return cls(topology, f"{topology.name} ({zlib.crc32(repr(topology).encode()):08x})")
 
     def placed(self, group, device: torch.device, config: TreeConfig) -> GroupTopology:
-        """The same with its ranks on their hosts; collective at the group's first call."""
+        """The same with the placement of the ranks; collective at the group's first call."""
         if self.placement is not None:
             return self
         hosts = comm.hosts(group, timeout_s=config.timeout_s)
@@ -49,14 +49,14 @@ class GroupTopology(NamedTuple):
         return placed
 
     def placement_of(self, ranks: tuple[int, ...]) -> Placement:
-        """Some of the group's ranks alone, numbered from 0."""
+        """The placement of some of the group's ranks, numbered from 0."""
         if len(ranks) == len(self.hosts):
             return self.placement
         return _place(self.topology, tuple(self.hosts[r] for r in ranks))
 
     @property
     def transport(self) -> str:
-        """How messages travel: "direct" or "builtin"."""
+        """The transport of messages: "direct" or "builtin"."""
         return self.topology.transport
 
     @staticmethod

@@ -135,7 +135,7 @@ def _shares(rank, world):
 
 def test_a_refusal_is_heard_in_every_call():
     for said, seconds in run_distributed(_shares, 2, fresh=True):
-        assert said.startswith("ValueError: ") and "x holds 3 tokens" in said and seconds < 2
+        assert said.startswith("ValueError: ") and "x has 3 tokens" in said and seconds < 2
 
 
 def _out_of_memory_before(rank, world):

@@ -221,7 +221,7 @@ def _message(rank, world, what):
     [
         ("shares", "call this with different arguments.*shares=", "all"),
         ("softcap", "call this with different arguments.*softcap=", "all"),
-        ("fewer queries", r"q holds 2 queries, but shares say \[3, 3\]", "rank 1"),
+        ("fewer queries", r"q has 2 queries, but shares=\[3, 3\]", "rank 1"),
         ("fewer keys", "k_cache holds 2 keys", "rank 1"),
         ("world", r"shares say \[3\] for 2 ranks", "all"),
         ("table", "block_table must be int32", "rank 1"),
