@@ -133,7 +133,7 @@ BAD = {
     "lengths": (dict(k=torch.randn(2, 5, 2, 8)), {}, "q has 4, k 5, v 4"),
     "odd zigzag": ({n: x[:, :3] for n, x in good().items()}, {}, r"multiple of.*4.*layout='contiguous'"),
     "layout": ({}, dict(layout="stripes"), "layout='stripes'"),
-    "layout lengths": ({}, dict(layout=(3, 5)), r"holds 4 tokens on rank \d but layout=\(3, 5\)"),
+    "layout lengths": ({}, dict(layout=(3, 5)), r"has 4 tokens on rank \d but layout=\(3, 5\)"),
     "scale": ({}, dict(softmax_scale=float("nan")), "softmax_scale=nan"),
     "window": ({}, dict(window_size=(3, -2)), r"window_size=\(3, -2\)"),
     "softcap": ({}, dict(softcap=-1.0), "softcap=-1.0"),

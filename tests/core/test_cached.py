@@ -222,8 +222,8 @@ def _message(rank, world, what):
         ("shares", "call this with different arguments.*shares=", "all"),
         ("softcap", "call this with different arguments.*softcap=", "all"),
         ("fewer queries", r"q has 2 queries, but shares=\[3, 3\]", "rank 1"),
-        ("fewer keys", "k_cache holds 2 keys", "rank 1"),
-        ("world", r"shares say \[3\] for 2 ranks", "all"),
+        ("fewer keys", "k_cache has 2 keys", "rank 1"),
+        ("world", r"shares=\[3\] for 2 ranks", "all"),
         ("table", "block_table must be int32", "rank 1"),
         ("page number", r"block_table=\[\[-1\]\] names pages beyond the 1", "rank 1"),
         ("scale", "pages in int8 or fp8 need", "rank 1"),
@@ -235,4 +235,4 @@ def test_every_rank_is_told(what, message, by):
     other, own = run_distributed(_message, 2, what, timeout=60)
     for said in (other, own):
         assert said and re.search(message, said), said
-    assert by == "all" or (other.startswith("rank 1 refused") and other.endswith(own)), (other, own)
+    assert by == "all" or (other.startswith("rank 1 rejected") and other.endswith(own)), (other, own)
