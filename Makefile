@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test quick slow gpu audit lint format
+.PHONY: help setup quickstart test quick slow mutants gpu audit lint format
 
 # The GPU tests spend most of their time compiling, so they run in parallel with pytest-xdist. Tests that need much memory
 # share one process.
@@ -18,11 +18,14 @@ quickstart:      ## train and generate on this machine
 test:            ## lint, then the fast tests
 	bash launch/test.sh
 
-quick:           ## lint, then a selection of the tests (tests/quick.txt): about two minutes on two cores
+quick:           ## lint, then the tests of tests/quick.txt: about two minutes on two cores
 	bash launch/test.sh @tests/quick.txt
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
+
+mutants:         ## plant faults in copies of the package, one at a time, and see whether the tests find them: an hour
+	OMP_NUM_THREADS=1 python tests/mutate.py
 
 gpu:             ## on a machine with a GPU: its tests, the timing of tile sizes, the kernel benchmark
 	python -m pytest $(GPU_WORKERS) tests/gpu $(GPU_TESTS); tests=$$?; \

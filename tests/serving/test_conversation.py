@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -60,7 +60,7 @@ def _turns(rank, world, family):
     cut = conversation.answer(first, GREEDY, cancelled=lambda: _length(runner) == len(first) + 2)
     assert [a.tokens for a in found] == [want, want2, want3]
     if rank == 0:
-        assert max(float((a - b).abs().max()) for a, b in zip(found[0].logits, logits, strict=True)) < 1e-3
+        assert largest(float((a - b).abs().max()) for a, b in zip(found[0].logits, logits, strict=True)) < 1e-3
     assert _length(runner) == len(conversation.held) == len(first) + 2
     assert conversation.held == first + want[:2]
     assert (cut.tokens, cut.finish_reason) == (want[:3], "cancelled")
