@@ -63,7 +63,7 @@ def _gather_builtin(x: Tensor, team: Team):
 def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:
     """Reduce x [n * s, ...], shares in the team's order, so that every rank ends with the whole of its own share.
 
-    reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (grid.py).
+    reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (merge.py).
     In two levels: what is meant for one place is merged inside the node first, then across nodes.
     """
     note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))

@@ -1,8 +1,8 @@
 """torch's own flash kernels as a backend: they return lse, and their backward takes the *global* out and lse.
 
-Masks are cut into blocks (blocks.py): wholly visible, square causal, and - for sliding windows, on the CPU - strips
-with an explicit mask. The kernels' backward asks for `out` only to form delta = rowsum(dout * out), so it is given
-an `out` made to have the global delta (`_out_with_delta`), and the real one never has to travel.
+Masks are cut into blocks (blocks.py): fully visible ones, square causal ones and, for sliding windows on the CPU,
+strips with an explicit mask. The kernels' backward reads `out` only to form delta = rowsum(dout * out). So it gets an
+`out` made to have the global delta (`_out_with_delta`), and the true one need not be sent.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _widen(d: int, *tensors: Tensor) -> list[Tensor]:
-    """Zero-pad the head dim to d: flash kernels want q, k and v equally wide (MLA's are not).
+    """Zero-pad head_dim to d: flash kernels need q, k and v of one head_dim (MLA's differ).
 
-    They also want its elements side by side in memory; the CPU's forward reads anything else wrongly, without a word.
+    They also need a unit stride there; the CPU's forward silently misreads anything else.
     """
     padded = (x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors)
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]

@@ -1,8 +1,8 @@
-"""Cutting masked attention over segments into blocks that plain flash kernels can take.
+"""Cutting masked attention over segments into blocks that plain flash kernels support.
 
-Under a causal mask a pair of segments falls into at most one block that is wholly visible and one square block whose
-diagonals meet (row i sees column j iff j <= i); what is hidden is skipped. A sliding window adds strips that need an
-explicit mask. Everything is integer arithmetic on the host.
+Under a causal mask a pair of segments gives fully visible blocks and at most one square block on the diagonal (row i
+sees column j iff j <= i); hidden parts are skipped. A sliding window adds strips that need an explicit mask. Everything
+is integer arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _windowed(q: Segment, k: Segment, spec: AttnSpec) -> list[Block]:
 
 
 def _fuse(blocks: list[Block]) -> list[Block]:
-    """Join wholly visible blocks of the same query rows whose key rows are neighbours."""
+    """Join fully visible blocks of the same query rows whose key rows are adjacent."""
     done: list[Block] = []
     for b in sorted(blocks, key=lambda b: (b.kind, b.q_row, b.q_len, b.k_row)):
         last = done[-1] if done else None

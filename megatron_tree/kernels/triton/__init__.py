@@ -1,4 +1,4 @@
-"""Our Triton kernels: the default on CUDA and ROCm; on a CPU they run in Triton's interpreter, for tests."""
+"""This package's Triton kernels: the default on CUDA and ROCm. On a CPU they run in Triton's interpreter, for tests."""
 
 from .decode import attn_decode, check_pages
 from .host import attn_bwd, attn_delta, attn_fwd, unsupported

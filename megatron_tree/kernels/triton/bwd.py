@@ -148,7 +148,7 @@ def _dkdv_range(
     M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Transposed products [keys, queries]: the tile of keys stays, queries pass by."""
+    """Transposed products [keys, queries]: the tile of keys is fixed, the loop runs over queries."""
     cols = tl.arange(0, M)
     for n in tl.range(lo, hi, M, num_stages=STAGES):
         rows = q_len - n

@@ -1,7 +1,7 @@
-"""Device functions that every kernel shares: products, tile loads, which keys a tile of queries sees, which it drops.
+"""Device functions that the kernels share: products, loads of tiles, masks and dropout.
 
-A tensor [b, s, h, d] is addressed as base + row * row_stride + columns, with base computed in 64 bits. head_dim is cut
-into two powers of two (192 = 128 + 64), so that kernels need no padding columns for the usual sizes.
+A tensor [b, s, h, d] is addressed as base + row * row_stride + columns, with base computed in 64 bits. head_dim is
+split into two powers of two (192 = 128 + 64), so that common sizes need no padding columns.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)
-UNBOUNDED = 1 << 30  # a window side that never ends
+UNBOUNDED = 1 << 30  # an infinite side of a window
 
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b; "ieee" is read for fp32 alone. The interpreter computes in fp32 whatever the inputs."""
+    """acc + a @ b. "ieee" matters only for fp32. The interpreter computes everything in fp32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -38,7 +38,7 @@ def lower(x, like):
 
 @triton.jit
 def tile_at(base, row, stride):
-    """Where a row starts. A scalar: what differs between a tile's elements stays the same from tile to tile."""
+    """Address of a row, a scalar: then the offsets within a tile are the same for every tile."""
     return base + row.to(tl.int64) * stride
 
 
@@ -106,7 +106,7 @@ def visible(q_pos, k_pos, in_range, left, right, CAUSAL: tl.constexpr, WINDOW: t
 
 @triton.jit
 def kept(q_pos, k_pos, dropout):
-    """Which pairs dropout keeps, on broadcast int32 positions; `dropout.keep_weights` bit for bit.
+    """The pairs that dropout keeps, from broadcast int32 positions: bit for bit those of `dropout.keep_weights`.
 
     dropout: (seed's lower word, its upper word, threshold, head, sequence), int32 whose bits are unsigned numbers.
     """
@@ -118,7 +118,7 @@ def kept(q_pos, k_pos, dropout):
 
 @triton.jit
 def whole_tiles(lo, full_lo, full_hi, hi, STEP: tl.constexpr):
-    """The bounds of a range, and of what in it needs no mask, on multiples of STEP; all in order and none negative."""
+    """Round a range, and the part of it that needs no mask, to multiples of STEP; bounds rise, none is negative."""
     hi = tl.maximum(hi, 0)
     lo = tl.minimum(lo, hi) // STEP * STEP
     full_lo = (full_lo + STEP - 1) // STEP * STEP
@@ -169,6 +169,6 @@ def query_range(first, last, q_pos, q_len, left, right, STEP: tl.constexpr, CAUS
 
 @triton.jit
 def cap_logits(s, softcap):
-    """softcap * tanh(s / softcap), written with exp2: no device library is needed."""
+    """softcap * tanh(s / softcap), written with exp2 so that no device library is needed."""
     e = tl.math.exp2(s * (2.0 * LOG2E / softcap))
     return softcap * (1.0 - 2.0 / (1.0 + e))

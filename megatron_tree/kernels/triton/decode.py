@@ -1,4 +1,4 @@
-"""Split-KV decode: few queries over a long shard, all query heads of a KV head in one tile, the keys cut into splits.
+"""Split-KV decode: few queries over a long shard. A tile has all query heads of a KV head; keys are cut into splits.
 
 Each split writes its packed state; a second launch merges them (merge.py). What a query sees is given by lengths or by
 positions; the cache may be paged, and may hold int8 or fp8 with a scale per slot and head.
@@ -22,11 +22,11 @@ from .common import LN2, LOG2E, cap_logits, dot
 from .merge import merge_packed
 
 KEYS = 64  # a split is a multiple of these
-ROWS = {2: 64, 4: 16}  # of a tile, by itemsize: queries beyond that go into another launch
+ROWS = {2: 64, 4: 16}  # of a tile, by itemsize; more queries go into further launches
 PAGE_SIZES = (16, 32, 64, 128, 256)
 OCCUPANCY = 3  # blocks of this kernel that one multiprocessor of sm_90 holds (70 KiB of shared memory each)
-SPLIT_KEYS = 1024  # keys of a split where the bits may not depend on the batch: 16 tiles, a fifth more than without
-SPLIT_COST = 4.0  # what a split costs beside its tiles, in tiles: prologue, partial state, merge
+SPLIT_KEYS = 1024  # keys of a split where the bits must not depend on the batch: 16 tiles
+SPLIT_COST = 4.0  # overhead of a split, in tiles: prologue, partial state, merge
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _load_keys(base, rows, stride, valid, FROM: tl.constexpr, COLS: tl.constexpr
     return tl.load(base + rows[:, None] * stride + c[None, :], mask=valid[:, None] & (c < D)[None, :], other=0.0)
 
 
-# what changes as a cache grows: a decode loop must not recompile
+# these change as a cache grows, and a decode loop must not recompile
 GROWING = ["num_keys", "keys_per_split", "num_splits", "spb", "stb", "scb", "left"]
 
 
@@ -155,7 +155,7 @@ def attn_decode_kernel(
 
 
 def choose_splits(num_keys: int, programs: int, num_slots: int) -> int:
-    """Splits of the keys for the least time: waves of programs over `num_slots` places times a split's length.
+    """The number of splits with the least time: waves of programs over `num_slots` places, times a split's length.
 
     programs: programs of one split (batch x KV heads); every split costs its tiles and `SPLIT_COST`.
     """

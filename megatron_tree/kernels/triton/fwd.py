@@ -19,7 +19,7 @@ def _fwd_range(
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys lo..hi of one segment; m and logits in base 2; l sums dropped pairs, too."""
+    """Online softmax over keys lo..hi of one segment; m and the logits are in base 2; l includes dropped pairs."""
     cols = tl.arange(0, N)
     for n in tl.range(lo, hi, N, num_stages=STAGES):
         k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
@@ -61,7 +61,7 @@ def attn_fwd_kernel(
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q_tiles int32 [tiles, 5]: first row, rows, first position, and from which to which KV segment it looks;
+    """q_tiles int32 [tiles, 5]: first row, rows, first position, first and last + 1 of its KV segments;
     k_segments int32 [n, 4]: row, length, position, sequence.
     """
     tile = tl.program_id(0)

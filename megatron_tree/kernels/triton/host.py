@@ -1,4 +1,4 @@
-"""Launching the kernels: tables of tiles and segments, strides, and the backend's functions."""
+"""The backend's functions: they launch the kernels with tables of tiles and segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 
 
 def on_its_device(function):
-    """Triton launches on the current GPU: make that the one of the function's first tensor."""
+    """Triton launches on the current GPU: run the function with its first tensor's GPU as the current one."""
 
     @functools.wraps(function)
     def call(x: Tensor, *args, **kwargs):
@@ -36,7 +36,7 @@ def interpreting() -> bool:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, flowing_lse: bool, masked: bool) -> str | None:
-    """Why this backend can't take the call, or None if it can; see `kernels.choose`. It takes both options."""
+    """Why this backend can't take the call, or None if it can; see `kernels.choose`. Both options are supported."""
     if q.device.type != "cuda" and not interpreting():
         return f"device type {q.device.type} (outside of Triton's interpreter)"
     if q.dtype not in DTYPES:
@@ -91,7 +91,7 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
 
 @on_its_device
 def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, spec: AttnSpec) -> None:
-    """Add this block's gradients to grads = (dq, dk, dv), fp32: cells computed one after another add up."""
+    """Add this block's gradients to grads = (dq, dk, dv), fp32. Calls for several cells accumulate."""
     dq, dk, dv = grads
     b, _, h, d = q.shape
     h_kv, e = k.shape[2], v.shape[-1]
@@ -128,7 +128,7 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
 
 
 def _head_parts(programs: int, group: int, device: torch.device) -> int:
-    """Into how many slices the query heads of a KV head go, so that dk's and dv's programs fill the GPU four times.
+    """Number of slices of a KV head's query heads, so that there are four programs of dk and dv per multiprocessor.
 
     Four, as under a causal mask their lengths differ. Each slice has a buffer of its own, summed in order: no atomics.
     """
@@ -156,7 +156,7 @@ _STRIDES = {letter: tuple(f"s{letter}{axis}" for axis in "bsh") for letter in "q
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """The kernels' arguments s<letter>b, s<letter>s and s<letter>h of tensors [b, s, h, d] given by their letter."""
+    """Kernel arguments: for a tensor x [b, s, h, d] passed as q=x, its first three strides as sqb, sqs and sqh."""
     return {name: n for letter, x in tensors.items() for name, n in zip(_STRIDES[letter], x.stride())}
 
 
@@ -174,7 +174,7 @@ def _constants(spec: AttnSpec, group: int, d: int, e: int, tiles: configs.Tiles)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """q and a scale above 0 that give the same logits: the kernel takes the largest product, then scales it."""
+    """q and a positive scale that give the same logits: the kernel takes the products' maximum before it scales."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
@@ -185,7 +185,7 @@ def unit_last_stride(x: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x with strides that Triton can load 16 bytes at a time with: multiples of 16, where head_dim is one."""
+    """x with strides that let Triton load 16 bytes at a time: multiples of 16, where head_dim is a multiple of 16."""
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
     if x.shape[-1] % 16 == 0 and any(stride % 16 for stride in strides):
         return x.contiguous()
@@ -216,7 +216,7 @@ def head_dims(d: int, e: int) -> dict:
 
 
 def window_sides(spec: AttnSpec) -> tuple[int, int]:
-    """(left, right) for the kernels, whose sums with positions below 2^30 must fit 32 bits."""
+    """(left, right) for the kernels, small enough that their sums with positions below 2^30 fit 32 bits."""
     left, right = (common.UNBOUNDED if side is None else side for side in (spec.left, spec.right))
     return min(left, common.UNBOUNDED), min(right, common.UNBOUNDED)
 
@@ -227,7 +227,7 @@ def mask_flags(spec: AttnSpec) -> dict:
 
 
 def _dropout_arguments(spec: AttnSpec) -> dict:
-    """Seed's two words, threshold and first head as int32 with the same bits; the factor of what is kept."""
+    """The seed's two words, threshold and first head as int32 with the same bits; the factor of kept values."""
     names = ("seed_low", "seed_high", "threshold", "first_head")
     if spec.dropout is None:
         return dict.fromkeys(names, 0) | dict(keep_weight=1.0)
@@ -238,7 +238,7 @@ def _dropout_arguments(spec: AttnSpec) -> dict:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of this GPU; 1 in the interpreter."""
+    """Number of multiprocessors of this GPU; 1 in the interpreter."""
     return 1 if interpreting() else _multiprocessors_of(device.index or 0)
 
 
@@ -262,7 +262,7 @@ _captured: list = []
 
 
 def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
-    """`_make_tables`, kept for the next calls; for good where a CUDA graph reads them.
+    """`_make_tables`, cached for later calls; kept for good where a CUDA graph reads them.
 
     They can't be made while a graph is captured: run the step once before.
     """

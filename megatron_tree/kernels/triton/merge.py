@@ -46,9 +46,9 @@ def merge_states_kernel(
 
 @on_its_device
 def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
-    """Merge contiguous fp32 states packed [..., n, ..., E + 1] over `dim` in one launch; empty states do no harm.
+    """Merge contiguous fp32 states packed [..., n, ..., E + 1] over `dim` in one launch. States may be empty.
 
-    Returns the merged states [..., E + 1], packed as well. The order of the sum is that of `dim`: same bits everywhere.
+    Returns the merged states [..., E + 1], packed. Sums are in the order of `dim`: the same bits everywhere.
     """
     assert packed.is_contiguous() and packed.dtype == torch.float32
     n, e = packed.shape[dim], packed.shape[-1] - 1

@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that need not be there, and read what they use: registers, spills, shared memory.
+"""Compile the kernels, without a GPU, and read what they use: registers, spills, shared memory.
 
     python -m megatron_tree.kernels.triton.resources --arch sm90 --out docs/kernel-resources.md
 
@@ -42,7 +42,7 @@ no mask; loop spills: those of them that access spilled registers.
 
 
 class Usage(NamedTuple):
-    """What one compiled kernel needs; -1 where the tool does not say.
+    """The resources of one compiled kernel; -1 where the tool does not report one.
 
     The loop is the one over tiles that need no mask, where the time goes: its instructions, and how many of them read
     or write spilled registers.
