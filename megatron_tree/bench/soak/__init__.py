@@ -30,7 +30,7 @@ from ..ranks import progress_bar
 from ..results import WrongResult, metadata
 from . import processes, report
 from .checks import judge
-from .incarnation import Plan, Run
+from .incarnation import KillPlan, Run
 from .records import Answer, Incarnation, Record
 from .work import SCRIPTS, Generation, Options, Training, Work, answer
 
@@ -176,7 +176,7 @@ class Soak:
             if self._folder(work).exists() and failures < MOST_FAILURES:
                 self._next(work, None, "finishing; ")
 
-    def _next(self, work: Work, plan: Plan | None, what: str) -> tuple[Incarnation, float]:
+    def _next(self, work: Work, plan: KillPlan | None, what: str) -> tuple[Incarnation, float]:
         """One incarnation of the work's open round."""
         done, worked_s = self._incarnate(work, plan, what)
         folder = self._folder(work)
@@ -185,7 +185,7 @@ class Soak:
             self._close_round(work)
         return done, worked_s
 
-    def _incarnate(self, work: Work, plan: Plan | None, what: str) -> tuple[Incarnation, float]:
+    def _incarnate(self, work: Work, plan: KillPlan | None, what: str) -> tuple[Incarnation, float]:
         """Returns: (the incarnation, its seconds of work)."""
         folder = self._folder(work)
         folder.mkdir(exist_ok=True)
@@ -211,9 +211,9 @@ def _answers(work: Work, folder: pathlib.Path) -> list[Answer]:
     return [answer(line) for line in work.results(folder, 0).lines() if "id" in line]
 
 
-def _plan(rng: random.Random, number: int, kill_every: float, ranks: int) -> Plan:
+def _plan(rng: random.Random, number: int, kill_every: float, ranks: int) -> KillPlan:
     how = signal.SIGSTOP if number % EVERY_STOP == 0 else signal.SIGKILL
-    return Plan(rng.randrange(ranks), how, kill_every * rng.uniform(0.5, 1.5))
+    return KillPlan(rng.randrange(ranks), how, kill_every * rng.uniform(0.5, 1.5))
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -38,6 +38,16 @@ class Check(NamedTuple):
         return self.found <= self.allowed  # not so for nan
 
 
+def _none(name: str, items: Sequence, text: str) -> Check:
+    """The rule that there are no such items."""
+    return Check(name, len(items), 0, text + _listed(items))
+
+
+def _listed(items: Sequence) -> str:
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return f": {'; '.join(map(str, items[:SHOWN]))}{more}" if items else ""
+
+
 def judge(record: Record) -> list[Check]:
     """All checks of a record."""
     found = [*_about_losses(record), *_about_answers(record), *_about_survivors(record), *_about_restarts(record)]
@@ -61,7 +71,7 @@ def _about_losses(record: Record) -> Iterable[Check]:
     yield Check("losses: largest relative difference", worst, LOSS_ALLOWED, text)
     done = {step for _, step, _ in record.seen_losses}
     missing = sorted(set(record.losses) - done, key=str)
-    yield Check("losses: steps never done", len(missing), 0, f"of {len(record.losses)}{_listed(missing)}")
+    yield _none("losses: steps never done", missing, f"of {len(record.losses)}")
 
 
 def _about_answers(record: Record) -> Iterable[Check]:
@@ -84,9 +94,9 @@ def _about_answers(record: Record) -> Iterable[Check]:
             worst = max([worst, *(abs(x - y) for x, y in pairs)])
     rounds = f"{len(record.seen_answers)} answers in {len(by_round)} finished rounds of {len(record.answers)}"
     yield Check("answers: rounds never finished", int(not by_round), 0, rounds)
-    yield Check("answers: lost", len(lost), 0, f"{rounds}{_listed(lost)}")
-    yield Check("answers: doubled", len(doubled), 0, f"{rounds}{_listed(doubled)}")
-    yield Check("answers: other tokens", len(other), 0, f"than in the undisturbed run{_listed(other)}")
+    yield _none("answers: lost", lost, rounds)
+    yield _none("answers: doubled", doubled, rounds)
+    yield _none("answers: other tokens", other, "than in the undisturbed run")
     yield Check("answers: largest difference of a logprob", worst, LOGPROB_ALLOWED, "nats")
 
 
@@ -97,16 +107,16 @@ def _about_survivors(record: Record) -> Iterable[Check]:
         return
     survivors = [(kill, x) for kill in kills for x in kill.survivors]
     stuck = [f"rank {x.rank} at {_clock(kill)}" for kill, x in survivors if x.seconds is None]
-    yield Check("survivors: never ended", len(stuck), 0, f"of {len(survivors)}{_listed(stuck)}")
+    yield _none("survivors: never ended", stuck, f"of {len(survivors)}")
     times = [x.seconds for _, x in survivors if x.seconds is not None]
     killed = [x.seconds for kill, x in survivors if x.seconds is not None and kill.signal == "SIGKILL"]
     text = f"after a kill within {max(killed, default=0):.1f} s, median {statistics.median(killed or [0]):.1f} s"
     yield Check("survivors: seconds to the end of the slowest", max(times, default=0), record.limit_s + SLACK_S, text)
     fine = [f"rank {x.rank} at {_clock(kill)}" for kill, x in survivors if x.status == 0]
-    yield Check("survivors: ended as if nothing had happened", len(fine), 0, f"of {len(survivors)}{_listed(fine)}")
+    yield _none("survivors: ended as if nothing had happened", fine, f"of {len(survivors)}")
     silent = [f"rank {x.rank} at {_clock(kill)}" for kill, x in survivors if accused(x.said) != {kill.rank}]
-    text = f"of {len(survivors)} did not name the lost rank, and it alone{_listed(silent)}"
-    yield Check("survivors: without its name", len(silent), 0, text)
+    text = f"of {len(survivors)} did not name the lost rank, and it alone"
+    yield _none("survivors: without its name", silent, text)
 
 
 def accused(text: str) -> set[int]:
@@ -120,8 +130,8 @@ def _clock(kill: Kill) -> str:
 
 def _about_restarts(record: Record) -> Iterable[Check]:
     failed = [f"incarnation {x.number}: {x.failed}" for x in record.incarnations if x.failed]
-    text = f"incarnations of {len(record.incarnations)} failed by themselves{_listed(failed)}"
-    yield Check("restarts: failures without a lost rank", len(failed), 0, text)
+    text = f"incarnations of {len(record.incarnations)} failed by themselves"
+    yield _none("restarts: failures without a lost rank", failed, text)
     wrong, done = [], {}
     for x in record.incarnations:
         before = done.get((x.work, x.round), 0)
@@ -131,7 +141,7 @@ def _about_restarts(record: Record) -> Iterable[Check]:
         if lost > (record.save_interval if x.work == "train" else 0):
             wrong.append(f"incarnation {x.number}: {x.expected_first} on the disk of {before} that were done")
         done[x.work, x.round] = max(before, x.last)
-    yield Check("restarts: not from the newest checkpoint", len(wrong), 0, f"incarnations{_listed(wrong)}")
+    yield _none("restarts: not from the newest checkpoint", wrong, "incarnations")
 
 
 def growth(samples: list[Sample], field: str) -> float:
@@ -217,18 +227,13 @@ def _about_counts(record: Record) -> Iterable[Check]:
             rises.append(
                 f"the parent: {firsts[min(firsts)]} in the first incarnation, {firsts[max(firsts)]} in the last"
             )
-        text = f"of processes, whose numbers were {min(floors, default=0)} to {max(floors, default=0)}{_listed(rises)}"
-        yield Check(f"rising numbers of {field}", len(rises), 0, text)
+        text = f"of processes, whose numbers were {min(floors, default=0)} to {max(floors, default=0)}"
+        yield _none(f"rising numbers of {field}", rises, text)
 
 
 def _about_leftovers(record: Record) -> Iterable[Check]:
     left = [f"after incarnation {x.number}: {what}" for x in record.incarnations for what in x.left]
-    text = f"processes, ports, shared memory after {len(record.incarnations)} incarnations{_listed(left)}"
-    yield Check("left behind by an incarnation", len(left), 0, text)
-    text = f"processes, namespaces, shared memory and files after the end{_listed(record.left)}"
-    yield Check("left behind at the end", len(record.left), 0, text)
-
-
-def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return f": {'; '.join(items[:SHOWN])}{more}" if items else ""
+    text = f"processes, ports, shared memory after {len(record.incarnations)} incarnations"
+    yield _none("left behind by an incarnation", left, text)
+    text = "processes, namespaces, shared memory and files after the end"
+    yield _none("left behind at the end", record.left, text)

@@ -29,7 +29,7 @@ FRAME = re.compile(r'/(megatron_tree/[\w/]+|megatron/core/[\w/]+|launch/\w+)\.py
 MESSENGERS = ("megatron_tree/comm/", "megatron_tree/launching")  # where all waits fail
 
 
-class Plan(NamedTuple):
+class KillPlan(NamedTuple):
     """Which rank to kill, with which signal, after how many seconds of work."""
 
     rank: int
@@ -59,7 +59,7 @@ class Run:
         self._lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
         self._shared_memory: set[str] = set()
 
-    def run(self, cluster: Cluster, plan: Plan | None) -> Incarnation:
+    def run(self, cluster: Cluster, plan: KillPlan | None) -> Incarnation:
         """Run it until its end, or until the loss that `plan` says; adds it to the record."""
         began_s = self._now()
         with cluster.start_script(self._argv, on_line=lambda rank, line: self._lines[rank].append(line)) as ranks:
@@ -89,7 +89,7 @@ class Run:
         """Seconds since the start of the soak."""
         return time.monotonic() - self._began
 
-    def _watch(self, ranks: Ranks, plan: Plan | None) -> str:
+    def _watch(self, ranks: Ranks, plan: KillPlan | None) -> str:
         """Until the plan is due or all have ended. Returns what failed, or ""."""
         progressed = sampled = self._now()
         while ranks.unfinished():
@@ -115,7 +115,7 @@ class Run:
                 return ""
         return ""
 
-    def _kill(self, ranks: Ranks, plan: Plan) -> Kill:
+    def _kill(self, ranks: Ranks, plan: KillPlan) -> Kill:
         lost = ranks.ranks[plan.rank]
         others = [rank for rank in ranks.ranks if rank is not lost]
         killed, at_s = time.monotonic(), self._now()
