@@ -2,13 +2,13 @@
 //
 // usage: switch NODES RATE_BITS LATENCY_NS LIFETIME_S PARENT_PID
 //
-// A packet takes the sender's port (RATE_BITS, first come, first served), the wire (LATENCY_NS), then the receiver's port
-// (RATE_BITS again). Nothing is lost or reordered. A port forwards while it receives: two idle ports cost one packet time.
-// Times are kept as they should be, so a switch that is called late does not slow the network down for good.
+// A packet passes the sender's port (RATE_BITS, first come, first served), the wire (LATENCY_NS), and the receiver's
+// port (RATE_BITS again). Packets are never lost or reordered. A port forwards while it receives: two idle ports take one
+// packet time. Departure times are computed, not measured: a delayed switch does not slow the network permanently.
 //
-// The namespaces are held by this process alone. Once they are ready it prints "ready FD FD ...": others
-// enter node i through /proc/PID/fd/FD_i. When it ends (SIGTERM, the parent's death, the lifetime) it kills whatever runs
-// in them, and the kernel takes them down.
+// Only this process holds the namespaces. Once they are ready it prints "ready FD FD ...": other processes enter node i
+// through /proc/PID/fd/FD_i. When the switch ends (SIGTERM, the parent's death, the lifetime) it kills all processes in
+// the namespaces, and the kernel removes them.
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -39,7 +39,7 @@ enum {
     FRAMING = 38,            // Ethernet's bytes per packet on the wire: preamble, header, checksum, gap
     READ_AT_ONCE = 16,
     TX_QUEUE_PACKETS = 10000,
-    PAUSES_PER_LATENCY = 20, // packets are handled in batches, as by a real adapter: that halves what the switch costs
+    PAUSES_PER_LATENCY = 20, // packets are handled in batches, as by a real adapter: this halves the CPU time
     MAX_PAUSE_NS = 50000,
 };
 
@@ -47,11 +47,11 @@ typedef int64_t nanoseconds;
 
 struct packet {
     struct packet *next;
-    nanoseconds due;         // when it leaves the queue it is in
-    nanoseconds port_time;   // what its bytes take on a port
+    nanoseconds due;         // when it leaves its current queue
+    nanoseconds port_time;   // its transmission time on a port
     size_t length;
     int receiver;
-    char bytes[];            // struct virtio_net_hdr, then the IP packet (up to 64 KiB: segments are cut by the receiver)
+    char bytes[];            // struct virtio_net_hdr, then the IP packet (up to 64 KiB: the receiver segments it)
 };
 
 struct queue {
@@ -61,8 +61,8 @@ struct queue {
 static struct node {
     int namespace_fd, tun;
     ino_t namespace_inode;
-    nanoseconds sent, received;      // until when its two ports are taken
-    struct queue wire, port;         // on the way from it; arriving at it
+    nanoseconds sent, received;      // until when its two ports are busy
+    struct queue wire, port;         // packets on the wire from it; packets at its receiving port
 } nodes[MAX_NODES];
 static int num_nodes;
 static volatile sig_atomic_t stopped;
@@ -102,7 +102,7 @@ static void set_sysctl(const char *name, const char *value) {
     char path[128];
     snprintf(path, sizeof path, "/proc/sys/net/%s", name);
     int fd = open(path, O_WRONLY | O_CLOEXEC);
-    if (fd < 0 && errno == ENOENT) return;  // a kernel without it (no IPv6)
+    if (fd < 0 && errno == ENOENT) return;  // the kernel lacks it (no IPv6)
     check(fd, path);
     check(write(fd, value, strlen(value)), path);
     close(fd);
@@ -133,7 +133,7 @@ static void make_node(int index) {
     node->namespace_inode = status.st_ino;
 
     set_sysctl("ipv6/conf/all/disable_ipv6", "1");
-    set_sysctl("ipv4/tcp_congestion_control", "reno");     // nothing is lost: the window grows and then stays
+    set_sysctl("ipv4/tcp_congestion_control", "reno");     // without losses its window grows to the limit
     set_sysctl("ipv4/tcp_slow_start_after_idle", "0");
     set_sysctl("ipv4/tcp_no_metrics_save", "1");
 
@@ -155,7 +155,7 @@ static void make_node(int index) {
     close(sock);
 }
 
-// Kill what runs in the namespaces, again and again until nothing does: a process may be forking.
+// Kill all processes in the namespaces, repeatedly until there are none: a process may be forking.
 static void empty_namespaces(void) {
     for (int tries = 0, found = 1; found && tries < 200; tries++) {
         found = 0;
@@ -180,7 +180,7 @@ static void empty_namespaces(void) {
 
 // ---- the switch
 
-// What a packet's bytes take on a port; one with segmentation offload is several on the wire, each with its headers.
+// A packet's transmission time on a port; with segmentation offload it is several on the wire, each with headers.
 static nanoseconds port_time(const struct virtio_net_hdr *offload, size_t length, double ns_per_byte) {
     size_t segments = 1, headers = offload->hdr_len;
     if (offload->gso_type != VIRTIO_NET_HDR_GSO_NONE && offload->gso_size && length > headers)
@@ -215,7 +215,7 @@ static void take_packets(struct node *sender, double ns_per_byte, nanoseconds la
     }
 }
 
-// The queue whose first packet is due before all others; NULL if all are empty.
+// The queue whose first packet is due first; NULL if all are empty.
 static struct queue *earliest(void) {
     struct queue *found = NULL;
     for (int i = 0; i < num_nodes; i++) {
@@ -226,7 +226,7 @@ static struct queue *earliest(void) {
     return found;
 }
 
-// Move on what is due, in the order of time. Returns when the next packet will be, or `end`.
+// Forward due packets in order of time. Returns when the next packet is due, or `end`.
 static nanoseconds pass_on(nanoseconds end) {
     for (struct queue *queue; (queue = earliest());) {
         if (queue->first->due > now()) return queue->first->due < end ? queue->first->due : end;
@@ -244,7 +244,7 @@ static nanoseconds pass_on(nanoseconds end) {
     return end;
 }
 
-// Wait until a time, SIGTERM, or until a port has packets (NULL: don't watch).
+// Wait until a time, until SIGTERM, or until a port has packets (NULL: don't poll ports).
 static void wait_until(nanoseconds time, struct pollfd *ports, const sigset_t *signals) {
     nanoseconds left = time - now();
     if (left <= 0 && !ports) return;
@@ -280,7 +280,7 @@ int main(int argc, char **argv) {
     check(setns(home, CLONE_NEWNET), "setns");
     prctl(PR_SET_TIMERSLACK, 1UL);
     struct sched_param priority = {.sched_priority = 10};
-    sched_setscheduler(0, SCHED_FIFO, &priority);  // where it may
+    sched_setscheduler(0, SCHED_FIFO, &priority);  // if permitted
 
     printf("ready");
     for (int i = 0; i < num_nodes; i++) printf(" %d", nodes[i].namespace_fd);

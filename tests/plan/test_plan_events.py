@@ -1,9 +1,9 @@
 """The planner's closed forms against a discrete-event simulation of the messages themselves.
 
-The simulation knows nothing of phases: it moves each rank's messages over links that they share. Where bytes count and
-all ranks do the same the two must agree within 10 %. Elsewhere (latencies, leaders, ranks that fold in) within 25 %, on
-uneven hosts 40 %: the closed form takes the slowest rank of every step, while in truth some go ahead, which can help or
-be in the way.
+The simulation has no phases: it moves each rank's messages over shared links. Where bytes dominate and all ranks do the
+same, the two must agree within 10 %. Elsewhere (latencies, leaders, ranks that fold in) within 25 %, and on uneven
+hosts within 40 %: the closed form takes the slowest rank of every step, while in the simulation some ranks are ahead of
+others, which can be an advantage or a disadvantage.
 """
 
 import dataclasses

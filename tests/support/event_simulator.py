@@ -1,8 +1,8 @@
 """A small discrete-event simulator of messages on a topology: the independent check of the planner's closed forms.
 
-A rank works off steps: it sends some messages, waits for some, goes on. Messages that are under way at the same time
-share the links: what a rank may send and take over a level, and the ports of the units below it, each in both
-directions. Rates are max-min fair and change whenever a message starts or ends.
+A rank executes steps: it sends some messages, waits for some, and continues. Messages in flight at the same time share
+the links: a rank's own sending and receiving capacity at a level, and the ports of the units below it, in each
+direction. Rates are max-min fair and change whenever a message starts or ends.
 """
 
 import math
@@ -13,7 +13,7 @@ from megatron_tree.plan import Placement, Topology
 
 @dataclass
 class Step:
-    """What one rank does before it goes on: `sends` as (position, bytes), and how many messages it waits for."""
+    """One step of a rank: `sends` as (position, bytes), and the number of messages that it waits for."""
 
     sends: list[tuple[int, float]] = field(default_factory=list)
     receives: int = 0
@@ -32,10 +32,10 @@ class _Message:
 
 
 def run(topology: Topology, placement: Placement, programs: list[list[Step]], *, posted: bool) -> float:
-    """Seconds until the last rank is done. programs: steps by position; step n of all ranks belong together.
+    """Seconds until the last rank has finished. programs: steps by position; step n sends to others' step n.
 
-    posted: whether receives are posted long before. Otherwise a message starts when the word of its receiver, that it
-    has come to this step, has travelled to the sender.
+    posted: whether receives are posted long before. Otherwise a message starts when the sender has been informed that
+    the receiver has reached the step.
     """
     return _Run(topology, placement, programs, posted).finish()
 
@@ -46,7 +46,7 @@ class _Run:
         self.now, self.at = 0.0, [-1] * len(programs)
         self.entered = [[math.inf] * len(program) for program in programs]
         self.arrived = [[0] * len(program) for program in programs]
-        self.busy = [0.0] * len(programs)  # until when a rank's own time goes into its messages
+        self.busy = [0.0] * len(programs)  # until when a rank's CPU is busy with its messages
         self.waiting, self.moving, self.flying = [], [], []
         for x in range(len(programs)):
             self._advance(x)
@@ -68,11 +68,11 @@ class _Run:
                 self.flying.remove((t, m))
                 self.arrived[m.to][m.step] += 1
                 self._advance(m.to)
-        assert all(at == len(program) for at, program in zip(self.at, self.programs)), "a rank waits for ever"
+        assert all(at == len(program) for at, program in zip(self.at, self.programs)), "a rank waits forever"
         return max(self.now, *self.busy)
 
     def _advance(self, x: int) -> None:
-        """Let a rank go on as far as it can."""
+        """Advance a rank as far as possible."""
         program = self.programs[x]
         while self.at[x] < len(program):
             if self.at[x] >= 0 and self.arrived[x][self.at[x]] < program[self.at[x]].receives:
@@ -106,7 +106,7 @@ class _Run:
                 self.moving.append(m)
 
     def _rates(self) -> list[float]:
-        """Max-min fair: the tightest link is shared evenly, its messages are settled, and so on."""
+        """Max-min fair rates: the bottleneck link is shared equally, its messages' rates are fixed, and so on."""
         rates, open_ = {}, dict(enumerate(self.moving))
         left, users = {}, {}
         for i, m in open_.items():
