@@ -47,7 +47,7 @@ class AttnArgs:
     """Equal to `queries` in self attention."""
     config: TreeConfig
 
-    def plan(
+    def planned(
         self, q: Tensor, k: Tensor, v: Tensor, net: GroupTopology, backend: Backend, members: tuple[int, ...]
     ) -> AttnCall:
         """Plan the call for `members`, some ranks of the group. All teams of the group use the first team's plan."""
@@ -76,11 +76,7 @@ class AttnArgs:
             teams = "" if u == 1 else f", in each of {u} Ulysses ranks"
             say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}{teams}): {plan.reason}")
         return AttnCall(
-            spec=self.spec,
-            group=self.group,
-            queries=self.queries,
-            keys=self.keys,
-            config=config,
+            **vars(self),
             plan=plan,
             order=tuple(members[i] for i in placement.order),
             transport=net.transport,
@@ -90,14 +86,9 @@ class AttnArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttnCall:
+class AttnCall(AttnArgs):
     """A checked and planned attention call."""
 
-    spec: AttnSpec
-    group: object
-    queries: Sharding
-    keys: Sharding
-    config: TreeConfig
     plan: TrainingPlan
     order: tuple[int, ...]
     """The participating ranks of `group`, node by node: position -> group rank."""

@@ -178,7 +178,7 @@ def _attend(
     net = net.placed(group, q.device, config)
     if config.ulysses_size > 1:
         return _attend_ulysses(q, k, v, sinks, args, net, backend, return_lse)
-    return tree_attention(q, k, v, sinks, args.plan(q, k, v, net, backend, tuple(range(args.queries.world))))
+    return tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, tuple(range(args.queries.world))))
 
 
 def _attend_ulysses(
@@ -203,7 +203,7 @@ def _attend_ulysses(
     sinks = None if sinks is None else sinks[first : first + count]
     queries, keys = (dataclasses.replace(x, fused=u) for x in (args.queries, args.keys))
     args = dataclasses.replace(args, spec=args.spec.heads_from(first), queries=queries, keys=keys)
-    out, lse = tree_attention(q, k, v, sinks, args.plan(q, k, v, net, backend, tuple(range(place, world, u))))
+    out, lse = tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, tuple(range(place, world, u))))
     if not return_lse:
         return *tokens_to_heads(team, out), None
     out, lse = tokens_to_heads(team, out, lse.transpose(1, 2)[..., None])

@@ -8,7 +8,7 @@
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; plain all-reduce and broadcast
 - reductions.py   decode's reductions of one state per rank
 - wire.py         JSON values between ranks
-- rendezvous.py   how the ranks of a job meet
+- rendezvous.py   the default process group and its store
 - traffic.py      what this rank sends, recorded for tests and benchmarks
 - health/         ranks that differ, fail or hang
 

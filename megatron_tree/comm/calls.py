@@ -14,7 +14,7 @@ from ..errors import CommError
 from .group import GroupState
 from .health.agreement import Signature, compare
 from .health.reports import Report
-from .health.watchdog import Call, Watchdog
+from .health.watchdog import CallToken, Watchdog
 
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
@@ -43,7 +43,7 @@ class CollectiveCall:
     def __init__(self, name: str, group, config: TreeConfig):
         self._name, self._group, self._config = name, group, config
         self._alone = GroupState.of(group).size == 1
-        self._call: Call | None = None
+        self._call: CallToken | None = None
         self._runs = False
 
     def __enter__(self) -> CollectiveCall:

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: a store on MASTER_ADDR, not on every interface of the machine."""
+"""The default process group and its store, which listens on MASTER_ADDR and not on every interface."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def _listen(address: str, port: int) -> int | None:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise ValueError(
-                    f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks can't meet there ({error}): choose another "
-                    "port (--port of the launch scripts)"
+                    f"MASTER_ADDR={address}, MASTER_PORT={port}: the store can't listen there ({error}): choose "
+                    "another port (--port of the launch scripts)"
                 ) from error
-            say_once(f"MASTER_ADDR={address} is no address of this machine: the store listens on all interfaces")
+            say_once(f"MASTER_ADDR={address} is not an address of this machine: the store listens on all interfaces")
             return None
         return listener.detach()

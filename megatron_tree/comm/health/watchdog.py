@@ -30,13 +30,13 @@ EVERY_GROUP = object()
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of a group: the token that `Watchdog.begin` gives, and the caller hands back."""
+class CallToken:
+    """One call of a group, for the caller to hold: `Watchdog.begin` gives it."""
 
     name: str
     number: int
     compare: Request | None = None
-    """Compares the call, should another rank ask; None where it has been compared."""
+    """Compares the call if another rank asks; None if it has been compared."""
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.number} of its group"
@@ -54,26 +54,26 @@ class Watchdog:
         self.rank, self.world, self.ranks = state.rank, state.size, state.ranks
         self.store = StoreClient.here()
         self._prefix = f"megatron_tree/{group.group_name}"
-        # a group that is made anew in one job, by the same name, starts anew: all its ranks count alike
+        # a new group may have the name of a former one: count how many there were, the same number on every rank
         self._prefix = self.key(self.store.run(self._count, timeout_s))
         self.reports = Reports(self.key, self.rank, self.ranks)
         self.waiting_on = None
         """The group, or a sub-group of it, that the main thread waits on; or `EVERY_GROUP`."""
         self.rejection: ValueError | None = None
-        """Another rank's, of a call that this rank is in: to be raised instead of what its wait fails with."""
+        """Another rank's rejection of a call that this rank is in; it is raised instead of the error of the wait."""
         self.error: Exception | None = None
-        """How the group ended: it is of no use any more."""
+        """How the group failed; it can't be used any more."""
         self._num_calls = 0
-        self._joined: deque[Call] = deque(maxlen=REMEMBERED)
-        self._open: Call | None = None
-        self._last: Call | None = None
+        self._joined: deque[CallToken] = deque(maxlen=REMEMBERED)
+        self._open: CallToken | None = None
+        self._last: CallToken | None = None
         self._polled: tuple[int, int] = (0, 0)
         self._failure_seen = False
         self.store.add_watchdog(self)
 
     @classmethod
     def of(cls, group, timeout_s: float = 60.0) -> Watchdog:
-        """The group's watchdog, made at its first use, for which an answer of the store is awaited so long."""
+        """The group's watchdog. Its first use asks the store, and waits for an answer for at most timeout_s."""
         state = GroupState.of(group)
         if state.watchdog is None:
             state.watchdog = cls(group, timeout_s)
@@ -88,30 +88,30 @@ class Watchdog:
         return store.add(self.key("epoch", self.rank), 1)
 
     def check_usable(self) -> None:
-        """Raise how the group ended, if it did."""
+        """Raise the group's error if it has failed."""
         if self.error is not None or self.rejection is not None:
             error = self.error or self.conclude(Report(str(self.rejection), cause="input"))
-            advice = "this group can't be used any more: make a new one, and end the processes that hang"
+            advice = "this group can't be used any more: create a new one, and end processes that hang"
             raise type(error)(f"{error} ({advice})")
 
-    def begin(self, name: str) -> Call:
+    def begin(self, name: str) -> CallToken:
         """The token of the group's next call."""
         self._num_calls += 1
-        self._open = self._last = Call(name, self._num_calls)
+        self._open = self._last = CallToken(name, self._num_calls)
         return self._last
 
-    def join(self, call: Call) -> None:
-        """This rank goes on with the call: from now on it may wait in it, and can be asked about it."""
+    def join(self, call: CallToken) -> None:
+        """This rank runs the call: from now on it may wait in it, and can be asked about it."""
         self._joined.append(call)
 
-    def reject(self, call: Call, error: str) -> None:
+    def reject(self, call: CallToken, error: str) -> None:
         """Ranks that are in this call, or come to it, raise a ``ValueError`` of this text; this one has left it."""
         if call in self._joined:
             self._joined.remove(call)
         with contextlib.suppress(CommError):  # the rank's own error says more
             self.store.run(lambda store: self._reject(store, call.number, error), REJECT_S)
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: CallToken) -> None:
         """The caller is done with the call, one way or another."""
         self._open = None if self._open is call else self._open
 
@@ -155,12 +155,12 @@ class Watchdog:
         return store.add(self.key("updates"), 0)
 
     def ask_others(self, store, number: int) -> None:
-        """Have the ranks compare call `number` that have joined it without."""
+        """Ask the ranks that run call `number` without a comparison to compare it."""
         store.set(self.key("asked", number), "")
         store.add(self.key("updates"), 1)
 
     def find_rejection(self, store, *numbers: int) -> ValueError | None:
-        """Another rank's rejection of one of the calls that this rank has joined, or of `numbers`."""
+        """Another rank's rejection of a call that this rank has joined, or of one of `numbers`."""
         for number in (*[x.number for x in list(self._joined)], *numbers):
             if store.check([self.key("rejected", number)]):
                 return ValueError(store.get(self.key("rejected", number)).decode())
@@ -278,7 +278,7 @@ def monitored(region: str) -> Iterator[None]:
 
 
 def _interrupt(on) -> None:
-    """Make this rank's waits on a group, or on all there are, fail now. They are of no use afterwards."""
+    """Make this rank's waits on a group, or on all groups, fail now. They can't be used afterwards."""
     groups = [on]
     if on is EVERY_GROUP:
         known = list(distributed_c10d._world.pg_map)
