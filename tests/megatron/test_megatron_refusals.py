@@ -69,7 +69,7 @@ def test_constructor_refuses(kwargs, message):
         in_forward(
             "packed_seq_params beside attention_mask",
             {"packed_seq_params": PackedSeqParams(qkv_format="thd"), "attention_mask": causal_mask(6)},
-            "beside packed_seq_params",
+            "together with packed_seq_params",
         ),
         (
             {
@@ -95,7 +95,7 @@ def test_constructor_refuses(kwargs, message):
         ({"attention_mask": causal_mask(8)}, r"\(1, 1, 8, 8\): expected bool \[2 or 1, 1, 6 or 1, 6 or 6\]"),
         ({"attention_mask": causal_mask(6).float()}, "float32.*expected bool"),
         ({"attention_mask": torch.tensor([1, 0, 0, 0, 0, 0]).bool()[None, None, None]}, "padding at the end of rows"),
-        ({"some_new_option": 3}, "some_new_option, which megatron_tree does not know"),
+        ({"some_new_option": 3}, "some_new_option, which tree attention does not support"),
     ],
 )
 def test_forward_refuses(kwargs, message):

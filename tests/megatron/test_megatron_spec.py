@@ -85,7 +85,7 @@ def test_core_attention_of_another_kind_is_not_replaced():
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=DotProductAttention, submodules=object()
     )
-    with pytest.raises(ValueError, match="no plain dense attention"):
+    with pytest.raises(ValueError, match="it is not plain dense attention"):
         tree.use_tree_attention(spec)
 
 

@@ -1,19 +1,18 @@
 """Tree attention for Megatron-core: what users import.
 
-The shortest way, any layer spec, also under Megatron-LM's `--cp-comm-type tree`:
+The shortest way. It works with any layer spec, and with Megatron-LM's `--cp-comm-type tree`:
 
     from megatron_tree.integrations import megatron as tree
     tree.install()
     config = TransformerConfig(..., context_parallel_size=4, cp_comm_type="tree", attention_dropout=0.0)
 
-or by the spec, without touching Megatron's classes; then "p2p" (ring) and "all_gather" (KV gather) are ours as well:
+Or through the spec, without patching Megatron's classes. Then "p2p" (ring) and "all_gather" (KV gather) are ours, too:
 
     model = GPTModel(config=config, transformer_layer_spec=tree.get_gpt_layer_tree_spec(), ...)
     model = GPTModel(config=config, transformer_layer_spec=tree.use_tree_attention(your_spec), ...)
 
-A trained model decodes and takes prompts with its KV cache sharded over the same ranks: `MegatronRunner`.
-Megatron-LM's own scripts: docs/megatron-lm.md has three ways, with and without a change to its sources.
-On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
+`MegatronRunner` serves a trained model, with its KV cache sharded over the same ranks. docs/megatron-lm.md has four
+ways to run Megatron-LM's own scripts. On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
 """
 
 from .compat import CP_COMM_TYPES, UnsupportedMegatronError, hide_import_notices

@@ -1,4 +1,4 @@
-"""Megatron-core's core attention, over a sequence that is sharded across the context-parallel group."""
+"""Core attention for Megatron-core over a sequence that is sharded across the context-parallel group."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ serving: ContextVar[Any] = ContextVar("serving", default=None)
 def tree_config_for(
     cp_comm_type: str | None, cp_sizes: tuple[int, int], tree_config: TreeConfig | None = None
 ) -> TreeConfig:
-    """What a layer's `cp_comm_type` means.
+    """The TreeConfig of a layer with this `cp_comm_type`.
 
     Args:
-        cp_comm_type: "tree" or None: `tree_config` as it is (by default the planner chooses the grid); "p2p": KV is
-            passed round a ring; "all_gather": KV is gathered, queries stay, the grid (1, cp); "a2a": heads are split
-            over all ranks (Ulysses); "a2a+tree", "a2a+p2p": over the first of `cp_sizes`, the rest as said.
-        cp_sizes: (Ulysses ranks, rest) of the context-parallel group, for types of two parts; else (1, cp).
+        cp_comm_type: "tree" or None: `tree_config` unchanged (by default the planner chooses the grid); "p2p": KV
+            circulates in a ring; "all_gather": KV is gathered and queries stay, the grid (1, cp); "a2a": heads are
+            split over all ranks (Ulysses); "a2a+tree", "a2a+p2p": heads are split over the first of `cp_sizes`, and the
+            second part joins the other ranks.
+        cp_sizes: (Ulysses ranks, other ranks) of the context-parallel group for types of two parts, else (1, cp).
         tree_config: backend, wire format and checks of all layers, and the grid of the "tree" layers.
     Raises: ValueError for any other `cp_comm_type`.
     """
@@ -57,15 +58,15 @@ def tree_config_for(
         return dataclasses.replace(base, **ring, ulysses_size=cp_sizes[0])
     raise ValueError(
         f"cp_comm_type={cp_comm_type!r} is not supported by tree attention: choose one of "
-        f"{', '.join(map(repr, compat.CP_COMM_TYPES))}, or leave this layer's core attention as TransformerEngine's"
+        f"{', '.join(map(repr, compat.CP_COMM_TYPES))}, or use TransformerEngine's core attention in this layer"
     )
 
 
 class TreeDotProductAttention(MegatronModule):
-    """Drop-in for `DotProductAttention` and `TEDotProductAttention` with context parallelism of any schedule.
+    """Replaces `DotProductAttention` and `TEDotProductAttention`; context parallelism with any schedule.
 
-    The sequence is sharded as Megatron's `get_batch_on_this_cp_rank` does it (zigzag; packed documents each on their
-    own). Supported: causal and full attention, padded and packed (thd) batches, cross attention, MHA, GQA, MQA, value
+    The sequence is sharded as by Megatron's `get_batch_on_this_cp_rank`: zigzag, packed documents one by one.
+    Supported: causal and full attention, padded and packed (thd) batches, cross attention, MHA, GQA, MQA, value
     heads of another size, sliding windows (`window_size`, `window_attn_skip_freq`), attention sinks (`softmax_type`
     "off-by-one" and "learnable"), dropout, tensor and pipeline parallelism, activation recomputation.
 
@@ -74,15 +75,15 @@ class TreeDotProductAttention(MegatronModule):
         layer_number: 1-based number of the layer.
         attn_mask_type: causal, padding, padding_causal, no_mask, or arbitrary with a mask that is one of these.
         attention_type: "self" or "cross".
-        attention_dropout: default `config.attention_dropout`. The mask is drawn by a seed from Megatron's random state
-            and is the same for any number of context-parallel ranks.
+        attention_dropout: default `config.attention_dropout`. The mask depends on a seed from Megatron's random
+            state and is the same for any number of context-parallel ranks.
         softmax_scale: default 1 / sqrt(head_dim).
         cp_comm_type: "tree" (also None), "p2p", "all_gather", "a2a", "a2a+tree" or "a2a+p2p"; see `tree_config_for`.
         pg_collection: process groups `tp` and `cp`; default: those of Megatron's parallel state.
         model_comm_pgs: the older name of `pg_collection`.
-        k_channels, v_channels: head sizes of keys and values where they differ (MLA).
-        tree_config: TreeConfig, to pin the grid or the backend. Passed by `use_tree_attention`.
-    Raises: ValueError for options that would change the result and can't be honoured.
+        k_channels, v_channels: head sizes of keys and values, if they differ (MLA).
+        tree_config: TreeConfig that fixes the grid or the backend; `use_tree_attention` passes it.
+    Raises: ValueError for options that would change the result and are not supported.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class TreeDotProductAttention(MegatronModule):
         self.tp_group, self.cp_group = compat.process_groups(pg_collection, model_comm_pgs)
         cp_size = config.context_parallel_size
         if cp_size == 1:
-            self.cp_group = None  # Megatron's configuration counts, whatever group exists
+            self.cp_group = None  # the configuration decides, even if the group has more ranks
         elif self.cp_group.size() != cp_size:
             raise ValueError(
                 f"context_parallel_size={cp_size} in the TransformerConfig, but the context-parallel group has "
@@ -128,10 +129,10 @@ class TreeDotProductAttention(MegatronModule):
                     f"(ulysses_size={self.tree_config.ulysses_size})"
                 )
         _refuse_unsupported(config, attention_type)
-        self.is_cross = attention_type == "cross"  # keys of another length than the queries
+        self.is_cross = attention_type == "cross"  # keys and queries may differ in length
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        # apply_query_key_layer_scaling needs nothing here: it divides the scores by the layer number and multiplies
-        # them again inside the softmax, against fp16 overflow; our scores are fp32.
+        # apply_query_key_layer_scaling needs nothing here: against fp16 overflow it divides the scores by the layer
+        # number, and multiplies them by it inside the softmax. Our scores are fp32.
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         self.window_size = compat.window_of_layer(config, self.layer_number)
@@ -173,7 +174,7 @@ class TreeDotProductAttention(MegatronModule):
             query: [s/cp, b, heads/tp, d]. key: [s/cp, b, kv_heads/tp, d]. value: [s/cp, b, kv_heads/tp, d_v]. Of packed
                 documents [t/cp, heads/tp, d] and so on.
             attention_mask: None, or a mask that hides later keys, padding at the end of rows, or both; see
-                `megatron_masks.read_mask`. It is read once per tensor. None costs nothing.
+                `masks.read_mask`. Each tensor is read once. None costs nothing.
             attn_mask_type: overrides the constructor's.
             packed_seq_params: documents of a packed batch, format "thd".
         Returns: [s/cp, b, heads/tp * d_v], packed [t/cp, heads/tp * d_v], dtype of `query`.
@@ -181,7 +182,7 @@ class TreeDotProductAttention(MegatronModule):
         """
         compat.refuse_unknown_arguments("the forward of TreeDotProductAttention", newer_arguments)
         if attention_bias is not None:
-            raise ValueError("attention_bias is set: tree attention adds no bias to the scores; pass None")
+            raise ValueError("attention_bias is set, but tree attention does not support a bias: pass None")
         if (served := serving.get()) is not None:
             return served.attend(self, query, key, value)
         mask_type = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
@@ -209,7 +210,7 @@ class TreeDotProductAttention(MegatronModule):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if lengths is None:
             return tree_attn_func(q, k, v, **options).transpose(0, 1).flatten(2)
-        # rows of a padded batch are documents one after another
+        # the rows of a padded batch become packed documents
         of_keys = _documents(lengths, key.shape[0] * self.config.context_parallel_size)
         of_queries = of_keys
         if self.is_cross:
@@ -225,7 +226,9 @@ class TreeDotProductAttention(MegatronModule):
         if packed.qkv_format != "thd":
             raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: tree attention takes 'thd'")
         if attention_mask is not None:
-            raise ValueError("attention_mask is set beside packed_seq_params: pass None, the documents say it all")
+            raise ValueError(
+                "attention_mask is set together with packed_seq_params: pass None, cu_seqlens separate the documents"
+            )
         options["causal"], _ = read_mask(None, mask_type, batch=1, num_queries=0, num_keys=0, cp_group=None)
         if query.dim() == 4:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
@@ -242,7 +245,7 @@ class TreeDotProductAttention(MegatronModule):
         return out.flatten(1)
 
     def _dropout_seed(self) -> int:
-        """A number from the random state of Megatron's own attention dropout, another one on every tp rank."""
+        """A number from the random state of Megatron's own attention dropout; every tp rank gets a different one."""
         with contextlib.nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork():
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
             drawn = int(torch.randint(1 << 62, (), device=device))
@@ -251,12 +254,12 @@ class TreeDotProductAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict:
-        """The learnable sinks, sharded over the tensor-parallel ranks; same key as Megatron's own core attention."""
+        """The learnable sinks, sharded over tensor-parallel ranks, under the key of Megatron's own core attention."""
         return compat.sharded_parameters(self, prefix, {"softmax_offset": 0}, sharded_offsets, metadata, self.tp_group)
 
 
 def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[int]]:
-    """(cu_seqlens, cu_seqlens_padded) of rows of these lengths, all padded to one."""
+    """(cu_seqlens, cu_seqlens_padded) of rows with these lengths, each padded to `padded` tokens."""
     return [0, *itertools.accumulate(lengths)], [padded * i for i in range(len(lengths) + 1)]
 
 

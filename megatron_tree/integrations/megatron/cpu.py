@@ -1,7 +1,7 @@
-"""Run Megatron-core on CPU ranks (gloo): redirect the few CUDA calls that it takes for granted.
+"""Run Megatron-core on CPU ranks (gloo): redirect the few CUDA calls that it makes unconditionally.
 
-For tests, quickstarts and debugging on machines without an accelerator. Nothing happens where CUDA is available, and
-everything is undone when the context ends.
+For tests, quickstarts and debugging on machines without an accelerator. With CUDA nothing is changed. At the end of the
+context everything is undone.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _FACTORIES = (
 
 @contextlib.contextmanager
 def megatron_on_cpu():
-    """Context in which Megatron-core can be imported, built, trained and checkpointed without an accelerator.
+    """Context in which Megatron-core models can be built, trained and checkpointed without an accelerator.
 
-    Yields True if the redirection is active, False if CUDA is available (then nothing is changed).
+    Yields True, or False if CUDA is available: then nothing is changed.
 
         with megatron_on_cpu():
             model = GPTModel(config=TransformerConfig(..., use_cpu_initialization=True), ...)
 
-    Calls redirected: `torch.cuda.current_device`, `synchronize` and the CUDA random state (to the CPU's), `Tensor.cuda`
-    and `Module.cuda` (the object itself), factories with a CUDA device (CPU), and `Tensor.type()` (it names a CPU
-    tensor by its CUDA type: Megatron's optimizer sorts parameters by that string), and streams (a stand-in that never
-    has anything to wait for; Megatron's token dispatcher for experts makes one). Fused kernels are not: leave
+    Redirected are `torch.cuda.current_device`, `synchronize`, the CUDA random state (to the CPU's), `Tensor.cuda` and
+    `Module.cuda` (they return the object itself), factories with a CUDA device (to the CPU), `Tensor.type()` (it gives
+    the CUDA type's name of a CPU tensor, by which Megatron's optimizer sorts parameters), and streams (a stream on
+    which nothing ever waits, for Megatron's token dispatcher of experts). Fused kernels are not available: turn
     `gradient_accumulation_fusion`, the `*_fusion` options and `moe_grouped_gemm` off.
     """
     if torch.cuda.is_available():
@@ -77,7 +77,7 @@ def _redirections() -> list[tuple[Any, str, Any]]:
 
 
 class _CpuStream:
-    """The only stream, and its own event, of a device that runs everything at once."""
+    """A stream, and an event, of a device that runs everything synchronously."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass

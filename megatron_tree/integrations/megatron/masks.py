@@ -1,7 +1,7 @@
-"""Megatron's attention masks, read: how long every row of a batch is.
+"""Megatron's attention masks, reduced to the length of every row of a batch.
 
-Core attention gets boolean tensors, True = hidden. Tree attention needs no tensor, only lengths: a mask must be causal,
-or hide padding at the end of rows, or both. It is looked at once; all layers get the same tensor.
+Core attention gets boolean tensors, True = hidden. Tree attention only needs lengths: a mask must be causal, or hide
+padding at the end of rows, or both. All layers get the same tensor, so it is read once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import comm
 from ...layout import shard_positions
 
-# whether the kernels apply the causal mask; what `arbitrary` means shows in its mask
+# whether the kernels apply the causal mask; for `arbitrary` the mask itself decides
 CAUSAL = {
     AttnMaskType.causal: True,
     AttnMaskType.padding_causal: True,
@@ -35,19 +35,19 @@ def read_mask(
     cp_group,
     timeout_s: float = 600.0,
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """What a mask means: (causal, tokens of every batch row that its keys hold, or None where no row is padded).
+    """(whether a mask is causal, number of keys of every batch row, or None if no row is padded).
 
     Args:
         mask: bool [b or 1, 1, rows, columns], True = hidden, or None. rows: this rank's queries, or 1; columns: all
             keys of the sequence, or this rank's.
         num_queries, num_keys: of this rank's share, zigzag.
-        cp_group: its ranks compare what they found, at the first sight of a mask: two all-reduces of b numbers, each
-            within timeout_s.
-    Raises: ValueError, on every rank, for a mask that says anything else.
+        cp_group: its ranks compare their results when they see a mask for the first time: two all-reduces of b numbers,
+            each within timeout_s.
+    Raises: ValueError on every rank for any other mask.
     """
     if mask is None:
         if mask_type not in CAUSAL:
-            raise ValueError(f"attn_mask_type {mask_type} without an attention_mask: pass one, or another type")
+            raise ValueError(f"attn_mask_type {mask_type} needs an attention_mask: pass one, or use another type")
         return CAUSAL[mask_type], None
     how = (mask_type, batch, num_queries, num_keys, cp_group)
     known = _read.get(mask)
@@ -67,7 +67,7 @@ def _find(
     if mask.dtype != torch.bool or not fits or mask.shape[2] not in (1, num_queries):
         raise ValueError(
             f"attention_mask {mask.dtype} {tuple(mask.shape)}: expected bool [{batch} or 1, 1, {num_queries} or 1, "
-            f"{num_keys * world} or {num_keys}], True = hidden; pass None where nothing is padded"
+            f"{num_keys * world} or {num_keys}], True = hidden; pass None if nothing is padded"
         )
     seen = ~mask[:, 0]
     q_pos, k_pos = q_pos.to(mask.device), k_pos.to(mask.device)

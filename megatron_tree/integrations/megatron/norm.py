@@ -1,9 +1,9 @@
-"""A norm in plain torch for Megatron's sequence parallelism, where neither Apex nor TransformerEngine is installed.
+"""A norm in plain torch for Megatron's sequence parallelism without Apex and TransformerEngine.
 
 With `sequence_parallel=True` every tensor-parallel rank normalizes its own part of the sequence, so the gradients of a
-norm's weights must be summed over these ranks. Megatron's `finalize_model_grads` does that for parameters that carry
-the attribute `sequence_parallel`. TransformerEngine's and Apex's norms set it; Megatron's fallback `WrappedTorchNorm`
-(also the only RMSNorm of its local spec) refuses sequence parallelism instead.
+norm's weights must be summed over these ranks. Megatron's `finalize_model_grads` does that for parameters that have the
+attribute `sequence_parallel`. TransformerEngine's and Apex's norms set it. Megatron's fallback `WrappedTorchNorm`, also
+the only RMSNorm of its local spec, refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from . import compat
-from .spec import _SpecWalk
+from .spec import SpecWalk
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 class SequenceParallelNorm(torch.nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, in the place of Megatron's `WrappedTorchNorm`.
+    """LayerNorm or RMSNorm over the last dimension, instead of Megatron's `WrappedTorchNorm`.
 
-    Parameters are named as there (`weight`, with LayerNorm also `bias`), so checkpoints fit.
+    Its parameters have the same names (`weight`, and `bias` of a LayerNorm), so checkpoints fit.
 
     Args:
         config: TransformerConfig; `normalization`, `sequence_parallel` and
-            `layernorm_zero_centered_gamma` (weights around 0 instead of 1) are honoured.
+            `layernorm_zero_centered_gamma` (weights around 0 instead of 1) are used.
         hidden_size: length of the last dimension.
         eps: added to the variance.
     Raises: ValueError for another `normalization`.
@@ -58,15 +58,15 @@ class SequenceParallelNorm(torch.nn.Module):
 
 
 def use_sequence_parallel_norm(block_spec: Any) -> Any:
-    """A copy of a spec in which every `WrappedTorchNorm` is a SequenceParallelNorm; fused norms stay.
+    """A copy of a spec in which SequenceParallelNorm replaces every `WrappedTorchNorm`; fused norms are kept.
 
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
         spec = tree.use_sequence_parallel_norm(tree.use_tree_attention(spec))
 
     Args:
         block_spec: block submodules, or any nesting of specs as in `use_tree_attention`. It is not changed.
-    Returns: the same type; the very object if there is no `WrappedTorchNorm` in it (Apex or TransformerEngine is used).
-    Raises: ValueError for the spec of a single layer: Megatron would add the final norm itself, its own one.
+    Returns: the same type; `block_spec` itself if it has no `WrappedTorchNorm` (Apex or TransformerEngine is used).
+    Raises: ValueError for the spec of a single layer: Megatron would then add its own final norm.
     """
     base_layer = compat.lookup("megatron.core.transformer.transformer_layer:BaseTransformerLayer")
     module = getattr(block_spec, "module", None)
@@ -78,7 +78,7 @@ def use_sequence_parallel_norm(block_spec: Any) -> Any:
     return _NormWalk()(block_spec)
 
 
-class _NormWalk(_SpecWalk):
+class _NormWalk(SpecWalk):
     def __init__(self):
         super().__init__(None)
         self._replaced = compat.lookup("megatron.core.transformer.torch_norm:WrappedTorchNorm")

@@ -1,4 +1,4 @@
-"""How tree attention gets into a Megatron model: by its layer spec, or by `cp_comm_type="tree"` alone."""
+"""Put tree attention into a Megatron model: through its layer spec, or through `cp_comm_type="tree"` alone."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
     """A copy of a layer or block spec in which every `core_attention` is TreeDotProductAttention.
 
-    Which schedule a layer uses is then chosen by its `cp_comm_type` ("tree", also where it is None; "p2p";
-    "all_gather").
+    The `cp_comm_type` of a layer then chooses its schedule; None means "tree".
 
     Args:
         layer_spec: ModuleSpec, block submodules, or any nesting of them in dataclasses, lists, dicts and
             functools.partial. It is not changed; parts without attention are shared with the result.
-        tree_config: TreeConfig, to pin grid, backend or wire format of these layers.
-    Returns: the same type as `layer_spec`; the very object if nothing has to change.
-    Raises: ValueError if there is no core attention in it, or one that is not plain dense attention.
+        tree_config: TreeConfig that fixes grid, backend or wire format of these layers.
+    Returns: the same type as `layer_spec`; `layer_spec` itself if nothing has to change.
+    Raises: ValueError if it has no core attention, or one that is not plain dense attention.
     """
-    walk = _SpecWalk(tree_config)
+    walk = SpecWalk(tree_config)
     result = walk(layer_spec)
     if not walk.found:
         raise ValueError(
@@ -42,7 +41,7 @@ def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None
 class TreeGPTLayer(TransformerLayer):
     """The layer that Megatron builds for this config, with tree attention in it.
 
-    What it is made of is decided when the config is known, so one spec serves every model.
+    Its parts follow from the config that it is built with, so one spec serves every model.
     """
 
     def __init__(self, *, config: Any, layer_number: int = 1, **kwargs):
@@ -74,31 +73,33 @@ class _TreeLayerSpec(ModuleSpec):
 
 
 get_gpt_layer_tree_spec = _TreeLayerSpec(module=TreeGPTLayer)
-"""Two in one: call it, with the arguments of Megatron's `get_gpt_layer_local_spec`, for that spec with tree attention.
-Or hand it over as it is, which is what Megatron-LM does under `--spec megatron_tree.integrations.megatron
+"""A function and a spec. Call it with the arguments of Megatron's `get_gpt_layer_local_spec` to get that spec with tree
+attention. Or pass it as a spec, as Megatron-LM does for `--spec megatron_tree.integrations.megatron
 get_gpt_layer_tree_spec`: then the layers follow the model's config (norms, MLA, experts, TransformerEngine)."""
 
 
 def core_attention_for_tree(core_attention: Any) -> Any:
-    """What a layer spec's `core_attention` becomes in a layer whose `cp_comm_type` is ours; patched Megatron calls it.
+    """What replaces a spec's `core_attention` in a layer whose `cp_comm_type` is ours. Patched Megatron calls it.
 
     Raises: ValueError if it is not plain dense attention.
     """
-    return core_attention if is_tree(core_attention) else _SpecWalk(_installed_config)._core_attention(core_attention)
+    return core_attention if is_tree(core_attention) else SpecWalk(_installed_config)._core_attention(core_attention)
 
 
 def tree_core_attention(tree_config: TreeConfig | None = None) -> ModuleSpec:
-    """The spec to put in the place of a `core_attention`."""
+    """The spec that replaces a `core_attention`."""
     return ModuleSpec(
         module=TreeDotProductAttention, params={} if tree_config is None else {"tree_config": tree_config}
     )
 
 
-class _SpecWalk:
+class SpecWalk:
+    """Copies a nesting of specs and replaces every `core_attention` in it; a part that occurs twice is copied once."""
+
     def __init__(self, tree_config: TreeConfig | None):
         self.tree_config = tree_config
         self.found = False
-        self._done: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id stays taken
+        self._done: dict[int, tuple[Any, Any]] = {}  # keeps the original alive: its id must not be reused
 
     def __call__(self, node: Any) -> Any:
         if id(node) not in self._done:
@@ -138,8 +139,8 @@ class _SpecWalk:
         self.found = True
         if getattr(old, "submodules", None) is not None:
             raise ValueError(
-                f"core_attention {old.module} has submodules of its own: it is no plain dense attention, "
-                "and tree attention in its place would compute something else"
+                f"core_attention {old.module} has submodules of its own, so it is not plain dense attention: "
+                "tree attention would compute something else"
             )
         if is_tree(old) and self.tree_config in (None, getattr(old, "params", {}).get("tree_config")):
             return old
@@ -159,16 +160,15 @@ _installed_config: TreeConfig | None = None
 
 
 def install(*, tree_config: TreeConfig | None = None) -> None:
-    """Make `TransformerConfig(context_parallel_size=..., cp_comm_type="tree")` all that a user sets.
+    """Build every attention layer whose `cp_comm_type` is "tree" or "a2a+tree" with TreeDotProductAttention.
 
-    From now on every attention layer whose `cp_comm_type` is "tree" or "a2a+tree" is built with
-    TreeDotProductAttention, whatever layer spec it comes from (local, TransformerEngine, MLA); other layers are left
-    as they are. A list-valued `cp_comm_type` then works too in the releases of Megatron-core that index it wrongly.
-    Calling it again only replaces `tree_config`.
+    From now on `TransformerConfig(context_parallel_size=..., cp_comm_type="tree")` is all that a user sets, with any
+    layer spec (local, TransformerEngine, MLA). Other layers are unchanged. A list in `cp_comm_type` then also works in
+    the releases of Megatron-core that index it wrongly. A second call only replaces `tree_config`.
 
     Args:
-        tree_config: TreeConfig, to pin grid, backend or wire format.
-    Raises: UnsupportedMegatronError if this release of megatron-core lacks what is needed; nothing is changed then.
+        tree_config: TreeConfig that fixes grid, backend or wire format.
+    Raises: UnsupportedMegatronError that names what this release of megatron-core lacks; nothing is changed then.
     """
     global _installed_config
     if not _patches:
@@ -184,9 +184,9 @@ def install(*, tree_config: TreeConfig | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Does nothing if it is not installed.
+    """Undo `install`. Does nothing without a previous `install`.
 
-    Raises: TreeError if somebody else has wrapped the same constructors since; undo that first.
+    Raises: TreeError if another patch has replaced the same constructors since then; undo that patch first.
     """
     global _installed_config
     covered = [cls.__name__ for cls, (_, ours) in _patches.items() if cls.__init__ is not ours]

@@ -1,4 +1,4 @@
-"""What Megatron passes to its core attention, and what the configuration of a layer means."""
+"""Arguments of core attention, fields of TransformerConfig, and batches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from .release import lookup, megatron_lm_arguments, megatron_version
 
-# What tree attention makes of `cp_comm_type`.
+# Values of `cp_comm_type` that tree attention implements.
 CP_COMM_TYPES = ("tree", "p2p", "all_gather", "a2a", "a2a+tree", "a2a+p2p")
-TREE_CP_COMM_TYPES = ("tree", "a2a+tree")  # those of them that no other core attention takes
-# Arguments of newer releases that carry no meaning for attention: a name for logs, a kernel's split hint.
+TREE_CP_COMM_TYPES = ("tree", "a2a+tree")  # those that no other core attention implements
+# Arguments of newer releases that do not change the result: a name for logs, the number of splits in a kernel.
 HARMLESS_ARGUMENTS = frozenset({"name", "num_splits"})
 
 
@@ -76,8 +76,8 @@ def refuse_other_packings(packed_seq_params: Any) -> None:
     """Raise a ValueError for a packed batch that is not sharded document by document over the whole cp group."""
     if getattr(packed_seq_params, "local_cp_size", None) is not None or getattr(packed_seq_params, "cp_group", None):
         raise ValueError(
-            "packed_seq_params has a context-parallel group of its own (hybrid or dynamic context parallelism): tree "
-            "attention takes the whole group for every batch; turn --hybrid-context-parallel off"
+            "packed_seq_params has its own context-parallel group (hybrid or dynamic context parallelism): tree "
+            "attention uses the whole group for every batch; turn --hybrid-context-parallel off"
         )
     args = megatron_lm_arguments()
     if getattr(args, "dataloader_inter_document_masking", False) and not getattr(args, "sft", False):
@@ -92,8 +92,8 @@ def refuse_unknown_arguments(where: str, arguments: dict[str, Any]) -> None:
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS_ARGUMENTS)
     if unknown:
         raise ValueError(
-            f"{where} got {', '.join(unknown)}, which megatron_tree does not know (megatron-core "
-            f"{megatron_version()}): unset the Megatron option behind it for layers with tree attention"
+            f"{where} got {', '.join(unknown)}, which tree attention does not support (megatron-core "
+            f"{megatron_version()}): unset the option of Megatron that sets it"
         )
 
 

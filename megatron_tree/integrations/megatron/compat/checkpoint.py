@@ -16,7 +16,7 @@ from .release import lookup
 def sharded_parameters(
     module: Any, prefix: str, axes: dict[str, int], sharded_offsets: tuple, metadata: dict | None, tp_group: Any
 ):
-    """Sharded state dict of a module whose parameters `axes` names by their tensor-parallel axis."""
+    """Sharded state dict of a module; `axes` maps the names of parameters to their tensor-parallel axes."""
     make = lookup("megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint")
     groups = {}
     if metadata and metadata.get("dp_cp_group") is not None and "tp_group" in inspect.signature(make).parameters:
@@ -29,9 +29,9 @@ def sharded_parameters(
 def no_manager_process():
     """While a checkpoint is saved synchronously: keep Megatron's writers from starting a process for their results.
 
-    They would spawn one per rank, which imports torch anew, lives as long as the rank, and outlives it if the rank is
-    killed. A synchronous save puts and gets the results in this very process, so a plain queue does. No effect on
-    releases that have no such queue.
+    There would be one process per rank, which imports torch again, lives as long as the rank, and survives it if the
+    rank is killed. A synchronous save passes the results inside one process, so a plain queue is enough. No effect on
+    releases without such a queue.
     """
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     if getattr(writer, "_results_queue", "absent") is not None:
@@ -48,10 +48,10 @@ def no_manager_process():
 def loading_torch_adam(optimizer: Any):
     """While a checkpoint is loaded into a fresh distributed optimizer: let it load torch's Adam.
 
-    That is what it has without Apex and TransformerEngine. `sharded_state_dict(is_loading=True)` then reads the step
-    counts of a state that is not there before the first step; `load_state_dict` looks for them among the tensors,
-    though they are stored apart, and gives all parameters one count, which each of them would advance. No effect on
-    other optimizers.
+    Without Apex and TransformerEngine it uses torch's Adam. `sharded_state_dict(is_loading=True)` then reads step
+    counts that do not exist before the first step. `load_state_dict` looks for them among the tensors, though they are
+    stored separately, and gives all parameters one shared count, which each of them would advance. No effect on other
+    optimizers.
     """
     distributed = lookup("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer")
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""How Megatron builds its layers."""
+"""Layers: what builds a core attention, layer specs, and two corrections while layers are built."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def misreads_cp_comm_type_list() -> bool:
 
 @contextlib.contextmanager
 def fixed_cp_comm_type_list(config: Any):
-    """While a TransformerLayer is built: put the list where a 1-based index finds each layer's own entry.
+    """While a TransformerLayer is built: shift the list so that a 1-based index finds each layer's own entry.
 
     Layers of multi-token prediction come after the list's end; they get its last entry.
     """
@@ -74,10 +74,10 @@ def fixed_cp_comm_type_list(config: Any):
 
 @contextlib.contextmanager
 def mla_without_transformer_engine():
-    """While an MLA layer is built: make known that TransformerEngine is missing, if it is.
+    """While an MLA layer is built: correct the layer's flag that TransformerEngine is installed, if it is not.
 
-    From 0.14 to 0.16 the layer compares its parts with stand-ins of TransformerEngine's classes and fails. No effect on
-    other releases.
+    From 0.14 to 0.16 the layer compares its parts with placeholders of TransformerEngine's classes and fails. No effect
+    on other releases.
     """
     mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     wrong = getattr(mla, "HAVE_TE", False) and not lookup("megatron.core.extensions.transformer_engine:HAVE_TE")
