@@ -56,7 +56,7 @@ def magnitudes(q, k, v, dout, spec, keep):
     smallest = torch.finfo(q.dtype).smallest_normal
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     (h, h_kv), d = (q.shape[2], k.shape[2]), q.shape[3]
-    s = energy.scores(q, k, spec, keep)  # [b, h_kv, g, q, k]
+    s = energy.scores(q, k, spec, keep).unflatten(1, (h_kv, h // h_kv))  # [b, h_kv, g, q, k]
     p = torch.exp(s - energy.logsumexp(s)[..., None]).clamp(min=smallest).where(s > float("-inf"), 0.0)
     q, dout = (x.unflatten(2, (h_kv, h // h_kv)).abs() for x in (q, dout))
     k, v = k.abs(), v.abs()
