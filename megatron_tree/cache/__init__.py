@@ -1,4 +1,4 @@
-"""A KV cache whose tokens are spread over the ranks of a group: any number of rows, in pages. No communication here."""
+"""A KV cache whose tokens are distributed over the ranks of a group: any number of rows, in pages."""
 
 from .pages import CACHE_DTYPES, LayerPages, quantize
 from .rows import Append, RowBook

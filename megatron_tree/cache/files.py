@@ -1,13 +1,13 @@
-"""Rows of a sharded KV cache in files, so that a prompt is run once and used many times.
+"""Rows of a sharded KV cache in files, so that a prompt is run once and reused.
 
     FOLDER/cache.json               what it is: layers, dtype, rows, fingerprint of the model, size and sha256 of files,
                                     and its own sha256
     FOLDER/rank_00000.safetensors   the tokens that rank 0 held; of each kind of layers `runs.KIND` int64 [m, 3] (row,
                                     first position, count), and of each layer k, v (and scales) [tokens, h_kv, ...]
 
-A folder is whole or not there: ranks write into `.FOLDER.part`, and when all are done one of them renames it. Any
-number of ranks with any block size can read it, since tokens are found by their positions; each rank reads those that
-it will hold.
+A folder is complete or absent: ranks write into `.FOLDER.part`, and when all are done one of them renames it. Any
+number of ranks with any block size can read it, since tokens are stored with their positions; each rank reads those
+that it will hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import ShardedCache
 
 FORMAT = 2
 DESCRIPTION = "cache.json"
-TIMEOUT_S = 1800.0  # for the slowest rank to write or check its files
+TIMEOUT_S = 1800.0  # for the slowest rank to write or verify its files
 _CHECKED = TreeConfig(check="always", timeout_s=TIMEOUT_S)
 CHUNK = 4096  # tokens that are read at once
 _DTYPES = {
@@ -69,10 +69,10 @@ def save_rows(
 
     Args:
         rows: ids. tokens: by row, the tokens it holds, int64 [n], the same on all ranks.
-        folder: must not be there yet.
-        fingerprint: of the model, such as `model_fingerprint`; who loads the rows must give the same.
-    Raises: ValueError on all ranks: a folder that is there, tokens that are not the rows', or files that can't be
-        written. Nothing is left then but perhaps `.FOLDER.part`, which the next one that saves there clears away.
+        folder: must not exist.
+        fingerprint: of the model, such as `model_fingerprint`; loading the rows needs the same.
+    Raises: ValueError on all ranks: an existing folder, tokens that don't match the rows, or files that can't be
+        written. At most `.FOLDER.part` is left then; the next save to this folder removes it.
     """
     folder, rank, world = Path(folder), group_rank(cp_group), group_size(cp_group)
     part = folder.with_name(f".{folder.name}.part")
@@ -82,7 +82,7 @@ def save_rows(
             seen = [f"{list(x.shape)} {x.dtype}" for x in tokens]
             raise ValueError(f"tokens={seen} must be int64, of each row as many as the cache holds: {lengths}")
         if rank == 0 and folder.exists():
-            raise ValueError(f"folder={str(folder)!r} is there already: choose another one, or delete it")
+            raise ValueError(f"folder={str(folder)!r} exists already: choose another one, or delete it")
         if rank == 0:
             with _naming(part):
                 shutil.rmtree(part, ignore_errors=True)
@@ -213,9 +213,7 @@ def _layers(store: ShardedCache) -> dict:
 def _read_description(folder: Path) -> dict:
     path = folder / DESCRIPTION
     if not path.is_file():
-        raise ValueError(
-            f"{path} is not there: folder={str(folder)!r} holds no saved cache, or one not written to its end"
-        )
+        raise ValueError(f"{path} does not exist: folder={str(folder)!r} holds no saved cache, or an incomplete one")
     try:
         about = read_json(path.read_bytes())
         if about["format"] != FORMAT and isinstance(about["format"], int):
@@ -233,7 +231,7 @@ def _read_description(folder: Path) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError):
         ok = False
     if not ok:
-        raise ValueError(f"{path} is damaged: save the cache anew")
+        raise ValueError(f"{path} is damaged: save the cache again")
     return about
 
 
@@ -246,13 +244,13 @@ _OF_A_FILE = (("bytes", int), ("sha256", str))
 
 def _check_fit(store: ShardedCache, about: dict, folder: Path, fingerprint: str) -> None:
     ours = {**_layers(store), "fingerprint": fingerprint}
-    if store.layers[0].dtype is None:  # no token yet: it takes any dtype
+    if store.layers[0].dtype is None:  # no tokens yet: any dtype fits
         ours["dtype"] = about["dtype"]
     for what, mine in ours.items():
         if about[what] != mine:
             raise ValueError(
                 f"{folder / DESCRIPTION} is of another model or cache: {what}={about[what]!r}, here {mine!r}. Load it "
-                "with the model and the cache dtype that it was saved with, or run the prompt anew"
+                "with the model and the cache dtype that it was saved with, or run the prompt again"
             )
     if about["dtype"] not in map(str, _DTYPES) and any(about["lengths"]):
         raise ValueError(f"{folder / DESCRIPTION} is damaged: dtype={about['dtype']!r}")
@@ -329,7 +327,7 @@ def _file(rank: int) -> str:
 
 @contextlib.contextmanager
 def _naming(path: Path):
-    """What the file system or the file says becomes a ``ValueError`` that names the path."""
+    """Errors of the file system and of damaged files become a ``ValueError`` that names the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:

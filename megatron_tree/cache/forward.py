@@ -28,10 +28,10 @@ def forward_pass(
 ) -> Iterator[ForwardPass]:
     """Context of one run of a model over num_tokens new tokens of each of these rows.
 
-    A failure inside takes the tokens back.
+    A failure inside removes the tokens again.
 
     Args:
-        sharded: this rank runs its share of one row's tokens, as `ForwardPass.append.shares` says.
+        sharded: this rank runs its share of one row's tokens, given by `ForwardPass.append.shares`.
         progress: called as progress(layers done, all of them).
     """
     append = store.append(rows, num_tokens, sharded=sharded)
@@ -126,7 +126,7 @@ class ForwardPass:
         pages, kind = store.layers[layer], store.kind_of[layer]
         own = sum(count for _, count in append.shares[rank])
         num_heads_kv = (pages.k if kv is None else kv[0]).shape[2]
-        # queries and partial results are as wide as keys and values: the fewer travel
+        # queries and partial outputs are as wide as keys and values: send whichever are fewer
         gather_keys = store.book.num_visible(append, kind) * num_heads_kv <= append.num_tokens * q.shape[2]
         segments = store.key_segments(append, kind, of_all_ranks=gather_keys)
         held = sum(segment.length for segment in (segments[rank] if gather_keys else segments))
@@ -135,7 +135,7 @@ class ForwardPass:
         else:
             k, v = (x[:, :held] for x in kv)
         out = tree_prefill(q[:, :own], k, v, shares=append.shares, key_segments=segments, **options)
-        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))  # a rank without tokens runs one
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))  # a rank without tokens still runs one
 
     def _decode(self, layer: int, q: Tensor, kv, visible: Tensor | None, **options) -> Tensor:
         pages, view = self.store.layers[layer], self.views[self.store.kind_of[layer]]

@@ -26,11 +26,11 @@ class RowRunner:
         store: the sharded cache, one layer for each attention layer. cp_group: the group that it is sharded over.
         token_group: the ranks that run the same tokens: those of cp_group, and tensor-parallel ones.
         device, vocab_size, max_positions: of the model; max_positions None = no limit.
-        chunk_size: tokens of a prompt that are run at once; it bounds the memory of activations.
-        capacity_tokens: tokens that the cache may hold on all ranks together; None = it grows as needed. It is up to
-            the caller not to exceed it: see `free_tokens`.
+        chunk_size: tokens of a prompt per forward pass; it bounds the memory for activations.
+        capacity_tokens: tokens that the cache may hold on all ranks together; None = it grows as needed. The
+            caller must not exceed it: see `free_tokens`.
         schedule: how partial attention is merged, see `tree_decode`.
-        config: `TreeConfig`; its check and timeout_s are used to compare prompts.
+        config: `TreeConfig`; its check and timeout_s are used to compare prompts between ranks.
     Raises: ValueError for an unknown schedule or sizes below 1.
     """
 
@@ -79,7 +79,7 @@ class RowRunner:
         return True
 
     def fork(self, row: int) -> int:
-        """A copy of a row, which shares its memory until one of the two goes on; returns its id."""
+        """A copy of a row, which shares its memory until one of the two is appended to; returns its id."""
         return self._book.fork(row)
 
     def remove(self, row: int) -> None:
@@ -103,8 +103,8 @@ class RowRunner:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
-        with sharded=False, are run on every rank. A failure takes back the tokens of the chunk that it happened in;
-        those of the chunks before stay.
+        with sharded=False, are run on every rank. A failure removes the tokens of its chunk
+        again; those of earlier chunks stay.
 
         Args:
             tokens: int64 [n], n >= 1.
@@ -133,7 +133,7 @@ class RowRunner:
 
     @torch.no_grad()
     def step(self, rows: list[int], tokens: Tensor) -> Tensor:
-        """Append tokens to some rows, each at its own end. Collective; a failure takes them back.
+        """Append tokens to some rows, each at its own end. Collective; a failure removes them again.
 
         Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation.
         Returns: fp32 logits [len(rows), n, vocab_size].
@@ -155,7 +155,7 @@ class RowRunner:
         """Logits of the chunk's last token."""
         with self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
             first, shares, rank = forward.append.first[0], forward.append.shares, self._book.rank
-            runs = shares[rank] or [(first, 1)]  # a rank without tokens runs one all the same
+            runs = shares[rank] or [(first, 1)]  # a rank without tokens still runs one
             positions = torch.cat([torch.arange(start, start + count) for start, count in runs]).to(self.device)
             end = first + len(chunk)
             owner = next(i for i, runs in enumerate(shares) if runs and sum(runs[-1]) == end)
@@ -179,13 +179,13 @@ class RowRunner:
         unknown = [row for row in rows if row not in self._book.rows]
         if unknown or not rows or len(set(rows)) != len(rows) or (dims == 2 and len(rows) != tokens.shape[0]):
             raise ValueError(
-                f"rows={list(rows)} with tokens {list(tokens.shape)}: give each row of the cache once, with its tokens"
-                + (f"; {unknown} are not there" if unknown else "")
+                f"rows={list(rows)} with tokens {list(tokens.shape)}: name each row of the cache once, with its tokens"
+                + (f"; {unknown} don't exist" if unknown else "")
             )
         longest = max(map(self.length, rows)) + tokens.shape[-1]
         if self.max_positions is not None and longest > self.max_positions:
             raise ValueError(
-                f"a row would hold {longest} tokens, but the model has {self.max_positions} positions: end it before, "
+                f"a row would hold {longest} tokens, but the model has {self.max_positions} positions: end it earlier, "
                 "or build the model for longer sequences"
             )
 

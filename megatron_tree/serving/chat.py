@@ -1,4 +1,4 @@
-"""One run of launch/chat.py on one rank: rank 0 reads messages and tells the others what to do; all answer together."""
+"""One run of launch/chat.py on one rank: rank 0 reads messages and announces what to do; all ranks answer together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .start import Started, start
 from .terminal import Lines, NoInput, open_input
 from .transcript import Transcript
 
-HEARTBEAT_S = 10.0  # after which rank 0, while somebody thinks, sends the others a sign that it is there
-SHORT = 256  # tokens whose prefill needs no bar
+HEARTBEAT_S = 10.0  # between heartbeats of rank 0 while it waits for input
+SHORT = 256  # up to this many new tokens no progress is shown
 COMMANDS = "/file PATH, /save PATH, /reset, /quit"
 
 
@@ -63,7 +63,7 @@ def _announce(ready: Started) -> Callable[[Any], None]:
 
 
 def follow(conversation: Conversation, params: SamplingParams, group) -> None:
-    """What the other ranks do: answer what rank 0 tells them to, until it leaves."""
+    """The other ranks: do what rank 0 announces, until it quits."""
     while True:
         match share(None, group):
             case ["answer", prompt, max_tokens]:
@@ -75,7 +75,7 @@ def follow(conversation: Conversation, params: SamplingParams, group) -> None:
 
 
 class Chat:
-    """Rank 0's side. announce(plan): tells the other ranks what all do next, see `follow`."""
+    """Rank 0's side. announce(plan): tells the other ranks what to do next, see `follow`."""
 
     def __init__(
         self, conversation: Conversation, transcript: Transcript, params: SamplingParams, lines: Lines, announce
@@ -85,7 +85,7 @@ class Chat:
         self._files: list[str] = []
 
     def run(self) -> None:
-        """Until /quit or the end of the input. After a failure the others find this rank gone, or fail, too."""
+        """Read and answer until /quit or the end of the input."""
         print(f"commands: {COMMANDS}; Ctrl-C stops an answer", flush=True)
         while (line := self._next_line()) is not None and self._obey(line.strip()):
             pass
@@ -123,7 +123,7 @@ class Chat:
                 case "/file":
                     self._take_file(path.strip())
                 case _ if command.startswith("/"):
-                    _complain(f"{command} is no command: use {COMMANDS}")
+                    _complain(f"{command} is not a command: use {COMMANDS}")
                 case _:
                     self._say(line)
         except OSError as error:
@@ -144,10 +144,10 @@ class Chat:
             return _complain("/file needs the path of a file")
         text = Path(path).read_text(errors="replace")
         self._files.append(f"{path}:\n\n{text.rstrip()}\n\n")
-        print(f"{path}: {len(text):,} characters go in front of the next message", flush=True)
+        print(f"{path}: {len(text):,} characters will precede the next message", flush=True)
 
     def _say(self, message: str) -> None:
-        """Answer a message, and keep it if there is an answer."""
+        """Answer a message, and add both to the conversation."""
         prompt = self._transcript.ask("".join(self._files) + message)
         limit, params = self._conversation.runner.max_positions, self._params
         room = params.max_tokens if limit is None else min(params.max_tokens, limit - len(prompt))
@@ -155,7 +155,7 @@ class Chat:
             self._files = []
             return _complain(
                 f"the conversation would be {len(prompt):,} tokens long, the model has {limit:,} positions: the "
-                "message was dropped; /reset begins anew, a shorter message or file may fit"
+                "message was dropped; send a shorter one, or start again with /reset"
             )
         self._announce(["answer", prompt, room])
         answer = self._conversation.answer(

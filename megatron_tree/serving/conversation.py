@@ -44,7 +44,7 @@ class Conversation:
 
     It is a `Scheduler` with one request at a time.
 
-    end_tokens: those of the model. group: of all ranks, same rank 0 as the runner's, for what rank 0 tells.
+    end_tokens: those of the model. group: of all ranks, with the runner's rank 0, for messages of rank 0.
     sharded: every rank runs its share of a prompt; otherwise all of it. timeout_s: limit of one broadcast.
     """
 
@@ -91,7 +91,7 @@ class Conversation:
             on all ranks when logits are not finite.
         """
         request = Request(prompt=prompt, sampling=params, row=self._row, progress=progress, keep_logits=keep_logits)
-        scheduler, told, before = self._scheduler, {}, self._scheduler.rows.prefill_s
+        scheduler, told, before = self._scheduler, {}, self._scheduler.executor.prefill_s
         scheduler.check(request)
         result = Answer(len(prompt))
         if self.is_leader:
@@ -106,7 +106,7 @@ class Conversation:
         for name in SHARED:
             setattr(result, name, told[name])
         self.held = [*prompt, *result.tokens][: told["held"]]
-        result.prefill_s = scheduler.rows.prefill_s - before
+        result.prefill_s = scheduler.executor.prefill_s - before
         if told["error"] is not None:
             raise TreeError(told["error"])
         return result

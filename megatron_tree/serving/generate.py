@@ -86,7 +86,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
     rank, engine, prompt = ready.rank, ready.engine, ready.prepared
     say = print if rank == 0 else lambda *_, **__: None
     say(f"{prompt.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)
-    params = sampling_params(args).with_shared_seed(ready.group)
+    params = sampling_params(args).with_seed()  # only rank 0's counts
     runner = engine.new_runner()
     conversation = Conversation(
         runner,

@@ -17,7 +17,7 @@ from .sampling import Choice, choose_tokens
 Progress = Callable[[int, int], None]
 
 
-class Rows:
+class Executor:
     """Carries out plans on one rank. A plan names rows by handles that the leader chose.
 
     sharded_prefill: see `RowRunner.prefill`.
@@ -34,7 +34,7 @@ class Rows:
         return self.runner.can_crop(self._rows[handle], length)
 
     @torch.no_grad()
-    def carry_out(self, steps: list[list], progress: Mapping[int, Progress] | None = None) -> list[Tensor]:
+    def run(self, steps: list[list], progress: Mapping[int, Progress] | None = None) -> list[Tensor]:
         """Logits of every "step" (fp32 [rows, vocab]) and "prefill" (fp32 [vocab]) of a plan, in its order.
 
         progress: by handle, what is called during a prefill as progress(tokens done, tokens of this chunk).
@@ -72,18 +72,18 @@ class Rows:
 
 
 class Planner:
-    """Knows the requests that are served; used by the thread that runs the loop alone.
+    """The requests that are served. Only the thread that runs the loop uses it.
 
     on_end: called with a request when its last answer has ended, before its last event.
     """
 
-    def __init__(self, rows: Rows, *, max_rows: int, page: int, on_end: Callable[[Serving], None]):
-        self._rows, self._runner = rows, rows.runner
+    def __init__(self, executor: Executor, *, max_rows: int, page: int, on_end: Callable[[Serving], None]):
+        self._executor, self._runner = executor, executor.runner
         self._max_rows, self._page, self._on_end = max_rows, page, on_end
         self.served: list[Serving] = []
         self._handles = itertools.count()
         self._steps: list[list] = []  # what the next plan begins with
-        self._running: list[tuple[Serving, Answer]] = []  # whose logits the plan under way brings
+        self._running: list[tuple[Serving, Answer]] = []  # whose logits the current plan returns
         self._prefilled: list[tuple[Serving, int]] = []  # and the chunks, in tokens
 
     @property
@@ -91,7 +91,7 @@ class Planner:
         return bool(self._steps or self.served)
 
     def has_room(self, serving: Serving) -> bool:
-        """Whether rows and cache suffice for all that a request may come to. Raises: `TreeError` if they never will."""
+        """Whether rows and cache suffice for all that a request may need. Raises: `TreeError` if they never will."""
         rows = sum(len(s.unfinished) for s in self.served)
         if rows + len(serving.answers) > self._max_rows:
             return False
@@ -104,8 +104,8 @@ class Planner:
             needed -= serving.row.shared(serving.prompt) // self._page * self._page
         if free - promised < needed and not self.served and not self._steps:
             raise TreeError(
-                f"request {serving.id} needs {needed:,} tokens of the cache; it serves nobody, but only {free:,} "
-                "are free: something else has left rows in it"
+                f"request {serving.id} needs {needed:,} tokens of the cache; no other request is served, but "
+                f"only {free:,} are free: rows that the scheduler did not make are in it"
             )
         return free - promised >= needed
 
@@ -117,7 +117,7 @@ class Planner:
             self._steps.append(["add", row.handle])
         else:
             shared = row.shared(serving.prompt)
-            if self._rows.can_crop(row.handle, shared):
+            if self._executor.can_crop(row.handle, shared):
                 self._steps.append(["crop", row.handle, shared])
             else:
                 self._steps += [["remove", row.handle], ["add", row.handle]]
@@ -138,9 +138,9 @@ class Planner:
             self._end(serving, answer, None, answer.stopper.flush(), "cancelled")
 
     def plan(self) -> list[list]:
-        """The steps of this turn, for `Rows.carry_out`: a token for every row under way, and a chunk of a prompt.
+        """The steps of this turn, for `Executor.run`: a token for every active row, and a chunk of a prompt.
 
-        More than one prompt gets a chunk where they have no more than runner.chunk_size tokens together.
+        Several prompts get a chunk if these have at most runner.chunk_size tokens together.
         """
         steps, self._steps = self._steps, []
         self._running = [(serving, a) for serving in self.served for a in serving.unfinished if a.handle is not None]
@@ -154,7 +154,7 @@ class Planner:
                     serving.row.tokens.append(answer.token)
         size = left = self._runner.chunk_size
         for serving in self.served:
-            # prompts are cut the same way whoever else is there, so that their logits are the same
+            # chunks don't depend on other requests, so that logits don't
             chunk = serving.prompt[serving.num_prefilled :][:size]
             if serving.handle is not None and len(chunk) <= left:
                 steps.append(["prefill", serving.handle, chunk.tolist()])
@@ -163,7 +163,7 @@ class Planner:
         return steps
 
     def progress(self) -> dict[int, Progress]:
-        """For `Rows.carry_out`, of the prefills in this plan."""
+        """For `Executor.run`, of the prefills in this plan."""
         found = {}
         for serving, _ in self._prefilled:
             if serving.progress is not None:
@@ -175,7 +175,7 @@ class Planner:
         return found
 
     def digest(self, logits: list[Tensor]) -> None:
-        """Choose tokens by what a plan brought, tell of them, and note what the next plan has to do first."""
+        """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
         logits = iter(logits)
         if self._running:
             rows = next(logits)
@@ -190,7 +190,7 @@ class Planner:
                 self._begin(serving, last)
 
     def _begin(self, serving: Serving, logits: Tensor) -> None:
-        """The prompt is in the cache: first tokens, and a row for every answer that goes on."""
+        """The prompt is in the cache: first tokens, and a row for every answer that continues."""
         choices = choose_tokens([a.sampler for a in serving.answers], logits.expand(len(serving.answers), -1))
         going = [a for a, c in zip(serving.answers, choices) if not isinstance(c, TreeError)]
         for answer, choice in zip(serving.answers, choices):

@@ -1,4 +1,4 @@
-"""What the scheduler is asked and what it tells, and what it knows of a request that it serves."""
+"""Requests and events of the scheduler, and the state of a request that is served."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class KeptRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how to go on from it. What is wrong with it is told by `Scheduler.check` and `submit`."""
+    """A prompt and how to answer it; `Scheduler.check` and `submit` validate it."""
 
     prompt: Sequence[int] | Tensor
     """Tokens, one or more."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
-    """Answers to the prompt, each with draws of its own."""
+    """Answers to the prompt, sampled independently."""
     row: KeptRow | None = None
     """Use this row of the cache and leave it there; one request at a time, with n=1."""
     progress: Callable[[int, int], None] | None = None
@@ -59,25 +59,25 @@ class Usage:
     completion_tokens: int
     queued_s: float
     first_token_s: float | None
-    """Of the request's first token; None: it ended without one."""
+    """Until the request's first token; None: it ended without one."""
     total_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What happened to one answer of a request: a new token, its end, or both."""
+    """A new token of one answer of a request, its end, or both."""
 
     request: int
     answer: int = 0
     """0 <= answer < n."""
     token: int | None = None
-    """None: it ended without a token more."""
+    """None: it ended without another token."""
     text: str = ""
-    """What this adds to the answer's text; tokens that wait for others to make a character add nothing."""
+    """What this adds to the answer's text; an incomplete character adds nothing yet."""
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish_reason: str | None = None
-    """"stop", "length", "cancelled", or "error"; None: it goes on."""
+    """"stop", "length", "cancelled", or "error"; None: it continues."""
     stop_reason: int | str | None = None
     """With "stop": the token or the text that ended it."""
     error: str | None = None
@@ -136,11 +136,11 @@ class Serving:
         return [answer for answer in self.answers if not answer.finished]
 
     def reserved(self, page: int) -> int:
-        """Tokens, in whole pages, that all unfinished answers may come to."""
+        """Tokens, in whole pages, that all unfinished answers may need."""
         return len(self.unfinished) * _whole(len(self.prompt) + self.params.max_tokens, page)
 
     def held(self, page: int) -> int:
-        """Tokens, in whole pages, that its rows have taken from the cache for certain.
+        """Tokens, in whole pages, that its rows have certainly taken from the cache.
 
         The prompt of a copied row may still be shared with the row that it was copied from; it counts as not taken.
         """
@@ -155,7 +155,7 @@ class Serving:
         self.num_prefilled = self.num_reused = num_reused
 
     def tell(self, answer: Answer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
-        """Send an event of one answer, and note its end; a choice without a token counts none."""
+        """Send an event of one answer, and record its end."""
         now = time.perf_counter()
         if choice is not None and not self._first_token:
             self._first_token = now

@@ -1,4 +1,4 @@
-"""From logits to a token: what a request may ask for, and the one who chooses."""
+"""From logits to a token: the options of a request, and the sampler."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..comm.wire import share
 from ..errors import TreeError
 
 MIN_TEMPERATURE = 1e-3  # below it fp32 logits divided by it may overflow
 MAX_LOGPROBS = 100
-MAX_PENALTY = 100.0  # far beyond what is of use; fp32 logits overflow by much larger ones
+MAX_PENALTY = 100.0  # far beyond useful values; much larger ones make fp32 logits overflow
 SEEDS = 2**63
 
 
@@ -43,30 +42,31 @@ class SamplingParams:
     max_tokens: int = 256
     """New tokens at most."""
     temperature: float = 0.0
-    """0: the likeliest token always (greedy); else the logits are divided by it."""
+    """0: always the most likely token (greedy); otherwise logits are divided by it."""
     top_k: int = 0
-    """Choose among so many likeliest tokens (more, where equal logits straddle the border); 0: among all."""
+    """Sample from this many most likely tokens (more if logits are equal at the limit); 0: from all."""
     top_p: float = 1.0
-    """Choose among the likeliest tokens whose probabilities add up to this; 1: among all."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1: from all."""
     min_p: float = 0.0
-    """Choose among tokens with at least this times the likeliest one's probability; 0: among all."""
+    """Sample from tokens with at least this fraction of the highest probability; 0: from all."""
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or the answer are divided by it (multiplied where negative), from 0.01 to 100; 1:
     none."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that stands in the answer, from -100 to 100."""
+    """Subtracted from the logit of every token that occurs in the answer, from -100 to 100."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit as often as it stands in the answer, from -100 to 100."""
+    """Subtracted from a token's logit for every time it occurs in the answer, from -100 to 100."""
     seed: int | None = None
-    """0 <= seed < 2**63: the same request gives the same tokens again. None: one is drawn."""
+    """0 <= seed < 2**63: the same request gives the same tokens. None: a random one."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; it ends before them."""
+    """Texts that end the answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer, besides the model's own."""
+    """Tokens that end the answer, in addition to the model's."""
     ignore_eos: bool = False
-    """The model's own end tokens end nothing; `stop` and `stop_token_ids` still do."""
+    """Ignore the model's end tokens; `stop` and `stop_token_ids` still end the answer."""
     logprobs: int | None = None
-    """Report the log-probability of every token, by the model's own logits, and so many of the likeliest ones."""
+    """Report the log-probabilities, before penalties and temperature, of the chosen token and of this many
+    most likely tokens."""
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):
@@ -114,12 +114,6 @@ class SamplingParams:
         """These; if there is no seed, one is drawn, on this rank alone."""
         return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(63))
 
-    def with_shared_seed(self, group) -> SamplingParams:
-        """As `with_seed`, the same on all ranks of a group: rank 0's. Collective unless there is a seed."""
-        if self.seed is not None:
-            return self
-        return dataclasses.replace(self, seed=share(secrets.randbits(63), group))
-
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
@@ -149,24 +143,25 @@ class Choice(NamedTuple):
     logprob: float | None = None
     """Natural logarithm of its probability by the model's logits, before penalties and temperature; if asked for."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
-    """(token, logprob) of the likeliest ones, falling."""
+    """(token, logprob) of the most likely tokens, in falling order."""
 
 
 class CountPenalty(LogitsProcessor):
-    """Presence and frequency penalties as OpenAI's API defines them. input_ids int64 [1, n] is the answer alone."""
+    """Presence and frequency penalties as OpenAI's API defines them, for the tokens of input_ids int64 [1, n] from
+    position `first` on: the answer."""
 
-    def __init__(self, presence: float, frequency: float):
-        self.presence, self.frequency = presence, frequency
+    def __init__(self, presence: float, frequency: float, first: int):
+        self.presence, self.frequency, self.first = presence, frequency, first
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0], minlength=scores.shape[-1]).to(scores.dtype)
+        counts = torch.bincount(input_ids[0, self.first :], minlength=scores.shape[-1]).to(scores.dtype)
         return scores - (counts * self.frequency + (counts > 0) * self.presence)[None]
 
 
 class Sampler:
-    """Chooses the tokens of one answer. They depend on its parameters, prompt and logits, not on who else is served.
+    """Chooses the tokens of one answer. They depend on its parameters, prompt and logits, not on other requests.
 
-    It draws one number per token from a generator of its own, on the CPU, whose state is the only one there is.
+    It draws one number per token from its own generator on the CPU; that is its only state.
 
     Args: params: with a seed unless greedy. prompt: int64 [n], for the repetition penalty. sample: the number of this
         answer among several to one prompt.
@@ -178,20 +173,15 @@ class Sampler:
         self._generator = torch.Generator()
         if params.temperature > 0:
             self._generator.manual_seed(derived_seed(params.seed, sample))
-        self._repetition, self._counts, self._warpers = None, None, _warpers(params)
-        if params.repetition_penalty != 1:
-            self._repetition = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
-        if params.presence_penalty or params.frequency_penalty:
-            self._counts = CountPenalty(params.presence_penalty, params.frequency_penalty)
         empty = torch.empty(0, dtype=torch.int64)
-        self._known = empty if prompt is None or self._repetition is None else prompt.unique()
-        self._answer = empty
+        self._tokens = empty if prompt is None or params.repetition_penalty == 1 else prompt.unique()
+        """What penalties look at: the prompt's tokens, each once, and the answer's."""
+        self._processors = _processors(params, len(self._tokens))
 
     @property
     def is_plain(self) -> bool:
-        """Whether the token is simply the likeliest one, and nothing else is asked for."""
-        greedy = self.params.temperature == 0 and self.params.logprobs is None
-        return greedy and self._repetition is None and self._counts is None
+        """Whether the token is simply the most likely one, and nothing else is asked for."""
+        return self.params.temperature == 0 and self.params.logprobs is None and not self._processors
 
     def choose(self, logits: Tensor) -> Choice:
         """The next token after logits fp32 [vocab]. Raises: `TreeError` when they hold no finite largest value."""
@@ -203,12 +193,7 @@ class Sampler:
     def choose_finite(self, logits: Tensor) -> Choice:
         """As `choose`, for logits that are known to hold a finite largest value. Raises: `TreeError` where penalties or
         the temperature make them overflow."""
-        scores = logits.float()[None]
-        if self._repetition is not None:
-            scores = self._repetition(torch.cat((self._known, self._answer)).to(scores.device)[None], scores)
-        if self._counts is not None:
-            scores = self._counts(self._answer.to(scores.device)[None], scores)
-        scores = self._warpers(self._answer, scores)[0]
+        scores = self._processors(self._tokens.to(logits.device)[None], logits.float()[None])[0]
         if not math.isfinite(value := scores.max().item()):
             raise _not_finite(value)
         return self.took(int(scores.argmax()) if self.params.temperature == 0 else self._draw(scores), logits)
@@ -221,9 +206,9 @@ class Sampler:
         return int(kept[place])
 
     def took(self, token: int, logits: Tensor) -> Choice:
-        """Note a token of this answer that stands behind logits [vocab], and tell of it."""
-        if self._repetition is not None or self._counts is not None:
-            self._answer = torch.cat((self._answer, torch.tensor([token])))
+        """Record a token of this answer, chosen from logits [vocab]; returns it with its log-probabilities."""
+        if self._processors:
+            self._tokens = torch.cat((self._tokens, torch.tensor([token])))
         if self.params.logprobs is None:
             return Choice(token)
         logprobs = torch.log_softmax(logits.double() if logits.device.type == "cpu" else logits.float(), -1)
@@ -232,30 +217,34 @@ class Sampler:
         return Choice(token, logprobs[token].item(), pairs)
 
 
-def _warpers(params: SamplingParams) -> LogitsProcessorList:
+def _processors(params: SamplingParams, num_prompt_tokens: int) -> LogitsProcessorList:
     """In the order of Transformers' own generate."""
-    warpers = LogitsProcessorList()
+    found = LogitsProcessorList()
+    if params.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    if params.presence_penalty or params.frequency_penalty:
+        found.append(CountPenalty(params.presence_penalty, params.frequency_penalty, num_prompt_tokens))
     if params.temperature == 0:
-        return warpers
+        return found
     if params.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        found.append(TemperatureLogitsWarper(float(params.temperature)))
     if params.top_k:
-        warpers.append(TopKLogitsWarper(params.top_k))
+        found.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
+        found.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    return warpers
+        found.append(MinPLogitsWarper(params.min_p))
+    return found
 
 
 def choose_tokens(samplers: Iterable[Sampler], logits: Tensor) -> list[Choice | TreeError]:
-    """The next token of every row of logits fp32 [b, vocab], one sampler each; plainly greedy rows in one go.
+    """The next token of every row of logits fp32 [b, vocab], one sampler each; plainly greedy rows in one operation.
 
-    A row without a finite largest value (NaN in the model) gets an error in its place; the other rows are not harmed.
+    A row without a finite largest value (NaN in the model) gets an error in its place; other rows are not affected.
     """
-    top, likeliest = logits.max(-1)
+    top, tokens = logits.max(-1)
     chosen = []
-    for row, (sampler, value, token) in enumerate(zip(samplers, top.tolist(), likeliest.tolist(), strict=True)):
+    for row, (sampler, value, token) in enumerate(zip(samplers, top.tolist(), tokens.tolist(), strict=True)):
         if not math.isfinite(value):
             chosen.append(_not_finite(value))
             continue

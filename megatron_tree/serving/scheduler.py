@@ -1,8 +1,8 @@
-"""Continuous batching: requests come and go while the model runs; a row of the cache for every answer.
+"""Continuous batching: requests come and go while the model runs; every answer has a row of the cache.
 
-Rank 0, the leader, alone knows the requests. In every turn it makes a plan, a short list of what to do with rows, and
+Only rank 0, the leader, knows the requests. In every turn it makes a plan, a short list of operations on rows, and
 broadcasts it; all ranks carry it out. The tokens that the leader chose in one turn travel in the next turn's plan, so
-that a decoding step costs one broadcast however many rows it has.
+that a decoding step costs one broadcast for any number of rows.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ..comm import group_rank
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
-from .planning import Planner, Rows
+from .planning import Executor, Planner
 from .requests import EventSink, KeptRow, Request, Serving, prompt_tensor
 
 
 class QueueFull(TreeError):
-    """As many requests wait as may: try again later."""
+    """The queue of waiting requests is full: try again later."""
 
 
 class Load(NamedTuple):
-    """How busy the scheduler is."""
+    """The load of the scheduler."""
 
     waiting: int
     """Requests without a row."""
     served: int
     """Requests that are prefilled or decoded."""
     rows: int
-    """Answers that these may still come to."""
+    """Answers of these that are not finished."""
 
 
 class Scheduler:
@@ -45,18 +45,18 @@ class Scheduler:
 
     `submit`, `cancel` and `stop` are for rank 0 of the group, from any thread; `run` or `run_once` for all ranks.
     A request is admitted when rows are free for all its answers and the cache has room for its prompt and all the
-    tokens it may get. A long prompt is prefilled a chunk per turn, and the answers under way get a token per turn.
+    tokens it may get. A long prompt is prefilled a chunk per turn, and the active answers get a token per turn.
 
     Args:
         runner: the model and its rows.
         tokenizer: a Transformers tokenizer; used in the thread that runs the loop only, so don't share it with others.
             None: events carry no text.
-        max_rows: answers under way at once.
-        max_waiting: requests that may wait; one more is `QueueFull`.
+        max_rows: answers generated at the same time.
+        max_waiting: requests that may wait; one more raises `QueueFull`.
         end_tokens: the model's end tokens; None: the tokenizer's.
-        plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group beside NCCL; default
+        plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group next to NCCL; default
             the runner's token_group.
-        heartbeat_s: seconds after which an idle leader sends an empty plan, so that those who wait don't give up;
+        heartbeat_s: seconds after which an idle leader sends an empty plan, so that waiting ranks don't time out;
             None: 10, or a quarter of timeout_s where that is less.
         timeout_s: seconds that one broadcast may take.
         sharded_prefill: see `RowRunner.prefill`.
@@ -92,7 +92,7 @@ class Scheduler:
         self.is_leader = group_rank(self._group) == 0
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._capacity, self._page = runner.free_tokens, runner.page_size
-        self.rows, self._ended = Rows(runner, sharded_prefill=sharded_prefill), False
+        self.executor, self._ended = Executor(runner, sharded_prefill=sharded_prefill), False
         # what threads share, under the lock
         self._news = threading.Condition()
         self._open: dict[int, Serving] = {}
@@ -101,7 +101,7 @@ class Scheduler:
         self._stopping = self._draining = False
         self._failure: str | None = None
         self._numbers = itertools.count()
-        self._planner = Planner(self.rows, max_rows=max_rows, page=self._page, on_end=self._forget)
+        self._planner = Planner(self.executor, max_rows=max_rows, page=self._page, on_end=self._forget)
 
     def check(self, request: Request) -> Tensor:
         """The request's prompt, int64 [n], if it can be served once there is room. From any thread.
@@ -142,7 +142,7 @@ class Scheduler:
         """Queue a request; returns its number. On the leader, from any thread.
 
         sink: called with every `Event` of the request by the thread that runs the loop; it should be quick and must
-            not raise (that would end the loop on all ranks).
+            not raise: that would end the loop on all ranks.
         Raises: ValueError as `check`; `QueueFull`; `TreeError` after `stop` or a failure.
         """
         if not self.is_leader:
@@ -214,8 +214,8 @@ class Scheduler:
             plan = self._share(None)
             if "failed" in plan:
                 self._ended = True
-                raise TreeError(f"rank 0 of the scheduler gave up: {plan['failed']}")
-            self.rows.carry_out(plan["steps"])
+                raise TreeError(f"rank 0 of the scheduler failed: {plan['failed']}")
+            self.executor.run(plan["steps"])
             self._ended = plan["stop"]
             return plan
         with self._giving_up(tell=True):
@@ -225,14 +225,14 @@ class Scheduler:
             plan = self._plan()
         with self._giving_up(tell=False):  # the others fail, too, or notice that this rank is gone
             plan = self._share(plan)
-            logits = self.rows.carry_out(plan["steps"], self._planner.progress())
+            logits = self.executor.run(plan["steps"], self._planner.progress())
         with self._giving_up(tell=True):
             self._planner.digest(logits)
         self._ended = plan["stop"]
         return plan
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait in `run_once`, that the leader gives up; its thread of the loop calls it."""
+        """Make the other ranks, which wait in `run_once`, fail too. The leader calls it in the thread of its loop."""
         if self._ended:
             return
         with contextlib.suppress(type(error)), self._giving_up(tell=True):

@@ -1,4 +1,4 @@
-"""What generate.py, chat.py and serve.py do first: join the ranks, load the model, and spread it over them."""
+"""What generate.py, chat.py and serve.py do first: join the process group, load the model, and distribute it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..config import TreeConfig
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
 
-WAIT_HOURS = 24  # ranks that wait for the plain model, or for a person, are not stuck
+WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

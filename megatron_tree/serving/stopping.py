@@ -1,4 +1,4 @@
-"""Where an answer ends, and its text in pieces that are never taken back."""
+"""Where an answer ends, and its text in pieces that are final."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def decode(tokenizer, tokens: Sequence[int]) -> str:
 
 
 class StopTexts:
-    """Finds the first of some texts to be complete in a text that comes in pieces, however it is cut.
+    """Finds the first of several stop texts in a text that comes in pieces, wherever it is cut.
 
     Holds back what may be the beginning of one.
     """
@@ -51,7 +51,7 @@ class StopTexts:
         self._texts, self._held = tuple(texts), ""
 
     def add(self, piece: str) -> tuple[str, str | None]:
-        """(text that is certain, the stop text found or None). After one is found the answer is over."""
+        """(text that is final, the stop text found or None). Once one is found the answer is over."""
         text = self._held + piece
         found = [(at + len(stop), at, stop) for stop in self._texts if (at := text.find(stop)) >= 0]
         if found:
@@ -65,7 +65,7 @@ class StopTexts:
         return text[:cut], None
 
     def flush(self) -> str:
-        """What was held back: nothing more comes."""
+        """What was held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
     text: str
     finish_reason: str | None = None
-    """ "stop": an end token or a stop text; "length": max_tokens; None: it goes on."""
+    """ "stop": an end token or a stop text; "length": max_tokens; None: it continues."""
     stop_reason: int | str | None = None
     """The token or the text that ended it."""
 
@@ -83,8 +83,8 @@ class Piece(NamedTuple):
 class Stopper:
     """The text of one answer and its end.
 
-    tokenizer: None: texts are empty, and `params.stop` must be, too. end_tokens: the model's own; they end the answer
-    unless params.ignore_eos, and neither they nor `params.stop_token_ids` are part of the text.
+    tokenizer: with None texts are empty, and `params.stop` must be empty. end_tokens: the model's; they end the answer
+    unless params.ignore_eos is set. Neither they nor `params.stop_token_ids` are part of the text.
     """
 
     def __init__(self, tokenizer, params: SamplingParams, end_tokens: Collection[int] = ()):
@@ -96,7 +96,7 @@ class Stopper:
         self.num_tokens = 0
 
     def add(self, token: int) -> Piece:
-        """The piece that a new token makes."""
+        """The piece that a new token adds."""
         self.num_tokens += 1
         if token in self._ends:
             return Piece(self.flush(), "stop", token)

@@ -1,8 +1,8 @@
-"""Where the lines of a chat come from: a terminal, which can also stop an answer, or a file or a pipe.
+"""Input of a chat: a terminal, which can also stop an answer, a file, or a pipe.
 
-Launchers stand between a terminal and its ranks. deepspeed hands its standard input on and ends all ranks at Ctrl-C;
-launch/deepspeed_local.sh puts them into the background, without standard input. So rank 0 opens the terminal itself,
-brings its own process group to the front, and has Ctrl-C arrive as a character, not as a signal, until the end.
+A launcher is between the terminal and the ranks. deepspeed passes its standard input on and kills all ranks at Ctrl-C;
+launch/deepspeed_local.sh runs them in the background, without standard input. So rank 0 opens the terminal itself,
+makes its process group the foreground, and receives Ctrl-C as a character, not as a signal, until it closes it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class NoInput(ValueError):
-    """There is nothing to read from."""
+    """There is no input to read from."""
 
 
 class Lines:
-    """Lines of an open file descriptor, which may come slowly."""
+    """Lines of an open file descriptor, read without blocking for long."""
 
     prompt = ""
 
@@ -42,7 +42,7 @@ class Lines:
         return line.decode(errors="replace").rstrip("\r")
 
     def interrupted(self) -> bool:
-        """Whether somebody wants the answer to end."""
+        """Whether the user wants to stop the answer."""
         return False
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Terminal(Lines):
         return CTRL_C in keys
 
     def close(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal."""
         with contextlib.suppress(OSError, termios.error):
             termios.tcsetattr(self._fd, termios.TCSANOW, self._modes)
             os.tcsetpgrp(self._fd, self._front)

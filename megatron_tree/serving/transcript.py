@@ -1,4 +1,4 @@
-"""The messages of a chat as the tokens that a model reads, so that what its cache holds already stays valid."""
+"""The messages of a chat as tokens, such that the cached beginning stays valid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..files import check_text
 def chat_tokens(tokenizer, messages: list[dict[str, str]]) -> list[int]:
     """The tokens that the model's chat template makes of messages, up to where the answer begins.
 
-    Raises: ValueError for texts that are no Unicode, and for what the template, a program of the model's, refuses.
+    Raises: ValueError for invalid Unicode, and for whatever the template, code that comes with the model, refuses.
     """
     for message in messages:
         for value in message.values():
@@ -23,8 +23,8 @@ def chat_tokens(tokenizer, messages: list[dict[str, str]]) -> list[int]:
 class Transcript:
     """Messages, and the tokens of the whole conversation so far.
 
-    An answer's tokens stay those that the model wrote; only what the chat template puts behind them is made into tokens
-    anew. Where a template changes earlier turns afterwards, the whole conversation is.
+    An answer keeps the tokens that the model generated; only what the chat template appends is tokenized. If the
+    template changes earlier turns, the whole conversation is tokenized again.
 
     end_tokens: the model's. system: a message before all others.
     Raises: ValueError for a tokenizer without a chat template.

@@ -112,7 +112,7 @@ def _rows_of_a_runner(rank, world, folder):
     assert torch.equal(got.argmax(-1), want.argmax(-1))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
     assert runner.length(new[1]) == 0
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         save_rows(runner.cache.store, [], folder, [], **options)
     with pytest.raises(ValueError, match=r"as many as the cache holds: \[22\]"):
         save_rows(runner.cache.store, [a], folder + "2", [first], **options)
@@ -190,7 +190,7 @@ def _damage(folder, what):
         ("truncated", r"rank_00001.safetensors has \d+ bytes instead of \d+"),
         ("a bit", "rank_00001.safetensors is damaged: its sha256"),
         ("missing", "rank_00001.safetensors is missing"),
-        ("no description", "cache.json is not there.*not written to its end"),
+        ("no description", "cache.json does not exist.*an incomplete one"),
         ("description", "cache.json is damaged"),
         ("another format", "format 99, this version reads format 2"),
         ("a field", "cache.json is damaged"),

@@ -179,7 +179,7 @@ def _disagree(rank, world):
 def test_bad_prompts_are_errors_on_all_ranks():
     for other, long, shape, rows in run_distributed(_disagree, 2, fresh=True):
         assert "digest of tokens" in other and "would hold 33 tokens, but the model has 32 positions" in long
-        assert "tokens must be int64 [tokens], got [0, 1]" in shape and "give each row of the cache once" in rows
+        assert "tokens must be int64 [tokens], got [0, 1]" in shape and "name each row of the cache once" in rows
 
 
 def gpt_model(*, options=None, core=None, **attributes):

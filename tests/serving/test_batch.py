@@ -95,7 +95,7 @@ def test_an_interrupted_run_goes_on(files, cut, capfd):
     again = _run(files, sampling=sampling, resume=True)
     assert again == BatchResult(5 - done, done, 0)
     left = end[cut] - max([start for start in starts if start <= end[cut]], default=0)
-    assert (f"dropped half a line of {left} bytes" in capfd.readouterr().err) == (left > 0)
+    assert (f"removed an incomplete last line of {left} bytes" in capfd.readouterr().err) == (left > 0)
     if cut == "header":
         return
     assert _results(files) == results
@@ -106,7 +106,7 @@ def test_an_output_of_other_options_is_refused_and_left_alone(files):
     _run(files)
     before = Path(files[1]).read_bytes()
     for options, message in (
-        ({}, "exists: pass --resume to go on with it, or name another file"),
+        ({}, "exists: pass --resume to continue it, or name another file"),
         ({"resume": True, "n": 2}, "written with other options: n=1 then, 2 now"),
         ({"resume": True, "about": {"model": "large"}}, "about.model='tiny' then, 'large' now"),
         ({"resume": True, "sampling": SamplingParams(max_tokens=6, seed=4)}, "sampling.seed=3 then, 4 now"),
@@ -142,7 +142,7 @@ BAD = {
     '{"prompt": "a", "n": 9}': "line 2: n=9 must be from 1 to max_rows=3",
     '{"prompt": "a", "max_tokens": 300}': "line 2: 1 prompt tokens and max_tokens=300 exceed the model's 256",
     '{"prompt": "a", "id": 1.5}': "line 2: id=1.5 must be",
-    '{"prompt": "a", "id": "x"}': "line 2: id 'x' is that of line 1, too",
+    '{"prompt": "a", "id": "x"}': "line 2: id 'x' is used in line 1 already",
 }
 
 

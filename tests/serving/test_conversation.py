@@ -156,7 +156,12 @@ def test_the_chat_is_the_same_on_any_number_of_ranks(tmp_path, capsys):
     said = capsys.readouterr()
     assert [m["role"] for m in saved] == ["user", "assistant"] * 2
     assert saved[2]["content"].endswith("long\n\nand?")
-    for text in ("/nonsense is no command", "no/such/file: No such file", "/save needs", "the model has 256 positions"):
+    for text in (
+        "/nonsense is not a command",
+        "no/such/file: No such file",
+        "/save needs",
+        "the model has 256 positions",
+    ):
         assert text in said.err
     assert "tokens prefilled in" in said.out and "> still there?" in said.out
     for held in run_distributed(_chat, 2, str(tmp_path / "lines")):

@@ -183,15 +183,15 @@ def test_a_bad_option_is_told_once(folder):
         (["--max-rows", "0"], "--max-rows 0 must be 1 or more"),
         (
             ["--check", "--temperature", "1"],
-            "--check compares with plain greedy decoding, which knows no --temperature",
+            "--check compares with plain greedy decoding, which has no --temperature",
         ),
-        (["--check", "--cache-dtype", "int8"], "knows no --cache-dtype"),
-        (["--output", "out.jsonl"], "--output belongs to --prompts"),
-        (["--resume"], "--resume belongs to --prompts"),
+        (["--check", "--cache-dtype", "int8"], "has no --cache-dtype"),
+        (["--output", "out.jsonl"], "--output needs --prompts"),
+        (["--resume"], "--resume needs --prompts"),
         (["--prompts", __file__], "--prompts needs --output"),
         (["--prompts", "no/such/file", "--output", "x"], "--prompts 'no/such/file' can't be read"),
         (["--prompts", __file__, "--output", "no/such/folder/x"], "--output .* does not exist"),
-        (["--prompts", __file__, "--output", "x", "--check"], "--check does not go with --prompts"),
+        (["--prompts", __file__, "--output", "x", "--check"], "--check can't be combined with --prompts"),
     ],
 )
 def test_options_are_checked_before_anything_is_sent(arguments, message):

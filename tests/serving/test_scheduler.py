@@ -193,7 +193,7 @@ def test_a_request_waits_until_rows_and_cache_suffice(model, page_size):
         PlainRunner.prefill(leftover, leftover.add(), torch.arange(1, 40))
     told = []
     scheduler.submit(request(30, 30), told.append)
-    with pytest.raises(TreeError, match="something else has left rows in it"):
+    with pytest.raises(TreeError, match="rows that the scheduler did not make are in it"):
         scheduler.run_once()
     assert told[-1].finish_reason == "error" and "rows" in told[-1].error and told[-1].last
 

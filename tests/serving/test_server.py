@@ -220,7 +220,7 @@ def test_a_queue_that_is_full(model):
             with pytest.raises(openai.RateLimitError, match="max_waiting=1 requests wait already") as error:
                 server.client().completions.create(**body)
             assert int(error.value.response.headers["Retry-After"]) > 0
-            with pytest.raises(openai.BadRequestError, match="2 prompts are more than may ever wait"):
+            with pytest.raises(openai.BadRequestError, match="2 prompts are more than this server's queue holds"):
                 server.client().completions.create(**body | {"prompt": ["x", "y"]})
             server.runner.gate.set()
             assert " 200 OK" in first.result() and " 200 OK" in second.result()

@@ -127,7 +127,7 @@ def test_bad_requests(server, kind, change, param, words):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_fields_that_cant_be_honoured(server, name):
+def test_unsupported_fields(server, name):
     neutral, why = REFUSED[name]
     for path, body in PATHS.values():
         status, _, error = _post(server, path, body | {name: {"something": ["else"]}})

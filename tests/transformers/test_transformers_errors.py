@@ -1,4 +1,4 @@
-"""What attention "tree" and its cache can't honour is a ValueError on every rank, never a wrong result."""
+"""What attention "tree" and its cache don't support is a ValueError on every rank, never a wrong result."""
 
 import pytest
 import torch

@@ -88,7 +88,7 @@ def test_a_run_that_ended_in_the_middle_must_be_taken_back():
         with pytest.raises(KeyboardInterrupt):
             model(ids[:, 10:], past_key_values=cache)
         hook.remove()
-        with pytest.raises(ValueError, match=r"its 2 tokens are there in some layers only.*cache.crop\(-2\)"):
+        with pytest.raises(ValueError, match=r"its 2 tokens are in some layers only.*cache.crop\(-2\)"):
             model(ids[:, 10:], past_key_values=cache)
         cache.crop(-2)
         got = model(ids[:, 10:], past_key_values=cache).logits
@@ -100,5 +100,5 @@ def test_a_model_whose_window_is_not_the_cache_s():
     model.set_attn_implementation("tree")
     cache = TreeCache(model.config)
     model.config.sliding_window = 9
-    with pytest.raises(ValueError, match="sliding_window=9, but its configuration told the cache 5"):
+    with pytest.raises(ValueError, match="sliding_window=9, but its configuration gives the cache 5"):
         model(prompt(1, 6), past_key_values=cache)

@@ -1,10 +1,10 @@
-"""DeepSpeed inference: an engine with a sequence group and a KV cache that is sharded over it.
+"""DeepSpeed inference: an engine with a sequence group and a KV cache sharded over it.
 
     engine = init_inference(model, tp_size=1)           # under the deepspeed launcher, on every rank
     result = generate(engine, input_ids, max_new_tokens=64, eos_token_id=tokenizer.eos_token_id)
 
 The ranks form a grid of sequence ranks x tensor-parallel ranks: rank = sequence rank * tp_size + tensor rank, so that
-the tensor-parallel ranks, which talk most, are neighbours. Weights are replicated over the sequence ranks.
+tensor-parallel ranks, which communicate most, are neighbours. Weights are replicated over the sequence ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ REFUSED = {
     "dtype": "pass dtype=",
     "tensor_parallel": "pass tp_size=",
     "mp_size": "pass tp_size=",
-    "replace_with_kernel_inject": "injected kernels keep a cache of their own",
-    "enable_cuda_graph": "the cache grows, so a step can't be replayed",
+    "replace_with_kernel_inject": "injected kernels have their own cache",
+    "enable_cuda_graph": "the cache grows, so steps can't be replayed",
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,9 +41,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def skip_shared_memory_op() -> None:
     """Keep DeepSpeed from compiling its shared-memory all-reduce for the CPU.
 
-    `deepspeed.init_distributed` builds it on first use (a minute or more, needs a compiler) wherever it deems it
-    compatible, and only its tensor parallelism would use it - with all ranks as one group, which is wrong as soon as
-    there is a second sequence rank. DeepSpeed reads the table edited here to decide; without the op it uses gloo.
+    `deepspeed.init_distributed` builds it on first use (a minute or more, needs a compiler) where it considers it
+    compatible. Only its tensor parallelism would use it, with all ranks as one group, which is wrong with more than one
+    sequence rank. DeepSpeed reads the table edited here to decide; without the op it uses gloo.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -80,7 +80,7 @@ def init_comm(timeout_s: float) -> None:
 
 
 class TensorParallelUnit:
-    """What DeepSpeed calls an mpu: it hands `init_inference` this rank's tensor-parallel group."""
+    """DeepSpeed's mpu interface: it gives `init_inference` this rank's tensor-parallel group."""
 
     def __init__(self, group, size: int, rank: int):
         self.group, self.size, self.rank = group, size, rank
@@ -117,13 +117,13 @@ def init_inference(
         tp_size: tensor-parallel ranks (DeepSpeed's AutoTP); it must divide the model's heads and KV heads.
         dtype: of weights and cache; default the model's.
         block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
-        prefill_chunk: tokens of a prompt that are run at once; it bounds the memory of activations.
+        prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
         config: further options of `deepspeed.init_inference`: a dictionary or the path of a JSON file.
         options: more of them; they win over those of config.
     Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `new_cache()`, an empty `TreeCache`, and
-        `new_runner(**options)`, a `Runner` over a new cache: rows of any lengths that come and go.
-    Raises: ValueError before any group is made: sizes that don't fit the ranks or the heads, unsupported dtype or
-        options, a model whose layers or attention can't be served.
+        `new_runner(**options)`, a `Runner` over a new cache, for rows of any lengths.
+    Raises: ValueError before any group is made: sizes that don't fit the ranks or the heads, an unsupported dtype or
+        option, a model whose layers or attention are not supported.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -147,7 +147,7 @@ def init_inference(
     tensor_parallel = {"tp_size": tp_size}
     if tp_size > 1:
         init_comm((tree_config or TreeConfig()).timeout_s)
-        # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it splits no weight
+        # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards no weights
         tensor_parallel |= {"mpu": TensorParallelUnit(tp_group, tp_size, rank % tp_size), "tp_group": tp_group}
     engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=tensor_parallel, **options)
     model.set_attn_implementation("tree")
@@ -163,7 +163,7 @@ def init_inference(
 
 
 def _token_group():
-    """All ranks, tensor-parallel ones too, run the same tokens."""
+    """All ranks, including tensor-parallel ones, run the same tokens."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 

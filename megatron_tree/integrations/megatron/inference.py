@@ -31,7 +31,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
 ROTARY = ("rope", "yarn")
 POSITIONS = ("learned_absolute", *ROTARY, "none")
-# Options of the TransformerConfig, of this or another release, that a cache can't honour; and the way out.
+# Options of the TransformerConfig, of this or another release, that a cache does not support; and what to do.
 _BUILD_ANEW = "build the model for serving without it and load the same checkpoint"
 REFUSED_OPTIONS = {
     "sequence_parallel": _BUILD_ANEW,
@@ -60,7 +60,7 @@ class MegatronRunner(RowRunner):
         block_size: tokens of a page of the cache. On GPUs 16, 32, 64, 128 or 256.
         dtype: of the cache: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
-        vocab_size: words of the tokenizer, if the model's vocabulary is padded; logits end there.
+        vocab_size: size of the tokenizer's vocabulary, if the model's is padded; logits are cut to it.
         token_group, chunk_size, capacity_tokens: see `RowRunner`; token_group by default Megatron's tensor- and
             context-parallel group.
     Raises:

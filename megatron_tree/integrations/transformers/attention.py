@@ -3,8 +3,8 @@
 Training on sharded sequences is in training.py. For inference two phases share one cache. In the prefill
 of `Runner` (runner.py) a rank runs its own tokens of a chunk, and their queries meet the keys of all ranks
 (`tree_prefill`). In all other calls the new tokens are replicated, each rank keeps the keys and values that it owns,
-and the partial attention over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` takes
-the second way for the prompt, too, and works with left padding.
+and partial attention over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` uses the
+latter for the prompt, too, and works with left padding.
 
 How attention finds the cache. Transformers hands the attention function the module, q, k, v and the mask, not the
 cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
@@ -62,7 +62,7 @@ def tree_attention(
         attention_mask: None or bool [b, slots], what `tree_mask` returned.
         sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
     Returns: ([b, s, h, d_v], None): there are no attention weights.
-    Raises: ValueError for anything that exact causal attention over a sharded cache can't honour.
+    Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """
     update = last_update.get()
     last_update.set(None)
@@ -91,7 +91,7 @@ def tree_attention(
     if sliding_window != update.cache.window(layer_idx):
         raise ValueError(
             f"{type(module).__name__} (layer_idx={layer_idx}) attends with sliding_window={sliding_window}, but its "
-            f"configuration told the cache {update.cache.window(layer_idx)}: what it would see may be gone. Use "
+            f"configuration gives the cache {update.cache.window(layer_idx)}: tokens that it needs may be gone. Use "
             "attn_implementation='sdpa' for this model, and Transformers' own cache"
         )
     cache = update.cache
@@ -106,7 +106,7 @@ def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_
         raise ValueError(
             f"{type(module).__name__} attends to {k.shape[1]} keys with {q.shape[1]} queries without having updated a "
             "TreeCache. attn_implementation='tree' works with past_key_values=TreeCache(model.config, ...) or with "
-            "use_cache=False; Transformers' own caches and layers that share keys and values don't fit"
+            "use_cache=False; Transformers' own caches and layers that share keys and values are not supported"
         )
     if attention_mask is None:
         return tree_attn_func(q, k, v, cp_group=None, causal=True, layout="contiguous", **options)
@@ -152,13 +152,13 @@ def tree_mask(
 ) -> Tensor | None:
     """The mask function registered as "tree": the padding mask, bool [b, kv_length], or None without padding.
 
-    Causality and the window are the attention function's business. Transformers reports any mask beyond those (packed
+    The attention function applies causality and the window. Transformers reports any other mask (packed
     sequences, bidirectional parts, functions given by the user) by allow_is_causal_skip=False or use_vmap=True.
     """
     if not allow_is_causal_skip or use_vmap or getattr(config, "attention_chunk_size", None):
         raise ValueError(
             f"{type(config).__name__} asks for a mask that is more than causal, sliding window and padding (packed "
-            "sequences, chunked or bidirectional attention); attn_implementation='tree' can't honour it. Use 'sdpa'"
+            "sequences, chunked or bidirectional attention); attn_implementation='tree' does not support it. Use 'sdpa'"
         )
     if attention_mask is None:
         return None

@@ -1,4 +1,4 @@
-"""A Transformers cache whose tokens are spread over the ranks of a group; see `integrations/transformers.py`."""
+"""A Transformers cache whose tokens are distributed over the ranks of a group; attention.py uses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Update(NamedTuple):
-    """What a cache update tells the attention call that follows it."""
+    """What a cache update leaves for the attention call that follows it."""
 
     cache: TreeCache
     layer_idx: int
@@ -35,7 +35,7 @@ last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tre
 def check_layers(config) -> list[int | None]:
     """The window of every layer of a model: keys that a query sees, itself included; None for all.
 
-    Raises: ValueError for layers that attention over shards can't serve.
+    Raises: ValueError for layers that attention over shards does not support.
     """
     text = config.get_text_config(decoder=True)
     if getattr(text, "is_encoder_decoder", False):
@@ -52,7 +52,7 @@ def check_layers(config) -> list[int | None]:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """What Transformers asks a layer about; all is kept by the `TreeCache`, since rows are the same in all layers."""
+    """Transformers' view of one layer. The `TreeCache` holds the data, since rows are the same in all layers."""
 
     is_sliding = False
     is_compileable = False
@@ -118,8 +118,8 @@ class TreeCache(Cache):
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, page_size=block_size, dtype=dtype)
         self.rows: list[int] = []
-        """The rows that Transformers' own `generate` means, in the order of its batch."""
-        # latent attention stores what keys and values are made from: the model wants all of it back
+        """The rows of the batch of Transformers' own `generate`, in its order."""
+        # latent attention stores latents, from which the model computes keys and values: it needs all of them back
         self.returns_all = getattr(text, "kv_lora_rank", None) is not None
         self._forward = self._batch_forward = None
         super().__init__(layers=[TreeCacheLayer(self, i) for i in range(len(windows))])
@@ -151,14 +151,14 @@ class TreeCache(Cache):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def _own_forward(self, key_states: Tensor, layer_idx: int) -> ForwardPass:
-        """The pass of a model that Transformers' `generate` runs: it begins when a layer comes for the first time."""
+        """The pass of a model that Transformers' `generate` runs: it begins at the first layer."""
         forward = self._batch_forward
         if forward is None or layer_idx in forward.written or not forward.rows:
             if forward is not None and len(forward.written) < len(self.layers):
                 n = forward.append.num_tokens
                 raise ValueError(
-                    f"the model's last run over this cache ended before it came to all layers: its {n} tokens are "
-                    f"there in some layers only. Forget them with cache.crop(-{n}), or all with cache.reset()"
+                    f"the model's last run over this cache ended before all layers had run: its {n} tokens are "
+                    f"in some layers only. Remove them with cache.crop(-{n}), or all with cache.reset()"
                 )
             if not self.rows:
                 self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
@@ -204,7 +204,9 @@ class TreeCache(Cache):
         if tokens_to_remove:
             lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
             for row, kept in zip(self.rows, lengths, strict=True):
-                self.store.book.check_crop(row, kept)  # all rows or none
+                self.store.book.check_crop(
+                    row, kept
+                )  # before any row changes: before any row changes: all rows or none
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.crop(row, kept)
             self._batch_forward = None

@@ -1,4 +1,7 @@
-"""Greedy decoding of a Transformers model with a sharded KV cache: the loop, with its times."""
+"""Greedy decoding of a batch by a Transformers model with a sharded KV cache, with times.
+
+All rows advance together, every rank has all results, and a step costs one broadcast of b integers. Requests that come
+and go, sampling and text: `serving.scheduler.Scheduler`."""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ class Generation:
     """What `generate` returns; times are this rank's, in seconds."""
 
     tokens: Tensor
-    """int64 [b, n]: the new tokens, the same on all ranks; rows that ended early are filled up with the end token."""
+    """int64 [b, n]: the new tokens, the same on all ranks; rows that ended early are padded with the end token."""
     cache: TreeCache
     """The cache after the last step; it holds all tokens but the last one."""
     prefill: str
-    """How the prompt went in: "sharded" or "replicated"."""
+    """How the prompt was run: "sharded" or "replicated"."""
     prefill_s: float = 0.0
     """From the call to the logits of the last prompt token."""
     first_token_s: float = 0.0
@@ -52,23 +55,23 @@ def generate(
     keep_logits: bool = False,
     token_group=None,
 ) -> Generation:
-    """Greedy decoding with the KV cache sharded over the cache's group. Call it on all ranks alike.
+    """Greedy decoding with the KV cache sharded over the cache's group. Call it on all ranks with equal arguments.
 
     The token of every step is chosen on one rank and broadcast. The merged attention is bit-identical on all ranks, but
-    the layers around it are only as equal as the ranks' machines: should two ranks round differently and disagree on
-    one token, their caches would part without an error. One broadcast of b integers per step rules that out.
+    other layers may round differently on different machines. If ranks then chose different tokens, their caches would
+    diverge without an error; one broadcast of b integers per step prevents that.
 
     Args:
         model: a causal language model whose attention implementation is "tree".
-        input_ids: int64 [b, s]: the whole conversation, as for Transformers' generate; what the cache holds is skipped.
+        input_ids: int64 [b, s]: the whole conversation; what the cache holds is not run again.
         cache: a `TreeCache`, empty or with the beginning of the conversation.
-        max_new_tokens: tokens to add at most.
+        max_new_tokens: maximum number of new tokens.
         eos_token_id: token or tokens that end a row.
         attention_mask: [b, s] with 0 for padding on the left or on the right; default no padding. Padding is left out:
             it is neither run nor cached.
         prefill: "sharded": every rank runs its share of a prompt, "replicated": every rank runs all of it.
-        chunk_size: tokens of a prompt that are run at once; it bounds the memory of activations.
-        streamer: gets the prompt and every new token on this rank, as from Transformers' generate (`put`, `end`).
+        chunk_size: tokens of a prompt per forward pass; it bounds the memory for activations.
+        streamer: receives the prompt and every new token on this rank, as from Transformers' generate (`put`, `end`).
         progress: called as progress(done, total) during the prefill, in tokens.
         keep_logits: keep the logits of every new token.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
@@ -123,7 +126,7 @@ def generate(
 
 
 def _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill) -> list[Tensor]:
-    """Returns: by row, the tokens int64 [n] that the cache does not hold."""
+    """By row, the tokens int64 [n] that the cache does not hold."""
     check_model(model)
     check_choice("prefill", prefill, PREFILLS)
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.dtype != torch.int64:

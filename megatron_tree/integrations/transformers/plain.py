@@ -1,4 +1,4 @@
-"""What sharded generation is compared with: Transformers' own attention and cache on one rank; and made-up caches."""
+"""The baseline of sharded generation: Transformers' own attention and cache on one rank; and synthetic caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache_shape(config) -> tuple[int, int, int]:
     """(layers, KV heads, head size) of a model. Raises ValueError where the cache holds no plain keys and values."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None) is not None:
-        raise ValueError(f"{type(text).__name__} caches latents: its cache can't be made up, prefill it")
+        raise ValueError(f"{type(text).__name__} caches latents: a synthetic cache is not supported, prefill it")
     heads = text.num_attention_heads
     return (
         text.num_hidden_layers,
@@ -32,7 +32,7 @@ def cache_shape(config) -> tuple[int, int, int]:
 def made_up(config, num_tokens: int, layer: int):
     """Keys and values of one layer, fp32 [1, h_kv, n <= CHUNK, d] each, chunk by chunk: the same on every rank.
 
-    Values have a level of their own in every chunk, so that wrong weights show.
+    Values have a different mean in every chunk, so that wrong weights show.
     """
     _, h_kv, d = cache_shape(config)
     for begin in range(0, num_tokens, CHUNK):

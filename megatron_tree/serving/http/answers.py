@@ -1,169 +1,134 @@
-"""Answers of OpenAI's API, whole and in pieces."""
+"""Answers of OpenAI's API as JSON objects, whole and in pieces."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import time
+import uuid
+from typing import Any
 
-from pydantic import BaseModel
+from .frontend import Piece
 
-FinishReason = Literal["stop", "length"]
-IMPOSSIBLE = -9999.0  # OpenAI's number for what JSON can't say: minus infinity
-
-
-class Usage(BaseModel):
-    """Tokens of a request; a prompt counts once however many answers it gets."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-    @classmethod
-    def of(cls, prompt: int, completion: int) -> Usage:
-        """From the two numbers."""
-        return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-
-
-class CompletionLogprobs(BaseModel):
-    """Of /v1/completions; lists with one entry per token. Offsets are in characters from the answer's beginning."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    """One answer, or a piece of it."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class Completion(BaseModel):
-    """The answer of /v1/completions, and of every event of its stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class TopLogprob(BaseModel):
-    """A token with its log-probability; bytes: UTF-8, or None where the token is no whole character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(TopLogprob):
-    """A token of the answer, with the likeliest ones at its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    """Of /v1/chat/completions; one entry per token."""
-
-    content: list[ChatLogprob]
-    refusal: None = None
-
-
-class ChatMessage(BaseModel):
-    """The answer's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """One answer."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
-
-
-class ChatCompletion(BaseModel):
-    """The answer of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatChunkChoice(BaseModel):
-    """A piece of one answer; delta: {"role", "content"} at first, then {"content"}, {} at the end."""
-
-    index: int
-    delta: dict[str, str]
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatChunk(BaseModel):
-    """An event of a stream of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 
 
 class TokenTexts:
-    """Log-probabilities of single tokens in OpenAI's two forms; tokens are told as the text they decode to."""
+    """Log-probabilities of single tokens in OpenAI's two forms; tokens are given as the text they decode to."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """What the tokenizer makes of one token alone; U+FFFD stands for parts of a character."""
+        """What one token alone decodes to; U+FFFD stands for parts of a character."""
         if token not in self._known:
             self._known[token] = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return self._known[token]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text(token)
-        return {
-            "token": text,
-            "logprob": max(logprob, IMPOSSIBLE),
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
+        utf8 = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": utf8}
 
-    def chat(self, tokens: list[tuple[int, float, list[tuple[int, float]]]]) -> ChatLogprobs:
+    def chat(self, tokens: list[tuple[int, float, list[tuple[int, float]]]]) -> dict[str, Any]:
         """From (token, logprob, [(alternative, logprob), ...]) for every token."""
         content = [
-            ChatLogprob(**self._entry(token, logprob), top_logprobs=[TopLogprob(**self._entry(*pair)) for pair in top])
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
             for token, logprob, top in tokens
         ]
-        return ChatLogprobs(content=content)
+        return {"content": content, "refusal": None}
 
-    def completion(self, tokens: list[tuple[int, float, list[tuple[int, float]]]], offset: int) -> CompletionLogprobs:
+    def completion(self, tokens: list[tuple[int, float, list[tuple[int, float]]]], offset: int) -> dict[str, Any]:
         """The same for /v1/completions; offset: characters of the answer's earlier tokens."""
-        offsets = []
-        for token, _, _ in tokens:
+        texts, offsets, tops = [self.text(token) for token, _, _ in tokens], [], []
+        for text, (_, _, top) in zip(texts, tokens, strict=True):
             offsets.append(offset)
-            offset += len(self.text(token))
-        tops = []
-        for _, _, top in tokens:
+            offset += len(text)
             tops.append({})
-            for token, logprob in top:  # likeliest first: it wins where two tokens have the same text
-                tops[-1].setdefault(self.text(token), max(logprob, IMPOSSIBLE))
-        return CompletionLogprobs(
-            tokens=[self.text(token) for token, _, _ in tokens],
-            token_logprobs=[max(logprob, IMPOSSIBLE) for _, logprob, _ in tokens],
-            top_logprobs=tops,
-            text_offset=offsets,
-        )
+            for token, logprob in top:  # most likely first: it wins if two tokens have the same text
+                tops[-1].setdefault(self.text(token), max(logprob, MIN_LOGPROB))
+        logprobs = [max(logprob, MIN_LOGPROB) for _, logprob, _ in tokens]
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+class Form:
+    """The answers of one of the two endpoints. logprobs: whether the request asked for them."""
+
+    prefix = whole_object = chunk_object = ""
+
+    def __init__(self, *, model: str, tokens: TokenTexts, logprobs: bool):
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.tokens, self.wants_logprobs = tokens, logprobs
+
+    def whole(self, choices: list[list[Piece]], usage: dict[str, int]) -> dict[str, Any]:
+        """The complete answer; choices: the pieces of every choice."""
+        made = [self._choice(i, joined(pieces)) for i, pieces in enumerate(choices)]
+        return self._head | {"object": self.whole_object, "choices": made, "usage": usage}
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        """The first event of a choice in a stream, or None."""
+        return None
+
+    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
+        """One event of a stream."""
+        return self._event([self._delta(choice, piece)])
+
+    def ending(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last event of a stream, with the usage."""
+        return self._event([]) | {"usage": usage}
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": self.chunk_object, "choices": choices}
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionForm(Form):
+    """/v1/completions."""
+
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._offsets: dict[int, int] = {}
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self.wants_logprobs:
+            offset = self._offsets.get(index, 0)
+            logprobs = self.tokens.completion(piece.logprobs, offset)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    _delta = _choice
+
+
+class ChatForm(Form):
+    """/v1/chat/completions."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, choice: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": index, "message": message, **self._end(piece)}
+
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": piece.text} if piece.text else {}, **self._end(piece)}
+
+    def _end(self, piece: Piece) -> dict[str, Any]:
+        logprobs = self.tokens.chat(piece.logprobs) if self.wants_logprobs else None
+        return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    """The pieces of one choice as one."""
+    logprobs = [entry for piece in pieces for entry in piece.logprobs]
+    return Piece("".join(piece.text for piece in pieces), logprobs, pieces[-1].finish_reason)

@@ -12,12 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from ...log import logger
+from .answers import ChatForm, CompletionForm, Form
 from .errors import ApiError, failed, stopping, too_large
 from .frontend import Frontend
 from .guard import Guard
 from .prompts import Prompts
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
-from .respond import ChatForm, CompletionForm, Form, respond
+from .respond import respond
 
 MAX_BODY_BYTES = 32 << 20
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -25,7 +26,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the routes work with."""
+    """What the routes use."""
 
     frontend: Frontend
     prompts: Prompts
@@ -45,7 +46,7 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application; it answers with errors of OpenAI's form only."""
+    """The application; all errors have OpenAI's form."""
     app = FastAPI(
         title="megatron_tree",
         docs_url=None,  # its page loads scripts from elsewhere
@@ -128,11 +129,11 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return failed(f"the server failed at this request: {type(error).__name__}; its log says more").response()
+        return failed(f"the server failed at this request: {type(error).__name__}; see its log").response()
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:
-    """400 that names the first field at fault and what is wrong with it; a union's alternatives are told together."""
+    """400 that names the first bad field and what is wrong with it; alternatives of a union are reported together."""
     first, *others = error.errors()
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")

@@ -1,4 +1,4 @@
-"""Options of launch/serve.py: the command line over a YAML file over the defaults, all checked before ranks talk."""
+"""Options of launch/serve.py: the command line over a YAML file over the defaults, checked before any communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Serve a language model over HTTP with OpenAI's API, the KV cache of every reques
 /v1/chat/completions, /v1/completions, /v1/models and /health; docs/serving.md explains limits and security.
 """
 EXAMPLES = """\
-examples (the deepspeed launcher starts the ranks; launch/deepspeed_local.sh does without GPUs, too):
+examples (the deepspeed launcher starts the ranks; so does launch/deepspeed_local.sh, also without GPUs):
   the default model on 2 ranks, for programs on this machine
     bash launch/deepspeed_local.sh -n 2 launch/serve.py
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         "finish after SIGTERM or SIGINT; then they are cancelled (default: 20; the launcher kills at 30)")  # fmt: skip
 
     load = parser.add_argument_group("load")
-    load.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers that are written at the same time "
+    load.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers generated at the same time "
         "(default: 8)")  # fmt: skip
     load.add_argument("--max-waiting", type=int, default=64, metavar="N", help="prompts that may wait for a "
         "row; further requests get a 429 (default: 64)")  # fmt: skip
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Everything that can be checked before ranks talk to each other; fills in the key and the model's names.
+    """Check all options before any communication; fill in the key and the model's names.
 
     Raises: ValueError that names the option, the value seen and the way out.
     """
@@ -86,8 +86,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     args.api_key = _api_key(args)
     if args.api_key is None and not is_loopback(args.host) and not args.allow_open:
         raise ValueError(
-            f"--host {args.host}: other machines could use the model without a key, fill its queue and read what it "
-            f"costs; pass --api-key-file (or set {KEY_VARIABLE}), or --allow-open where the network keeps others out"
+            f"--host {args.host}: other machines could use the model without a key and fill its queue; "
+            f"pass --api-key-file (or set {KEY_VARIABLE}), or --allow-open where the network keeps others out"
         )
 
 

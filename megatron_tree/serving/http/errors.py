@@ -29,12 +29,12 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str) -> ApiError:
-    """400 for a field that can't be honoured; `message` says why and what to do instead."""
+    """400 for an unsupported field; `message` says why, and what to do instead."""
     return ApiError(400, f"{param}: {message}", param=param, code="unsupported_parameter")
 
 
 def bad_value(param: str, message: str) -> ApiError:
-    """400 for a value that can't be used; `message` says why and what would do."""
+    """400 for a bad value; `message` says why, and what is valid."""
     return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
@@ -66,5 +66,5 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def failed(message: str) -> ApiError:
-    """500 for what is no fault of the request."""
+    """500 for a failure of the server."""
     return ApiError(500, message, kind="server_error", code="internal_error")

@@ -12,7 +12,6 @@ from ...errors import TreeError
 from ..requests import Event, Request
 from ..sampling import SamplingParams
 from ..scheduler import QueueFull, Scheduler
-from .answers import Usage
 from .errors import ApiError, bad_value, failed, stopping
 
 RETRY_AFTER_S = 2
@@ -20,7 +19,7 @@ RETRY_AFTER_S = 2
 
 @dataclass
 class Piece:
-    """What one choice has got at one time."""
+    """An increment of one choice."""
 
     text: str = ""
     logprobs: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(default_factory=list)
@@ -44,9 +43,10 @@ class Ticket:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     @property
-    def usage(self) -> Usage:
-        """Tokens of the prompts and of all answers."""
-        return Usage.of(self._prompt_tokens, self._tokens)
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts, each counted once, and of all answers."""
+        prompt, completion = self._prompt_tokens, self._tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def put(self, first: int, event: Event) -> None:
         """Hand over an event of the prompt whose choices begin at `first`."""
@@ -55,7 +55,7 @@ class Ticket:
     async def next(self) -> tuple[int, Piece]:
         """The next (choice, piece). Raises: ApiError when the answer will never be complete."""
         first, event = await self._events.get()
-        if event.finish_reason == "cancelled":  # by the server: a ticket that is closed waits no more
+        if event.finish_reason == "cancelled":  # by the server: nobody waits on a closed ticket
             raise stopping()
         if event.finish_reason == "error":
             raise failed(f"the model failed: {event.error}")
@@ -78,7 +78,7 @@ class Frontend:
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self.state = "ok"
-        """ "ok", "stopping" or "failed": what /health tells; further requests get a 503 unless it is "ok"."""
+        """ "ok", "stopping" or "failed": what /health reports; unless it is "ok" requests get a 503."""
 
     def submit(self, prompts: list[list[int]], sampling: list[dict[str, Any]], n: int) -> Ticket:
         """Queue n answers to every prompt; all of them or none. In the event loop.
@@ -92,7 +92,7 @@ class Frontend:
         requests = [_request(*pair, n) for pair in zip(prompts, sampling, strict=True)]
         ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), self._scheduler.cancel)
         if len(requests) > self._scheduler.max_waiting:
-            message = f"{len(requests)} prompts are more than may ever wait here ({self._scheduler.max_waiting})"
+            message = f"{len(requests)} prompts are more than this server's queue holds ({self._scheduler.max_waiting})"
             raise bad_value("prompt", f"{message}: send them in several requests")
         try:
             for i, request in enumerate(requests):

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before it is understood: the token, the name it was sent to, the size of its body."""
+"""Checks of every HTTP request before it is parsed: API key, Host header, size of the body."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Guard:
             await error.response()(scope, receive, send)
 
     def _counting(self, receive: Receive) -> Receive:
-        """For bodies that come in chunks and don't say how long they are."""
+        """For chunked bodies without a Content-Length."""
         size = 0
 
         async def counted() -> Message:

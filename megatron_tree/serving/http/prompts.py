@@ -15,7 +15,7 @@ from .protocol import ChatRequest, CompletionRequest
 
 
 class Prompts:
-    """Makes token lists of requests' prompts, in one thread of its own: long texts take long, the loop goes on.
+    """Tokenizes prompts in its own thread, so that long texts don't block the event loop.
 
     tokenizer: a Transformers tokenizer; it is copied, since the fast ones can't be shared between threads.
     vocab_size: of the model. max_model_len: tokens of a prompt and its answer together.
@@ -28,7 +28,7 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def of_chat(self, body: ChatRequest) -> list[int]:
-        """The conversation as the model's chat template wants it. Raises: ApiError (400) when that is not possible."""
+        """The conversation as the model's chat template formats it. Raises: ApiError (400) if it can't."""
         if not self._tokenizer.chat_template:
             raise ApiError(
                 400,
@@ -46,7 +46,7 @@ class Prompts:
             if isinstance(prompt, str):
                 prompt = await self._run(self._encode, prompt, special)
                 if not prompt:
-                    raise bad_value("prompt", "is empty: the model needs at least one token to go on from")
+                    raise bad_value("prompt", "is empty: the model needs at least one token")
             elif max(prompt) >= self.vocab_size:
                 raise bad_value("prompt", f"token {max(prompt)} does not exist: the model has {self.vocab_size} tokens")
             prompts.append(prompt)

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API as this server takes them: every field is honoured or refused by name, none is ignored."""
+"""Requests of OpenAI's API as this server takes them: every field is supported or refused by name, none is ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _NO_TOOLS = "this server calls no tools: leave the field out, and describe functions in the messages"
 _TEXT_ONLY = "this server reads and writes text only: leave the field out"
 _NO_STORE = "nothing is stored between requests: leave the field out"
-# Fields of OpenAI's API that can't be honoured: (values that ask for nothing, besides null; why and what to do instead)
+# Unsupported fields of OpenAI's API: (values that change nothing, besides null; why, and what to do instead)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _TEXT_ONLY),
     "best_of": ((), "candidates are not ranked here: ask for n choices with logprobs and rank them yourself"),
@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ({"type": "text"},),
         "answers are plain text: ask for JSON in the prompt and check it yourself",
     ),
-    "safety_identifier": ((), "users are not told apart here: leave the field out"),
+    "safety_identifier": ((), "users are not distinguished here: leave the field out"),
     "service_tier": (("auto", "default"), "there is one tier only: leave the field out"),
     "store": ((False,), _NO_STORE),
     "suffix": ((), "text can't be inserted: put what follows into the prompt"),
@@ -117,7 +117,7 @@ class GenerationRequest(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, max_tokens: int) -> dict[str, Any]:
-        """Keywords of `SamplingParams`, with OpenAI's defaults where the request says nothing."""
+        """Keywords of `SamplingParams`, with OpenAI's defaults for missing fields."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         options = {"max_tokens": max_tokens, "stop": stop, "temperature": 1.0}
         options["stop_token_ids"] = tuple(self.stop_token_ids or ())

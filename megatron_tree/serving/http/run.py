@@ -1,4 +1,4 @@
-"""One run of launch/serve.py on one rank: load, shard, serve until a signal comes, stop in order."""
+"""One run of launch/serve.py on one rank: load, shard, serve until a signal, shut down in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .guard import is_loopback
 from .prompts import Prompts
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-FLUSH_S = 5.0  # for the last bytes of answers to get out
+FLUSH_S = 5.0  # for the last bytes of responses
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -49,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """uvicorn in a thread of its own, on a bound socket. `failure`: what ended it before it was told to stop."""
+    """uvicorn in a thread of its own, on a bound socket. `failure`: what ended it before `stop`."""
 
     def __init__(self, service: Service, listener: socket.socket):
         self._socket = listener
@@ -69,14 +69,14 @@ class HttpServer:
         self.failure: BaseException | None = None
 
     def start(self, on_failure: Callable[[], None]) -> None:
-        """Listen. on_failure: called from the thread when the server ends though nobody stopped it."""
+        """Listen. on_failure: called from the thread when the server ends without `stop`."""
         self._on_failure = on_failure
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Let answers under way get out, then end."""
+        """Finish active responses, then end."""
         self._server.should_exit = True
         self._thread.join(2 * FLUSH_S)
         self._socket.close()
@@ -92,14 +92,14 @@ class HttpServer:
 
 
 class Stopper:
-    """Ends the scheduler in order: nothing new, a grace time for what is accepted, then the rest is cancelled.
+    """Shuts the scheduler down in order: no new requests, a grace period for accepted ones, then the rest is cancelled.
 
-    grace: in seconds. Asking again changes nothing: the launcher sends several signals.
+    grace: in seconds. Asking again has no effect: the launcher sends several signals.
     """
 
     def __init__(self, scheduler: Scheduler, frontend: Frontend, grace: float):
         self._scheduler, self._frontend, self._grace = scheduler, frontend, grace
-        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # the one whose put may interrupt itself
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is reentrant
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stopper", daemon=True)
         self._thread.start()
@@ -125,7 +125,7 @@ class Stopper:
         self._frontend.state = "stopping"
         self._scheduler.stop(drain=True)
         if not self._ended.wait(self._grace):
-            logger.info("the grace time is over: the rest is cancelled")
+            logger.info("the grace period is over: the rest is cancelled")
             self._scheduler.stop()
 
 
@@ -182,7 +182,7 @@ def _run(args: Namespace, at: Started) -> None:
         timeout_s=timeout_s,
     )
     if at.rank != 0:
-        for number in STOPPING:  # they come to all ranks; the leader says when to stop
+        for number in STOPPING:  # all ranks receive them; the leader decides when to stop
             signal.signal(number, signal.SIG_IGN)
         scheduler.run()
     else:
@@ -208,7 +208,7 @@ def _run(args: Namespace, at: Started) -> None:
 
         serve(scheduler, service, listener, grace=args.grace, ready=ready)
         print("stopped", flush=True)
-    comm.all_reduce(torch.zeros(1), at.group, timeout_s=timeout_s)  # none leaves before the others are done
+    comm.all_reduce(torch.zeros(1), at.group, timeout_s=timeout_s)  # no rank leaves before the others are done
 
 
 def _bound(args: Namespace) -> socket.socket | None:
