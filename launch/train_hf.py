@@ -8,7 +8,6 @@ Every rank runs this file. `--help` lists the options; docs/deepspeed.md explain
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,10 +16,8 @@ CONFIG = Path(__file__).parents[1] / "configs" / "deepspeed" / "train_zero1.json
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    from megatron_tree.files import read_deepspeed_config
-    from megatron_tree.launching import parse_with_config
-
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--config", help="YAML file with any of these options; the command line wins")
@@ -28,23 +25,28 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--model", default="smollm2", help="smollm2 (a Python package), a model folder, or tiny (bytes, random weights)"
     )
     add("--data-path", help="folder with text; default: the sources of Python's standard library")
-    add("--suffix", default=".py", help="of the files to read below it")
-    add("--seq-length", type=int, default=512, help="tokens of a sequence")
-    add("--micro-batch-size", type=int, default=1, help="sequences of a data-parallel rank in one pass")
-    add("--steps", type=int, default=20, help="the step to train to")
-    add("--lr", type=float, default=1e-4, help="of AdamW, where the DeepSpeed configuration has no optimizer")
+    add("--suffix", default=".py", help="of the files to read in it")
+    add("--seq-length", type=int, default=512, help="tokens per sequence")
+    add("--micro-batch-size", type=int, default=1, help="sequences per data-parallel rank and forward pass")
+    add("--steps", type=int, default=20, help="number of the last step")
+    add("--lr", type=float, default=1e-4, help="of AdamW, if the DeepSpeed configuration has no optimizer")
     add("--seed", type=int, default=1234, help="of the order of the text, and of tiny's weights")
-    add("--sp-size", type=int, help="ranks that share a sequence; default all. The other factor is data parallel")
+    add("--sp-size", type=int, help="ranks that share a sequence (default: all); the others are data parallel")
     add("--ulysses-size", type=int, default=1, help="of these, neighbours that split the heads")
     add("--deepspeed-config", default=str(CONFIG), help="JSON: ZeRO stage, bf16, clipping, accumulation, ...")
-    add("--save", help="folder for a checkpoint at the end; training goes on from the one that is there")
-    args = parse_with_config(parser, argv)
+    add("--save", help="folder for a checkpoint at the end; an existing one is continued")
+    return parser
+
+
+def check_arguments(args: argparse.Namespace, world_size: int) -> None:
+    """Raises: ValueError that names the option. Reads the DeepSpeed configuration."""
+    from megatron_tree.files import read_deepspeed_config
+
     for name in ("seq_length", "micro_batch_size", "steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be 1 or more")
     args.deepspeed_config = read_deepspeed_config("deepspeed_config", args.deepspeed_config)
     args.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
-    return args
 
 
 def load(args: argparse.Namespace):
@@ -126,25 +128,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from megatron_tree.launching import exit_after_failure, tell_choices
+    from megatron_tree.launching import run_script
 
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        args = parse_arguments(argv)
-    except ValueError as error:  # found on every rank alike, before any communication
-        if rank == 0:
-            print(f"train_hf.py: {error}", file=sys.stderr, flush=True)
-        return 2
-    tell_choices(rank)
-    try:
-        run(args)
-    except BaseException as error:
-        exit_after_failure(rank, error)
-    return 0
+    return run_script("train_hf.py", argv, build_parser, check_arguments, lambda: (run, ()))
 
 
 if __name__ == "__main__":
-    from megatron_tree.launching import leave, quiet
+    from megatron_tree.launching import leave
 
-    quiet()
     leave(main(sys.argv[1:]))
