@@ -58,7 +58,7 @@ class BatchResult(NamedTuple):
     failed: int
 
 
-class Prompt(NamedTuple):
+class BatchRequest(NamedTuple):
     """One line of the input."""
 
     index: int
@@ -101,9 +101,9 @@ class _Batch:
         self._output = Output(options.output, resume=options.resume, header=header)
         try:
             sampling = options.sampling.with_options({"seed": self._output.seed})
-            prompts = read_prompts(data, options.input, scheduler, tokenizer, sampling, options.n)
-            self._total = len(prompts)
-            self._todo = deque(prompt for prompt in prompts if key_of(prompt.id) not in self._output.done)
+            entries = read_requests(data, options.input, scheduler, tokenizer, sampling, options.n)
+            self._total = len(entries)
+            self._todo = deque(entry for entry in entries if key_of(entry.id) not in self._output.done)
             self._output.begin()
         except BaseException:
             self._output.close()
@@ -132,7 +132,7 @@ class _Batch:
                 scheduler.fail(error)
                 raise
 
-    def _submit(self, prompt: Prompt, bar: tqdm) -> None:
+    def _submit(self, entry: BatchRequest, bar: tqdm) -> None:
         events: list[Event] = []
 
         def sink(event: Event) -> None:
@@ -143,23 +143,23 @@ class _Batch:
             errors = [e.error for e in events if e.finish_reason in ("error", "cancelled")]
             if errors:
                 self._failed += 1
-                tqdm.write(f"request {prompt.id!r} failed: {errors[0]}", file=sys.stderr)
+                tqdm.write(f"request {entry.id!r} failed: {errors[0]}", file=sys.stderr)
                 return
-            self._output.append(_result(prompt, events))
+            self._output.append(_result(entry, events))
             self._finished += 1
             bar.update()
 
         self._open += 1
-        self._scheduler.submit(prompt.request, sink)
+        self._scheduler.submit(entry.request, sink)
 
 
-def _result(prompt: Prompt, events: list[Event]) -> dict[str, Any]:
+def _result(entry: BatchRequest, events: list[Event]) -> dict[str, Any]:
     answers = []
-    for number in range(prompt.request.n):
+    for number in range(entry.request.n):
         own = [event for event in events if event.answer == number]
         answer = {"text": "".join(e.text for e in own), "finish_reason": own[-1].finish_reason}
         answer["stop_reason"] = own[-1].stop_reason
-        if prompt.request.sampling.logprobs is not None:
+        if entry.request.sampling.logprobs is not None:
             answer["logprobs"] = [
                 {"token": e.token, "logprob": _finite(e.logprob), "top": [(t, _finite(p)) for t, p in e.top_logprobs]}
                 for e in own
@@ -167,8 +167,8 @@ def _result(prompt: Prompt, events: list[Event]) -> dict[str, Any]:
         answers.append(answer)
     usages = [event.usage for event in events if event.usage is not None]
     return {
-        "index": prompt.index,
-        "id": prompt.id,
+        "index": entry.index,
+        "id": entry.id,
         "prompt_tokens": usages[0].prompt_tokens,
         "completion_tokens": sum(usage.completion_tokens for usage in usages),
         "answers": answers,
@@ -179,34 +179,34 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def read_prompts(
+def read_requests(
     data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling: SamplingParams, n: int
-) -> list[Prompt]:
+) -> list[BatchRequest]:
     """The requests of an input file, all of them checked; sampling (with a seed) and n: the defaults of a line.
 
     Raises: ``ValueError`` that names the file and its first ten bad lines, with the reasons.
     """
-    prompts, errors, lines = [], [], {}
+    entries, errors, lines = [], [], {}
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            prompt = _read_prompt(line, len(prompts) + len(errors), tokenizer, sampling, n)
-            scheduler.check(prompt.request)
-            if (before := lines.setdefault(key_of(prompt.id), number)) != number:
-                raise ValueError(f"id {prompt.id!r} is used in line {before} already: ids must differ")
-            prompts.append(prompt)
+            entry = _read_request(line, len(entries) + len(errors), tokenizer, sampling, n)
+            scheduler.check(entry.request)
+            if (before := lines.setdefault(key_of(entry.id), number)) != number:
+                raise ValueError(f"id {entry.id!r} is used in line {before} already: ids must differ")
+            entries.append(entry)
         except ValueError as error:
             errors.append(f"line {number}: {error}")
     if errors:
         more = f"\nand {len(errors) - TOLD_ERRORS} more" if len(errors) > TOLD_ERRORS else ""
         raise ValueError(f"{name} can't be run:\n" + "\n".join(errors[:TOLD_ERRORS]) + more)
-    if not prompts:
+    if not entries:
         raise ValueError(f"{name} holds no requests: one JSON object a line, such as {{'prompt': 'Once'}}")
-    return prompts
+    return entries
 
 
-def _read_prompt(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> Prompt:
+def _read_request(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> BatchRequest:
     try:
         fields = read_json(line)
     except ValueError as error:  # UnicodeDecodeError is one, too
@@ -225,7 +225,7 @@ def _read_prompt(line: bytes, index: int, tokenizer, sampling: SamplingParams, n
     if options.get("seed") is None:
         options["seed"] = derived_seed(sampling.seed, index)
     request = Request(prompt=_encode(tokenizer, fields), sampling=sampling.with_options(options), n=fields.get("n", n))
-    return Prompt(index, identity, request)
+    return BatchRequest(index, identity, request)
 
 
 def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:

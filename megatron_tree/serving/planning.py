@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cache.runner import RowRunner
 from ..errors import TreeError
-from .requests import Answer, KeptRow, Serving
+from .requests import ActiveAnswer, KeptRow, ServedRequest
 from .sampling import Choice, choose_tokens
 
 Progress = Callable[[int, int], None]
@@ -77,20 +77,20 @@ class Planner:
     on_end: called with a request when its last answer has ended, before its last event.
     """
 
-    def __init__(self, executor: Executor, *, max_rows: int, page: int, on_end: Callable[[Serving], None]):
+    def __init__(self, executor: Executor, *, max_rows: int, page: int, on_end: Callable[[ServedRequest], None]):
         self._executor, self._runner = executor, executor.runner
         self._max_rows, self._page, self._on_end = max_rows, page, on_end
-        self.served: list[Serving] = []
+        self.served: list[ServedRequest] = []
         self._handles = itertools.count()
         self._steps: list[list] = []  # what the next plan begins with
-        self._running: list[tuple[Serving, Answer]] = []  # whose logits the current plan returns
-        self._prefilled: list[tuple[Serving, int]] = []  # and the chunks, in tokens
+        self._running: list[tuple[ServedRequest, ActiveAnswer]] = []  # whose logits the current plan returns
+        self._prefilled: list[tuple[ServedRequest, int]] = []  # and the chunks, in tokens
 
     @property
     def has_work(self) -> bool:
         return bool(self._steps or self.served)
 
-    def has_room(self, serving: Serving) -> bool:
+    def has_room(self, serving: ServedRequest) -> bool:
         """Whether rows and cache suffice for all that a request may need. Raises: `TreeError` if they never will."""
         rows = sum(len(s.unfinished) for s in self.served)
         if rows + len(serving.answers) > self._max_rows:
@@ -109,7 +109,7 @@ class Planner:
             )
         return free - promised >= needed
 
-    def admit(self, serving: Serving) -> None:
+    def admit(self, serving: ServedRequest) -> None:
         """Give a request's prompt a row: a new one, or its own."""
         row, shared = serving.row or KeptRow(), 0
         if row.handle is None:
@@ -132,7 +132,7 @@ class Planner:
             self._steps.append(["remove", row.handle])
         row.handle, row.tokens = None, []
 
-    def cancel(self, serving: Serving) -> None:
+    def cancel(self, serving: ServedRequest) -> None:
         """End a request that waits or is served."""
         for answer in serving.unfinished:
             self._end(serving, answer, None, answer.stopper.flush(), "cancelled")
@@ -189,7 +189,7 @@ class Planner:
             if serving.num_prefilled == len(serving.prompt):
                 self._begin(serving, last)
 
-    def _begin(self, serving: Serving, logits: Tensor) -> None:
+    def _begin(self, serving: ServedRequest, logits: Tensor) -> None:
         """The prompt is in the cache: first tokens, and a row for every answer that continues."""
         choices = choose_tokens([a.sampler for a in serving.answers], logits.expand(len(serving.answers), -1))
         going = [a for a, c in zip(serving.answers, choices) if not isinstance(c, TreeError)]
@@ -205,7 +205,7 @@ class Planner:
         if not going and serving.row is None:
             self._steps.append(["remove", handle])
 
-    def _take(self, serving: Serving, answer: Answer, choice: Choice | TreeError, logits: Tensor) -> None:
+    def _take(self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | TreeError, logits: Tensor) -> None:
         if isinstance(choice, TreeError):
             self._end(serving, answer, None, answer.stopper.flush(), "error", error=str(choice))
             return
@@ -218,7 +218,9 @@ class Planner:
             more["stop_reason"] = piece.stop_reason
             self._end(serving, answer, choice, piece.text, piece.finish_reason, **more)
 
-    def _end(self, serving: Serving, answer: Answer, choice: Choice | None, text: str, reason: str, **more) -> None:
+    def _end(
+        self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | None, text: str, reason: str, **more
+    ) -> None:
         """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
         answer.finished = True
         if answer.handle is not None:
@@ -233,6 +235,6 @@ class Planner:
             self._on_end(serving)
         serving.tell(answer, choice, text, reason, **more)
 
-    def _remove(self, serving: Serving, handle: int) -> None:
+    def _remove(self, serving: ServedRequest, handle: int) -> None:
         if serving.row is None:
             self._steps.append(["remove", handle])

@@ -94,7 +94,7 @@ EventSink = Callable[[Event], None]
 
 
 @dataclass(kw_only=True)
-class Answer:
+class ActiveAnswer:
     """One answer under way: a row of the cache once it has tokens of its own."""
 
     index: int
@@ -109,7 +109,7 @@ class Answer:
     finished: bool = False
 
 
-class Serving:
+class ServedRequest:
     """A request that waits or is served. On the leader only."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Serving:
         self.handle: int | None = None  # of the prompt's row while it is prefilled
         self.num_prefilled = self.num_reused = 0
         self.answers = [
-            Answer(
+            ActiveAnswer(
                 index=i,
                 sampler=Sampler(self.params, prompt, sample=i),
                 stopper=Stopper(tokenizer, self.params, end_tokens),
@@ -132,7 +132,7 @@ class Serving:
         self._admitted = self._first_token = 0.0
 
     @property
-    def unfinished(self) -> list[Answer]:
+    def unfinished(self) -> list[ActiveAnswer]:
         return [answer for answer in self.answers if not answer.finished]
 
     def reserved(self, page: int) -> int:
@@ -154,7 +154,7 @@ class Serving:
         self.handle, self._admitted = handle, time.perf_counter()
         self.num_prefilled = self.num_reused = num_reused
 
-    def tell(self, answer: Answer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
+    def tell(self, answer: ActiveAnswer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
         """Send an event of one answer, and record its end."""
         now = time.perf_counter()
         if choice is not None and not self._first_token:

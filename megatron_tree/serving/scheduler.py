@@ -22,7 +22,7 @@ from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
 from .planning import Executor, Planner
-from .requests import EventSink, KeptRow, Request, Serving, prompt_tensor
+from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
 
 
 class QueueFull(TreeError):
@@ -95,8 +95,8 @@ class Scheduler:
         self.executor, self._ended = Executor(runner, sharded_prefill=sharded_prefill), False
         # what threads share, under the lock
         self._news = threading.Condition()
-        self._open: dict[int, Serving] = {}
-        self._waiting: deque[Serving] = deque()
+        self._open: dict[int, ServedRequest] = {}
+        self._waiting: deque[ServedRequest] = deque()
         self._cancels: set[int] = set()
         self._stopping = self._draining = False
         self._failure: str | None = None
@@ -147,7 +147,7 @@ class Scheduler:
         """
         if not self.is_leader:
             raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
-        serving = Serving(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink)
+        serving = ServedRequest(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink)
         with self._news:
             if self._stopping or self._draining or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it was told to stop'}")
@@ -286,7 +286,7 @@ class Scheduler:
             idle = not self._open
         return {"steps": self._planner.plan(), "stop": stop, "idle": idle}
 
-    def _forget(self, serving: Serving) -> None:
+    def _forget(self, serving: ServedRequest) -> None:
         with self._news:
             del self._open[serving.id]
             if serving in self._waiting:

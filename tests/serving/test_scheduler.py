@@ -9,7 +9,8 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 from megatron_tree.errors import TreeError
-from megatron_tree.serving.requests import Request
+from megatron_tree.serving.requests import KeptRow, Request
+from megatron_tree.serving.sampling import SamplingParams
 from megatron_tree.serving.scheduler import Load, QueueFull, Scheduler
 from support.hf_models import plain, prompt, tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer
@@ -256,3 +257,28 @@ def test_one_answer_with_broken_logits_ends_and_the_others_go_on(model):
     bad, good = serve(scheduler, [request(3, 9), request(4, 9)])
     assert bad[-1].finish_reason == "error" and "largest logit is nan" in bad[-1].error
     assert tokens_of(good) == plain(model, prompt(1, 4), 9)[0][0].tolist() and not runner.rows
+
+
+def test_a_kept_row_is_continued_until_it_is_forgotten(model):
+    scheduler, runner = make_scheduler(model)
+    row, first, second = KeptRow(), [], []
+    start = prompt(1, 20)[0].tolist()
+    options = {"sampling": SamplingParams(max_tokens=3), "row": row, "keep_logits": True}
+    scheduler.submit(Request(prompt=start, **options), first.append)
+    scheduler.run_until_idle()
+    answer = tokens_of(first)
+    assert row.tokens == start + answer[:2] and len(runner.rows) == 1, "the last token has not been run"
+    assert [int(event.logits.argmax()) for event in first] == answer
+    runner.calls.clear()
+    scheduler.submit(Request(prompt=start + answer + [7, 8], **options), second.append)
+    scheduler.run_until_idle()
+    assert [call[2] for call in runner.calls if call[0] == "prefill"] == [[answer[2], 7, 8]]
+    assert (first[-1].usage.cached_tokens, second[-1].usage.cached_tokens) == (0, 22)
+    alone, _ = make_scheduler(model)
+    (expected,) = serve(alone, [Request(prompt=start + answer + [7, 8], sampling=SamplingParams(max_tokens=3))])
+    assert tokens_of(second) == tokens_of(expected)
+    scheduler.forget(row)
+    scheduler.run_until_idle()
+    assert not runner.rows and row == KeptRow()
+    with pytest.raises(ValueError, match="n=2: a request with a row of its own has one answer"):
+        scheduler.submit(Request(prompt=start, row=row, n=2), second.append)

@@ -26,7 +26,7 @@ from megatron_tree.launching import parse_with_config
 from megatron_tree.plan import known_topologies, load_topology
 from megatron_tree.plan.topology import place
 from megatron_tree.serving import arguments as generate_arguments
-from megatron_tree.serving.batch import BatchOptions, read_prompts, run_batch
+from megatron_tree.serving.batch import BatchOptions, read_requests, run_batch
 from megatron_tree.serving.http import arguments as serve_arguments
 from megatron_tree.serving.sampling import SamplingParams
 from megatron_tree.serving.scheduler import Scheduler
@@ -201,7 +201,7 @@ def test_prompts(seed, count):
             line = dict(chance.choice(LINES))
             line[chance.choice([*line, "n", "seed", "echo"])] = chance.choice(VALUES)
             data = json.dumps(line).encode() if chance.random() < 0.95 else b"[" * 100_000
-        tasks = reads(lambda: read_prompts(data, "in.jsonl", scheduler, tokenizer, sampling, 1), "in.jsonl")  # noqa: B023
+        tasks = reads(lambda: read_requests(data, "in.jsonl", scheduler, tokenizer, sampling, 1), "in.jsonl")  # noqa: B023
         for task in tasks or ():
             assert scheduler.check(task.request).numel() and task.request.sampling.seed is not None
 

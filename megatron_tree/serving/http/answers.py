@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Any
 
-from .frontend import Piece
+from .frontend import Delta
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 
@@ -59,7 +59,7 @@ class Form:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.tokens, self.wants_logprobs = tokens, logprobs
 
-    def whole(self, choices: list[list[Piece]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: list[list[Delta]], usage: dict[str, int]) -> dict[str, Any]:
         """The complete answer; choices: the pieces of every choice."""
         made = [self._choice(i, joined(pieces)) for i, pieces in enumerate(choices)]
         return self._head | {"object": self.whole_object, "choices": made, "usage": usage}
@@ -68,7 +68,7 @@ class Form:
         """The first event of a choice in a stream, or None."""
         return None
 
-    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, choice: int, piece: Delta) -> dict[str, Any]:
         """One event of a stream."""
         return self._event([self._delta(choice, piece)])
 
@@ -79,10 +79,10 @@ class Form:
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object, "choices": choices}
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _delta(self, index: int, piece: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -96,7 +96,7 @@ class CompletionForm(Form):
         super().__init__(**options)
         self._offsets: dict[int, int] = {}
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Delta) -> dict[str, Any]:
         logprobs = None
         if self.wants_logprobs:
             offset = self._offsets.get(index, 0)
@@ -116,19 +116,19 @@ class ChatForm(Form):
         delta = {"role": "assistant", "content": ""}
         return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": index, "message": message, **self._end(piece)}
 
-    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _delta(self, index: int, piece: Delta) -> dict[str, Any]:
         return {"index": index, "delta": {"content": piece.text} if piece.text else {}, **self._end(piece)}
 
-    def _end(self, piece: Piece) -> dict[str, Any]:
+    def _end(self, piece: Delta) -> dict[str, Any]:
         logprobs = self.tokens.chat(piece.logprobs) if self.wants_logprobs else None
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
-def joined(pieces: list[Piece]) -> Piece:
+def joined(pieces: list[Delta]) -> Delta:
     """The pieces of one choice as one."""
     logprobs = [entry for piece in pieces for entry in piece.logprobs]
-    return Piece("".join(piece.text for piece in pieces), logprobs, pieces[-1].finish_reason)
+    return Delta("".join(piece.text for piece in pieces), logprobs, pieces[-1].finish_reason)

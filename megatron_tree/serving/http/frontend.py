@@ -18,7 +18,7 @@ RETRY_AFTER_S = 2
 
 
 @dataclass
-class Piece:
+class Delta:
     """An increment of one choice."""
 
     text: str = ""
@@ -52,7 +52,7 @@ class Ticket:
         """Hand over an event of the prompt whose choices begin at `first`."""
         self._events.put_nowait((first, event))
 
-    async def next(self) -> tuple[int, Piece]:
+    async def next(self) -> tuple[int, Delta]:
         """The next (choice, piece). Raises: ApiError when the answer will never be complete."""
         first, event = await self._events.get()
         if event.finish_reason == "cancelled":  # by the server: nobody waits on a closed ticket
@@ -63,7 +63,7 @@ class Ticket:
             self._tokens += event.usage.completion_tokens
         self.unfinished -= event.finish_reason is not None
         logprobs = [] if event.logprob is None else [(event.token, event.logprob, event.top_logprobs)]
-        return first + event.answer, Piece(event.text, logprobs, event.finish_reason)
+        return first + event.answer, Delta(event.text, logprobs, event.finish_reason)
 
     def close(self) -> None:
         """Cancel what is unfinished. Any number of times."""

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from .answers import Form
 from .errors import ApiError, timed_out
-from .frontend import Piece, Ticket
+from .frontend import Delta, Ticket
 
 GONE = 499  # nobody reads it: the client closed the connection
 
@@ -46,7 +46,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _pieces(ticket: Ticket, timeout: float) -> AsyncIterator[tuple[int, Piece]]:
+async def _pieces(ticket: Ticket, timeout: float) -> AsyncIterator[tuple[int, Delta]]:
     """(choice, piece) as they come, until all choices are finished."""
     end = asyncio.get_running_loop().time() + timeout
     while ticket.unfinished:
@@ -58,7 +58,7 @@ async def _pieces(ticket: Ticket, timeout: float) -> AsyncIterator[tuple[int, Pi
         yield yielded
 
 
-async def _collect(ticket: Ticket, timeout: float) -> list[list[Piece]]:
+async def _collect(ticket: Ticket, timeout: float) -> list[list[Delta]]:
     choices = [[] for _ in range(ticket.choices)]
     async for choice, piece in _pieces(ticket, timeout):
         choices[choice].append(piece)

@@ -91,7 +91,7 @@ class HttpServer:
             self._on_failure()
 
 
-class Stopper:
+class Shutdown:
     """Shuts the scheduler down in order: no new requests, a grace period for accepted ones, then the rest is cancelled.
 
     grace: in seconds. Asking again has no effect: the launcher sends several signals.
@@ -101,7 +101,7 @@ class Stopper:
         self._scheduler, self._frontend, self._grace = scheduler, frontend, grace
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is reentrant
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stopper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shutdown", daemon=True)
         self._thread.start()
 
     def ask(self, why: str) -> None:
@@ -144,17 +144,17 @@ def serve(
     Raises: what ends the scheduler's loop or the HTTP server before that; clients that wait get a 500.
     """
     frontend = service.frontend
-    http, stopper = HttpServer(service, listener), Stopper(scheduler, frontend, grace)
+    http, shutdown = HttpServer(service, listener), Shutdown(scheduler, frontend, grace)
     try:
         http.start(on_failure=scheduler.stop)
-        ready(stopper.ask)
+        ready(shutdown.ask)
         scheduler.run()
     except BaseException as error:
         frontend.state = "failed"
         scheduler.fail(error)
         raise
     finally:
-        stopper.ended()
+        shutdown.ended()
         http.stop()
         service.prompts.close()
     if http.failure is not None:
