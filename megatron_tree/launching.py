@@ -58,7 +58,7 @@ def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if options is None:
         return {}
     if not isinstance(options, dict):
-        raise ValueError(f"config={path!r} must hold options, one `name: value` a line")
+        raise ValueError(f"config={path!r} must contain options, one `name: value` per line")
     actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
     result = {}
     for name, value in options.items():
@@ -66,7 +66,7 @@ def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if dest not in actions:
             raise ValueError(f"{path}: unknown option {reprlib.repr(name)}; `{parser.prog} --help` lists them")
         if dest in result:
-            raise ValueError(f"{path}: {name} is there twice, with underscores and with dashes")
+            raise ValueError(f"{path}: {name} is given twice, with underscores and with dashes")
         result[dest] = _typed(actions[dest], value, f"{path}: {name}={reprlib.repr(value)}")
     return result
 
@@ -86,11 +86,11 @@ def _typed(action: argparse.Action, value: Any, what: str) -> Any:
     if isinstance(action.nargs, int) and len(values) != action.nargs:
         raise ValueError(f"{what} must be a list of {action.nargs}")
     if any(isinstance(item, bool) for item in values):
-        raise ValueError(f"{what} is no switch: give a value")
+        raise ValueError(f"{what} is not a switch: give a value")
     if not values or not all(isinstance(item, (str, int, float, datetime.date)) for item in values):
         raise ValueError(f"{what} must be a value or a list of values")
     if any("\0" in str(item) for item in values):
-        raise ValueError(f"{what} holds a NUL character")
+        raise ValueError(f"{what} contains a NUL character")
     kind = action.type or str
     try:
         values = [kind(str(item)) for item in values]
@@ -112,16 +112,16 @@ def run_script(
     *,
     choices: bool = True,
 ) -> int:
-    """The life of a launch script on one rank: read the options, run, and return the exit status.
+    """Run a launch script on one rank: read the options, run it, and return the exit status.
 
-    load() imports what is slow to import, once the options are fine, and returns `run(args)` and the errors of it that
-    every rank has, whose text is enough. choices: tell which backend and schedule are chosen.
+    load() does the slow imports, after the options have been checked. It returns `run(args)`, and the errors that `run`
+    raises on every rank: of these only rank 0 prints the text. choices: log which backend and schedule are chosen.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         args = parse_with_config(build_parser(), argv)
         check_arguments(args, world)
-    except ValueError as error:  # found on every rank alike, before any communication
+    except ValueError as error:  # raised on every rank, before any communication
         if rank == 0:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
         return 2
@@ -142,7 +142,7 @@ def run_script(
 
 
 def tell_choices(rank: int) -> None:
-    """Print on rank 0, once each, which backend and which schedule is chosen, and why."""
+    """Log on rank 0, once each, which backend and which schedule is chosen, and why."""
     if rank == 0:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -169,7 +169,7 @@ def hold_log():
 
 
 def leave(status: int) -> None:
-    """End the process at once: gloo's threads may abort one that takes its interpreter down while they still work."""
+    """End the process immediately: gloo's threads may abort while the interpreter shuts down."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -178,8 +178,7 @@ def leave(status: int) -> None:
 def exit_after_failure(rank: int, error: BaseException) -> None:
     """Print what failed on this rank and end the process at once, with exit code 1.
 
-    It does not wait for other ranks: they find their connection closed (or run into the groups' time limit), and the
-    launcher ends what is left.
+    It does not wait for other ranks: they find their connection closed (or time out), and the launcher ends the rest.
     """
     traceback.print_exception(error)
     print(f"rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)

@@ -102,11 +102,11 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
         ("seq_length: long", "seq_length='long' must be of type int"),
         ("seq_length: [1, 2]", "must be a single value"),
         ("bf16: 1", "bf16=1 must be true or false"),
-        ("lr: true", "lr=True is no switch"),
+        ("lr: true", "lr=True is not a switch"),
         ("grid: 4", "grid=4: '4' is not a grid: write AxB"),
         ("softmax_type: sink", "must be one of 'vanilla'"),
         ("window_size: 3", "must be a list of 2"),
-        ("- lr", "must hold options"),
+        ("- lr", "must contain options"),
     ],
 )
 def test_bad_files_are_named(tmp_path, text, message):
