@@ -117,11 +117,11 @@ class Planner:
             self._steps.append(["add", row.handle])
         else:
             shared = row.shared(serving.prompt)
-            if self._executor.can_crop(row.handle, shared):
-                self._steps.append(["crop", row.handle, shared])
-            else:
+            if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
                 self._steps += [["remove", row.handle], ["add", row.handle]]
                 shared = 0
+            elif shared < len(row.tokens):
+                self._steps.append(["crop", row.handle, shared])
         del row.tokens[shared:]
         serving.admit(row.handle, shared)
         self.served.append(serving)

@@ -46,7 +46,7 @@ class PlainRunner:
         return True
 
     def crop(self, row, length):
-        self.rows[row].crop(length)
+        self.rows[row].crop(length - self.length(row))  # by how many
 
     def fork(self, row):
         self._next += 1
