@@ -53,9 +53,8 @@ def test_warnings_do_not_wait(log):
 
 
 def test_quiet_hides_notices_and_nothing_else():
-    (name,) = LOG_LINES
-    notices = logging.getLogger(name)
-    before = notices.filters[:]
+    loggers = {logging.getLogger(name): text for name, text in LOG_LINES.items()}
+    before = {one: one.filters[:] for one in loggers}
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -63,8 +62,10 @@ def test_quiet_hides_notices_and_nothing_else():
             for text in (*NOTICES, "a warning of the user's own"):
                 warnings.warn(text, stacklevel=2)
         assert [str(one.message) for one in seen] == ["a warning of the user's own"]
-        texts = ("RerunStateMachine initialized in mode RerunMode.DISABLED", "Need to rerun step")
-        records = [logging.LogRecord(name, logging.WARNING, "", 0, text, None, None) for text in texts]
-        assert [bool(notices.filter(record)) for record in records] == [False, True]
+        for one, notice in loggers.items():
+            texts = (f"{notice} RerunMode.DISABLED", "Need to rerun step")
+            records = [logging.LogRecord(one.name, logging.WARNING, "", 0, text, None, None) for text in texts]
+            assert [bool(one.filter(record)) for record in records] == [False, True]
     finally:
-        notices.filters = before
+        for one, filters in before.items():
+            one.filters = filters
