@@ -208,7 +208,7 @@ def test_other_packings_are_refused(monkeypatch):
     compat.refuse_other_packings(plain)
     compat.refuse_other_packings(types.SimpleNamespace(qkv_format="thd"))  # 0.14
     for field in ({"local_cp_size": 1}, {"cp_group": Group(2)}):
-        with pytest.raises(ValueError, match="a its own context-parallel group"):
+        with pytest.raises(ValueError, match="has its own context-parallel group"):
             compat.refuse_other_packings(types.SimpleNamespace(**{**vars(plain), **field}))
     arguments = types.SimpleNamespace(dataloader_inter_document_masking=True, sft=False)
     state = types.SimpleNamespace(_GLOBAL_ARGS=arguments)
