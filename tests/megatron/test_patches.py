@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from support.ranks import WORKER_ENV
+
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="patches are applied with git")
 
@@ -42,7 +44,7 @@ def changed(before, folder):
 def run_ranks(way, folder, store):
     """What both ranks of megatron_release.py print, with the megatron-core of `folder`, None for the installed one."""
     paths = [*([str(folder)] if folder else []), str(REPO), str(REPO / "tests")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, **WORKER_ENV, "PYTHONPATH": os.pathsep.join(paths)}
     program = [sys.executable, "-W", "ignore", str(REPO / "tests" / "support" / "megatron_release.py"), way]
     ranks = [
         subprocess.Popen(

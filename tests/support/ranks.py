@@ -46,6 +46,7 @@ WORKER_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_COMPILE_DISABLE": "1",  # Megatron compiles a few small functions with C++, on every rank
 }
 # What the fork server imports beforehand; the optional ones only if the session has imported them already.
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest")
