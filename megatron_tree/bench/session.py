@@ -64,6 +64,7 @@ def started(machines: Machines, how: Settings, lifetime_s: float, bar: tqdm) -> 
     """Calibrate and start machines: (ranks, their topology, the path of its YAML file)."""
     bar.set_description(f"{machines.label}: calibrating")
     topology = calibrated(machines, how)
+    bar.set_description(machines.label, refresh=False)
     bar.clear()
     links = (f"{x.name} {x.latency_s * 1e6:.0f} us, {x.port_bandwidth / 1e6:.4g} MB/s" for x in topology.levels)
     overhead = f"{topology.overhead_s * 1e6:.0f} us for one more message"
