@@ -114,7 +114,7 @@ def _blame(ranks: list[int], what: str, limit_s: float | None) -> str:
     if not ranks:
         return f"all ranks respond, but they wait for one another in different operations: {what}"
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-    if what.startswith(f"{who} did not respond"):  # found out in a smaller group, and told once more to the whole job
+    if what.startswith(f"{who} did not respond"):  # concluded in a smaller group, and now once more in the whole job
         return what
     limit = "" if limit_s is None else f" within {limit_s:g} s"
     return f"{who} did not respond{limit}: {what}"

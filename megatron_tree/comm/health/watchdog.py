@@ -221,12 +221,14 @@ class Watchdog:
         if self.rejection is not None:
             raise self.conclude(Report(str(self.rejection), cause="input"))
         if not values:
-            what = f"ranks {[self.ranks[r] for r in missing]} did not report their {name} within {timeout_s:g} s"
+            what = f"rank {self.ranks[self.rank]} waited for the {name} of the other ranks"
+            if missing:
+                what = f"ranks {[self.ranks[r] for r in missing]} did not report their {name} within {timeout_s:g} s"
             raise self.fail(Report(what, tuple(missing), limit_s=timeout_s if missing else None))
         return values
 
     def _gather(self, store, name: str, value: str, timeout_s: float):
-        """(values by rank, no rank); no value where not all have come, and the ranks that did not come in time."""
+        """A request: (the values by rank, the ranks that did not write one in time); no values unless all did."""
         keys = [self.key(name, r) for r in range(self.world)]
         store.set(keys[self.rank], value)
         end, seen = time.monotonic() + timeout_s, 0
@@ -242,7 +244,7 @@ class Watchdog:
 
 
 def _region() -> str:
-    """ ", in step 5" in a `monitored` region, else empty."""
+    """For messages, in a `monitored` region: ", in step 5"."""
     region = GroupState.of(dist.group.WORLD).region
     return f", in {region}" if region else ""
 
@@ -262,7 +264,7 @@ def monitored(region: str) -> Iterator[None]:
     job.region, watchdog.waiting_on = region, EVERY_GROUP
     try:
         yield
-    except CommError as error:  # found out in a smaller group, whose ranks may not be those that caused it
+    except CommError as error:  # of a smaller group, and the rank that failed may not be in it
         conclusion = watchdog.conclude(Report(str(error), error.ranks))
         if isinstance(conclusion, CommError) and conclusion.ranks == error.ranks:
             raise
