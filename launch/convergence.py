@@ -1,9 +1,9 @@
-"""Train one model with every way to attend across ranks, and again from other seeds, and compare the curves.
+"""Train one model with every context-parallel schedule and from several seeds, and compare the losses.
 
-The runs are launch/train_gpt.py with configs/train/quickstart.yaml: on one rank (cp = 1, Megatron's own attention) once
-for each seed, and on --ranks ranks by tree attention, the ring and the KV gather from the first seed. They must agree
-better than runs from other seeds do. Tree attention runs on the squarest grid: left to itself it may gather KV, too.
-Runs that are there already are not done again: an interrupted command goes on.
+Each run is launch/train_gpt.py with configs/train/quickstart.yaml: one run per seed on one rank (cp = 1, Megatron's own
+attention), and from the first seed one run each of tree attention, the ring and the KV gather on --ranks ranks. The
+schedules must differ from cp = 1 by less than the seeds differ. Tree attention runs on the squarest grid, because the
+planner might choose a KV gather. Finished runs are not repeated: an interrupted command continues.
 
 Writes DOCS/images/convergence.png and DOCS/convergence.json; exits with 1 if a schedule is not within the noise.
 """
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> int:
         try:
             curves[label] = train(label, ranks, options, args)
         except subprocess.CalledProcessError as error:
-            print(f"convergence.py: the run '{label}' failed: its output stands above", file=sys.stderr)
+            print(f"convergence.py: the run '{label}' failed: see its output above", file=sys.stderr)
             return error.returncode
     verdict = compare(curves, args.seeds)
     rounded = {label: [round(loss, 6) for loss in losses] for label, losses in curves.items()}

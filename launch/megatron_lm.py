@@ -3,7 +3,7 @@
 usage: python launch/megatron_lm.py SCRIPT [OPTION ...]
 
 SCRIPT is a file of the checkout, OPTION Megatron-LM's own. `launch/megatron_lm.sh` starts it on the ranks of a machine,
-`launch/deepspeed_hostfile.sh` and `launch/slurm_train.sh` on those of several; docs/megatron-lm.md tells more.
+`launch/deepspeed_hostfile.sh` and `launch/slurm_train.sh` on those of several; see docs/megatron-lm.md.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def normalized(total: Tensor, top: Tensor) -> Tensor:
 
 
 def _sum(terms) -> Tensor:
-    """Their sum, in the first one's memory. One by one: in torch's sum the order would depend on where a row stands."""
+    """Their sum, in the first one's memory. One by one: in torch's sum the order would depend on the row's index."""
     return functools.reduce(Tensor.add_, terms)
 
 

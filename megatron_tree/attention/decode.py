@@ -24,7 +24,7 @@ def decode(
         options = dict(group=group, order=placement.order, backend=backend, timeout_s=timeout_s, paged=paged)
         state = decode_ring(q, k, v, visible=visible, spec=spec, **options)
     else:
-        # receives are posted before the local attention: gloo tells the senders meanwhile where to put their states
+        # receives are posted before the local attention, so that gloo announces the buffers to the senders during it
         reduction = comm.start_reduction(
             (*q.shape[:3], v.shape[-1] + 1),
             state_dtype(q.dtype),
@@ -47,10 +47,10 @@ def prefill(
     q, k, v, sinks, *, q_segments, k_segments, num_queries: list[int], spec: AttnSpec, group, transport: str,
     wire: torch.dtype, backend: kernels.Backend, timeout_s: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of queries that are sharded over keys that are sharded: the tree alone, whatever the keys' number.
+    """Attention of sharded queries over sharded keys by the tree alone, for any number of keys.
 
     All ranks' queries are gathered, each rank attends with its own keys, and the partial states are reduced so that
-    every rank ends with those of its own queries. What travels grows with the queries, never with the cache.
+    every rank ends with those of its own queries. The traffic grows with the queries, not with the cache.
 
     Args: q [b, n, h, d] of this rank, num_queries[r] = n of rank r; k, v [b, s_local, h_kv, d]; q_segments the rows
     of all queries, rank by rank, each rank's padded to the longest; k_segments this rank's keys.

@@ -1,4 +1,4 @@
-"""The ring for decoding, the baseline: every rank's cache is passed round while the one at hand is computed.
+"""The ring for decoding, the baseline: the ranks' caches circulate while the current one is computed.
 
 Shards differ in length, and positions travel along where only some slots are valid. So each message is preceded by a
 header that says what the next one will be.
@@ -88,7 +88,7 @@ class _Shard:
 
 
 class _TwoRooms:
-    """Memory for the shard at hand and for the one that arrives, used in turn and grown where a longer one comes."""
+    """Two buffers, for the current shard and the arriving one, used in turn; they grow for longer shards."""
 
     def __init__(self, k: Tensor, v: Tensor):
         self._like = (k, v)

@@ -164,7 +164,7 @@ class _Reductions:
         self._pending: list[comm.Pending] = []
 
     def start(self, x: Tensor) -> None:
-        """Reduce x [b, n * rows, h, ...] of one group: this rank gets the whole of its own rows."""
+        """Reduce x [b, n * rows, h, ...] of one group: this rank gets the complete sum or state of its own rows."""
         self._pending.append(comm.start_reduce_scatter(x.transpose(0, 1), self._team, self._reducer))
 
     def advance(self) -> None:

@@ -1,4 +1,4 @@
-"""The ring, the baseline, in its best form: KV is passed round while the share at hand is computed.
+"""The ring, the baseline, in its best form: the KV shards circulate while the current one is computed.
 
 Grouped KV heads are not repeated, two buffers are enough, gradients travel in the inputs' dtype, and ranks follow one
 another node by node, so that one rank of a node sends to another node. With zigzag shares every step costs the same.

@@ -82,7 +82,7 @@ class Accelerator:
 
 
 def kv_bytes(k: Tensor, v: Tensor) -> int:
-    """Bytes of a KV shard, whatever their strides."""
+    """Bytes of a KV shard, for any strides."""
     return (k.numel() + v.numel()) * k.element_size()
 
 

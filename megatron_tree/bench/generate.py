@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench generate`."""
     runs.add_machines(parser)
     add = parser.add_argument
-    add("--model", default="tiny", help="tiny: a Llama of random weights, small beside its cache (the default); "
+    add("--model", default="tiny", help="tiny: a Llama with random weights and a long cache (the default); "
         "smollm2; or a folder with a Transformers model")  # fmt: skip
     add("--layers", type=parse_count, default=4, help="of tiny (default: %(default)s)")
     add("--heads", type=parse_count, default=16, help="of tiny (default: %(default)s)")

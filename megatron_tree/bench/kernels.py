@@ -128,11 +128,11 @@ def contenders(case: Case, backends, given) -> dict[str, Callable[[], object]]:
             calls = {f"ours, {b}": call for b, call in forwards.items()}
         else:
             calls = {f"ours, {b}": _our_backward(given, call, segments, b) for b, call in forwards.items()}
-    rivals = {"torch flash": SDPBackend.FLASH_ATTENTION}
+    others = {"torch flash": SDPBackend.FLASH_ATTENTION}
     if device.type == "cuda":
-        rivals["torch cuDNN"] = SDPBackend.CUDNN_ATTENTION
+        others["torch cuDNN"] = SDPBackend.CUDNN_ATTENTION
     leaves = [x.transpose(1, 2).detach().requires_grad_(case.kind == "bwd") for x in (q, k, v)]
-    for name, backend in rivals.items():
+    for name, backend in others.items():
         calls[name] = _sdpa_call(case, backend, leaves, dout.transpose(1, 2))
     if device.type == "cuda" and case.kind != "decode":
         calls["FlexAttention"] = _flex_call(case, leaves, dout.transpose(1, 2))
@@ -203,7 +203,7 @@ def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Tim
             if name not in limits:
                 verify(case, name, call(), truth, dtype)
             seconds = clock(call, device)
-        except Exception as error:  # a rival that refuses this shape: each library has its own kind of error
+        except Exception as error:  # this library does not support the shape; each has its own kind of error
             if name == first:
                 raise
             if name.startswith("ours"):

@@ -64,7 +64,7 @@ class Links:
     def reduce(self, schedule: str, latency_s: float) -> float:
         """Median seconds of the reduction of a tiny state over all ranks, as in a decode step.
 
-        As in decoding, receives are posted before the rank's own work, for which a pause stands here.
+        As in decoding, receives are posted before the rank's own work, which is a pause here.
         """
         pause = max(_PAUSE_S, 4 * latency_s)  # meanwhile senders learn that receives are posted
         state, times = torch.zeros(1, 8, device=self.device), []

@@ -65,7 +65,7 @@ class CollectiveCall:
 
         Args:
             values: what must be equal, hashable; dataclasses are compared field by field.
-            changing: values that must be equal, too, but differ from call to call; compared when `values` are.
+            changing: values that must also be equal but differ from call to call; compared when `values` are.
         Raises: ValueError with both values where two ranks differ. `CommError`, naming the missing ranks, when some
             don't come within config.timeout_s.
         """
@@ -113,7 +113,7 @@ class CollectiveCall:
 
 @contextlib.contextmanager
 def shared_checks(name: str, group) -> Iterator[None]:
-    """What this rank raises in here, ahead of the calls that `name` makes, all ranks that wait for it raise, too."""
+    """What this rank raises in this context, before the calls of `name`, all ranks that wait for it raise as well."""
     try:
         yield
     except CommError:

@@ -19,7 +19,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def start_gather(x: Tensor, team: Team) -> Pending:
-    """All-gather x [s, ...], equally long on all ranks, to [n * s, ...] in the team's order.
+    """All-gather x [s, ...], of equal length on all ranks, to [n * s, ...] in the team's order.
 
     In two levels: each rank first gets its own place's shares from the other nodes, then hands them round its node, so
     that a share crosses to another node once and not once for every rank there.
@@ -61,7 +61,7 @@ def _gather_builtin(x: Tensor, team: Team):
 
 
 def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:
-    """Reduce x [n * s, ...], shares in the team's order, so that every rank ends with the whole of its own share.
+    """Reduce x [n * s, ...], shards in the team's order, so that every rank ends with its own shard, complete.
 
     reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (merge.py).
     In two levels: what is meant for one place is merged inside the node first, then across nodes.
@@ -130,7 +130,7 @@ def _builtin(op: str, team: Team, ranks, start):
 
 
 def gather_sequence(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:
-    """All-gather x [s, ...], equally long on all ranks, to [n * s, ...] in rank order."""
+    """All-gather x [s, ...], of equal length on all ranks, to [n * s, ...] in rank order."""
     if group_size(group) == 1:
         return x.contiguous()
     return start_gather(x, Team.flat(group, transport=resolve_transport(group, x.device), timeout_s=timeout_s)).wait()

@@ -47,7 +47,7 @@ class GroupState:
 
     @classmethod
     def of(cls, group) -> GroupState:
-        """Raises ``ValueError`` where this rank is not a member of the group. None stands for one rank alone."""
+        """Raises ``ValueError`` if this rank is not a member of the group. None means a single rank."""
         if group is None:
             return _ALONE
         if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -69,7 +69,7 @@ def _not_a_member() -> ValueError:
 
 
 def group_size(group) -> int:
-    """Ranks in `group`; None stands for one rank alone."""
+    """Number of ranks in `group`; None means a single rank."""
     return GroupState.of(group).size
 
 

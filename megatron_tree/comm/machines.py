@@ -1,4 +1,4 @@
-"""On which host every rank of a group runs."""
+"""The host on which every rank of a group runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .health.watchdog import Watchdog
 def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
     """The host of every rank of the group; ranks are on one host when these are equal. Asked once per group.
 
-    A host is a name and a network namespace: containers of one name with networks of their own are different hosts.
+    A host is a name and a network namespace: containers with the same name but separate networks are different hosts.
     Raises `CommError` naming the ranks that did not answer within timeout_s.
     """
     state = GroupState.of(group)

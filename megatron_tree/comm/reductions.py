@@ -59,7 +59,7 @@ class ReduceArgs:
 
 
 class Reduction:
-    """A reduction whose receives are posted; `finish` merges this rank's state with everybody's."""
+    """A reduction whose receives are posted; `finish` merges this rank's state with all others."""
 
     def __init__(self, steps: Steps | None):
         self._steps = steps
@@ -95,7 +95,7 @@ def start_reduction(
     """Begin to reduce states of `shape` [..., d + 1] over the group: every rank calls it, then `Reduction.finish`.
 
     Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level"; transport "direct" or "builtin";
-    order, block: the ranks by node and how many a node has (`plan.Placement`), default every rank a node of its own;
+    order, block: the ranks by node and how many a node has (`plan.Placement`), default: every rank is its own node;
     across: how two_level's leaders exchange, "direct" or "butterfly".
     """
     n = group_size(group)
@@ -134,7 +134,7 @@ def _allgather_direct(args: ReduceArgs) -> Steps:
 
 
 def _to_all(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
-    """Everybody sends to everybody, and merges in the order of `ranks`: one latency."""
+    """All ranks send to all others, and merge in the order of `ranks`: one latency."""
     at = ranks.index(args.rank)
     parts = args.empty(len(ranks))
     arriving = [mail.receive(parts[i], r) for i, r in enumerate(ranks) if i != at]
@@ -255,7 +255,7 @@ def _whole_rows(rows: Tensor, shape) -> Tensor:
 
 
 def _two_level_direct(args: ReduceArgs) -> Steps:
-    """States meet at the first rank of each node, the nodes' leaders exchange, and hand the result to their node."""
+    """States are merged on the first rank of each node; these leaders exchange and send the result to their node."""
     node, place = divmod(args.order.index(args.rank), args.block)
     members = args.order[node * args.block :][: args.block]
     mail = args.mail("two_level")

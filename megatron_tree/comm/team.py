@@ -15,7 +15,7 @@ from .group import GroupState, backend, group_rank, group_size
 
 
 def from_next(ranks: tuple[int, ...], own: int) -> tuple[int, ...]:
-    """All others, beginning with the next one: not everybody sends to the same rank first."""
+    """All other ranks, starting with the next one, so that not all ranks send to the same rank first."""
     return ranks[own + 1 :] + ranks[:own]
 
 
@@ -98,7 +98,7 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
 
 
 def _in_time(make, timeout_s: float):
-    """make(), in a thread of its own: torch waits without a time limit for a store whose process is stopped."""
+    """make(), in its own thread: torch waits without a time limit for a store whose process is stopped."""
     answer: Future = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 

@@ -30,7 +30,7 @@ class Cluster(Forked):
         ranks_per_node: ranks on each; they reach each other over the node's loopback interface.
         latency_s: seconds from one node's port to another's, one way.
         rate_bits: bits per second of each node's port, in each direction, shared by its ranks.
-        lifetime_s: after so many seconds the cluster and all its processes are ended, whatever happens.
+        lifetime_s: after this many seconds the cluster and all its processes are ended in any case.
 
     Enter it and call `run` on the main thread, before this process uses torch's collectives or thread pools: ranks are
     forked from this process, so that torch is imported once. No process, namespace or file outlives the cluster, even

@@ -1,4 +1,4 @@
-"""Which keys a query sees, for the backends in torch. The oracle, energy.py, has a rule of its own."""
+"""Which keys a query sees, for the backends in torch. The oracle, energy.py, has its own implementation."""
 
 from __future__ import annotations
 

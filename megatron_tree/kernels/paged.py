@@ -1,4 +1,4 @@
-"""Decoding for backends without a kernel of its own for it: pages are gathered, padding is cut or masked."""
+"""Decoding for backends without a decode kernel: pages are gathered, padding is cut or masked."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ A **phase** is what one rank sends over one level at once. Phases of different l
 seconds. The slowest level counts, plus the overhead of all calls (of all ranks' messages, where ranks share cores).
 gloo sends a message only after its receiver has reported that it is ready. Unless receives are posted early, this takes
 one more latency, which overlaps with the overheads. Bytes follow from the ranks' actual positions. Ranks with the same
-distances to their peers have the same cost, so a few probes stand for all.
+distances to their peers have the same cost, so the costs of a few probes are enough.
 """
 
 from __future__ import annotations

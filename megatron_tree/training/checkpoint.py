@@ -32,7 +32,7 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
     """Write model, optimizer, schedule, random states and data position. All ranks call it.
 
     The files are written into a folder with a temporary name, which is renamed at the end (`checkpoint_files`): an
-    interrupted save leaves the former checkpoint the newest.
+    interrupted save leaves the previous checkpoint as the newest.
 
     Returns: the checkpoint's folder, args.save/iter_0000100.
     """

@@ -16,7 +16,7 @@ import numpy as np
 from .data import Corpus
 
 DEFAULT_SPLIT = "949,50,1"
-CACHE = "index-cache"  # beside the first dataset: the order, written once and read by all ranks
+CACHE = "index-cache"  # next to the first dataset: the sample order, written once and read by all ranks
 _IDENTIFYING = 1 << 20  # bytes at the start of a .bin file that, with its .idx file, identify it
 _ORDER = 4096  # entries of an order that identify it
 
@@ -168,7 +168,7 @@ def _examine(prefix: str, split: str, args: argparse.Namespace) -> tuple[int, in
         dataset = IndexedDataset(prefix)
         lengths = dataset.sequence_lengths.astype(np.int64)
         expected = int(lengths.sum()) * DType.size(dataset.index.dtype)
-    except Exception as error:  # whatever Megatron, struct and numpy raise at damaged files
+    except Exception as error:  # Megatron, struct and numpy raise many kinds of exceptions for damaged files
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"data_path: {index} is damaged ({what}): make it again") from error
     size = data.stat().st_size

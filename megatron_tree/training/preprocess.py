@@ -54,7 +54,7 @@ def load_tokenizer(name: str | None):
         return MegatronTokenizer.from_pretrained(metadata_path=library, vocab_size=VOCAB_SIZE, _eos_id=EOD)
     try:
         tokenizer = MegatronTokenizer.from_pretrained(name, {"library": "huggingface"}, use_fast=True)
-    except Exception as error:  # whatever Transformers raises at damaged files
+    except Exception as error:  # Transformers raises many kinds of exceptions for damaged files
         raise ValueError(f"tokenizer_model={name!r} can't be loaded: {error}") from error
     if tokenizer.eod is None:
         raise ValueError(f"tokenizer_model={name!r} has no end-of-text token, which must end documents")

@@ -1,4 +1,4 @@
-"""What a run tells: a progress bar or a few lines, a JSON-lines log, TensorBoard curves, and a picture of the loss."""
+"""The output of a run: a progress bar or a few lines, a JSON-lines log, TensorBoard curves, and a plot of the loss."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each rank writes a fingerprint of its call into the job's store (store.py), once for every different call. That takes no
 collective: it has a time limit of its own on every backend, can name the ranks that are missing, and leaves the group
-usable. A rank that has made the same call before goes on without a comparison. If another rank asks for one, and this
+usable. A rank that has made the same call before continues without a comparison. If another rank asks for one, and this
 rank turns out to wait for it in vain, its watchdog answers.
 """
 

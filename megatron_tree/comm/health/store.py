@@ -1,6 +1,6 @@
 """A client of the job's key-value store, for what ranks tell each other when a collective can't be relied on.
 
-One thread of each process talks to the store of the default group, over a connection of its own. A request is a
+One thread of each process talks to the store of the default group, over its own connection. A request is a
 generator that never blocks: it yields wherever it has to look again later. So every request has a time limit that holds
 even when the process that hosts the store is stopped, and watchdogs are polled meanwhile.
 """
@@ -66,7 +66,7 @@ class StoreClient:
     def add_watchdog(self, watchdog) -> None:
         """Run the request `watchdog.poll` every `POLL_S` seconds while `watchdog.waiting_on` is not None.
 
-        It runs in the client's thread, until nobody else holds the watchdog.
+        It runs in the client's thread, as long as something else holds a reference to the watchdog.
         """
         self._watchdogs = [known for known in self._watchdogs if known() is not None] + [weakref.ref(watchdog)]
 
@@ -143,7 +143,7 @@ class StoreClient:
 
 
 def set_first(store, key: str, value: str) -> str:
-    """Write a value where there is none yet; returns what is there then."""
+    """Write a value unless the key has one already; returns the key's value."""
     return store.compare_set(key, "", value).decode()
 
 

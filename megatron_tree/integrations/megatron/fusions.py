@@ -68,7 +68,7 @@ def fusion_options(*, normalization: str = "LayerNorm") -> dict[str, bool]:
 
 
 def apex_problem() -> str | None:
-    """Why the package named apex is of no use, or None: it is NVIDIA's, or there is none."""
+    """Why the package named apex can't be used, or None: it is NVIDIA's, or there is none."""
     if not _has("apex") or _apex("optimizers/fused_adam.py"):
         return None
     return (

@@ -20,7 +20,7 @@ from . import compat
 from .cpu import megatron_on_cpu
 from .spec import install
 
-# What Megatron-LM's parser needs to hear on CPU ranks. An option counts as given if the user set it, to whatever value.
+# Options that Megatron-LM's parser needs on CPU ranks. An option counts as given if the user set it, to whatever value.
 CPU_OPTIONS = {
     "--distributed-backend": "gloo",
     "--transformer-impl": "local",
@@ -63,7 +63,7 @@ def cpu_options(arguments: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def megatron_lm_on_cpu() -> Iterator[bool]:
-    """`megatron_on_cpu`, and what Megatron-LM's training loop takes for granted besides.
+    """`megatron_on_cpu`, and the other CUDA calls that Megatron-LM's training loop makes unconditionally.
 
     `initialize_megatron` asserts that there is CUDA, sets its groups up only if there is a device, loads CUDA kernels,
     and warms fused functions up, with random numbers that it would draw here from the generator of the model's weights;

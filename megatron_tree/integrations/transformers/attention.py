@@ -6,7 +6,7 @@ of `Runner` (runner.py) a rank runs its own tokens of a chunk, and their queries
 and partial attention over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` uses the
 latter for the prompt, too, and works with left padding.
 
-How attention finds the cache. Transformers hands the attention function the module, q, k, v and the mask, not the
+How attention finds the cache: Transformers passes the attention function the module, q, k, v and the mask, not the
 cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
 the keys and values that the update returned (or, with latent attention, ones expanded from them row by row). So the
 update leaves a note in a context variable, the attention call takes it, and both say which layer they are: a note of

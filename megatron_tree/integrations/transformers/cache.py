@@ -85,7 +85,7 @@ class TreeCache(Cache):
     """A KV cache for ``attn_implementation="tree"``: every rank of a group holds part of the tokens of every layer.
 
     It holds any number of rows (sequences) of any lengths, in pages; layers with a sliding window keep the window only.
-    Transformers' own `generate` uses it as one batch of rows that are equally long (padding included); `Runner` adds,
+    Transformers' own `generate` uses it as one batch of rows of equal length (including padding); `Runner` adds,
     runs and removes rows one by one.
 
     Args:
@@ -224,7 +224,7 @@ class TreeCache(Cache):
         return tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row i of the batch by row beam_idx[i]; rows that are taken twice share their pages."""
+        """Replace row i of the batch by row beam_idx[i]; rows that are selected more than once share their pages."""
         forks = [self.store.book.fork(self.rows[i]) for i in beam_idx.tolist()]
         for row in self.rows:
             self.store.remove(row)

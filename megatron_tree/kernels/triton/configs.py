@@ -2,7 +2,7 @@
 
 How they were chosen, from what the compiler makes of them (docs/kernels.md, docs/kernel-resources.md):
 - 128 queries or keys stay in registers where they fit: what passes by is read from L2 once for each of them.
-- Blocks of 4 warps, two to a multiprocessor, where their registers allow it: the softmax of one runs beside the matrix
+- Blocks of 4 warps, two to a multiprocessor, where their registers allow it: the softmax of one overlaps the matrix
   products of the other. Else 8 warps and tiles as large as possible: fewest instructions for each product.
 - At least two stages, so that loads run ahead, within the shared memory of a block (227 KiB on sm_90 and sm_100, 163
   on sm_80, 99 on sm_86, sm_89 and sm_120, 64 on gfx942).

@@ -130,7 +130,7 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
 def _head_parts(programs: int, group: int, device: torch.device) -> int:
     """Number of slices of a KV head's query heads, so that there are four programs of dk and dv per multiprocessor.
 
-    Four, as under a causal mask their lengths differ. Each slice has a buffer of its own, summed in order: no atomics.
+    Four, because their lengths differ under a causal mask. Each slice has a buffer; sums are in order, no atomics.
     """
     wanted = 4 * multiprocessors(device)
     return next((p for p in range(1, group) if group % p == 0 and p * programs >= wanted), group)

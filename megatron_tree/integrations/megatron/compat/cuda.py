@@ -14,7 +14,7 @@ Replacements = list[tuple[Any, str, Any]]
 
 
 def core_replacements() -> Replacements:
-    """In megatron.core: the random state, and what its experts do. They are needed beside those in torch itself."""
+    """In megatron.core: the random state, and what its experts do. They complement those in torch itself."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
