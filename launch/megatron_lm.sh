@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a script of an unmodified Megatron-LM checkout with tree attention, on this machine.
 #
-# usage: bash launch/megatron_lm.sh [-n RANKS] [--port PORT] [--log-level LEVEL] MEGATRON_LM SCRIPT [OPTION ...]
+# usage: bash launch/megatron_lm.sh [--help] [-n RANKS] [--port PORT] [--log-level LEVEL] MEGATRON_LM SCRIPT [OPTION ...]
 #
 #   MEGATRON_LM         folder of the checkout (0.14 to 0.19); nothing in it is changed
 #   SCRIPT              a script in it that trains: pretrain_gpt.py, pretrain_mamba.py, pretrain_t5.py ...
