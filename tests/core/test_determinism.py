@@ -15,7 +15,7 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton.decode import SPLIT_KEYS
 from megatron_tree.layout import Segment
-from megatron_tree.merge import merge_sinks
+from megatron_tree.merge import merge_sinks, unpack_state
 from megatron_tree.plan import default_topology, place, plan_decode
 from support.attention import make_inputs, make_sinks
 from support.decoding import decode_inputs, same_everywhere
@@ -130,11 +130,11 @@ def test_merges_do_not_depend_on_where_a_row_stands(num_states):
     g = torch.Generator().manual_seed(0)
     packed = torch.randn(num_states, 8, 1, 6, 33, generator=g)
     together = kernels.merge_packed(packed)
-    sunk, lse = merge_sinks(together[..., :-1], together[..., -1], make_sinks(6).float())
+    sunk, lse = merge_sinks(*unpack_state(together, torch.float32), make_sinks(6).float())
     for i in range(8):
         alone = kernels.merge_packed(packed[:, i : i + 1].contiguous())
         assert torch.equal(alone, together[i : i + 1])
-        o, l = merge_sinks(alone[..., :-1], alone[..., -1], make_sinks(6).float())
+        o, l = merge_sinks(*unpack_state(alone, torch.float32), make_sinks(6).float())
         assert torch.equal(o, sunk[i : i + 1]) and torch.equal(l, lse[i : i + 1])
 
 
