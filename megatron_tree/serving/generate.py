@@ -104,7 +104,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
             progress=progress_bar("prefill") if rank == 0 else None,
             keep_logits=args.check and rank == 0,
         )
-        say("" if args.stream else result.text, end="\n\n", flush=True)
+        say("" if args.stream else result.text, flush=True)
     figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
     figures["ranks"] = _gather_ranks(rank, result, runner.cache, ready.group)
     if rank == 0:
@@ -112,7 +112,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
         figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}
         figures |= {"temperature": params.temperature, "seed": params.seed if params.temperature else None}
         figures |= {"tokens": result.tokens, "text": result.text, "finish_reason": result.finish_reason}
-        say(f"{cache_table(figures['ranks'])}\n\n{time_table(figures)}", flush=True)
+        say(f"\n{cache_table(figures['ranks'])}\n\n{time_table(figures)}", flush=True)
     if args.check:
         _check(args, ready, result, figures)
     if rank == 0 and args.json:
