@@ -3,7 +3,7 @@
 #
 # usage: bash launch/megatron_lm.sh [--help] [-n RANKS] [--port PORT] [--log-level LEVEL] MEGATRON_LM SCRIPT [OPTION ...]
 #
-#   MEGATRON_LM         folder of the checkout (0.14 to 0.19); nothing in it is changed
+#   MEGATRON_LM         folder of the checkout; its sources are not changed. Tested with 0.16.1; 0.18 needs Python 3.12
 #   SCRIPT              a script in it that trains: pretrain_gpt.py, pretrain_mamba.py, pretrain_t5.py ...
 #   OPTION ...          Megatron-LM's own options; tree attention takes the layers of --cp-comm-type tree (or a2a+tree)
 #   -n, --ranks RANKS   number of ranks (default: the number of GPUs, or 2 without one)
@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
         -n | --ranks | --port | --log-level) launcher+=("$1" "${2:?"$1 needs a value"}") && shift 2 ;;
-        -*) die "unknown option $1 before MEGATRON_LM: see bash launch/megatron_lm.sh --help" ;;
+        -*) die "unknown option $1: see bash launch/megatron_lm.sh --help" ;;
         *) break ;;
     esac
 done
