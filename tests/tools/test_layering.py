@@ -23,6 +23,14 @@ LAYERS = (
     {"emulate"},
     {"training", "serving", "bench", "calibrate", "doctor"},
 )
+# Inside attention/, from the bottom up: a call goes down and never climbs back.
+ATTENTION = (
+    {"validate", "topology"},
+    {"call", "finite"},
+    {"grid", "ring", "heads", "decode_ring"},
+    {"autograd", "decode"},
+    {"functional", "cached", "sequences"},
+)
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "serving"}
 MAY_COMMUNICATE = {"comm", "integrations", "training", "serving", "emulate", "bench", "calibrate"}
@@ -98,6 +106,31 @@ def _test_modules_imported(path):
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\b(?:from|import)\s+(?:[\w.]+\.)?test_\w+", line)
     ]
+
+
+def test_a_call_goes_down_inside_attention():
+    levels = {name: level for level, names in enumerate(ATTENTION) for name in names}
+    modules = {path.stem for path in (PACKAGE / "attention").glob("*.py")} - {"__init__"}
+    assert modules == set(levels)
+    climbs = [
+        f"{path.name}:{line} imports {name}"
+        for path in (PACKAGE / "attention").glob("*.py")
+        if path.stem != "__init__"
+        for line, name in _imports(path)
+        if (found := re.match(r"megatron_tree\.attention\.(\w+)", name)) and levels[found[1]] >= levels[path.stem]
+    ]
+    assert not climbs
+
+
+def test_the_design_page_lists_the_layers():
+    """Section 4 of docs/design.md names every room of the package, those above before those below."""
+    page = (REPO / "docs" / "design.md").read_text().split("## 4. ")[1]
+    (listed,) = re.findall(r"\n\n((?:    .*\n)+)", page.split("What one call passes through")[0])
+    names = [re.findall(r"(\w+)(?:/|\.py)", re.split(r"\s{2,}", line.strip())[0]) for line in listed.splitlines()]
+    assert names[0] == ["launch"]
+    levels = [_layer(name) for line in names[1:] for name in line]
+    assert levels == sorted(levels, reverse=True)
+    assert {name for line in names[1:] for name in line} == {_part(path) for path in _sources()}
 
 
 def test_tests_share_through_support_not_through_each_other(tmp_path):
