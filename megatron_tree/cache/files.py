@@ -65,7 +65,7 @@ def model_fingerprint(model) -> str:
 def save_rows(
     store: ShardedCache, rows: list[int], folder: str | Path, tokens: list[Tensor], *, cp_group, fingerprint: str
 ) -> None:
-    """Write rows of a cache. Collective: all ranks of cp_group call it alike, on a file system that they share.
+    """Write rows of a cache to a shared file system. Collective: all ranks of cp_group pass the same arguments.
 
     Args:
         rows: ids. tokens: by row, the tokens it holds, int64 [n], the same on all ranks.
@@ -105,7 +105,7 @@ def save_rows(
 def load_rows(
     store: ShardedCache, folder: str | Path, *, cp_group, fingerprint: str, device="cpu"
 ) -> tuple[list[int], list[Tensor]]:
-    """Add rows from files to a cache. Collective: all ranks of cp_group call it alike, any number of ranks.
+    """Add rows from files to a cache. Collective: all ranks of cp_group pass the same arguments; any number of ranks.
 
     Returns: (ids of the new rows, their tokens int64 [n] each, on the CPU).
     Raises: ValueError on all ranks, with nothing added: a cache or fingerprint of another model, another dtype, files
@@ -183,11 +183,11 @@ def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor
 def _describe(store: ShardedCache, part: Path, world: int, lengths: list[int], fingerprint: str) -> dict:
     files = {}
     for rank in range(world):
-        told = part / f"{_file(rank)}.json"
-        if not told.is_file():
-            raise ValueError(f"{told} is missing: the folder must be on a file system that all ranks share")
-        files[_file(rank)] = json.loads(told.read_text())
-        told.unlink()
+        entry = part / f"{_file(rank)}.json"
+        if not entry.is_file():
+            raise ValueError(f"{entry} is missing: the folder must be on a file system that all ranks share")
+        files[_file(rank)] = json.loads(entry.read_text())
+        entry.unlink()
         _check_size(part / _file(rank), files[_file(rank)]["bytes"])
     about = {
         "format": FORMAT,

@@ -70,9 +70,9 @@ class Output:
         now, then = _flat(self._header), _flat(found if isinstance(found, dict) else {"job": found})
         other = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
         if other:
-            told = "; ".join(f"{name}={then.get(name)!r} then, {now.get(name)!r} now" for name in other)
+            changes = "; ".join(f"{name}={then.get(name)!r} then, {now.get(name)!r} now" for name in other)
             raise ValueError(
-                f"output {self._path!r} was written with other options: {told}. Use the same, or name another file"
+                f"output {self._path!r} was written with other options: {changes}. Use the same, or name another file"
             )
 
     def begin(self) -> None:

@@ -40,7 +40,7 @@ class Answer:
 
 
 class Conversation:
-    """A row of a `Runner`'s cache, and what it holds. Make it, and call its methods, on all ranks alike.
+    """A row of a `Runner`'s cache, and what it holds. Create and use it in the same way on all ranks.
 
     It is a `Scheduler` with one request at a time.
 
@@ -91,24 +91,24 @@ class Conversation:
             on all ranks when logits are not finite.
         """
         request = Request(prompt=prompt, sampling=params, row=self._row, progress=progress, keep_logits=keep_logits)
-        scheduler, told, before = self._scheduler, {}, self._scheduler.executor.prefill_s
+        scheduler, outcome, before = self._scheduler, {}, self._scheduler.executor.prefill_s
         scheduler.check(request)
         result = Answer(len(prompt))
         if self.is_leader:
             collected = _Collected(result, on_text)
             number = scheduler.submit(request, collected)
             scheduler.run_until_idle(lambda: scheduler.cancel(number) if cancelled() else None)
-            told = {name: getattr(result, name) for name in SHARED}
-            told |= {"error": collected.error, "held": len(self._row.tokens)}
+            outcome = {name: getattr(result, name) for name in SHARED}
+            outcome |= {"error": collected.error, "held": len(self._row.tokens)}
         else:
             scheduler.run_until_idle()
-        told = share(told, self._group, device=self.runner.device, timeout_s=self._timeout_s)
+        outcome = share(outcome, self._group, device=self.runner.device, timeout_s=self._timeout_s)
         for name in SHARED:
-            setattr(result, name, told[name])
-        self.held = [*prompt, *result.tokens][: told["held"]]
+            setattr(result, name, outcome[name])
+        self.held = [*prompt, *result.tokens][: outcome["held"]]
         result.prefill_s = scheduler.executor.prefill_s - before
-        if told["error"] is not None:
-            raise TreeError(told["error"])
+        if outcome["error"] is not None:
+            raise TreeError(outcome["error"])
         return result
 
 

@@ -41,7 +41,7 @@ class Load(NamedTuple):
 
 
 class Scheduler:
-    """Serves requests first come, first served. Make it on all ranks of the runner's token_group alike.
+    """Serves requests first come, first served. Create it on all ranks of the runner's token_group.
 
     `submit`, `cancel` and `stop` are for rank 0 of the group, from any thread; `run` or `run_once` for all ranks.
     A request is admitted when rows are free for all its answers and the cache has room for its prompt and all the
@@ -199,7 +199,7 @@ class Scheduler:
         self._planner.forget(row)
 
     def run_once(self) -> bool:
-        """One turn, on all ranks; an idle leader waits up to heartbeat_s for news. False once the loop has ended.
+        """One turn, on all ranks; an idle leader waits up to heartbeat_s for requests. False once the loop has ended.
 
         Raises: whatever fails on this rank; a failure of the leader's own is a `TreeError` on the other ranks. The
             leader's open requests then end with "error".

@@ -22,7 +22,7 @@ _WORDS = ("gloo", "pair closure", "Operation timed out", "Connection closed by p
 def interrupt(group) -> None:
     """Make this rank's waits on a gloo group fail now. The group can't be used afterwards.
 
-    gloo gives up a wait only when one times out, which closes all connections of its context. So a receive that nobody
+    gloo gives up a wait only when one times out, which closes all connections of its context. So a receive that no rank
     sends to is made to time out at once. It takes a peer whose connection is still open.
     """
     for context in range(1 + os.environ.get("GLOO_SOCKET_IFNAME", "").count(",")):  # one for each interface

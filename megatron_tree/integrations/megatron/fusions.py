@@ -105,7 +105,7 @@ def _missing(*needs: tuple[bool, str]) -> tuple[str, ...]:
 
 
 def _by_package(name: str, apex_files: tuple[str, ...], apex_kernels: str, instead: str) -> Fusion:
-    """A fusion of TransformerEngine's or of Apex's, whichever is there, that Megatron takes without being told."""
+    """A fusion from TransformerEngine or Apex, whichever is installed, that Megatron uses without an option."""
     te, apex = _has("transformer_engine"), _apex(*apex_files) and _has(apex_kernels)
     by = "TransformerEngine" if te else "Apex" if apex else instead
     needs = _missing((te or apex, f"{TE} or {APEX}"))

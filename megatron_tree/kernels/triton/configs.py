@@ -59,7 +59,7 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool =
     arch: one of `ARCHES` or "interpreter".
 
     fp32 inputs (itemsize 4) are multiplied without matrix units, or with slow ones: small tiles, which don't spill.
-    Dropout's random words want registers: 64 keys at most, and 8 warps for tiles of 128 x 64.
+    Dropout's random words need registers: 64 keys at most, and 8 warps for tiles of 128 x 64.
     """
     if arch == "interpreter":
         return _INTERPRETER

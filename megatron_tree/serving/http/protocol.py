@@ -181,7 +181,7 @@ class Message(Strict):
     content: str | list[TextPart]
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates want it: "developer" is OpenAI's newer name of "system"; parts of text are joined."""
+        """In the form of chat templates: "developer" is OpenAI's newer name of "system"; parts of text are joined."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 

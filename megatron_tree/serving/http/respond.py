@@ -15,7 +15,7 @@ from .answers import Form
 from .errors import ApiError, timed_out
 from .frontend import Delta, Ticket
 
-GONE = 499  # nobody reads it: the client closed the connection
+GONE = 499  # never read: the client closed the connection
 
 
 async def respond(
