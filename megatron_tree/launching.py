@@ -9,6 +9,7 @@ import logging
 import os
 import reprlib
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Any
 
 from .files import read_yaml
 from .log import logger
+
+RANK_0_FIRST_S = 15.0  # seconds for which the other ranks let rank 0 print an error and exit
 
 # Notices of other packages that a user of our commands can do nothing about; every rank prints them.
 WARNINGS = (
@@ -122,8 +125,7 @@ def run_script(
         args = parse_with_config(build_parser(), argv)
         check_arguments(args, world)
     except ValueError as error:  # raised on every rank, before any communication
-        if rank == 0:
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
+        _say_once_for_all(name, error, rank, world)
         return 2
     quiet()
     if choices:
@@ -135,10 +137,17 @@ def run_script(
     except BaseException as error:
         if not isinstance(error, expected):
             exit_after_failure(rank, error)
-        if rank == 0:
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
+        _say_once_for_all(name, error, rank, world)
         return 1
     return 0
+
+
+def _say_once_for_all(name: str, error: BaseException, rank: int, world: int) -> None:
+    """Print on rank 0 what every rank raised."""
+    if rank == 0:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+    elif world > 1:  # a launcher ends all ranks when the first one exits: let that be rank 0
+        time.sleep(RANK_0_FIRST_S)
 
 
 def tell_choices(rank: int) -> None:
