@@ -18,7 +18,7 @@ quickstart:      ## train and generate on this machine
 test:            ## lint, then the fast tests
 	bash launch/test.sh
 
-quick:           ## lint, then the tests of tests/quick.txt: about two minutes on two cores
+quick:           ## lint, then the tests of tests/quick.txt: one to two minutes on two cores
 	bash launch/test.sh @tests/quick.txt
 
 slow:            ## the slow tests
