@@ -125,7 +125,7 @@ def run_script(
         args = parse_with_config(build_parser(), argv)
         check_arguments(args, world)
     except ValueError as error:  # raised on every rank, before any communication
-        _say_once_for_all(name, error, rank, world)
+        _print_on_rank_0(name, error, rank, world)
         return 2
     quiet()
     if choices:
@@ -137,12 +137,12 @@ def run_script(
     except BaseException as error:
         if not isinstance(error, expected):
             exit_after_failure(rank, error)
-        _say_once_for_all(name, error, rank, world)
+        _print_on_rank_0(name, error, rank, world)
         return 1
     return 0
 
 
-def _say_once_for_all(name: str, error: BaseException, rank: int, world: int) -> None:
+def _print_on_rank_0(name: str, error: BaseException, rank: int, world: int) -> None:
     """Print on rank 0 what every rank raised."""
     if rank == 0:
         print(f"{name}: {error}", file=sys.stderr, flush=True)

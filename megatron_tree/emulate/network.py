@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("switch.c")
-_START_S = 30.0
 _STOP_S = 10.0
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1

@@ -9,8 +9,6 @@ from tokenizers.decoders import DecodeStream
 
 from .sampling import SamplingParams
 
-FINISH_REASONS = ("stop", "length", "cancelled")
-
 
 class Detokenizer:
     """Text of tokens that come one by one: tokenizers' `DecodeStream`, and what waits in it at the end.

