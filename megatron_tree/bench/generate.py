@@ -7,6 +7,7 @@ the given schedules. Times are shown only if all give the same tokens on all ran
 from __future__ import annotations
 
 import argparse
+import itertools
 import pathlib
 import time
 from typing import NamedTuple
@@ -212,16 +213,25 @@ def _plain(case: Case, model, prompt, progress) -> Outcome:
     else:
         cache = plain.plain_prefill(model, prompt[0, :-1], case.chunk, progress)
         prefill_s = time.monotonic() - start
+    attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, plain.Clock()
     with PeakMemory() as peak:
-        result = plain.plain_decode(model, cache, int(prompt[0, -1]), case.new_tokens)
+        tokens, logits = models.plain_generate(
+            model,
+            prompt,
+            max_new_tokens=case.new_tokens,
+            eos_token_id=None,
+            attn_implementation=attention,
+            past_key_values=cache,
+            streamer=clock,
+        )
     return Outcome(
         "plain",
-        tokens=result.tokens[0].tolist(),
+        tokens=tokens[0].tolist(),
         prefill_s=prefill_s,
-        step_s=[result.first_token_s, *result.step_s],
+        step_s=[after - before for before, after in itertools.pairwise(clock.times)],
         sent_bytes=0,
         cache_bytes=plain.plain_nbytes(cache),
         memory_bytes=peak.bytes,
         error=0.0,
-        logits=result.logits,
+        logits=logits,
     )

@@ -11,8 +11,8 @@ import sysconfig
 from pathlib import Path
 
 from ..config import BACKENDS, DECODE_SCHEDULES
+from ..generation.sampling import SamplingParams
 from ..plan import load_topology
-from .sampling import SamplingParams
 
 QUESTION = "Answer in one short sentence: what does the module above implement?"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

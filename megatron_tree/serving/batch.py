@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from ..files import check_text, read_json
+from ..generation.requests import Event, Request
+from ..generation.sampling import SamplingParams, derived_seed
+from ..generation.scheduler import Scheduler
 from .batch_output import Output, key_of
-from .requests import Event, Request
-from .sampling import SamplingParams, derived_seed
-from .scheduler import Scheduler
 from .transcript import chat_tokens
 
 VERSION = 2

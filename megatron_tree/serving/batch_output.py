@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json
-from .sampling import SamplingParams
+from ..generation.sampling import SamplingParams
 
 
 class Output:

@@ -12,10 +12,10 @@ from typing import Any
 from .. import comm
 from ..comm.wire import share, share_check
 from ..files import whole_file
+from ..generation.conversation import Answer, Conversation
+from ..generation.sampling import SamplingParams
 from .arguments import sampling_params
-from .conversation import Answer, Conversation
 from .report import progress_bar
-from .sampling import SamplingParams
 from .start import Started, start
 from .terminal import Lines, NoInput, open_input
 from .transcript import Transcript

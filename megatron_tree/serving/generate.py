@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from .. import comm
 from ..comm.wire import share, share_all
+from ..generation.conversation import Answer, Conversation
+from ..generation.scheduler import Scheduler
 from ..integrations.transformers import models
 from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
-from .conversation import Answer, Conversation
 from .report import cache_table, progress_bar, time_figures, time_table, write_json
-from .scheduler import Scheduler
 from .start import WAIT_HOURS, Started, start
 
 

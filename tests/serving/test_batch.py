@@ -13,9 +13,9 @@ from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.serving.batch import BatchOptions, BatchResult, run_batch
-from megatron_tree.serving.sampling import SamplingParams
-from megatron_tree.serving.scheduler import Scheduler
 from support.hf_models import tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer
 

@@ -10,9 +10,9 @@ from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 
+from megatron_tree.generation.conversation import Conversation
+from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.serving.chat import Chat, follow
-from megatron_tree.serving.conversation import Conversation
-from megatron_tree.serving.sampling import SamplingParams
 from megatron_tree.serving.terminal import Lines, open_input
 from megatron_tree.serving.transcript import Transcript
 from support.hf_models import prompt, tiny_model

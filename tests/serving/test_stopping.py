@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import transformers
-from megatron_tree.serving.sampling import SamplingParams
-from megatron_tree.serving.stopping import Detokenizer, Stopper, StopTexts, decode
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.stopping import Detokenizer, Stopper, StopTexts, decode
 
 TEXT = "Grüße, 世界! 👩‍🔬 na\u00efve \ufffd x  y\n"
 

@@ -10,12 +10,12 @@ import openai
 import torch
 
 import transformers
+from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations.transformers import models
 from megatron_tree.serving.http.app import Service
 from megatron_tree.serving.http.frontend import Frontend
 from megatron_tree.serving.http.prompts import Prompts
 from megatron_tree.serving.http.run import bind, serve
-from megatron_tree.serving.scheduler import Scheduler
 from support.hf_models import SHAPE
 from support.plain_runner import PlainRunner
 

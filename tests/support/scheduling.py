@@ -1,8 +1,8 @@
 """Requests, schedulers over a plain runner, and serving them, for tests."""
 
-from megatron_tree.serving.requests import Request
-from megatron_tree.serving.sampling import SamplingParams
-from megatron_tree.serving.scheduler import Scheduler
+from megatron_tree.generation.requests import Request
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
 from support.hf_models import prompt
 from support.plain_runner import PlainRunner
 

@@ -19,6 +19,8 @@ pytest.importorskip("yaml")
 pytest.importorskip("transformers")
 
 from megatron_tree.cache.files import load_rows, model_fingerprint
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations.transformers import models
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.generation import generate
@@ -28,8 +30,6 @@ from megatron_tree.plan.topology import place
 from megatron_tree.serving import arguments as generate_arguments
 from megatron_tree.serving.batch import BatchOptions, read_requests, run_batch
 from megatron_tree.serving.http import arguments as serve_arguments
-from megatron_tree.serving.sampling import SamplingParams
-from megatron_tree.serving.scheduler import Scheduler
 from support.damage import chances, damaged, examples, reads
 from support.hf_models import prompt, tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer

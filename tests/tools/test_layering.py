@@ -19,6 +19,7 @@ LAYERS = (
     {"comm", "plan"},
     {"attention"},
     {"cache", "launching"},
+    {"generation"},
     {"integrations"},
     {"emulate"},
     {"training", "serving", "bench", "calibrate", "doctor"},
@@ -32,7 +33,7 @@ ATTENTION = (
     {"functional", "cached", "sequences"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
-MAY_IMPORT_FRAMEWORKS = {"integrations", "training", "serving"}
+MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving"}
 MAY_COMMUNICATE = {"comm", "integrations", "training", "serving", "emulate", "bench", "calibrate"}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "keepachangelog.com", "semver.org"}
 

@@ -1,18 +1,22 @@
-"""Greedy decoding of a batch by a Transformers model with a sharded KV cache, with times.
+"""Greedy decoding of a batch by a Transformers model with a sharded KV cache: a `Scheduler` with b requests.
 
-All rows advance together, every rank has all results, and a step costs one broadcast of b integers. Requests that come
-and go, sampling and text: `serving.scheduler.Scheduler`."""
+All rows advance together, and every rank has all results.
+"""
 
 from __future__ import annotations
 
-import time
+import itertools
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ...comm import broadcast, shared_checks
+from ...comm import shared_checks
 from ...config import check_choice
+from ...generation.answers import Answer, Recorder, answer_all
+from ...generation.requests import Request, prompt_tensor
+from ...generation.sampling import SamplingParams
+from ...generation.scheduler import Scheduler
 from .attention import TreeCache, agree_on_prompt, check_model
 from .runner import CHUNK_SIZE, Runner
 
@@ -26,17 +30,17 @@ class Generation:
     tokens: Tensor
     """int64 [b, n]: the new tokens, the same on all ranks; rows that ended early are padded with the end token."""
     cache: TreeCache
-    """The cache after the last step; it holds all tokens but the last one."""
+    """The cache after the last step; it holds all tokens of each row but the last one."""
     prefill: str
     """How the prompt was run: "sharded" or "replicated"."""
     prefill_s: float = 0.0
-    """From the call to the logits of the last prompt token."""
+    """Running the prompts."""
     first_token_s: float = 0.0
     """From the call to the first new token."""
     step_s: list[float] = field(default_factory=list)
     """Of every decoding step after that: running the model and choosing the token."""
     logits: list[Tensor] = field(default_factory=list)
-    """fp32 [b, vocab] for every new token, if asked for."""
+    """fp32 [b, vocab] for every new token, if asked for; NaN for rows that ended before."""
 
 
 @torch.no_grad()
@@ -59,7 +63,7 @@ def generate(
 
     The token of every step is chosen on one rank and broadcast. The merged attention is bit-identical on all ranks, but
     other layers may round differently on different machines. If ranks then chose different tokens, their caches would
-    diverge without an error; one broadcast of b integers per step prevents that.
+    diverge without an error; one broadcast of at least 1 KiB per step prevents that.
 
     Args:
         model: a causal language model whose attention implementation is "tree".
@@ -76,59 +80,67 @@ def generate(
         keep_logits: keep the logits of every new token.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
     Raises: ValueError before anything is sent: shapes, padding in the middle, a sequence longer than the model's
-        positions, nothing new to run.
+        positions, tokens that the model lacks, nothing new to run. `TreeError` for logits that are not finite.
     """
-    with shared_checks("generate", cache.cp_group):
-        prompts = _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill)
-        runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size)
-    agree_on_prompt(cache, input_ids, "generate", prefill=prefill, max_new_tokens=max_new_tokens)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
-    ends = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)
+    with shared_checks("generate", cache.cp_group):
+        check_model(model)
+        check_choice("prefill", prefill, PREFILLS)
+        runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size)
+        prompts = _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, runner.vocab_size)
+        scheduler = Scheduler(
+            runner,
+            max_rows=len(prompts),
+            max_waiting=len(prompts),
+            end_tokens=ends,
+            timeout_s=runner.config.timeout_s,
+            executor=Recorder(runner, sharded=prefill == "sharded"),
+            prefill_first=True,
+        )
+    agree_on_prompt(cache, input_ids, "generate", prefill=prefill, max_new_tokens=max_new_tokens)
+    cache.rows = cache.rows or [runner.add() for _ in prompts]
+    params = SamplingParams(max_tokens=max_new_tokens)
+    kept = [scheduler.keep(row, prompt[: runner.length(row)].tolist()) for row, prompt in zip(cache.rows, prompts)]
+    requests = [Request(prompt=prompt, sampling=params, row=row) for prompt, row in zip(prompts, kept, strict=True)]
+    sent = 0
+
+    def stream(answers: list[Answer]) -> None:
+        nonlocal sent
+        going = [len(answer.tokens) for answer in answers if not answer.finish_reason]
+        ready = min(going, default=max(len(answer.tokens) for answer in answers))
+        for index in range(sent, ready):
+            streamer.put(_column(answers, index, ends))
+        sent = max(sent, ready)
+
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    start = _now(input_ids.device)
-    cache.rows = cache.rows or [runner.add() for _ in prompts]
-    total, ran, first = sum(map(len, prompts)), 0, []
-    for row, prompt in zip(cache.rows, prompts, strict=True):
-        tell = None if progress is None else lambda done, _, ran=ran: progress(ran + done, total)
-        first.append(runner.prefill(row, prompt, sharded=prefill == "sharded", progress=tell))
-        ran += len(prompt)
-    logits = torch.stack(first)
-    result = Generation(tokens=input_ids[:, :0], cache=cache, prefill=prefill)
-    result.prefill_s = _now(input_ids.device) - start
-    done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-    tokens = []
-    for step in range(max_new_tokens):
-        if step > 0:
-            logits = runner.step(cache.rows, tokens[-1][:, None])[:, -1]
-        if keep_logits:
-            result.logits.append(logits)
-        token = logits.argmax(-1)
-        broadcast(token, runner.token_group, 0, timeout_s=runner.config.timeout_s)
-        if len(ends):
-            token = torch.where(done, ends[0], token)
-            done |= torch.isin(token, ends)
-        tokens.append(token)
-        end = _now(input_ids.device)
-        if step == 0:
-            result.first_token_s = end - start
-        else:
-            result.step_s.append(end - start)
-        if streamer is not None:
-            streamer.put(token.cpu())
-        if bool(done.all()):
-            break
-        start = _now(input_ids.device)
+    answers = answer_all(
+        scheduler,
+        requests,
+        keep_logits=keep_logits,
+        progress=progress,
+        on_tokens=stream if streamer is not None else lambda answers: None,
+    )
     if streamer is not None:
         streamer.end()
-    result.tokens = torch.stack(tokens, 1)
+    longest = max(answers, key=lambda answer: len(answer.tokens))
+    columns = [_column(answers, i, ends) for i in range(len(longest.tokens))]
+    result = Generation(tokens=torch.stack(columns, 1).to(input_ids.device), cache=cache, prefill=prefill)
+    result.prefill_s, result.first_token_s, result.step_s = longest.prefill_s, longest.first_token_s, longest.step_s
+    if keep_logits:
+        ended = torch.full_like(longest.logits[0], torch.nan)
+        rows = itertools.zip_longest(*(answer.logits for answer in answers), fillvalue=ended)
+        result.logits = [torch.stack(row) for row in rows]
     return result
 
 
-def _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefill) -> list[Tensor]:
-    """By row, the tokens int64 [n] that the cache does not hold."""
-    check_model(model)
-    check_choice("prefill", prefill, PREFILLS)
+def _column(answers: list[Answer], index: int, ends: list[int]) -> Tensor:
+    """int64 [b]: the token of every answer at an index; the first end token for those that ended before."""
+    return torch.tensor([a.tokens[index] if index < len(a.tokens) else ends[0] for a in answers])
+
+
+def _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, vocab_size) -> list[Tensor]:
+    """The tokens of each row without padding, int64 [n]."""
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.dtype != torch.int64:
         raise ValueError(f"input_ids must be int64 [batch, tokens], got {list(input_ids.shape)} {input_ids.dtype}")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -153,7 +165,7 @@ def _check_prompt(model, input_ids, attention_mask, cache, max_new_tokens, prefi
             raise ValueError(
                 f"the cache holds {held} tokens of row {i} and input_ids {len(prompt)}: pass the whole text"
             )
-        prompts.append(prompt[held:])
+        prompts.append(prompt_tensor(prompt, vocab_size))
     return prompts
 
 
@@ -165,9 +177,3 @@ def check_length(config, num_tokens: int, max_new_tokens: int) -> None:
             f"{num_tokens} prompt tokens and max_new_tokens={max_new_tokens} exceed the model's {limit} positions: "
             f"shorten the prompt to {max(limit - max_new_tokens, 0)} tokens or ask for fewer new ones"
         )
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter()

@@ -223,8 +223,8 @@ def encode_question(tokenizer, text: str, question: str) -> Tensor:
 
 
 @torch.no_grad()
-def plain_generate(model, input_ids: Tensor, *, max_new_tokens: int, eos_token_id, attn_implementation: str):
-    """Transformers' own greedy generate, with its own cache and attention.
+def plain_generate(model, input_ids: Tensor, *, max_new_tokens: int, eos_token_id, attn_implementation: str, **options):
+    """Transformers' own greedy generate, with its own cache and attention; options: more of its options.
 
     Returns: (new tokens int64 [b, n], logits of each of them, fp32 [b, vocab]).
     """
@@ -239,6 +239,7 @@ def plain_generate(model, input_ids: Tensor, *, max_new_tokens: int, eos_token_i
             eos_token_id=eos_token_id,
             output_logits=True,
             return_dict_in_generate=True,
+            **options,
         )
     finally:
         model.set_attn_implementation(before)

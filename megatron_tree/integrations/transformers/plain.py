@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from transformers import DynamicCache
 
 from .attention import TreeCache
-from .generation import Generation
 
 CHUNK = 2048  # tokens of a made-up cache that are drawn at once
 
@@ -79,23 +79,17 @@ def plain_prefill(model, tokens: Tensor, chunk_size: int, progress=None) -> Dyna
     return cache
 
 
-@torch.no_grad()
-def plain_decode(model, cache: DynamicCache, token: int, new_tokens: int) -> Generation:
-    """Greedy decoding on one rank after a prompt whose last token the cache lacks, with times and logits."""
-    result = Generation(tokens=torch.empty(1, 0, dtype=torch.int64), cache=None, prefill="plain")
-    last = torch.tensor([[token]])
-    for step in range(new_tokens):
-        start = time.perf_counter()
-        logits = model(last, past_key_values=cache, use_cache=True).logits[:, -1].float()
-        last = logits.argmax(-1, keepdim=True)
-        seconds = time.perf_counter() - start
-        if step == 0:
-            result.first_token_s = seconds
-        else:
-            result.step_s.append(seconds)
-        result.logits.append(logits)
-        result.tokens = torch.cat((result.tokens, last), 1)
-    return result
+class Clock(BaseStreamer):
+    """Notes the times at which Transformers' generate has its prompt and each token: `time.perf_counter()`."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def plain_nbytes(cache: DynamicCache) -> int:

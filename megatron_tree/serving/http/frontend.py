@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import TreeError
-from ..requests import Event, Request
-from ..sampling import SamplingParams
-from ..scheduler import QueueFull, Scheduler
+from ...generation.requests import Event, Request
+from ...generation.sampling import SamplingParams
+from ...generation.scheduler import QueueFull, Scheduler
 from .errors import ApiError, bad_value, failed, stopping
 
 RETRY_AFTER_S = 2

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..sampling import MAX_PENALTY
+from ...generation.sampling import MAX_PENALTY
 from .errors import bad_value, refused
 
 MAX_CHOICES = 128

@@ -16,8 +16,8 @@ import uvicorn
 
 from ... import comm
 from ...errors import TreeError
+from ...generation.scheduler import Scheduler
 from ...log import logger
-from ..scheduler import Scheduler
 from ..start import Started, start
 from .app import Service, create_app
 from .frontend import Frontend

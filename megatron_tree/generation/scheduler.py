@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..comm import group_rank
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
-from .planning import Executor, Planner
+from .plans import Executor, Planner
 from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
 
 
@@ -59,7 +59,8 @@ class Scheduler:
         heartbeat_s: seconds after which an idle leader sends an empty plan, so that waiting ranks don't time out;
             None: 10, or a quarter of timeout_s where that is less.
         timeout_s: seconds that one broadcast may take.
-        sharded_prefill: see `RowRunner.prefill`.
+        executor: what carries out the plans; default an `Executor` of the runner.
+        prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
     Raises: ValueError.
     """
 
@@ -74,7 +75,8 @@ class Scheduler:
         plan_group=None,
         heartbeat_s: float | None = None,
         timeout_s: float = 600.0,
-        sharded_prefill: bool = True,
+        executor: Executor | None = None,
+        prefill_first: bool = False,
     ):
         for name, value in (("max_rows", max_rows), ("max_waiting", max_waiting)):
             if not isinstance(value, int) or value < 1:
@@ -92,7 +94,7 @@ class Scheduler:
         self.is_leader = group_rank(self._group) == 0
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._capacity, self._page = runner.free_tokens, runner.page_size
-        self.executor, self._ended = Executor(runner, sharded_prefill=sharded_prefill), False
+        self.executor, self._ended = executor or Executor(runner), False
         # what threads share, under the lock
         self._news = threading.Condition()
         self._open: dict[int, ServedRequest] = {}
@@ -101,7 +103,9 @@ class Scheduler:
         self._stopping = self._draining = False
         self._failure: str | None = None
         self._numbers = itertools.count()
-        self._planner = Planner(self.executor, max_rows=max_rows, page=self._page, on_end=self._forget)
+        self._planner = Planner(
+            self.executor, max_rows=max_rows, page=self._page, prefill_first=prefill_first, on_end=self._forget
+        )
 
     def check(self, request: Request) -> Tensor:
         """The request's prompt, int64 [n], if it can be served once there is room. From any thread.
@@ -194,9 +198,16 @@ class Scheduler:
         while not self._ended and not self._turn(each_turn, wait=False)["idle"]:
             pass
 
+    def keep(self, row: int | None = None, tokens: Sequence[int] = ()) -> KeptRow:
+        """A row for requests that leave it in the cache. On all ranks, in the same order, in the thread of the loop.
+
+        row: the runner's, which holds these tokens; None: a new one.
+        """
+        return KeptRow(handle=self.executor.keep(row), tokens=list(tokens))
+
     def forget(self, row: KeptRow) -> None:
-        """Remove a row that requests have kept, in the next turn. On the leader, in the thread that runs the loop."""
-        self._planner.forget(row)
+        """Remove a kept row that no request uses. On all ranks, in the thread of the loop."""
+        self.executor.forget(row.handle)
 
     def run_once(self) -> bool:
         """One turn, on all ranks; an idle leader waits up to heartbeat_s for requests. False once the loop has ended.
@@ -225,7 +236,7 @@ class Scheduler:
             plan = self._plan()
         with self._giving_up(tell=False):  # the others fail, too, or notice that this rank is gone
             plan = self._share(plan)
-            logits = self.executor.run(plan["steps"], self._planner.progress())
+            logits = self.executor.run(plan["steps"])
         with self._giving_up(tell=True):
             self._planner.digest(logits)
         self._ended = plan["stop"]

@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..cache.runner import RowRunner
 from ..errors import TreeError
-from .requests import ActiveAnswer, KeptRow, ServedRequest
+from .requests import ActiveAnswer, ServedRequest
 from .sampling import Choice, choose_tokens
-
-Progress = Callable[[int, int], None]
 
 
 class Executor:
-    """Carries out plans on one rank. A plan names rows by handles that the leader chose.
+    """Carries out plans on one rank. A plan names rows by handles that the leader chose; kept rows have negative ones.
 
-    sharded_prefill: see `RowRunner.prefill`.
+    prefill_options: of `RowRunner.prefill`, for every chunk.
     """
 
-    def __init__(self, runner: RowRunner, *, sharded_prefill: bool = True):
-        self.runner, self._rows = runner, {}
-        self._prefill_options = {} if sharded_prefill else {"sharded": False}
-        self.prefill_s = 0.0
-        """Seconds spent on prefills so far."""
+    def __init__(self, runner: RowRunner, **prefill_options):
+        self.runner, self._rows, self._prefill_options = runner, {}, prefill_options
+        self._kept = 0
+
+    def keep(self, row: int | None = None) -> int:
+        """The handle of a row that no plan adds or removes, a new one by default. On all ranks, in the same order."""
+        self._kept += 1
+        self._rows[-self._kept] = self.runner.add() if row is None else row
+        return -self._kept
+
+    def forget(self, handle: int) -> None:
+        """Remove a kept row. On all ranks."""
+        self.runner.remove(self._rows.pop(handle))
+
+    def length(self, handle: int) -> int:
+        """Tokens that the cache holds of a row."""
+        return self.runner.length(self._rows[handle])
 
     def can_crop(self, handle: int, length: int) -> bool:
         """See `RowRunner.can_crop`."""
         return self.runner.can_crop(self._rows[handle], length)
 
     @torch.no_grad()
-    def run(self, steps: list[list], progress: Mapping[int, Progress] | None = None) -> list[Tensor]:
-        """Logits of every "step" (fp32 [rows, vocab]) and "prefill" (fp32 [vocab]) of a plan, in its order.
-
-        progress: by handle, what is called during a prefill as progress(tokens done, tokens of this chunk).
-        """
+    def run(self, steps: list[list]) -> list[Tensor]:
+        """Logits of every "step" (fp32 [rows, vocab]) and "prefill" (fp32 [vocab]) of a plan, in its order."""
         runner, rows, logits = self.runner, self._rows, []
         for name, *arguments in steps:
             match name, arguments:
@@ -54,31 +60,35 @@ class Executor:
                     tokens = torch.tensor(tokens, device=runner.device)[:, None]
                     logits.append(runner.step([rows[handle] for handle in handles], tokens)[:, -1])
                 case "prefill", [handle, tokens]:
-                    options = dict(self._prefill_options)
-                    if progress and handle in progress:
-                        options["progress"] = progress[handle]
-                    start = self._now()
-                    tokens = torch.tensor(tokens, device=runner.device)
-                    logits.append(runner.prefill(rows[handle], tokens, **options))
-                    self.prefill_s += self._now() - start
+                    logits.append(self.prefill(handle, torch.tensor(tokens, device=runner.device)))
+                case "end", _:
+                    pass  # for those who follow the answers in kept rows
                 case _:
                     raise AssertionError(f"unknown step {name!r}")
         return logits
 
-    def _now(self) -> float:
-        if self.runner.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
+    def prefill(self, handle: int, tokens: Tensor, **options) -> Tensor:
+        """Logits fp32 [vocab] of the last of these tokens; see `RowRunner.prefill`."""
+        return self.runner.prefill(self._rows[handle], tokens, **self._prefill_options, **options)
 
 
 class Planner:
     """The requests that are served. Only the thread that runs the loop uses it.
 
+    prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
     on_end: called with a request when its last answer has ended, before its last event.
     """
 
-    def __init__(self, executor: Executor, *, max_rows: int, page: int, on_end: Callable[[ServedRequest], None]):
-        self._executor, self._runner = executor, executor.runner
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        max_rows: int,
+        page: int,
+        prefill_first: bool,
+        on_end: Callable[[ServedRequest], None],
+    ):
+        self._executor, self._runner, self._prefill_first = executor, executor.runner, prefill_first
         self._max_rows, self._page, self._on_end = max_rows, page, on_end
         self.served: list[ServedRequest] = []
         self._handles = itertools.count()
@@ -111,26 +121,20 @@ class Planner:
 
     def admit(self, serving: ServedRequest) -> None:
         """Give a request's prompt a row: a new one, or its own."""
-        row, shared = serving.row or KeptRow(), 0
-        if row.handle is None:
-            row.handle = next(self._handles)
-            self._steps.append(["add", row.handle])
-        else:
-            shared = row.shared(serving.prompt)
-            if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
-                self._steps += [["remove", row.handle], ["add", row.handle]]
-                shared = 0
-            elif shared < len(row.tokens):
-                self._steps.append(["crop", row.handle, shared])
+        self.served.append(serving)
+        if (row := serving.row) is None:
+            handle = next(self._handles)
+            self._steps.append(["add", handle])
+            serving.admit(handle, 0)
+            return
+        shared = row.shared(serving.prompt)
+        if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
+            self._steps += [["remove", row.handle], ["add", row.handle]]
+            shared = 0
+        elif shared < len(row.tokens):
+            self._steps.append(["crop", row.handle, shared])
         del row.tokens[shared:]
         serving.admit(row.handle, shared)
-        self.served.append(serving)
-
-    def forget(self, row: KeptRow) -> None:
-        """Remove a kept row by the next plan."""
-        if row.handle is not None:
-            self._steps.append(["remove", row.handle])
-        row.handle, row.tokens = None, []
 
     def cancel(self, serving: ServedRequest) -> None:
         """End a request that waits or is served."""
@@ -143,8 +147,9 @@ class Planner:
         Several prompts get a chunk if these have at most runner.chunk_size tokens together.
         """
         steps, self._steps = self._steps, []
-        self._running = [(serving, a) for serving in self.served for a in serving.unfinished if a.handle is not None]
-        self._prefilled = []
+        self._running, self._prefilled = [], []
+        if not (self._prefill_first and any(serving.handle is not None for serving in self.served)):
+            self._running = [(s, a) for s in self.served for a in s.unfinished if a.handle is not None]
         if self._running:
             answers = [answer for _, answer in self._running]
             steps.append(["step", [a.handle for a in answers], [a.token for a in answers]])
@@ -152,6 +157,7 @@ class Planner:
                 answer.length += 1
                 if serving.row is not None:
                     serving.row.tokens.append(answer.token)
+                answer.token = None
         size = left = self._runner.chunk_size
         for serving in self.served:
             # chunks don't depend on other requests, so that logits don't
@@ -162,26 +168,14 @@ class Planner:
                 left -= len(chunk)
         return steps
 
-    def progress(self) -> dict[int, Progress]:
-        """For `Executor.run`, of the prefills in this plan."""
-        found = {}
-        for serving, _ in self._prefilled:
-            if serving.progress is not None:
-                before = serving.num_prefilled - serving.num_reused
-                total = len(serving.prompt) - serving.num_reused
-                found[serving.handle] = lambda done, _, tell=serving.progress, before=before, total=total: tell(
-                    before + done, total
-                )
-        return found
-
     def digest(self, logits: list[Tensor]) -> None:
         """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
         logits = iter(logits)
         if self._running:
             rows = next(logits)
             choices = choose_tokens([answer.sampler for _, answer in self._running], rows)
-            for (serving, answer), choice, row in zip(self._running, choices, rows):
-                self._take(serving, answer, choice, row)
+            for (serving, answer), choice in zip(self._running, choices):
+                self._take(serving, answer, choice)
         for (serving, num_tokens), last in zip(self._prefilled, logits):
             if serving.row is not None:
                 serving.row.tokens += serving.prompt[serving.num_prefilled :][:num_tokens].tolist()
@@ -194,7 +188,7 @@ class Planner:
         choices = choose_tokens([a.sampler for a in serving.answers], logits.expand(len(serving.answers), -1))
         going = [a for a, c in zip(serving.answers, choices) if not isinstance(c, TreeError)]
         for answer, choice in zip(serving.answers, choices):
-            self._take(serving, answer, choice, logits)
+            self._take(serving, answer, choice)
         going = [answer for answer in going if not answer.finished]
         handle, serving.handle = serving.handle, None
         for answer in going:
@@ -205,24 +199,24 @@ class Planner:
         if not going and serving.row is None:
             self._steps.append(["remove", handle])
 
-    def _take(self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | TreeError, logits: Tensor) -> None:
+    def _take(self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | TreeError) -> None:
         if isinstance(choice, TreeError):
             self._end(serving, answer, None, answer.stopper.flush(), "error", error=str(choice))
             return
-        more = {"logits": logits} if serving.keep_logits else {}
         piece = answer.stopper.add(choice.token)
         answer.token = choice.token
         if piece.finish_reason is None:
-            serving.tell(answer, choice, piece.text, None, **more)
+            serving.tell(answer, choice, piece.text, None)
         else:
-            more["stop_reason"] = piece.stop_reason
-            self._end(serving, answer, choice, piece.text, piece.finish_reason, **more)
+            self._end(serving, answer, choice, piece.text, piece.finish_reason, stop_reason=piece.stop_reason)
 
     def _end(
         self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | None, text: str, reason: str, **more
     ) -> None:
         """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
         answer.finished = True
+        if serving.row is not None:
+            self._steps.append(["end", serving.row.handle, answer.token, reason, more.get("error")])
         if answer.handle is not None:
             self._remove(serving, answer.handle)
             answer.handle = None

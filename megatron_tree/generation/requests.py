@@ -15,15 +15,14 @@ from .stopping import Stopper
 
 @dataclass(kw_only=True)
 class KeptRow:
-    """A row of the cache that stays when a request has ended, for the next one. On the leader only.
+    """A row of the cache that stays when a request has ended, for the next one; see `Scheduler.keep`.
 
     The next request may share a beginning with what the row holds: that is not run again.
     """
 
-    handle: int | None = None
-    """None: there is no row yet."""
+    handle: int
     tokens: list[int] = field(default_factory=list)
-    """What the row holds."""
+    """What the row holds; up to date on the leader only."""
 
     def shared(self, prompt: Tensor) -> int:
         """How many tokens of a prompt the row holds already; at least the prompt's last token is to be run."""
@@ -43,10 +42,6 @@ class Request:
     """Answers to the prompt, sampled independently."""
     row: KeptRow | None = None
     """Use this row of the cache and leave it there; one request at a time, with n=1."""
-    progress: Callable[[int, int], None] | None = None
-    """Called while the prompt is prefilled as progress(tokens done, all that the cache did not hold)."""
-    keep_logits: bool = False
-    """Events carry the logits that their token was chosen from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +81,6 @@ class Event:
     """With every finish_reason."""
     last: bool = False
     """Whether all answers of the request have ended."""
-    logits: Tensor | None = None
-    """fp32 [vocab], with `Request.keep_logits`."""
 
 
 EventSink = Callable[[Event], None]
@@ -103,7 +96,7 @@ class ActiveAnswer:
     handle: int | None = None
     forked: bool = False
     token: int | None = None
-    """The last one, which the model has not seen yet."""
+    """The last one, while no plan holds it."""
     length: int = 0
     """Tokens in its row."""
     finished: bool = False
@@ -116,7 +109,7 @@ class ServedRequest:
         self, number: int, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink
     ):
         self.id, self.prompt, self.sink = number, prompt, sink
-        self.row, self.progress, self.keep_logits = request.row, request.progress, request.keep_logits
+        self.row = request.row
         self.params = request.sampling.with_seed()
         self.handle: int | None = None  # of the prompt's row while it is prefilled
         self.num_prefilled = self.num_reused = 0

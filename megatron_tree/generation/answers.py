@@ -1,0 +1,164 @@
+"""Answers that every rank has, for `generate` and conversations: a `Scheduler` with a few requests in kept rows."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import TreeError
+from .plans import Executor
+from .requests import Event, Request
+from .scheduler import Scheduler
+
+
+@dataclass
+class Answer:
+    """One answer, the same on all ranks but for the text. Times are this rank's, in seconds."""
+
+    prompt_tokens: int
+    """Of the whole prompt."""
+    new_tokens: int = 0
+    """Of them, those that the cache did not hold."""
+    tokens: list[int] = field(default_factory=list)
+    """The answer's, an end token included."""
+    text: str = ""
+    """On rank 0."""
+    finish_reason: str = ""
+    """"stop", "length" or "cancelled"."""
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    """From the call to the first token."""
+    step_s: list[float] = field(default_factory=list)
+    """Of every token after that."""
+    logits: list[Tensor] = field(default_factory=list)
+    """fp32 [vocab] that each token was chosen from, if asked for."""
+
+
+class Recorder(Executor):
+    """Follows the answers in kept rows on every rank: their tokens are in the plans.
+
+    Attributes of the last call of `begin`: times: when token i of all answers was known, for each i. prefill_s.
+    """
+
+    def begin(self, answers: dict[int, Answer], *, keep_logits: bool, progress, on_tokens) -> None:
+        """Record the answers in the rows with these handles from now on.
+
+        progress: called as progress(prompt tokens done, all that the cache did not hold), prompts one after the other.
+        on_tokens: called when tokens or an end have come.
+        """
+        self._answers, self._keep_logits, self._on_tokens = answers, keep_logits, on_tokens
+        self._last: dict[int, Tensor] = {}  # the logits of the next token
+        self._done, self._total, self._progress = 0, None, progress
+        self.times: list[float] = []
+        self.prefill_s, self.error = 0.0, None
+
+    def run(self, steps: list[list]) -> list[Tensor]:
+        found = False
+        for name, *arguments in steps:
+            match name, arguments:
+                case "step", [handles, tokens]:
+                    for handle, token in zip(handles, tokens, strict=True):
+                        self._hear(handle, token)
+                    found = True
+                case "end", [handle, token, reason, error]:
+                    if token is not None:
+                        self._hear(handle, token)
+                    self._answers[handle].finish_reason, self.error = reason, self.error or error
+                    found = True
+        if found:
+            self._on_tokens()
+        logits = super().run(steps)
+        outputs = iter(logits)
+        for name, *arguments in steps:
+            if name == "step":
+                self._last |= zip(arguments[0], next(outputs), strict=True)
+            elif name == "prefill":
+                self._last[arguments[0]] = next(outputs)
+        return logits
+
+    def _hear(self, handle: int, token: int) -> None:
+        answer = self._answers[handle]
+        self.times[len(answer.tokens) :] = [time.perf_counter()]
+        answer.tokens.append(token)
+        if self._keep_logits:
+            answer.logits.append(self._last[handle])
+
+    def prefill(self, handle: int, tokens: Tensor) -> Tensor:
+        if self._total is None:  # the rows are cropped by now
+            for number, answer in self._answers.items():
+                answer.new_tokens = answer.prompt_tokens - self.length(number)
+            self._total = sum(answer.new_tokens for answer in self._answers.values())
+        options, start, before = {}, self._now(), self._done
+        if self._progress is not None:
+            options["progress"] = lambda done, _: self._progress(before + done, self._total)
+        logits = super().prefill(handle, tokens, **options)
+        self._done += len(tokens)
+        self.prefill_s += self._now() - start
+        return logits
+
+    def _now(self) -> float:
+        if self.runner.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def answer_all(
+    scheduler: Scheduler,
+    requests: Sequence[Request],
+    *,
+    keep_logits: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    on_tokens: Callable[[list[Answer]], None] = lambda answers: None,
+    on_text: Callable[[str], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> list[Answer]:
+    """Answer requests, each with a kept row of its own, by an idle scheduler with a `Recorder`. On all ranks.
+
+    Args:
+        progress: called as progress(prompt tokens done, all that the cache did not hold).
+        on_tokens: called with the answers so far, on every rank, when tokens have come.
+        on_text, cancelled: on the leader: gets the text piece by piece; asked in every turn whether to end here.
+    Raises: ValueError as `Scheduler.check`, on all ranks. `TreeError` on all ranks for logits that are not finite.
+    """
+    start, recorder = time.perf_counter(), scheduler.executor
+    answers = [Answer(len(scheduler.check(request))) for request in requests]
+    recorder.begin(
+        {request.row.handle: answer for request, answer in zip(requests, answers, strict=True)},
+        keep_logits=keep_logits,
+        progress=progress,
+        on_tokens=lambda: on_tokens(answers),
+    )
+    numbers = []
+    if scheduler.is_leader:
+        numbers = [scheduler.submit(request, _text_of(answer, on_text)) for request, answer in zip(requests, answers)]
+
+    def each_turn() -> None:
+        if recorder.error is not None or cancelled():
+            for number in numbers:
+                scheduler.cancel(number)
+
+    scheduler.run_until_idle(each_turn)
+    if recorder.error is not None:
+        raise TreeError(recorder.error)
+    for answer in answers:
+        times = recorder.times[: len(answer.tokens)]
+        answer.prefill_s = recorder.prefill_s
+        answer.first_token_s = times[0] - start if times else 0.0
+        answer.step_s = [after - before for before, after in itertools.pairwise(times)]
+    return answers
+
+
+def _text_of(answer: Answer, on_text: Callable[[str], None] | None) -> Callable[[Event], None]:
+    """A sink that writes the text of an answer."""
+
+    def sink(event: Event) -> None:
+        answer.text += event.text
+        if event.text and on_text is not None:
+            on_text(event.text)
+
+    return sink
