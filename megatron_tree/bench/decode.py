@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import zlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,8 +22,15 @@ from .measure import Laps, relative_error, time_together
 from .measurements import Predicted
 from .runs import Case, Settings
 
-SCHEDULES = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
-assert set(SCHEDULES) == set(DECODE_SCHEDULES)
+Contender = Callable[["DecodeBench"], tuple[Tensor, Tensor]]
+CONTENDERS: dict[str, Contender] = {
+    name: lambda bench, name=name: tree_decode(
+        bench.q, bench.k, bench.v, cp_group=bench.group, schedule=name, config=bench.config, return_lse=True
+    )
+    for name in ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
+}
+"""By name: from a rank's inputs to (out [b, 1, h, d], lse [b, h, 1]). The place for rivals; they run with real compute,
+as only our kernels are modelled, and have no prediction."""
 SWEEP_LENGTHS = tuple(1024 * n for n in (16, 32, 64, 128, 256, 512))
 ORACLE_TOKENS = 4096  # at a time, in float64
 LSE_ALLOWED = 1e-4
@@ -37,7 +45,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench decode`."""
-    runs.add_arguments(parser, "decode", SCHEDULES, SWEEP_LENGTHS)
+    runs.add_arguments(parser, "decode", CONTENDERS, SWEEP_LENGTHS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -54,12 +62,10 @@ class DecodeBench:
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
         self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
         self.config = TreeConfig(topology=topology, backend=settings.backend)
-        dtype = DTYPES[case.dtype]
-        shape = (case.batch, case.seq_len // case.machines.ranks, case.num_heads_kv, case.head_dim)
-        self.q = torch.randn(
-            case.batch, 1, case.num_heads, case.head_dim, generator=torch.Generator().manual_seed(0)
-        ).to(dtype)
-        self.k, self.v = uneven(shape, dtype, self.rank, case.machines.ranks)
+        dtype, ranks = DTYPES[case.dtype], case.machines.ranks
+        q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, generator=torch.Generator().manual_seed(0))
+        shape = (case.batch, case.seq_len // ranks, case.num_heads_kv, case.head_dim)
+        self.q, (self.k, self.v) = q.to(dtype), uneven(shape, dtype, self.rank, ranks)
         self.truth = self._oracle()
         self.allowed = session.ALLOWED[dtype]
 
@@ -73,11 +79,10 @@ class DecodeBench:
         whole = comm.gather_sequence(pack_state(*mine, torch.float64)[None], self.group)
         return energy.merge_by_energy(*unpack_state(whole, torch.float64))
 
-    def step(self, schedule: str, laps: Laps) -> tuple[Tensor, ...]:
-        options = dict(cp_group=self.group, schedule=schedule, config=self.config, return_lse=True)
-        out, lse = tree_decode(self.q, self.k, self.v, **options)
+    def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
+        results = CONTENDERS[contender](self)
         laps("decode")
-        return out, lse
+        return results
 
     def error(self, results: tuple[Tensor, ...]) -> float:
         """The worst error on any rank as a fraction of the allowed one; infinite if the ranks' bits differ."""
@@ -93,9 +98,8 @@ class DecodeBench:
         if self.settings.compute == "modelled":
             return kv_bytes(self.k, self.v) / self.settings.emulated_speed.memory_bandwidth
         options = dict(visible=kernels.Visible(), spec=self.spec, backend=self.settings.backend)
-        return time_together(
-            lambda: kernels.attn_decode(self.q, self.k, self.v, **options), self.meeting, self.rank, steps=3
-        )
+        call = lambda: kernels.attn_decode(self.q, self.k, self.v, **options)  # noqa: E731
+        return time_together(call, self.meeting, self.rank, steps=3)
 
     @staticmethod
     def held_bytes(case: Case) -> int:
@@ -103,10 +107,12 @@ class DecodeBench:
         return case.kv_bytes
 
     @staticmethod
-    def predict(case: Case, topology: Topology, hosts, schedule: str) -> dict[str, Predicted]:
-        """The planner's prediction for a schedule, by pass."""
+    def predict(case: Case, topology: Topology, hosts, contender: str) -> dict[str, Predicted]:
+        """The planner's prediction for a contender, by pass; empty for rivals."""
+        if contender not in DECODE_SCHEDULES:
+            return {}
         call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
-        call.update(placement=place(topology, hosts), schedule=schedule)
+        call.update(placement=place(topology, hosts), schedule=contender)
         chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks
         weighed = plan_decode(case.machines.ranks, kv_bytes=case.kv_bytes, **call).candidates
         plan = next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))

@@ -1,4 +1,4 @@
-"""Figures of the benchmarks: small PNG files."""
+"""Figures of the benchmarks: panels of curves or bars, small PNG files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import io
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 COLOURS = {
     "ring": "tab:red",
@@ -20,30 +21,99 @@ COLOURS = {
     "auto": "black",
     "plain": "tab:green",
 }
-AXES = {"ranks": "ranks", "seq_len": "tokens in the sequence", "prompt_tokens": "tokens in the prompt"}
-Metric = tuple[str, Callable]
-"""(label, row -> (measured, predicted)); either may be None."""
+
+
+class Curve(NamedTuple):
+    """Values y over x; bars if x are names. Circles mark `predicted` values, None where there are none."""
+
+    name: str
+    x: Sequence
+    y: Sequence[float]
+    predicted: Sequence[float | None] = ()
+    style: dict = {}  # noqa: RUF012  of matplotlib; without a colour that of COLOURS
+
+
+class Panel(NamedTuple):
+    """One coordinate system: labels of its axes, and what it shows."""
+
+    x: str
+    y: str
+    curves: list[Curve]
+    title: str = ""
+    yscale: str = "log"
+
+
+def grouped(rows, key: Callable) -> dict:
+    """{key(row): rows with that key}, in the order of first occurrence."""
+    found: dict = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def draw(path: pathlib.Path, panels: list[list[Panel]], title: str) -> None:
+    """Lines of panels, with one legend below: a name has the same style in all of them."""
+    bars = isinstance(panels[0][0].curves[0].x[0], str)
+    size = (4.6 * len(panels[0]), (3.6 if len(panels[0]) > 1 else 5.0) * len(panels))
+    with figure(path, len(panels), len(panels[0]), size=size, title=title, legend=True) as axes:
+        for ax, panel in zip(axes.flat, itertools.chain(*panels)):
+            (_bars if bars else _lines)(ax, panel)
+            label(ax, panel.x, panel.y)
+            ax.set_title(panel.title, fontsize=9, loc="left")
+
+
+def _lines(ax, panel: Panel) -> None:
+    for curve in panel.curves:
+        own = dict(color=COLOURS[curve.name], marker=".") if curve.name in COLOURS else {}
+        width = 2 if curve.name == "auto" else 1.2
+        (line,) = ax.plot(curve.x, curve.y, label=curve.name, **{"linewidth": width, **own, **curve.style})
+        if points := [(x, y) for x, y in zip(curve.x, curve.predicted) if y]:
+            circles = dict(marker="o", mfc="none", mec=line.get_color(), linestyle="none", markersize=8)
+            ax.plot(*zip(*points), label="predicted", **circles)
+    ticks = sorted({x for curve in panel.curves for x in curve.x})
+    ax.set_xscale("log", base=2)
+    ax.set_yscale(panel.yscale)
+    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    ax.minorticks_off()
+
+
+def _bars(ax, panel: Panel) -> None:
+    """Groups of bars: a group for each name on the axis, a bar in it for each curve; the smallest at the bottom."""
+    smallest = {
+        name: min(c.y[c.x.index(name)] for c in panel.curves if name in c.x) for c in panel.curves for name in c.x
+    }
+    names, height = sorted(smallest, key=smallest.get), 0.8 / len(panel.curves)
+    for number, curve in enumerate(panel.curves):
+        places = [names.index(x) + number * height for x in curve.x]
+        colours = [COLOURS.get(x, "lightgrey") for x in curve.x] if len(panel.curves) == 1 else None
+        ax.barh(places, curve.y, height=height, color=colours, label=curve.name)
+        if points := [(y, place) for y, place in zip(curve.predicted, places) if y]:
+            ax.plot(*zip(*points), marker="o", mfc="none", mec="grey", linestyle="none", label="predicted")
+    ax.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names)
+    if max(smallest.values()) > 100 * min(smallest.values()):
+        ax.set_xscale("log")
 
 
 @contextlib.contextmanager
 def figure(
-    path: pathlib.Path, rows: int, columns: int, *, size: tuple[float, float], title: str, bottom: float = 0, **options
+    path: pathlib.Path, rows: int, columns: int, *, size: tuple[float, float], title: str, legend: bool = False
 ) -> Iterator:
-    """An array [rows, columns] of axes, written to `path` when the block ends.
-
-    size: inches. bottom: inches left free for a legend below the axes.
-    """
+    """An array [rows, columns] of axes, written to `path` when the block ends. size: in inches, without the legend."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from PIL import Image
 
-    whole, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
+    below = 0.8 * legend
+    whole, axes = plt.subplots(rows, columns, figsize=(size[0], size[1] + below), squeeze=False)
     try:
         yield axes
         whole.suptitle(title, fontsize=8)
-        whole.tight_layout(rect=(0, bottom / size[1], 1, 1))
+        if legend:
+            shown = {name: x for ax in axes.flat for x, name in zip(*ax.get_legend_handles_labels())}
+            whole.legend(shown.values(), shown.keys(), loc="lower center", ncols=max(3, round(size[0] / 2)), fontsize=8)
+        whole.tight_layout(rect=(0, below / (size[1] + below), 1, 1))
         drawn = io.BytesIO()
         whole.savefig(drawn, format="png", dpi=80)
     finally:
@@ -58,66 +128,3 @@ def label(ax, x: str, y: str) -> None:
     ax.set_ylabel(y, fontsize=8)
     ax.grid(alpha=0.3)
     ax.tick_params(labelsize=8)
-
-
-def grouped(rows, key: Callable) -> dict:
-    """{key(row): rows with that key}, in the order of first occurrence."""
-    found: dict = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
-
-
-def draw_sweep(path: pathlib.Path, groups: dict[str, list], x: str, metrics: tuple[Metric, ...], title: str) -> None:
-    """Panels: a line for each group of rows, a column for each metric; curves by schedule over the field `x`."""
-    height = 3.6 * len(groups) + 0.8
-    with figure(path, len(groups), len(metrics), size=(13, height), title=title, bottom=0.8) as axes:
-        shown: dict = {}
-        for line, (heading, rows) in zip(axes, groups.items()):
-            for ax, (name, metric) in zip(line, metrics):
-                _curves(ax, rows, x, metric, shown)
-                label(ax, AXES[x], name)
-            line[0].set_title(heading, fontsize=9, loc="left")
-        axes[0, 0].figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=6, fontsize=8)
-
-
-def draw_bars(path: pathlib.Path, groups: dict[str, list], metrics: tuple[Metric, ...], title: str) -> None:
-    """The same panels for single cases: a bar for each schedule, the fastest at the bottom."""
-    with figure(path, len(groups), len(metrics), size=(13, 3.6 * len(groups) + 0.8), title=title) as axes:
-        for line, (heading, rows) in zip(axes, groups.items()):
-            for ax, (name, metric) in zip(line, metrics):
-                _bars(ax, rows, metric)
-                label(ax, name, "")
-            line[0].set_title(heading, fontsize=9, loc="left")
-
-
-def _curves(ax, rows: list, x: str, metric: Callable, shown: dict) -> None:
-    limits = itertools.cycle(("--", ":", "-."))
-    for name, of_name in grouped(rows, lambda r: r.schedule).items():
-        points = [(getattr(r, x), *metric(r)) for r in sorted(of_name, key=lambda r: getattr(r, x))]
-        measured, predicted = ([(p[0], p[i]) for p in points if p[i]] for i in (1, 2))
-        limit = name not in COLOURS
-        style = dict(color="grey", linestyle=next(limits)) if limit else dict(color=COLOURS[name], marker=".")
-        if limit and len(measured) == 1:
-            shown[name] = ax.axhline(measured[0][1], **style, linewidth=1)
-        elif measured:
-            shown[name] = ax.plot(*zip(*measured), linewidth=2 if name == "auto" else 1.2, **style)[0]
-        if predicted:
-            circles = dict(marker="o", mfc="none", mec=COLOURS[name], linestyle="none", markersize=8)
-            shown["predicted"] = ax.plot(*zip(*predicted), **circles)[0]
-    xs = sorted({getattr(r, x) for r in rows})
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(xs, [str(n) if x == "ranks" or n % 1024 else f"{n // 1024}k" for n in xs])
-
-
-def _bars(ax, rows: list, metric: Callable) -> None:
-    found = sorted(((r.schedule, *metric(r)) for r in rows if metric(r)[0]), key=lambda bar: bar[1])
-    if not found:
-        return
-    names, measured, _ = zip(*found)
-    ax.barh(names, measured, color=[COLOURS.get(name, "lightgrey") for name in names], height=0.6)
-    if predicted := [(p, name) for name, _, p in found if p]:
-        ax.plot(*zip(*predicted), marker="o", mfc="none", mec="grey", mew=2, linestyle="none", markersize=8)
-    if measured[-1] > 100 * measured[0]:
-        ax.set_xscale("log")

@@ -23,9 +23,10 @@ from ..integrations.transformers.generation import generate
 from ..integrations.transformers.runner import Runner
 from ..units import parse_count
 from . import runs, session
-from .generated import Generated, Outcome, plots, rows_of, table_of
-from .ranks import Meeting, PeakMemory, join, progress_bar, shown_by
-from .results import WrongResult, results_kept
+from .measure import Measured
+from .measurements import Measurement, measurements
+from .ranks import Meeting, PeakMemory, join
+from .results import WrongResult
 from .runs import Machines, Settings
 
 SCHEDULES = ("auto", "ring", "allreduce")
@@ -105,20 +106,16 @@ def run(args: argparse.Namespace) -> None:
     shape = (args.layers, args.heads, args.kv_heads, args.head_dim)
     rest = (args.model, shape, args.new_tokens, args.cache, args.prefill_chunk)
     cases = [Case(machines, n, *rest) for n in sorted(set(args.prompt_tokens))]
-    about = session.describe_run("generate", how, cache=args.cache)
-    title = f"generate, {cases[0].contenders}, cache {args.cache}, {how.network_text}"
-    with (
-        results_kept(args.out, about, lambda rows: plots(rows, title)) as rows,
-        progress_bar(len(cases) * (1 + len(how.schedules)), "contender") as bar,
-        session.started(machines, how, 60.0 + LIMIT_S * len(cases), bar) as (ranks, _, path),
-    ):
-        for case in cases:
-            meeting = Meeting(machines.ranks, timeout_s=LIMIT_S)
-            found = _checked(case, ranks.run(on_rank, case, how, path, meeting, bar, timeout_s=LIMIT_S))
-            rows += found
-            bar.update(len(found))
-            bar.clear()
-            print(table_of(case.label, found), flush=True)
+    checked = (
+        "all ranks of all contenders gave the plain model's tokens; logits differ by at most {worst} of the largest"
+    )
+
+    def run_case(case: Case, ranks, topology, path: str) -> list[Measurement]:
+        meeting = Meeting(machines.ranks, timeout_s=LIMIT_S)
+        return _rows(case, ranks.run(on_rank, case, how, path, meeting, timeout_s=LIMIT_S))
+
+    title = f"{cases[0].contenders}, cache {args.cache}"
+    session.run_cases(args, "generate", how, cases, run_case, lambda case: LIMIT_S, checked, title, cache=args.cache)
 
 
 def _check_model(args) -> None:
@@ -130,23 +127,54 @@ def _check_model(args) -> None:
         plain.cache_shape(config)
 
 
-def _checked(case: Case, found: list[list[Outcome]]) -> list[Generated]:
+class Outcome(NamedTuple):
+    """One rank's outcome of one contender."""
+
+    schedule: str
+    measured: Measured
+    """Of the further tokens."""
+    tokens: list[int]
+    first_s: float
+    """Of the first new token, which runs the prompt's last one."""
+    prefill_s: float | None
+    held_bytes: int
+    error: float | None
+    """Largest difference of a logit from the plain model's, as a fraction of the largest logit; on rank 0."""
+
+
+def _rows(case: Case, found: list[list[Outcome | None]]) -> list[Measurement]:
     """Rows of all contenders. Raises `WrongResult` unless all gave the tokens and the logits of the plain model."""
-    truth = found[0][0]
+    truth, rows = found[0][0], []
+    base = Measurement(
+        case.machines.label, case.machines.ranks, case.seq_len, case.model, case.new_tokens, case.cache, compute="real"
+    )
     for of_ranks in zip(*found):
-        name = of_ranks[0].name
-        for rank, outcome in enumerate(of_ranks):
-            if outcome.tokens is not None and outcome.tokens != truth.tokens:
-                raise WrongResult(
-                    f"{name} on {case.label}: rank {rank} generated {outcome.tokens}, the plain model {truth.tokens}"
-                )
-        error = of_ranks[0].error
-        if not error <= ALLOWED:
-            raise WrongResult(f"{name} on {case.label}: a logit is off by {error:.3g} of the largest one")
-    return rows_of(case, found)
+        one, took_part = of_ranks[0], [outcome for outcome in of_ranks if outcome]
+        for rank, outcome in enumerate(took_part):
+            if outcome.tokens != truth.tokens:
+                differ = f"rank {rank} generated {outcome.tokens}, the plain model {truth.tokens}"
+                raise WrongResult(f"{one.schedule} on {case.label}: {differ}")
+        if not one.error <= ALLOWED:
+            raise WrongResult(f"{one.schedule} on {case.label}: a logit is off by {one.error:.3g} of the largest one")
+        (row,) = measurements(
+            base._replace(schedule=one.schedule),
+            [outcome.measured for outcome in took_part],
+            {},
+            ranks_per_node=case.machines.ranks_per_node,
+        )
+        prefill, first = one.prefill_s, max(outcome.first_s for outcome in took_part)
+        row = row._replace(
+            tokens_per_s=1e3 / row.ms,
+            held_bytes=max(outcome.held_bytes for outcome in took_part),
+            error=one.error,
+        )
+        if prefill is not None:
+            row = row._replace(prefill_ms=1e3 * prefill, first_token_ms=1e3 * (prefill + first))
+        rows.append(row)
+    return rows
 
 
-def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting, bar) -> list[Outcome]:
+def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting) -> list[Outcome | None]:
     """One rank's part of a case: the outcomes of all contenders, the plain model (on rank 0) first."""
     group = join(timeout_s=LIMIT_S)
     rank = comm.group_rank(group)
@@ -154,13 +182,8 @@ def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting, bar) -> 
     vocab = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(0, vocab, (1, case.seq_len), generator=torch.Generator().manual_seed(1))
 
-    show = shown_by(bar, rank)
-
-    def tokens_of(name):
-        return lambda done, total: show(f"{case.seq_len} tokens, {name}: {done} of {total}")
-
-    outcomes = [_plain(case, model, prompt, tokens_of("plain prefill")) if rank == 0 else Outcome("plain")]
-    truth = outcomes[0].logits
+    outcome, truth = _plain(case, model, prompt) if rank == 0 else (None, None)
+    outcomes = [outcome]
     meeting.meet(rank)
     model.set_attn_implementation("tree")
     cache = TreeCache(model.config, cp_group=group, tree_config=TreeConfig(topology=topology, timeout_s=LIMIT_S))
@@ -168,50 +191,40 @@ def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting, bar) -> 
     held, start = case.seq_len - 1, meeting.most(rank, time.monotonic())[0]
     prefill_s = None
     if case.cache == "made-up":
-        cache.rows = [plain.made_up_row(cache, model.config, held, tokens_of("cache"))]
+        cache.rows = [plain.made_up_row(cache, model.config, held)]
     else:
         cache.rows = [runner.add()]
-        runner.prefill(cache.rows[0], prompt[0, :held], progress=tokens_of("prefill"))
+        runner.prefill(cache.rows[0], prompt[0, :held])
         prefill_s = meeting.most(rank, time.monotonic())[0] - start
     # allocates pages for the new tokens, so that they do not count as the first contender's memory
     runner.step(cache.rows, torch.zeros(1, 1 + case.new_tokens, dtype=torch.int64))
-    for number, schedule in enumerate(how.schedules, 1):
-        show(f"{case.seq_len} tokens, {schedule}", number)
+    options = dict(cache=cache, max_new_tokens=case.new_tokens, keep_logits=True, chunk_size=case.chunk)
+    for schedule in how.schedules:
         cache.schedule = schedule
         runner.crop(cache.rows[0], held)
-        before = network_bytes()["network"] if case.machines.emulated else 0
+        before, network = network_bytes()["network"] if case.machines.emulated else 0, None
         meeting.meet(rank)
         with PeakMemory() as peak, comm.record() as log:
-            result = generate(
-                model, prompt, cache=cache, max_new_tokens=case.new_tokens, keep_logits=True, chunk_size=case.chunk
-            )
+            result = generate(model, prompt, **options)
         meeting.meet(rank)
-        outcome = Outcome(
-            schedule,
-            tokens=result.tokens[0].tolist(),
-            prefill_s=prefill_s,
-            step_s=[result.first_token_s, *result.step_s],
-            sent_bytes=sum(x.bytes for x in log) / case.new_tokens,
-            cache_bytes=cache.nbytes,
-            memory_bytes=peak.bytes,
-        )
         if case.machines.emulated:
-            outcome.node_bytes = (network_bytes()["network"] - before) / case.new_tokens
+            network = (network_bytes()["network"] - before) / case.new_tokens
+        sent, error = sum(x.bytes for x in log) / case.new_tokens, None
         if rank == 0:
-            outcome.error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, truth))
-        outcomes.append(outcome)
-    outcomes[0].logits = None
+            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, truth))
+        times = [result.first_token_s, *result.step_s]
+        outcomes.append(_outcome(schedule, result.tokens, times, sent, network, peak, prefill_s, cache.nbytes, error))
     meeting.meet(rank)
     return outcomes
 
 
-def _plain(case: Case, model, prompt, progress) -> Outcome:
-    """Transformers' own model and cache on one rank, while the others wait."""
+def _plain(case: Case, model, prompt) -> tuple[Outcome, list[torch.Tensor]]:
+    """Transformers' own model and cache on one rank, while the others wait; also returns the logits."""
     start, prefill_s = time.monotonic(), None
     if case.cache == "made-up":
         cache = plain.made_up_plain(model.config, case.seq_len - 1)
     else:
-        cache = plain.plain_prefill(model, prompt[0, :-1], case.chunk, progress)
+        cache = plain.plain_prefill(model, prompt[0, :-1], case.chunk)
         prefill_s = time.monotonic() - start
     attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, plain.Clock()
     with PeakMemory() as peak:
@@ -224,14 +237,10 @@ def _plain(case: Case, model, prompt, progress) -> Outcome:
             past_key_values=cache,
             streamer=clock,
         )
-    return Outcome(
-        "plain",
-        tokens=tokens[0].tolist(),
-        prefill_s=prefill_s,
-        step_s=[after - before for before, after in itertools.pairwise(clock.times)],
-        sent_bytes=0,
-        cache_bytes=plain.plain_nbytes(cache),
-        memory_bytes=peak.bytes,
-        error=0.0,
-        logits=logits,
-    )
+    times = [after - before for before, after in itertools.pairwise(clock.times)]
+    return _outcome("plain", tokens, times, 0, None, peak, prefill_s, plain.plain_nbytes(cache), 0.0), logits
+
+
+def _outcome(schedule: str, tokens, times: list[float], sent: float, network: float | None, peak, *rest) -> Outcome:
+    measured = Measured({"token": times[1:]}, {"token": sent}, network, peak.bytes)
+    return Outcome(schedule, measured, tokens[0].tolist(), times[0], *rest)

@@ -9,21 +9,20 @@ import importlib.util
 import pathlib
 import platform
 import shlex
-import statistics
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.benchmark import Timer
 
 from .. import kernels
 from ..config import AttnSpec
 from ..kernels import Visible
 from ..layout import Segment
-from .figures import figure, grouped, label
-from .kernel_cases import CHECKED, CPU_CASES, DTYPES, GPU_CASES, Case, check, inputs, paged, truth_of, verify
+from .figures import Curve, Panel, draw, grouped
+from .kernel_cases import CPU_CASES, DTYPES, GPU_CASES, Case, inputs, paged, truth_of, verify
 from .results import Plots, WrongResult, results_kept
 
 EXAMPLES = """\
@@ -48,10 +47,10 @@ class Timing(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench kernels`."""
-    gpu = torch.cuda.is_available()
+    gpu, kinds = torch.cuda.is_available(), ("fwd", "bwd", "decode")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--only", choices=("fwd", "bwd", "decode"), nargs="+", default=("fwd", "bwd", "decode"))
+    parser.add_argument("--only", choices=kinds, nargs="+", default=kinds)
     parser.add_argument("--race", action="store_true", help="also time other tile sizes of the Triton kernels (GPU)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-results/kernels"))
 
@@ -62,81 +61,71 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu, or run it on a machine with one")
     if args.race and args.device == "cpu":
         raise ValueError("--race needs a GPU: tile sizes of the Triton kernels mean nothing on a CPU")
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    backends = ("triton", "aten") if device.type == "cuda" else ("aten", "reference")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    device, dtype, gpu = torch.device(args.device), DTYPES[args.dtype], args.device == "cuda"
     about = {
-        "device": name,
+        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
         "dtype": args.dtype,
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
         "command": shlex.join(["python", "-m", "megatron_tree.bench", *args.argv]),
     }
     wrong: list[str] = []  # contenders of ours other than the first, which ends the run
+    cases = [case for case in (GPU_CASES if gpu else CPU_CASES) if case.kind in args.only]
     with results_kept(args.out, about, lambda rows: _plots(rows, about), keep=BaseException) as rows:
-        backends = _correct_backends(backends, device, dtype, wrong)
-        for case in GPU_CASES if device.type == "cuda" else CPU_CASES:
-            if case.kind in args.only:
-                rows += time_case(case, backends, device, dtype, wrong)
+        for case in cases:
+            rows += time_case(case, ("triton", "aten") if gpu else ("aten", "reference"), device, dtype, wrong)
         if args.race:
             from .race import RACED, race
 
-            for case in GPU_CASES:
-                if case.kind in args.only and case.s in RACED:
-                    rows += race(case, device, dtype, wrong)
+            for case in cases:
+                rows += race(case, device, dtype, wrong) if case.s in RACED else []
     if wrong:
         raise WrongResult("\n".join(wrong))
 
 
-def _correct_backends(backends, device, dtype, wrong: list[str]) -> list[str]:
-    """The backends that pass the check on small shapes; raises if the first one fails."""
-    print(f"checking {', '.join(backends)} against float64 ({dtype}, {device}) ...", flush=True)
-    right = []
-    for backend in backends:
-        try:
-            for case in CHECKED:
-                print(f"  {backend:>9} {check(case, backend, device, dtype)}", flush=True)
-            right.append(backend)
-        except Exception as error:  # torch's operators raise different kinds of errors
-            if backend == backends[0]:
-                raise
-            wrong.append(f"{backend}: {error}")
-            print(f"  {backend:>9} left out: {error}", flush=True)
-    return right
+def contenders(case: Case, backends, given, *, others: bool = True) -> dict[str, Callable[[], object]]:
+    """Everything that computes this case from `given` (q, k, v, dout), by name; each a call without arguments.
 
-
-def contenders(case: Case, backends, given) -> dict[str, Callable[[], object]]:
-    """Everything that computes this case from `given` (q, k, v, dout), by name; each a call without arguments."""
+    backends: ours. others: torch's kernels as well.
+    """
     q, k, v, dout = given
-    device, spec = q.device, AttnSpec(softmax_scale=case.d**-0.5)
+    gpu, spec = q.device.type == "cuda", AttnSpec(softmax_scale=case.d**-0.5)
     if case.kind == "decode":
-        backends = [b for b in backends if device.type != "cuda" or b == "triton"]
-        if case.cache:
-            *pages, where = paged(case, k, v)
-            backends = [b for b in backends if b != "aten"]
-        else:
-            pages, where = (k, v), None
-        call = dict(visible=Visible(), spec=spec, paged=where)
-        calls = {f"ours, {b}": functools.partial(kernels.attn_decode, q, *pages, **call, backend=b) for b in backends}
-        if case.cache:
-            return calls
+        *pages, where = paged(case, k, v) if case.cache else (k, v, None)
+        call = functools.partial(kernels.attn_decode, q, *pages, visible=Visible(), spec=spec, paged=where)
+        left_out = {"aten"} if gpu or case.cache else set()
+        calls = {f"ours, {b}": functools.partial(call, backend=b) for b in backends if b not in left_out}
+        others = others and not case.cache
     else:
         whole = (Segment(0, 0, case.s),)
-        segments = dict(q_segments=whole, k_segments=whole, spec=spec)
-        forwards = {b: functools.partial(kernels.attn_fwd, q, k, v, **segments, backend=b) for b in backends}
-        if case.kind == "fwd":
-            calls = {f"ours, {b}": call for b, call in forwards.items()}
-        else:
-            calls = {f"ours, {b}": _our_backward(given, call, segments, b) for b, call in forwards.items()}
-    others = {"torch flash": SDPBackend.FLASH_ATTENTION}
-    if device.type == "cuda":
-        others["torch cuDNN"] = SDPBackend.CUDNN_ATTENTION
+        segments, calls = dict(q_segments=whole, k_segments=whole, spec=spec), {}
+        for b in backends:
+            forward = functools.partial(kernels.attn_fwd, q, k, v, **segments, backend=b)
+            backward = _our_backward(given, forward, segments, b)
+            calls[f"ours, {b}"] = forward if case.kind == "fwd" else backward
+    if not others:
+        return calls
     leaves = [x.transpose(1, 2).detach().requires_grad_(case.kind == "bwd") for x in (q, k, v)]
-    for name, backend in others.items():
-        calls[name] = _sdpa_call(case, backend, leaves, dout.transpose(1, 2))
-    if device.type == "cuda" and case.kind != "decode":
-        calls["FlexAttention"] = _flex_call(case, leaves, dout.transpose(1, 2))
+    options = dict(enable_gqa=case.h != case.h_kv)
+    forwards = {}
+    for name, backend in (("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        if gpu or backend is SDPBackend.FLASH_ATTENTION:
+            call = functools.partial(sdpa, *leaves, is_causal=case.kind != "decode", **options)
+            forwards[name] = functools.partial(_with_backend, backend, call)
+    if gpu and case.kind != "decode":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.s, case.s, device=q.device)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        forwards["FlexAttention"] = functools.partial(compiled, *leaves, block_mask=mask, **options)
+    for name, forward in forwards.items():
+        calls[name] = _backward_of(forward, leaves, dout.transpose(1, 2)) if case.kind == "bwd" else forward
     return calls
+
+
+def _with_backend(backend: SDPBackend, call):
+    with sdpa_kernel(backend):
+        return call()
 
 
 def _our_backward(given, forward, segments, backend):
@@ -151,26 +140,6 @@ def _our_backward(given, forward, segments, backend):
         return kernels.attn_bwd(dout, *inputs, state[1], delta, **segments, backend=backend)
 
     return backward
-
-
-def _sdpa_call(case: Case, backend: SDPBackend, leaves, dout):
-    def forward():
-        with sdpa_kernel(backend):
-            return sdpa(*leaves, is_causal=case.kind != "decode", enable_gqa=case.h != case.h_kv)
-
-    return _backward_of(forward, leaves, dout) if case.kind == "bwd" else forward
-
-
-def _flex_call(case: Case, leaves, dout):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.s, case.s, device=leaves[0].device)
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def forward():
-        return compiled(*leaves, block_mask=mask, enable_gqa=case.h != case.h_kv)
-
-    return _backward_of(forward, leaves, dout) if case.kind == "bwd" else forward
 
 
 def _backward_of(forward, leaves, dout):
@@ -212,6 +181,7 @@ def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Tim
             continue
         rows.append(Timing(case.label, case.kind, name, seconds * 1e3, amount / seconds, unit))
     ours = rows[0].rate
+    print("  all results below are right: they were compared with float64")
     for row in rows:
         print(f"  {row.name:<16} {row.ms:9.3f} ms {row.rate:9.4g} {row.unit:<8} ours / this {ours / row.rate:5.2f}")
     return rows
@@ -235,29 +205,22 @@ def clock(call: Callable[[], object], device: torch.device, *, seconds: float = 
         from triton.testing import do_bench
 
         return do_bench(call, warmup=100, rep=int(seconds * 1000), return_mode="median") / 1e3
-    times = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=seconds).median
 
 
 def _plots(rows: list[Timing], about: dict) -> Plots:
-    shown = [r for r in rows if r.kind != "race"] or rows
-    return {"results.png": functools.partial(_draw, rows=shown, title=", ".join(f"{k} {v}" for k, v in about.items()))}
+    rows = [r for r in rows if r.kind != "race"] or rows
+    panels = [
+        Panel(
+            unit, "", [Curve(name, *zip(*((r.case, r.rate) for r in of))) for name, of in grouped(mine, _name).items()]
+        )
+        for unit, mine in grouped(rows, lambda r: r.unit).items()
+    ]
+    return {
+        "results.png": functools.partial(draw, panels=[panels], title=", ".join(f"{k} {v}" for k, v in about.items()))
+    }
 
 
-def _draw(path: pathlib.Path, rows: list[Timing], title: str) -> None:
-    units = grouped(sorted(rows, key=lambda r: r.unit, reverse=True), lambda r: r.unit)
-    with figure(path, 1, len(units), size=(8 * len(units), 5), title=title) as axes:
-        for ax, (unit, mine) in zip(axes[0], units.items()):
-            cases, names = list(dict.fromkeys(r.case for r in mine)), list(dict.fromkeys(r.name for r in mine))
-            for i, name in enumerate(names):
-                rates = {r.case: r.rate for r in mine if r.name == name}
-                places = [c + i / (len(names) + 1) for c in range(len(cases))]
-                ax.bar(places, [rates.get(c, 0) for c in cases], width=1 / (len(names) + 1), label=name)
-            label(ax, "", unit)
-            ax.set_xticks(range(len(cases)), cases, rotation=20, ha="right", fontsize=7)
-            ax.legend(fontsize=7)
+def _name(row: Timing) -> str:
+    return row.name

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
+from ..emulate import network_bytes
 from .accelerator import Accelerator
 from .ranks import Meeting, PeakMemory, sleep_until
 
@@ -19,21 +20,21 @@ MIN_STEPS = 3
 
 
 class Measured(NamedTuple):
-    """One rank's measurements of one schedule; times are the slowest rank's, one list entry per step."""
+    """One rank's measurements of one contender, one list entry per step. None: does not apply or is not known."""
 
     seconds: dict[str, list[float]]
     """By pass ("decode", or "forward" and "backward"): from the common start or the previous pass's end to its end."""
-    sent: dict[str, int]
-    """Payload bytes that this rank sends, by pass (`comm.record`)."""
-    network: dict[str, int] | None
-    """Mean bytes that this rank's node sent per step: `emulate.network_bytes`."""
-    memory: int | None
+    sent: dict[str, float]
+    """Payload bytes that this rank sends in a step, by pass (`comm.record`)."""
+    network: float | None = None
+    """Bytes that this rank's node sent to others per step, mean: `emulate.network_bytes`."""
+    memory: int | None = None
     """Peak bytes above what was resident before the step."""
-    late_start: float
+    late_start: float | None = None
     """Median over steps of the last rank's delay at the start, seconds."""
-    late_compute: float
+    late_compute: float | None = None
     """Median overrun of this rank's emulated kernels, seconds."""
-    same: bool
+    same: bool = True
     """Every step gave the same bits as the checked one."""
 
 
@@ -66,16 +67,16 @@ def measure(
     rank: int,
     meeting: Meeting,
     accelerator: Accelerator | None,
-    counters: Callable[[], dict[str, int]] | None,
+    emulated: bool,
     steps: int,
     budget_s: float,
     latency_s: float,
-    progress: Callable[[int], None],
 ) -> Measured:
     """Time up to `steps` steps: at least 3, and no more once budget_s is over. Collective.
 
     expected: results of the checked step, which every step must reproduce bit for bit. accelerator: replays its
-    kernels; None: real kernels. counters: of this node's interfaces. latency_s: of the network, idle before each step.
+    kernels; None: real kernels. emulated: the rank is in a node of a `Cluster`. latency_s: of the network, idle before
+    each step.
     """
     gap = 0.02 + 2e-3 * meeting.ranks + 4 * latency_s
     begun = time.monotonic()
@@ -83,10 +84,9 @@ def measure(
     late_starts, memory, same, over = [], None, True, False
     if accelerator:
         accelerator.late.clear()
-    before = counters() if counters else {}
+    before = network_bytes()["network"] if emulated else 0
     while len(late_starts) < steps and not (over and len(late_starts) >= MIN_STEPS):
         first = not late_starts
-        progress(len(late_starts))
         with contextlib.ExitStack() as context:
             peak = context.enter_context(PeakMemory()) if first else None
             log = context.enter_context(comm.record())
@@ -106,11 +106,11 @@ def measure(
         over = spent > budget_s
         same &= all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
         del results
-    after = counters() if counters else {}
+    after = network_bytes()["network"] if emulated else 0
     return Measured(
         seconds=seconds,
         sent=laps.sent,
-        network={name: (after[name] - before[name]) // len(late_starts) for name in before} if counters else None,
+        network=(after - before) / len(late_starts) if emulated else None,
         memory=memory,
         late_start=statistics.median(late_starts),
         late_compute=statistics.median(accelerator.late) if accelerator and accelerator.late else 0.0,

@@ -21,8 +21,8 @@ from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
 from ..units import parse_count
 from .figures import figure, label
-from .ranks import LocalRanks, join, progress_bar, shown_by
-from .results import Plots, WrongResult, metadata, results_kept
+from .ranks import LocalRanks, join
+from .results import WrongResult, metadata, progress_bar, results_kept
 
 FACT = "The secret number of the lighthouse is {number}."
 QUESTION = "What is the secret number of the lighthouse? Answer with the number."
@@ -55,21 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2", help="smollm2 (the default), or a folder with a Transformers model")
     add("--lengths", type=parse_count, nargs="+", default=[2048, 4096, 7680], help="tokens (default: 2k 4k 7680)")
-    add("--depths", type=_percent, nargs="+", default=[10.0, 50.0, 90.0], help="percent (default: 10 50 90)")
+    add("--depths", type=float, nargs="+", default=[10.0, 50.0, 90.0], help="percent (default: 10 50 90)")
     add("--ranks", type=parse_count, nargs="+", default=[1, 2, 4], help="processes of this machine, one run "
         "for each number; all must equal the first (default: 1 2 4)")  # fmt: skip
     add("--new-tokens", type=parse_count, default=16, help="of an answer (default: 16)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/needle"))
-
-
-def _percent(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a depth from 0 to 100 percent")
-    return value
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,21 +67,24 @@ def run(args: argparse.Namespace) -> None:
 
     Raises: ValueError for options that don't fit the model. WrongResult if the tokens depend on the number of ranks.
     """
+    if outside := [depth for depth in args.depths if not 0 <= depth <= 100]:
+        raise ValueError(f"--depths {outside[0]:g}: a depth is 0 to 100 percent")
     folder = models.model_folder(args.model)
     limit = getattr(models.load_config(folder).get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and max(args.lengths) + args.new_tokens > limit:
         raise ValueError(f"--lengths {max(args.lengths)} and --new-tokens exceed the model's {limit} positions")
-    texts = [(n, d) for n in sorted(set(args.lengths)) for d in sorted(set(args.depths))]
+    texts = list(itertools.product(sorted(set(args.lengths)), sorted(set(args.depths))))
     ranks = list(dict.fromkeys(args.ranks))
     print(f"{args.model}: {len(texts)} texts on {' '.join(map(str, ranks))} ranks each", flush=True)
     about = metadata("needle", model=args.model, dtype="fp32", question=QUESTION)
-    with (
-        results_kept(args.out, about, lambda rows: _plots(rows, args.model)) as rows,
-        progress_bar(len(texts) * len(ranks), "text") as bar,
-    ):
+
+    def plots(rows: list[Answer]) -> dict:
+        return {"results.png": functools.partial(_draw, rows=rows, model=args.model)}
+
+    with results_kept(args.out, about, plots) as rows, progress_bar(len(texts) * len(ranks), "text") as bar:
         for p in ranks:
             limit_s = ANSWER_LIMIT_S * len(texts)
-            found = LocalRanks(p).run(on_rank, folder, texts, args.new_tokens, bar, timeout_s=limit_s)[0]
+            found = LocalRanks(p).run(on_rank, folder, texts, args.new_tokens, timeout_s=limit_s)[0]
             bar.update(len(texts))
             for mine, first in zip(found, rows or found):
                 if mine.tokens != first.tokens:
@@ -100,42 +93,27 @@ def run(args: argparse.Namespace) -> None:
                         f"({mine.tokens}), {first.ranks} {first.answer!r} ({first.tokens})"
                     )
             rows += found
-    print(table(rows, ranks))
+    print(f"\nthe same tokens on {' '.join(map(str, ranks))} ranks in all {len(texts)} texts\n  tokens  depth  found")
+    for r in rows[: len(texts)]:
+        print(f"  {r.prompt_tokens:>6} {r.depth:>5g}%  {'yes' if r.found else 'no '}  {r.answer!r}")
 
 
-def on_rank(folder: pathlib.Path, texts: list[tuple[int, float]], new_tokens: int, bar) -> list[Answer]:
+def on_rank(folder: pathlib.Path, texts: list[tuple[int, float]], new_tokens: int) -> list[Answer]:
     """One rank's part of all texts on this many ranks."""
     group = join(timeout_s=ANSWER_LIMIT_S)
-    rank, world = comm.group_rank(group), comm.group_size(group)
-    show = shown_by(bar, rank)
     tokenizer, model = models.load_tokenizer(folder), models.load_model(folder, torch.float32)
-    end = model.generation_config.eos_token_id
     model.set_attn_implementation("tree")
+    options = dict(max_new_tokens=new_tokens, eos_token_id=model.generation_config.eos_token_id)
     found = []
-    for number, (length, depth) in enumerate(texts):
+    for length, depth in texts:
         secret = 1000 + (7919 * length + 104729 * round(10 * depth)) % 9000
         ids = haystack(tokenizer, length, depth, FACT.format(number=secret))
-        what = f"{world} ranks, {length} tokens, depth {depth:g} %"
-        show(what, number)
-        result = generate(
-            model, ids, cache=TreeCache(model.config, cp_group=group), max_new_tokens=new_tokens, eos_token_id=end,
-            progress=lambda done, total, what=what: show(f"{what}: prefill {done} of {total}"),
-        )  # fmt: skip
+        result = generate(model, ids, cache=TreeCache(model.config, cp_group=group), **options)
         answer = tokenizer.decode(result.tokens[0], skip_special_tokens=True)
-        found.append(
-            Answer(
-                length=length,
-                depth=depth,
-                ranks=world,
-                prompt_tokens=ids.shape[1],
-                number=secret,
-                found=str(secret) in answer.replace(",", ""),
-                answer=answer,
-                tokens=" ".join(map(str, result.tokens[0].tolist())),
-                prefill_s=result.prefill_s,
-                token_s=max(result.step_s, default=None),
-            )
-        )
+        tokens, right = " ".join(map(str, result.tokens[0].tolist())), str(secret) in answer.replace(",", "")
+        times = result.prefill_s, max(result.step_s, default=None)
+        given = length, depth, comm.group_size(group), ids.shape[1], secret
+        found.append(Answer(*given, right, answer, tokens, *times))
     return found
 
 
@@ -157,21 +135,6 @@ def haystack(tokenizer, length: int, depth: float, fact: str) -> torch.Tensor:
             return ids
         room -= max(1, ids.shape[1] - length)
     raise ValueError(f"--lengths {length}: the question alone is longer")
-
-
-def table(rows: list[Answer], ranks: list[int]) -> str:
-    """Found numbers by length and depth, which are the same on all numbers of ranks."""
-    mine = [r for r in rows if r.ranks == ranks[0]]
-    lines = [
-        f"\nthe same tokens on {' '.join(map(str, ranks))} ranks in all {len(mine)} texts",
-        "  tokens  depth  found",
-    ]
-    lines += [f"  {r.prompt_tokens:>6} {r.depth:>5g}%  {'yes' if r.found else 'no '}  {r.answer!r}" for r in mine]
-    return "\n".join(lines)
-
-
-def _plots(rows: list[Answer], model: str) -> Plots:
-    return {"results.png": functools.partial(_draw, rows=rows, model=model)}
 
 
 def _draw(path: pathlib.Path, rows: list[Answer], model: str) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from ..config import AttnSpec
-from ..kernels.triton import configs, host
+from ..kernels.triton import configs
 from ..kernels.triton.configs import Tiles
-from ..layout import Segment
 from .kernel_cases import inputs, truth_of, verify
-from .kernels import Timing, clock
+from .kernels import Timing, clock, contenders
 from .results import WrongResult
 
 RACED = (16384,)  # sequence lengths of the cases that are raced
@@ -35,37 +33,27 @@ def pinned(kernel: str, tiles: Tiles):
 
 
 def race(case, device, dtype, wrong: list[str]) -> list[Timing]:
-    """Time every candidate that compiles; prints the ranking. wrong: receives the errors of wrong results."""
+    """Time every candidate that compiles; prints the ranking. wrong: receives the errors of wrong results.
+
+    The candidates for dq and dkdv are timed by the whole backward.
+    """
     rows = []
     given = inputs(case, device, dtype)
     truth = truth_of(case, given)
-    for kernel, call in _calls(case, given).items():
+    (call,) = contenders(case, ["triton"], given, others=False).values()
+    for kernel in ("fwd",) if case.kind == "fwd" else ("dq", "dkdv"):
         found = []
         for tiles in CANDIDATES[kernel]:
-            name = f"ours, {kernel} {tuple(tiles)}"
             with pinned(kernel, tiles):
                 try:
-                    verify(case, name, call(), truth, dtype)
+                    verify(case, f"ours, {kernel} {tuple(tiles)}", call(), truth, dtype)
                     found.append((clock(call, device, seconds=0.25), tiles))
                 except Exception as error:  # does not fit: triton raises several kinds of errors
                     print(f"  {kernel} {tuple(tiles)}: {type(error).__name__}")
-                    if isinstance(error, WrongResult):
-                        wrong.append(str(error))
+                    wrong += [str(error)] if isinstance(error, WrongResult) else []
         found.sort()
         print(f"\nrace {kernel}, {case.label}: " + ", ".join(f"{tuple(t)} {s * 1e3:.3f} ms" for s, t in found[:4]))
         for seconds, tiles in found:
             name = f"{kernel} " + "x".join(map(str, tiles))
             rows.append(Timing(case.label, "race", name, seconds * 1e3, case.flops / seconds / 1e12, "TFLOP/s"))
     return rows
-
-
-def _calls(case, given) -> dict:
-    """The call to time for each kernel of a case; for dq and dkdv it is the whole backward."""
-    q, k, v, dout = given
-    whole = (Segment(0, 0, case.s),)
-    segments = dict(q_segments=whole, k_segments=whole, spec=AttnSpec(softmax_scale=case.d**-0.5))
-    if case.kind == "fwd":
-        return {"fwd": lambda: host.attn_fwd(q, k, v, **segments)}
-    out, lse = host.attn_fwd(q, k, v, **segments)
-    delta = host.attn_delta(dout, out)
-    return dict.fromkeys(("dq", "dkdv"), lambda: host.attn_bwd(dout, q, k, v, lse, delta, **segments))

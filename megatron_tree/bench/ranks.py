@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: where they run, how they start a step at the same instant, their peak memory and progress.
+"""Ranks of a benchmark: where they run, how they start a step at the same instant, and their peak memory.
 
 All ranks of a run are forked from one process on one machine. So they share a clock, and they synchronize through
 shared memory, which leaves the network to what is measured.
@@ -15,13 +15,10 @@ import multiprocessing
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from ..comm.rendezvous import start_default_group
 from ..emulate.forked import Forked
@@ -29,26 +26,6 @@ from ..emulate.forked import Forked
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 PR_SET_TIMERSLACK = 29  # prctl
 _fork = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
-
-
-def progress_bar(total: int, unit: str) -> tqdm:
-    """A bar on standard error that forked ranks can update, whose own output is captured; hidden without a terminal."""
-    tqdm.monitor_interval = 0  # its thread would not survive a fork
-    tqdm.set_lock(threading.RLock())  # not shared: a rank that is killed must not hold it
-    terminal = os.fdopen(os.dup(2), "w")
-    return tqdm(total=total, unit=unit, file=terminal, disable=not terminal.isatty(), dynamic_ncols=True, leave=False)
-
-
-def shown_by(bar: tqdm, rank: int) -> Callable:
-    """show(text, done) for a forked rank: rank 0 shows what is under way; `done` units of this run are finished."""
-    start = bar.n
-
-    def show(text: str, done: int | None = None) -> None:
-        if rank == 0:
-            bar.n = bar.n if done is None else start + done
-            bar.set_description(text)
-
-    return show
 
 
 def sleep_until(instant: float) -> None:

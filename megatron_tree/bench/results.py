@@ -8,18 +8,21 @@ import datetime
 import json
 import pathlib
 import platform
-import statistics
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 
 import torch
+from tqdm import tqdm
 
 from ..files import whole_file
-from ..units import format_bytes
 from .ranks import CORES
 
 Plots = dict[str, Callable[[pathlib.Path], None]]
 """By file name, functions that write a PNG to a path."""
+
+
+class WrongResult(RuntimeError):
+    """A result differs from the truth by more than allowed: no speed is printed."""
 
 
 def metadata(command: str, **values) -> dict:
@@ -27,72 +30,51 @@ def metadata(command: str, **values) -> dict:
     return {"command": command, **values, "machine": f"{platform.machine()}, {CORES} cores", "torch": torch.__version__}
 
 
-class WrongResult(RuntimeError):
-    """A result differs from the truth by more than allowed: no speed is printed."""
+def progress_bar(total: int, unit: str) -> tqdm:
+    """A bar on standard error, hidden without a terminal; ranks may be forked while it is shown."""
+    tqdm.monitor_interval = 0  # its thread would not survive a fork
+    return tqdm(total=total, unit=unit, disable=None, leave=False)
 
 
-def write_results(folder: pathlib.Path, rows: list, about: dict, plots: Plots) -> None:
-    """Write results.csv, results.json and the plots into `folder`, each file atomically.
-
-    rows: named tuples of one type. about: metadata for all rows. Raises: ValueError without rows.
-    """
-    if not rows:
-        raise ValueError("nothing was measured: no contender could take any of the cases")
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {"date": datetime.date.today().isoformat(), **about}
-    with whole_file(folder / "results.csv") as path, path.open("w", newline="") as file:
+def write_csv(path: pathlib.Path, rows: list) -> None:
+    """Named tuples of one type, atomically, without the columns that all of them leave None."""
+    columns = [name for name in rows[0]._fields if any(getattr(row, name) is not None for row in rows)]
+    with whole_file(path) as part, part.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(rows[0]._fields)
-        writer.writerows(rows)
-    with whole_file(folder / "results.json") as path:
-        path.write_text(json.dumps({**about, "rows": [r._asdict() for r in rows]}, indent=1))
-    for name, draw in plots.items():
-        with whole_file(folder / name) as path:
-            draw(path)
-    print(f"\nresults.csv, results.json and {', '.join(plots)} are in {folder}")
+        writer.writerow(columns)
+        for row in rows:
+            values = [getattr(row, name) for name in columns]
+            writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])
 
 
 @contextlib.contextmanager
 def results_kept(
     folder: pathlib.Path, about: dict, plots: Callable[[list], Plots], *, keep: type[BaseException] = KeyboardInterrupt
 ) -> Generator[list, None, None]:
-    """A list for the rows, which `write_results` gets when the block ends, or when it raises `keep`."""
+    """A list for the rows, which are written to `folder` when the block ends, or when it raises `keep`.
+
+    about: metadata for all rows. Raises: ValueError without rows.
+    """
     rows: list = []
     try:
         yield rows
     except keep as error:
         if rows:
             print(f"\ninterrupted ({type(error).__name__}): keeping the results so far", file=sys.stderr)
-            write_results(folder, rows, {**about, "ended_by": f"{type(error).__name__}: {error}"}, plots(rows))
+            _write(folder, rows, {**about, "ended_by": f"{type(error).__name__}: {error}"}, plots(rows))
         raise
-    write_results(folder, rows, about, plots(rows))
+    if not rows:
+        raise ValueError("nothing was measured: no contender could take any of the cases")
+    _write(folder, rows, about, plots(rows))
 
 
-def percentiles(values: list[float]) -> dict[int, float]:
-    """{10: ..., 50: median, 90: ...} of some values."""
-    ordered, last = sorted(values), len(values) - 1
-    return {10: ordered[round(last * 0.1)], 50: statistics.median(ordered), 90: ordered[round(last * 0.9)]}
-
-
-Column = tuple[str, int, Callable]
-"""(heading, width, row -> text, number or None)."""
-
-
-def table(names: list[str], rows: list, columns: Sequence[Column]) -> list[str]:
-    """Lines of a table, headings first."""
-    width = max(map(len, names))
-    lines = [" ".join(["  " + " " * width, *(f"{heading:>{w}}" for heading, w, _ in columns)])]
-    for name, row in zip(names, rows):
-        lines.append(" ".join([f"  {name:<{width}}", *(f"{_cell(value(row)):>{w}}" for _, w, value in columns)]))
-    return lines
-
-
-def _cell(value: float | str | None) -> str:
-    if isinstance(value, str):
-        return value
-    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def num_bytes(value: float | None) -> str | None:
-    """Bytes with a unit; None for None."""
-    return None if value is None else format_bytes(value)
+def _write(folder: pathlib.Path, rows: list, about: dict, plots: Plots) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"date": datetime.date.today().isoformat(), **about}
+    write_csv(folder / "results.csv", rows)
+    with whole_file(folder / "results.json") as path:
+        path.write_text(json.dumps({**about, "rows": [r._asdict() for r in rows]}, indent=1))
+    for name, draw in plots.items():
+        with whole_file(folder / name) as path:
+            draw(path)
+    print(f"\nresults.csv, results.json and {', '.join(plots)} are in {folder}")

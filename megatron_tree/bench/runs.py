@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..config import BACKENDS
@@ -103,59 +104,40 @@ class Settings(NamedTuple):
         return Speed(*(x / self.dilate for x in self.speed))
 
 
-def add_arguments(parser, command: str, schedules: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+def add_arguments(parser, command: str, contenders: Iterable[str], lengths: tuple[int, ...]) -> None:
     """Options shared by `bench decode` and `bench train`; `lengths`: of --sweep seq-len."""
-    decode = command == "decode"
+    decode, add = command == "decode", parser.add_argument
     add_machines(parser)
-    parser.add_argument(
-        "--sweep",
-        nargs="+",
-        choices=SWEEPS,
-        default=(),
-        help=f"seq-len: {' '.join(f'{s // 1024}k' for s in lengths)} tokens on NxM and on a flat network of N*M nodes; "
-        "ranks: N*M of them, half as many, ... 2",
-    )
-    parser.add_argument(
-        "--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence"
-    )
-    parser.add_argument("--heads", type=parse_count, default=16)
-    parser.add_argument("--kv-heads", type=_numbers, default="8" if decode else "16,4,2", help="one or several")
-    parser.add_argument("--head-dim", type=parse_count, default=128)
-    parser.add_argument("--batch", type=parse_count, default=1)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--schedules", nargs="+", choices=schedules, default=schedules)
-    parser.add_argument(
-        "--compute",
-        choices=("real", "modelled"),
-        help="modelled: timed steps sleep as long as an accelerator would compute and reuse the checked step's results "
-        "(default with more ranks than cores); real: run the kernels on this machine",
-    )
-    parser.add_argument("--memory-bandwidth", type=float, default=7e9, help="of the modelled accelerator, bytes/s")
-    parser.add_argument("--flops", type=float, default=1e12, help="of the modelled accelerator's kernels")
-    parser.add_argument(
-        "--dilate", type=float, default=1.0, help="run with all times this much longer, and report them divided by it"
-    )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="kernels of the checked and of real steps")
-    parser.add_argument(
-        "--steps", type=parse_count, default=20, help="timed steps of each schedule; at least 3, whatever the budget"
-    )
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds for the timed steps of a schedule")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))
+    add("--sweep", nargs="+", choices=SWEEPS, default=(), help="seq-len: "
+        f"{' '.join(f'{s // 1024}k' for s in lengths)} tokens on NxM and on a flat network of N*M nodes; "
+        "ranks: N*M of them, half as many, ... 2")  # fmt: skip
+    add("--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence")
+    add("--heads", type=parse_count, default=16)
+    add("--kv-heads", type=_numbers, default="8" if decode else "16,4,2", help="one or several")
+    add("--head-dim", type=parse_count, default=128)
+    add("--batch", type=parse_count, default=1)
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--schedules", nargs="+", choices=tuple(contenders), default=tuple(contenders))
+    add("--compute", choices=("real", "modelled"), help="modelled: timed steps sleep as long as an accelerator would "
+        "compute and reuse the checked step's results (default with more ranks than cores); real: run the kernels",
+        )  # fmt: skip
+    add("--memory-bandwidth", type=float, default=7e9, help="of the modelled accelerator, bytes/s")
+    add("--flops", type=float, default=1e12, help="of the modelled accelerator's kernels")
+    add("--dilate", type=float, default=1.0, help="run with all times this much longer, and report them divided by it")
+    add("--backend", choices=BACKENDS, default="auto", help="kernels of the checked and of real steps")
+    add("--steps", type=parse_count, default=20, help="timed steps of each schedule; at least 3, whatever the budget")
+    add("--budget", type=float, default=10.0, help="seconds for the timed steps of a schedule")
+    add("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))
 
 
 def add_machines(parser) -> None:
     """Options for where ranks run; `machines_of` reads them."""
-    where = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True)
-    where.add_argument("--ranks", type=parse_count, metavar="N", help="N processes of this machine, over loopback")
-    where.add_argument(
-        "--emulate", type=parse_nodes_by_ranks, metavar="NxM", help="a cluster of N nodes with M ranks (Linux, root)"
-    )
-    parser.add_argument(
-        "--latency", type=parse_seconds, default="1ms", help="between emulated nodes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rate", type=parse_bits_per_second, default="1gbit", help="per node's port (default: %(default)s)"
-    )
+    add = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True).add_argument
+    add("--ranks", type=parse_count, metavar="N", help="N processes of this machine, over loopback")
+    add("--emulate", type=parse_nodes_by_ranks, metavar="NxM", help="N nodes with M ranks each (Linux, root)")
+    add = parser.add_argument
+    add("--latency", type=parse_seconds, default="1ms", help="between emulated nodes (default: %(default)s)")
+    add("--rate", type=parse_bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -177,17 +159,9 @@ def settings(args: argparse.Namespace) -> Settings:
     if args.sweep and not machines.emulated:
         raise ValueError(f"--sweep {' '.join(args.sweep)} compares networks: it needs --emulate, for instance 4x4")
     return Settings(
-        schedules=tuple(args.schedules),
-        emulated=machines.emulated,
-        compute=compute,
-        speed=Speed(args.memory_bandwidth, args.flops),
-        latency_s=args.latency,
-        rate_bits=args.rate,
-        dilate=args.dilate,
-        steps=args.steps,
-        budget_s=args.budget,
-        backend=args.backend,
-    )
+        tuple(args.schedules), machines.emulated, args.latency, args.rate, compute,
+        Speed(args.memory_bandwidth, args.flops), args.dilate, args.steps, args.budget, args.backend,
+    )  # fmt: skip
 
 
 def machines_of(args) -> Machines:
@@ -214,11 +188,6 @@ def cases(args: argparse.Namespace, lengths: tuple[int, ...]) -> list[Case]:
     return [Case(m, s, args.heads, h_kv, *rest) for m, s in wanted for h_kv in args.kv_heads]
 
 
-def _flat(machines: Machines) -> Machines:
-    """As many ranks, one on each node."""
-    return Machines(machines.ranks, 1)
-
-
 def _smaller(machines: Machines) -> list[Machines]:
     """These machines, halved again and again at the larger factor, down to two ranks: 4x4, 2x4, 2x2, 2x1."""
     n, m = machines.nodes, machines.ranks_per_node
@@ -229,9 +198,12 @@ def _smaller(machines: Machines) -> list[Machines]:
     return found
 
 
+def _both(machines: Machines) -> tuple[Machines, Machines]:
+    """These, and a flat network of as many ranks."""
+    return machines, Machines(machines.ranks, 1)
+
+
 SWEEPS = {
-    "seq-len": lambda machines, lengths, _: [(m, s) for m in (machines, _flat(machines)) for s in lengths],
-    "ranks": lambda machines, _, seq_lens: [
-        (m, s) for top in (machines, _flat(machines)) for m in _smaller(top) for s in seq_lens
-    ],
+    "seq-len": lambda machines, lengths, _: [(m, s) for m in _both(machines) for s in lengths],
+    "ranks": lambda machines, _, lengths: [(m, s) for top in _both(machines) for m in _smaller(top) for s in lengths],
 }

@@ -1,4 +1,4 @@
-"""One command of `bench decode` or `bench train`: all its cases on real ranks, checked, timed, printed and written."""
+"""Cases on real ranks: machines are calibrated and started, contenders checked, timed, printed and written."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import itertools
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
 
 from ..calibrate import calibrate
-from ..emulate import network_bytes
 from ..plan import Topology, save_topology
 from .accelerator import Accelerator, Speed
-from .measure import first_step, measure
-from .measurements import Measurement, Outcome, measurement, measurements, plots, table_of
-from .ranks import Meeting, join, progress_bar, shown_by
-from .results import WrongResult, metadata, results_kept
+from .measure import Measured, first_step, measure
+from .measurements import Measurement, measurements, plots, table_of, with_ratios
+from .ranks import Meeting, join
+from .results import WrongResult, metadata, progress_bar, results_kept
 from .runs import Case, Machines, Settings, cases, settings
 
 ALLOWED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -28,44 +26,46 @@ CALIBRATION_S = 300.0
 SETUP_S = 60.0  # for ranks to start and make their inputs
 
 
-def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
-    """Run all cases of a command line with `bench`, a class like `decode.DecodeBench`, and write the results.
+def run_cases(
+    args,
+    command: str,
+    how: Settings,
+    cases: list,
+    run_case: Callable,
+    time_limit: Callable,
+    checked: str,
+    title: str,
+    **about: str,
+) -> None:
+    """Run all cases of a command on their machines, print their tables and write the results.
 
-    Raises: ValueError for contradictory options. WrongResult, Unavailable, RuntimeError.
+    run_case(case, ranks, topology, path) -> rows; `ranks` is where to `run` functions, `path` the topology's file.
+    time_limit(case): in seconds. checked: how its results are verified, with {worst}, the largest error.
     """
-    how, todo = settings(args), cases(args, lengths)
-    about = describe_run(command, how, compute=how.compute_text)
-    title = f"{command}, {how.network_text}, compute {how.compute}"
-    with (
-        results_kept(args.out, about, lambda rows: plots(rows, title)) as rows,
-        progress_bar(len(todo) * len(how.schedules), "schedule") as bar,
-    ):
-        for machines, group in itertools.groupby(todo, key=lambda case: case.machines):
-            group = list(group)
-            lifetime_s = 60.0 + sum(time_limit(case, how) for case in group)
-            with started(machines, how, lifetime_s, bar) as (ranks, topology, path):
-                for case in group:
-                    found = run_case(case, how, bench, ranks, topology, path, bar)
-                    rows += found
-                    bar.update(len(how.schedules))
-                    bar.clear()
-                    print(table_of(case, found), flush=True)
-
-
-def describe_run(command: str, how: Settings, **more: str) -> dict[str, str]:
-    """Metadata of a run for its files; also prints it."""
-    about = metadata(command, network=how.network_text, **more)
+    about = metadata(command, network=how.network_text, **about)
     print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
-    return about
+    with (
+        results_kept(args.out, about, lambda rows: plots(rows, f"{command}, {title}, {how.network_text}")) as rows,
+        progress_bar(len(cases), "case") as bar,
+    ):
+        for machines, group in itertools.groupby(cases, key=lambda case: case.machines):
+            group = list(group)
+            lifetime_s = 60.0 + sum(map(time_limit, group))
+            with _started(machines, how, lifetime_s) as (ranks, topology, path):
+                for case in group:
+                    bar.set_description(case.label)
+                    found = with_ratios(run_case(case, ranks, topology, path))
+                    rows += found
+                    bar.update()
+                    bar.clear()
+                    worst = max(r.error for r in found if r.error is not None)
+                    print(table_of(case.label, checked.format(worst=f"{worst:.2g}"), found), flush=True)
 
 
 @contextlib.contextmanager
-def started(machines: Machines, how: Settings, lifetime_s: float, bar: tqdm) -> Iterator[tuple]:
+def _started(machines: Machines, how: Settings, lifetime_s: float) -> Iterator[tuple]:
     """Calibrate and start machines: (ranks, their topology, the path of its YAML file)."""
-    bar.set_description(f"{machines.label}: calibrating")
     topology = calibrated(machines, how)
-    bar.set_description(machines.label, refresh=False)
-    bar.clear()
     links = (f"{x.name} {x.latency_s * 1e6:.0f} us, {x.port_bandwidth / 1e6:.4g} MB/s" for x in topology.levels)
     overhead = f"{topology.overhead_s * 1e6:.0f} us for one more message"
     print(f"\ncalibrated {topology.name}: {'; '.join(links)}; {overhead}; transport {topology.transport}", flush=True)
@@ -73,12 +73,6 @@ def started(machines: Machines, how: Settings, lifetime_s: float, bar: tqdm) -> 
         path = str(pathlib.Path(folder) / "topology.yaml")
         save_topology(topology, path)
         yield ranks, topology, path
-
-
-def time_limit(case: Case, how: Settings) -> float:
-    """Time limit of a case in seconds: several times what it should take."""
-    slow = case.kv_bytes * case.machines.ranks * 8 / (how.rate_bits / how.dilate) * 3  # a ring's forward and backward
-    return SETUP_S + 600.0 + len(how.schedules) * (how.budget_s * 3 + 10 * slow)
 
 
 def calibrated(machines: Machines, how: Settings) -> Topology:
@@ -106,65 +100,89 @@ def calibrate_on_rank(how: Settings, name: str) -> Topology:
     return calibrate(torch.device("cpu"), name=name, **speed._asdict()).topology
 
 
-def run_case(case: Case, how: Settings, bench, ranks, topology: Topology, path: str, bar: tqdm) -> list[Measurement]:
-    """All schedules of one case. Raises `WrongResult` if the result of one of them was wrong."""
-    meeting = Meeting(case.machines.ranks)
-    shared = bench.shared(case)
-    by_rank = ranks.run(on_rank, case, how, bench, path, meeting, shared, bar, timeout_s=time_limit(case, how))
+def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
+    """`bench decode` or `bench train`: all cases of a command line with `bench`, a class like `decode.DecodeBench`.
+
+    Raises: ValueError for contradictory options. WrongResult, Unavailable, RuntimeError.
+    """
+    how = settings(args)
+    checked = "every schedule's result was checked on all ranks: worst error {worst} of what is allowed"
+
+    def run_case(case: Case, *machines) -> list[Measurement]:
+        return _attention_case(case, how, bench, *machines)
+
+    def time_limit(case: Case) -> float:
+        return _time_limit(case, how)
+
+    todo, title = cases(args, lengths), f"compute {how.compute}"
+    run_cases(args, command, how, todo, run_case, time_limit, checked, title, compute=how.compute_text)
+
+
+def _time_limit(case: Case, how: Settings) -> float:
+    """Several times what a case should take."""
+    slow = case.kv_bytes * case.machines.ranks * 8 / (how.rate_bits / how.dilate) * 3  # a ring's forward and backward
+    return SETUP_S + 600.0 + len(how.schedules) * (how.budget_s * 3 + 10 * slow)
+
+
+def _attention_case(case: Case, how: Settings, bench, ranks, topology: Topology, path: str) -> list[Measurement]:
+    """All contenders of one case. Raises `WrongResult` if the result of one of them was wrong."""
+    meeting, shared = Meeting(case.machines.ranks), bench.shared(case)
+    by_rank = ranks.run(_on_rank, case, how, bench, path, meeting, shared, timeout_s=_time_limit(case, how))
     local_s = by_rank[0][0]
-    outcomes = [outcomes for _, outcomes in by_rank]
-    last = outcomes[0][-1]
-    if last.measured is None:
-        raise WrongResult(
-            f"{last.schedule} is wrong on {case.label}: {last.error:.3g} times the error that is allowed"
-            + (" (ranks differ in their results)" if last.error == float("inf") else "")
-        )
-    if changed := [o.schedule for o in itertools.chain(*outcomes) if not o.measured.same]:
-        raise WrongResult(f"{changed[0]} on {case.label}: a timed step gave another result than the checked one")
     hosts = [r // case.machines.ranks_per_node for r in range(case.machines.ranks)]
-    rows = []
-    for of_ranks in zip(*outcomes):
-        predicted = bench.predict(case, topology, hosts, of_ranks[0].schedule)
-        rows += measurements(case, how, of_ranks, predicted, bench.held_bytes(case))
+    given = {**case._asdict(), "machines": case.machines.label, "ranks": case.machines.ranks}
+    base, rows = Measurement(**given, compute=how.compute, dilate=how.dilate), []
+    for name, of_ranks in zip(how.schedules, zip(*(found for _, found in by_rank))):
+        error, measured = of_ranks[0][0], [measured for _, measured in of_ranks]
+        if measured[0] is None:
+            differ = " (ranks differ in their results)" * (error == float("inf"))
+            raise WrongResult(f"{name} is wrong on {case.label}: {error:.3g} times the error that is allowed{differ}")
+        if not all(rank.same for rank in measured):
+            raise WrongResult(f"{name} on {case.label}: a timed step gave another result than the checked one")
+        predicted = bench.predict(case, topology, hosts, name)
+        found = measurements(
+            base._replace(schedule=name),
+            measured,
+            predicted,
+            ranks_per_node=case.machines.ranks_per_node,
+            dilate=how.dilate,
+        )
+        rows += [*found[:-1], found[-1]._replace(held_bytes=bench.held_bytes(case), error=error)]
     for name, limit_s in bench.limits(case, how, local_s / how.dilate).items():
-        rows.append(measurement(case, how, schedule=name, part="limit", ms=limit_s * 1e3))
+        rows.append(base._replace(schedule=name, part="limit", ms=limit_s * 1e3))
     return rows
 
 
-def on_rank(case, how: Settings, bench, topology_path, meeting, shared, bar) -> tuple[float, list[Outcome]]:
-    """One rank's part of a case: (seconds of local compute alone, outcomes up to the first wrong one)."""
+def _on_rank(
+    case, how: Settings, bench, topology_path, meeting, shared
+) -> tuple[float, list[tuple[float, Measured | None]]]:
+    """One rank's part of a case: (seconds of local compute alone, (error, measurements) up to the first wrong one)."""
     group = join(timeout_s=600.0)
     rank = torch.distributed.get_rank(group)
-    show = shown_by(bar, rank)
     accelerator = Accelerator(how.emulated_speed) if how.compute == "modelled" else None
-    show(f"{case.label}, inputs and oracle")
     inputs = bench(case, how, topology_path, group, meeting, shared)
-    local_s = inputs.local_seconds()
-    outcomes = []
-    for number, schedule in enumerate(how.schedules):
+    local_s, found = inputs.local_seconds(), []
+    for schedule in how.schedules:
 
         def step(laps, schedule=schedule):
             return inputs.step(schedule, laps)
 
-        show(f"{case.label}, {schedule}: checking", number)
         results = first_step(step, accelerator)
         error = inputs.error(results)
-        measured = None
-        if error <= 1:
-            measured = measure(
-                step,
-                results,
-                rank=rank,
-                meeting=meeting,
-                accelerator=accelerator,
-                counters=network_bytes if case.machines.emulated else None,
-                steps=how.steps,
-                budget_s=how.budget_s,
-                latency_s=how.latency_s * how.dilate,
-                progress=lambda n, schedule=schedule: show(f"{case.label}, {schedule}: step {n + 1}"),
-            )
-        outcomes.append(Outcome(schedule, error, measured))
-        if measured is None:
+        if not error <= 1:
+            found.append((error, None))
             break
+        measured = measure(
+            step,
+            results,
+            rank=rank,
+            meeting=meeting,
+            accelerator=accelerator,
+            emulated=case.machines.emulated,
+            steps=how.steps,
+            budget_s=how.budget_s,
+            latency_s=how.latency_s * how.dilate,
+        )
+        found.append((error, measured))
     meeting.meet(rank)
-    return local_s, outcomes
+    return local_s, found

@@ -7,7 +7,6 @@ and 10M tokens. Times, bytes and memory are those of the plans that `tree_attn_f
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import NamedTuple
 from ..files import whole_file
 from ..plan import Shape, Topology, known_topologies, load_topology, place, plan_decode, plan_training
 from . import paper
-from .simulate_figures import draw_latency, draw_memory, draw_scale
+from .figures import COLOURS, Curve, Panel, draw, grouped
+from .results import write_csv
 
 EXAMPLES = """\
 examples:
@@ -43,26 +43,20 @@ class Point(NamedTuple):
     schedule: str
     chosen: str
     """The plan: the grids, or the reduction."""
-    time_s: float | str = ""
-    sent_bytes: float | str = ""
-    sent_outer_bytes: float | str = ""
-    memory_bytes: float | str = ""
-    published: float | str = ""
+    time_s: float | None = None
+    sent_bytes: float | None = None
+    sent_outer_bytes: float | None = None
+    memory_bytes: float | None = None
+    published: float | None = None
     """Seconds (tables) or bytes (memory, volume) from the paper's tables and formulas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench simulate`."""
-    names = ", ".join(known_topologies())
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots"
-    )
-    parser.add_argument(
-        "--topology",
-        default="dgx_h100",
-        help=f"of the part beyond the paper (default dgx_h100): {names}, or a .yaml file",
-    )
-    parser.add_argument("--max-ranks", type=int, default=4096, help="of the part beyond the paper (default 4096)")
+    add, names = parser.add_argument, ", ".join(known_topologies())
+    add("--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots")
+    add("--topology", default="dgx_h100", help=f"beyond the paper (default dgx_h100): {names}, or a .yaml file")
+    add("--max-ranks", type=int, default=4096, help="of the part beyond the paper (default 4096)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -72,13 +66,27 @@ def run(args: argparse.Namespace) -> None:
     topology = load_topology(args.topology)
     rows = [*latency(), *memory(), *volume(), *tables(), *scale(topology, args.max_ranks)]
     args.out.mkdir(parents=True, exist_ok=True)
-    with whole_file(args.out / "simulate.csv") as path, path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Point._fields)
-        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
-    for name, draw in (("latency", draw_latency), ("memory", draw_memory), ("scale", draw_scale)):
+    write_csv(args.out / "simulate.csv", rows)
+    parts = grouped(rows, lambda row: row.part)
+    for name, panels, title in (
+        (
+            "latency",
+            _latency_panels(parts["latency"]),
+            "one decode step, 16 heads of 128, DGX H100 nodes (paper: figure 3)",
+        ),
+        (
+            "memory",
+            _memory_panels(parts["memory"]),
+            "shard and buffers of a decode step, two RTX 4090 (paper: figure 4)",
+        ),
+        (
+            "scale",
+            _scale_panels(parts["decode"], parts["training"]),
+            f"{LONG >> 20}M tokens on {topology.name}, head_dim 128, bf16",
+        ),
+    ):
         with whole_file(args.out / f"simulate-{name}.png") as path:
-            draw(path, rows)
+            draw(path, [panels], f"Simulated: {title}")
     _print(rows)
     print(f"\nsimulate.csv and simulate-*.png are in {args.out}")
 
@@ -128,7 +136,7 @@ def memory() -> Iterator[Point]:
             }
             for schedule in ("ring", "allreduce", "auto"):
                 row = _decode_point("memory", topology, 2, shape, seq_len, f"hidden {hidden}", schedule)
-                published = words[schedule] * paper.BYTES_PER_WORD if schedule in words else ""
+                published = words[schedule] * paper.BYTES_PER_WORD if schedule in words else None
                 yield row._replace(published=published)
 
 
@@ -143,7 +151,7 @@ def volume() -> Iterator[Point]:
         }
         for schedule in ("ring", "allreduce", "auto"):
             row = _decode_point("volume", topology, ranks, shape, seq_len, "16 heads", schedule)
-            yield row._replace(published=words[schedule] * paper.BYTES_PER_WORD if schedule in words else "")
+            yield row._replace(published=words[schedule] * paper.BYTES_PER_WORD if schedule in words else None)
 
 
 def tables() -> Iterator[Point]:
@@ -162,7 +170,7 @@ def tables() -> Iterator[Point]:
         for name, shape, prompt, step, published in (
             ("tree", repeated, "ring", "allreduce", line.tree[0]),
             ("ring", repeated, "ring", "ring", line.ring[0]),
-            ("auto", repeated._replace(num_heads_kv=model.num_heads_kv), "auto", "auto", ""),
+            ("auto", repeated._replace(num_heads_kv=model.num_heads_kv), "auto", "auto", None),
         ):
             prefill = _training(topology, line.ranks, shape, line.seq_len, prompt, causal=name == "auto").forward
             plan, _ = _decode(topology, line.ranks, shape, line.seq_len, step)
@@ -205,6 +213,73 @@ def scale(topology: Topology, max_ranks: int) -> Iterator[Point]:
                 peak = max(c.peak_bytes for c in both)
                 yield Point("training", topology.name, ranks, LONG, case, schedule, how, time_s, sent, outer, peak)
         ranks *= 2
+
+
+LABELS = {"allreduce": "the paper's all-reduces", "auto": "the planner's choice"}
+
+
+def _curve(rows: list[Point], x, y, name: str = "", **style) -> Curve:
+    """One schedule's curve, in its colour; x, y: row -> number."""
+    schedule = rows[0].schedule
+    style = {"color": COLOURS[schedule.replace(" ", "_").replace("KV", "kv")], "marker": ".", **style}
+    return Curve(name or schedule, [x(r) for r in rows], [y(r) for r in rows], style=style)
+
+
+def _latency_panels(rows: list[Point]) -> list[Panel]:
+    """Figure 3: relative to the ring at the shortest sequence, and in milliseconds at the longest."""
+    base = {r.ranks: r.time_s for r in rows if r.schedule == "ring" and r.seq_len == paper.SEQ_LENS[0]}
+    lines = grouped(rows, lambda r: (r.schedule, r.ranks))
+    left = [
+        _curve(
+            of, lambda r: r.seq_len / 1e6, lambda r: r.time_s / base[r.ranks], f"{s}, {p} GPUs", linewidth=p**0.5 / 5
+        )
+        for (s, p), of in lines.items()
+    ]
+    longest = grouped((r for r in rows if r.seq_len == paper.SEQ_LENS[-1]), lambda r: r.schedule)
+    right = [_curve(of, lambda r: r.ranks, lambda r: r.time_s * 1e3, LABELS.get(s, s)) for s, of in longest.items()]
+    return [
+        Panel("tokens, millions", f"time relative to the ring at {paper.SEQ_LENS[0] // 1000}k tokens", left),
+        Panel("GPUs", f"ms per decode step at {paper.SEQ_LENS[-1] / 1e6:g}M tokens", right),
+    ]
+
+
+def _memory_panels(rows: list[Point]) -> list[Panel]:
+    """Figure 4: what a rank holds, and the paper's formulas."""
+    panels, hollow = [], dict(linestyle="none", marker="o", mfc="none", markersize=9)
+    for case, mine in grouped(rows, lambda r: r.case).items():
+        curves = []
+        for name, of in grouped(mine, lambda r: r.schedule).items():
+            curves.append(_curve(of, lambda r: r.seq_len / 1e3, lambda r: r.memory_bytes / 1e6, LABELS.get(name, name)))
+            if of[0].published:
+                formula = f"the paper's formula, {'ring' if name == 'ring' else 'tree'}"
+                curves.append(_curve(of, lambda r: r.seq_len / 1e3, lambda r: r.published / 1e6, formula, **hollow))
+        panels.append(Panel("tokens, thousands", f"MB on a GPU, {case}", curves, yscale="linear"))
+    return panels
+
+
+def _scale_panels(decode: list[Point], training: list[Point]) -> list[Panel]:
+    """Decode and training at 10M tokens on ever more ranks."""
+    ring = {(r.case, r.ranks): r.sent_bytes for r in training if r.schedule == "ring"}
+    steps = grouped(decode, lambda r: r.schedule).values()
+    times = grouped((r for r in training if r.case == "MHA"), lambda r: r.schedule).values()
+    sent = grouped((r for r in training if r.schedule == "auto"), lambda r: r.case).items()
+    ratios = [
+        _curve(of, lambda r: r.ranks, lambda r: r.sent_bytes / ring[r.case, r.ranks], f"auto, {case}", color=None)
+        for case, of in sent
+    ]
+    return [
+        Panel("ranks", "ms per decode step, GQA 4:1", [_curve(of, _ranks, lambda r: r.time_s * 1e3) for of in steps]),
+        Panel(
+            "ranks",
+            "s of one attention, forward and backward",
+            [_curve(of, _ranks, lambda r: r.time_s) for of in times],
+        ),
+        Panel("ranks", "bytes of the planner's grid / the ring's", ratios, yscale="linear"),
+    ]
+
+
+def _ranks(row: Point) -> int:
+    return row.ranks
 
 
 def _print(rows: list[Point]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,7 +24,23 @@ from .measurements import Predicted
 from .ranks import shared_tensor
 from .runs import Case, Settings
 
-SCHEDULES = ("ring", "kv_gather", "pure_tree", "auto")
+PINS = {
+    "ring": lambda world: dict(schedule="ring"),
+    "kv_gather": lambda world: dict(grid=(1, world)),
+    "pure_tree": lambda world: dict(grid=(world, 1)),
+    "auto": lambda world: {},
+}
+"""Our schedules, by name: options of `TreeConfig` and of the planner for so many ranks."""
+Contender = Callable[["TrainBench", Tensor, Tensor, Tensor], Tensor]
+CONTENDERS: dict[str, Contender] = {
+    name: lambda bench, q, k, v, pins=pins: tree_attn_func(
+        q, k, v, cp_group=bench.group, config=TreeConfig(**bench.options, **pins(comm.group_size(bench.group)))
+    )
+    for name, pins in PINS.items()
+}
+"""By name: from a rank's shares of q, k and v [b, s, h, d], sharded as by `layout.shard_positions`, to out; autograd
+differentiates it. The place for rivals; they run with real compute, as only our kernels are modelled, and have no
+prediction."""
 SWEEP_LENGTHS = tuple(1024 * n for n in (2, 4, 8))
 GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
 EXAMPLES = """\
@@ -36,7 +53,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench train`."""
-    runs.add_arguments(parser, "train", SCHEDULES, SWEEP_LENGTHS)
+    runs.add_arguments(parser, "train", CONTENDERS, SWEEP_LENGTHS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -102,10 +119,9 @@ class TrainBench:
         self.segments = dict(q_segments=own, k_segments=own)
         self.allowed = session.ALLOWED[dtype]
 
-    def step(self, schedule: str, laps: Laps) -> tuple[Tensor, ...]:
+    def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        config = TreeConfig(**self.options, **pins(schedule, comm.group_size(self.group)))
-        out = tree_attn_func(*leaves, cp_group=self.group, config=config)
+        out = CONTENDERS[contender](self, *leaves)
         laps("forward")
         grads = torch.autograd.grad(out, leaves, self.dout)
         laps("backward")
@@ -141,8 +157,10 @@ class TrainBench:
         return case.kv_bytes * (1 + case.num_heads // case.num_heads_kv)
 
     @staticmethod
-    def predict(case: Case, topology: Topology, hosts, schedule: str) -> dict[str, Predicted]:
-        """The planner's prediction for a schedule, by pass."""
+    def predict(case: Case, topology: Topology, hosts, contender: str) -> dict[str, Predicted]:
+        """The planner's prediction for a contender, by pass; empty for rivals."""
+        if contender not in PINS:
+            return {}
         plan = plan_training(
             case.machines.ranks,
             Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim),
@@ -151,7 +169,7 @@ class TrainBench:
             bytes_per_word=DTYPES[case.dtype].itemsize,
             topology=topology,
             placement=place(topology, hosts),
-            **pins(schedule, case.machines.ranks),
+            **PINS[contender](case.machines.ranks),
         )
         return {name: Predicted(str(p), p.cost) for name, p in (("forward", plan.forward), ("backward", plan.backward))}
 
@@ -167,13 +185,3 @@ class TrainBench:
             backward_s += (p - 1) * max(backward_s, 2 * shift_s - settings.latency_s) + shift_s
             found["ring at line rate"] = forward_s + backward_s
         return found
-
-
-def pins(schedule: str, world: int) -> dict:
-    """A schedule's name as options of `TreeConfig` and of the planner."""
-    return {
-        "ring": dict(schedule="ring"),
-        "kv_gather": dict(grid=(1, world)),
-        "pure_tree": dict(grid=(world, 1)),
-        "auto": {},
-    }[schedule]

@@ -18,8 +18,8 @@ from megatron_tree.emulate.ranks import Rank, Ranks
 KINDS = ("kill", "damage", "stop", "pause")  # in turn; damage: kill a rank, then damage the newest of the files
 LOOK_S, SAMPLE_S = 0.25, 2.0
 WARM_S = 20.0  # of work, before the counts of a process are taken
-SLACK_S = 2.0  # beyond the time limit, for survivors to end
-RECORDING_S = 8.0  # beyond that, to record how late they are
+SLACK_S = 5.0  # beyond the time limit, for survivors to end
+RECORDING_S = 5.0  # beyond that, to record how late they are
 QUIET_S = 120.0  # without a result the ranks count as stuck
 MOST_FAILURES = 3  # in a row that the soak did not cause
 KEPT_LINES, KEPT_TEXT = 400, 1500

@@ -6,12 +6,11 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 
 from megatron_tree.integrations.transformers import models
 from megatron_tree.training.checkpoint_files import MANIFEST
-from transformers import PreTrainedTokenizerFast
+
+from ..support.byte_tokens import byte_tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch"
 SAVE_INTERVAL = 20
@@ -152,18 +151,14 @@ class Generation:
 
 
 def _write_model(folder: Path, *, positions: int) -> None:
-    """A tiny Llama with random weights and one token for each byte, as a model folder.
+    """A tiny Llama with random weights and a byte tokenizer, as a model folder.
 
     The output layer is scaled up, so the likeliest token wins by a clear margin and rounding changes no answer.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(["<end>", *alphabet])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
-    model = models.random_llama(**shape, positions=positions, vocab_size=1 + len(alphabet))
+    shape, tokenizer = dict(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=64), byte_tokenizer()
+    model = models.random_llama(**shape, positions=positions, vocab_size=len(tokenizer))
     with torch.no_grad():
         model.lm_head.weight.mul_(10.0)
     models.hide_progress_bars()
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

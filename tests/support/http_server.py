@@ -11,11 +11,11 @@ import torch
 
 import transformers
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.integrations.transformers import models
 from megatron_tree.serving.http.app import Service
 from megatron_tree.serving.http.frontend import Frontend
 from megatron_tree.serving.http.prompts import Prompts
 from megatron_tree.serving.http.run import bind, serve
+from support import byte_tokens
 from support.hf_models import SHAPE
 from support.plain_runner import PlainRunner
 
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 def byte_tokenizer(chat_template=TEMPLATE):
     """One token for each byte, and an end token; needs no files."""
-    tokenizer = models.byte_tokenizer(end=END)
+    tokenizer = byte_tokens.byte_tokenizer(end=END)
     tokenizer.chat_template = chat_template
     return tokenizer
 

@@ -18,11 +18,10 @@ def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         bench_kernels, "CPU_CASES", [bench_kernels.Case(k, 1, 128, 2, 1, 16) for k in ("fwd", "bwd", "decode")]
     )
-    monkeypatch.setattr(bench_kernels, "CHECKED", [bench_kernels.Case("fwd", 1, 96, 2, 1, 16)])
     monkeypatch.setattr(bench_kernels, "clock", lambda call, device: call() is None or 1e-3)
     assert bench.main(["kernels", "--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.index("error / dense error") < printed.index("TFLOP/s")
+    assert printed.index("compared with float64") < printed.index("TFLOP/s")
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert {r["kind"] for r in rows} == {"fwd", "bwd", "decode"}
     assert {r["name"] for r in rows} >= {"ours, aten", "torch flash", "device copy", "matrix product"}
@@ -31,31 +30,22 @@ def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_no_speed_for_a_wrong_result(tmp_path, monkeypatch, capsys):
-    right = kernels.attn_fwd
-    monkeypatch.setattr(kernels, "attn_fwd", lambda *a, **k: (right(*a, **k)[0] * 1.001, right(*a, **k)[1]))
-    assert bench.main(["kernels", "--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert "is wrong" in said.err and "FLOP/s" not in said.out and not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("kind", "which"), [("fwd", 0), ("bwd", 0), ("bwd", 1), ("bwd", 2)])
 def test_late_rows_that_were_forgotten_are_noticed(kind, which):
     """They are small beside the first rows of a causal mask: the worst row counts, of the last KV head as well."""
-    case = bench_kernels.Case(kind, 1, 4096, 4, 2, 32)
+    case = bench_kernels.Case(kind, 1, 1024, 4, 2, 32)
     given = bench_kernels.inputs(case, torch.device("cpu"), torch.bfloat16)
     truth = bench_kernels.truth_of(case, given)
     calls = bench_kernels.contenders(case, ["reference"], given)
     result = [x.clone() for x in calls["ours, reference"]()]
     bench_kernels.verify(case, "ours", tuple(result), truth, torch.bfloat16)
-    result[which][:, 4000:, -1] = 0
+    result[which][:, 1000:, -1] = 0
     with pytest.raises(WrongResult, match="off by"):
         bench_kernels.verify(case, "ours", tuple(result), truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("fwd", ""), ("bwd", ""), ("decode", ""), ("decode", "paged int8")])
 def test_no_speed_for_a_result_that_is_wrong_at_the_size_timed(tmp_path, monkeypatch, capsys, kind, cache):
-    monkeypatch.setattr(bench_kernels, "CHECKED", [])
     monkeypatch.setattr(bench_kernels, "CPU_CASES", [bench_kernels.Case(kind, 2, 320, 4, 2, 32, cache)])
     monkeypatch.setattr(bench_kernels, "clock", lambda call, device: 1e-3)
     options = ["kernels", "--device", "cpu", "--dtype", "fp32"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,19 +41,14 @@ def made_up(config, num_tokens: int, layer: int):
         yield k, v.add_(torch.randn(1, h_kv, 1, d, generator=generator))
 
 
-def made_up_row(cache: TreeCache, config, num_tokens: int, progress: Callable[[int, int], None] | None = None) -> int:
+def made_up_row(cache: TreeCache, config, num_tokens: int) -> int:
     """A new row of a sharded cache with made-up content, this rank's share of it; returns its id."""
     row = cache.store.book.add()
     layers = [made_up(config, num_tokens, layer) for layer in range(cache_shape(config)[0])]
-    done = 0
     for chunk in zip(*layers, strict=True):
-        n = chunk[0][0].shape[2]
-        with cache.forward_pass([row], n):
+        with cache.forward_pass([row], chunk[0][0].shape[2]):
             for layer, (k, v) in enumerate(chunk):
                 cache.update(k, v, layer)
-        done += n
-        if progress is not None:
-            progress(done, num_tokens)
     return row
 
 
@@ -68,14 +62,12 @@ def made_up_plain(config, num_tokens: int) -> DynamicCache:
 
 
 @torch.no_grad()
-def plain_prefill(model, tokens: Tensor, chunk_size: int, progress=None) -> DynamicCache:
+def plain_prefill(model, tokens: Tensor, chunk_size: int) -> DynamicCache:
     """Transformers' own cache of a prompt int64 [n], which is run in chunks."""
     cache = DynamicCache(config=model.config)
     for begin in range(0, len(tokens), chunk_size):
         chunk = tokens[None, begin : begin + chunk_size]
         model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if progress is not None:
-            progress(begin + chunk.shape[1], len(tokens))
     return cache
 
 

@@ -1,0 +1,15 @@
+"""A tokenizer that needs no files."""
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from transformers import PreTrainedTokenizerFast
+
+
+def byte_tokenizer(*, end: str = "<end>") -> PreTrainedTokenizerFast:
+    """One token for each byte and an end token, 257 in all."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate([end, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
