@@ -1,5 +1,8 @@
-"""launch/generate.py as users run it: by the deepspeed launcher, in real processes, to the end or to a failure."""
+"""launch/generate.py: once as users run it, by the deepspeed launcher; its other paths on ranks of this process."""
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import socket
@@ -13,8 +16,10 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
 import transformers
+from megatron_tree import launching
 from megatron_tree.serving.arguments import build_parser, check_arguments
 from support.hf_models import CONFIGS
+from support.ranks import run_distributed
 
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "launch" / "generate.py"
@@ -43,7 +48,7 @@ def _about(folder):
     return "--model", folder, "--prompt-file", folder / "text", "--question", "who runs?"
 
 
-def _launch(ranks, *arguments, script=SCRIPT, seconds=200):
+def _launch(ranks, *arguments, seconds=200):
     """Run the launcher; returns (exit code, output). No process of it may be left afterwards."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -56,7 +61,7 @@ def _launch(ranks, *arguments, script=SCRIPT, seconds=200):
         "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "LAUNCH_TEST_MARK": mark,
     }
-    command = [LAUNCHER, "--num_gpus", ranks, "--master_port", port, "--no_local_rank", script, *arguments]
+    command = [LAUNCHER, "--num_gpus", ranks, "--master_port", port, "--no_local_rank", SCRIPT, *arguments]
     done = subprocess.run(
         [str(part) for part in command], env=env, cwd=REPO, capture_output=True, text=True, timeout=seconds, check=False
     )
@@ -93,77 +98,103 @@ def test_generates_checks_and_reports(folder, tmp_path):
         assert text in output
 
 
-def test_a_file_of_prompts_with_sampling(folder, tmp_path):
+def _runs(rank, world, batch, long, check):
+    """What a batch, the same again, a prompt that is too long, and a check of a wrong cache print and raise."""
+    from megatron_tree.cache import LayerPages
+    from megatron_tree.serving.generate import run
+
+    def outcome(argv):
+        args = build_parser().parse_args([str(part) for part in argv])
+        check_arguments(args, world)
+        error = None
+        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+            try:
+                run(args)
+            except (ValueError, RuntimeError) as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        return output.getvalue(), error
+
+    found = [outcome(argv) for argv in (batch, batch, long)]
+    write = LayerPages.write
+    LayerPages.write = lambda self, slots, k, v: write(self, slots, 3 * k, -3 * v)
+    return [*found, outcome(check)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, tmp_path_factory):
+    """`_runs` on two ranks, and where the batch's answers are."""
+    place = tmp_path_factory.mktemp("batch")
     lines = [{"prompt": "the quick"}, {"prompt": "the dog", "temperature": 0.0}, {"id": "x", "prompt": "a wood"}]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ("--model", folder, "--prompts", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
-    options += ("--temperature", 1.0, "--top-k", 20, "--seed", 5, "--max-new-tokens", 5, "--max-rows", 2)
-    options += ("--prefill-chunk", 4, "--cache-block-size", 2, "--resume")
-    options += ("--schedule", "allreduce")
-    code, output = _launch(2, *options)
-    assert code == 0, output
-    assert "3 answered in" in output and "0 were there, 0 failed" in output
-    job, *answers = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    (place / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    batch = ["--model", folder, "--prompts", place / "in.jsonl", "--output", place / "out.jsonl", "--resume"]
+    batch += ["--temperature", 1.0, "--top-k", 20, "--seed", 5, "--max-new-tokens", 5, "--max-rows", 2]
+    batch += ["--prefill-chunk", 4, "--cache-block-size", 2, "--schedule", "allreduce"]
+    (place / "long").write_text(TEXT * 9)
+    long = ["--model", folder, "--prompt-file", place / "long"]
+    check = [*_about(folder), "--max-new-tokens", 12, "--ignore-eos", "--check"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    return run_distributed(_runs, 2, batch, long, check, env=env, fresh=True, timeout=200), place / "out.jsonl"
+
+
+def test_a_file_of_prompts_with_sampling_and_the_same_again(outcomes):
+    (first, again, *_), (other, *_) = outcomes[0]
+    assert first[1] is other[1] is again[1] is None
+    assert "3 answered in" in first[0] and "0 were there, 0 failed" in first[0] and other[0] == ""
+    assert "0 answered in" in again[0] and "3 were there" in again[0]
+    job, *answers = map(json.loads, outcomes[1].read_text().splitlines())
     assert job["job"]["about"]["sp_size"] == 2 and job["job"]["sampling"]["seed"] == 5
     assert sorted(str(answer["id"]) for answer in answers) == ["0", "1", "x"]
     assert all(answer["answers"][0]["finish_reason"] in ("length", "stop") for answer in answers)
-    code, output = _launch(2, *options)
-    assert code == 0 and "0 answered in" in output and "3 were there" in output
 
 
-def test_a_wrong_answer_fails_the_check(folder, tmp_path):
-    script = tmp_path / "wrong.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import generate\n"
-        "from megatron_tree.cache import LayerPages\n"
-        "write = LayerPages.write\n"
-        "LayerPages.write = lambda self, slots, k, v: write(self, slots, 3 * k, -3 * v)\n"
-        "sys.exit(generate.main(sys.argv[1:]))\n"
-    )
-    code, output = _launch(2, *_about(folder), "--max-new-tokens", 12, "--ignore-eos", "--check", script=script)
-    assert code == 1, output
-    assert "of the answer differs from the plain model's" in output
-    assert "sharded: [" in output
-    assert "plain: [" in output
+def test_a_prompt_that_is_too_long_fails_before_the_model_is_loaded(outcomes):
+    for _, _, (said, error), _ in outcomes[0]:
+        assert "prompt tokens and max_new_tokens=32 exceed the model's 256 positions" in error
+        assert "ready after" not in said
 
 
-def test_a_failure_on_one_rank_ends_the_run(folder, tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text(
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import generate\n"
-        "from megatron_tree.integrations.transformers import models\n"
-        "load_model = models.load_model\n"
-        "def failing(*args):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        raise OSError('the disk of rank 1 is gone')\n"
-        "    return load_model(*args)\n"
-        "models.load_model = failing\n"
-        "sys.exit(generate.main(sys.argv[1:]))\n"
-    )
-    code, output = _launch(2, *_about(folder), script=script)
-    assert code != 0
-    assert "rank 1 failed: OSError: the disk of rank 1 is gone" in output
+def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):
+    ((said, error), (_, other)) = (of_rank[3] for of_rank in outcomes[0])
+    assert error == other and error.startswith("CheckError: token ")
+    assert "of the answer differs from the plain model's" in error
+    assert "sharded: [" in said and "plain: [" in said
 
 
-def test_a_prompt_that_is_too_long_fails_before_the_model_is_loaded(folder, tmp_path):
-    (tmp_path / "long").write_text(TEXT * 9)
-    code, output = _launch(2, "--model", folder, "--prompt-file", tmp_path / "long")
-    assert code != 0
-    assert "prompt tokens and max_new_tokens=32 exceed the model's 256 positions" in output
+def _main(argv, rank, monkeypatch):
+    """launch/generate.py's main as a launcher starts it on one of two ranks."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launching, "RANK_0_FIRST_S", 0.0)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("generate").main([str(part) for part in argv])
 
 
-def test_a_bad_option_is_told_once(folder):
-    code, output = _launch(2, "--model", folder, "--context-parallel-size", 3)
-    assert code != 0
+def test_a_bad_option_is_told_once(folder, monkeypatch, capsys):
+    for rank in (0, 1):
+        assert _main(["--model", folder, "--context-parallel-size", 3], rank, monkeypatch) == 2
+    said = capsys.readouterr().err
     assert (
-        output.count("--context-parallel-size 3 times --tensor-model-parallel-size 1 must be the number of ranks, 2")
-        == 1
+        said.count("--context-parallel-size 3 times --tensor-model-parallel-size 1 must be the number of ranks, 2") == 1
     )
-    assert "Traceback" not in output
+    assert "Traceback" not in said
+
+
+def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):
+    from megatron_tree.serving import generate
+
+    def failing(args):
+        raise OSError("the disk is gone")
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(generate, "run", failing)
+    monkeypatch.setattr(launching, "leave", leave)
+    with pytest.raises(SystemExit, match="1"):
+        _main(_about(folder), 1, monkeypatch)
+    assert "rank 1 failed: OSError: the disk is gone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -176,9 +207,9 @@ def test_a_bad_option_is_told_once(folder):
         (["--json", "no/such/folder/f.json"], "does not exist"),
         (["--question", " "], "--question is empty"),
         (["--distributed-timeout-minutes", "0"], "must be more than 0"),
-        (["--temperature", "-1"], "--temperature -1.0 must be a finite number"),
+        (["--temperature", "-1"], "--temperature -1.0 must be greater than or equal to 0"),
         (["--top-p", "0"], "--top-p 0.0 must be"),
-        (["--stop", ""], "--stop .* must be texts that are not empty"),
+        (["--stop", ""], "--stop .* must have at least 1 character"),
         (["--prefill-chunk", "0"], "--prefill-chunk 0 must be 1 or more"),
         (["--max-rows", "0"], "--max-rows 0 must be 1 or more"),
         (
@@ -255,13 +286,7 @@ def test_the_configs_name_existing_options():
         assert args.max_new_tokens == 5  # the command line wins
 
 
-def test_help_needs_no_launcher():
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--help"],
-        env=os.environ | {"PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "examples" in done.stdout
+def test_help_needs_no_launcher(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        _main(["--help"], 0, monkeypatch)
+    assert "examples" in capsys.readouterr().out
