@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
+import re
+import reprlib
 import secrets
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from transformers import (
@@ -32,103 +32,105 @@ MAX_PENALTY = 100.0  # far beyond useful values; much larger ones make fp32 logi
 SEEDS = 2**63
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of an answer are chosen and where it ends. The default is greedy.
+class Strict(BaseModel):
+    """Fields that come from outside: no unknown ones, and no silent conversion of types."""
 
-    Lists become tuples, and one stop string a tuple of one. Raises: ``ValueError`` that names the option.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def first_fault(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """(field, what is wrong with it) of the first bad field; alternatives of a union are reported together.
+
+    errors: those of a pydantic `ValidationError`, at least one.
     """
+    name = errors[0]["loc"][0]
+    return str(name), " or ".join(dict.fromkeys(_fault(error) for error in errors if error["loc"][0] == name))
 
-    max_tokens: int = 256
-    """New tokens at most."""
-    temperature: float = 0.0
+
+def _fault(error: Mapping[str, Any]) -> str:
+    """What is wrong, with the place inside the field if it is not the field itself."""
+    inner = [part for part in error["loc"][1:] if part not in ("int", "str")]  # those name types of a union
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" * part.isidentifier() for part in inner)
+    message = "is missing" if error["type"] == "missing" else error["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^\w+ should ", "must ", message)
+    return f"{place} {message}" if place else message
+
+
+def _not_tiny(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy), or {MIN_TEMPERATURE} or more")
+    return temperature
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_not_tiny)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+TokenId = Annotated[int, Field(ge=0)]
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
+
+
+class Sampling(Strict):
+    """How tokens are chosen and where an answer ends, apart from its length."""
+
+    temperature: Temperature = 0.0
     """0: always the most likely token (greedy); otherwise logits are divided by it."""
-    top_k: int = 0
+    top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from this many most likely tokens (more if logits are equal at the limit); 0: from all."""
-    top_p: float = 1.0
+    top_p: Annotated[Fraction, Field(gt=0)] = 1.0
     """Sample from the most likely tokens whose probabilities add up to this; 1: from all."""
-    min_p: float = 0.0
+    min_p: Fraction = 0.0
     """Sample from tokens with at least this fraction of the highest probability; 0: from all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Field(ge=1 / MAX_PENALTY, le=MAX_PENALTY)] = 1.0
     """Logits of tokens in the prompt or the answer are divided by it (multiplied where negative), from 0.01 to 100; 1:
     none."""
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Subtracted from the logit of every token that occurs in the answer, from -100 to 100."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for every time it occurs in the answer, from -100 to 100."""
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
     """0 <= seed < 2**63: the same request gives the same tokens. None: a random one."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer; they are not part of it."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop: StopTexts = []
+    """Texts that end the answer, or one of them; they are not part of it."""
+    stop_token_ids: Annotated[list[TokenId], BeforeValidator(_listed)] = []
     """Tokens that end the answer, in addition to the model's."""
     ignore_eos: bool = False
     """Ignore the model's end tokens; `stop` and `stop_token_ids` still end the answer."""
-    logprobs: int | None = None
+
+
+class SamplingParams(Sampling):
+    """How the tokens of an answer are chosen and where it ends. The default is greedy.
+
+    Raises: ``ValueError`` that begins with the option and its value.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """New tokens at most."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probabilities, before penalties and temperature, of the chosen token and of this many
     most likely tokens."""
 
-    def __post_init__(self):
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if isinstance(value, list) or (name == "stop" and isinstance(value, str)):
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("top_k", self.top_k, 0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)
-        _check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            raise ValueError(
-                f"temperature={self.temperature!r} is too small: use 0 (greedy), or {MIN_TEMPERATURE} or more"
-            )
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, SEEDS - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be true or false")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop={self.stop!r} must be texts that are not empty, or one of them")
-        if not isinstance(self.stop_token_ids, tuple):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token numbers")
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0)
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """The options' names."""
-        return tuple(field.name for field in dataclasses.fields(cls))
+    def __init__(self, **options):
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            errors = error.errors()
+            name, fault = first_fault(errors)
+            if errors[0]["type"] == "extra_forbidden":
+                fields = ", ".join(type(self).model_fields)
+                raise ValueError(f"{name!r} is not a sampling option: choose from {fields}") from None
+            raise ValueError(f"{name}={reprlib.repr(options[name])}{':' * (fault[0] in '[.')} {fault}") from None
 
     def with_options(self, options: Mapping[str, Any]) -> SamplingParams:
         """These, with some options changed. Raises: ``ValueError`` for an unknown option or a bad value."""
-        unknown = sorted(set(options) - set(self.names()))
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is no sampling option: choose from {', '.join(self.names())}")
-        return dataclasses.replace(self, **options)
+        return type(self)(**self.model_dump() | dict(options))
 
     def with_seed(self) -> SamplingParams:
         """These; if there is no seed, one is drawn, on this rank alone."""
-        return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(63))
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not fits:
-        limits = f"{low} or more" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name}={value!r} must be a whole number, {limits}")
-
-
-def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    finite = number and abs(value) <= sys.float_info.max  # whole numbers may be larger
-    if not finite or not low <= value <= high or (above and value == low):
-        border = "more than" if above else "at least"
-        limits = [f"{border} {low:g}"] * math.isfinite(low) + [f"at most {high:g}"] * math.isfinite(high)
-        raise ValueError(f"{name}={value!r} must be a finite number{', ' if limits else ''}{' and '.join(limits)}")
+        return self if self.seed is not None else self.with_options({"seed": secrets.randbits(63)})
 
 
 def derived_seed(seed: int, index: int) -> int:

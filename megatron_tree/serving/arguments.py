@@ -163,7 +163,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The options of `add_sampling_options`. Raises: ValueError that names the option."""
     options = {field: getattr(args, name) for name, field in SAMPLING.items()}
     try:
-        return SamplingParams(**options | {"stop": tuple(args.stop or ())})
+        return SamplingParams(**options | {"stop": args.stop or []})
     except ValueError as error:
         field, _, rest = str(error).partition("=")
         name = next(name for name, known in SAMPLING.items() if known == field)

@@ -10,21 +10,20 @@ order in which they finish:
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import reprlib
 import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from ..files import check_text, read_json
 from ..generation.requests import Event, Request
-from ..generation.sampling import SamplingParams, derived_seed
+from ..generation.sampling import SamplingParams, derived_seed, first_fault
 from ..generation.scheduler import Scheduler
 from .batch_output import Output, key_of
 from .transcript import chat_tokens
@@ -32,7 +31,6 @@ from .transcript import chat_tokens
 VERSION = 2
 TOLD_ERRORS = 10
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-OWN_FIELDS = ("id", "prompt", "messages", "n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,7 @@ class _Batch:
         self._scheduler = scheduler
         data = Path(options.input).read_bytes()
         header = {"version": VERSION, "input_sha256": hashlib.sha256(data).hexdigest(), "n": options.n}
-        header |= {"about": dict(options.about), "sampling": dataclasses.asdict(options.sampling)}
+        header |= {"about": dict(options.about), "sampling": options.sampling.model_dump()}
         self._output = Output(options.output, resume=options.resume, header=header)
         try:
             sampling = options.sampling.with_options({"seed": self._output.seed})
@@ -206,6 +204,24 @@ def read_requests(
     return entries
 
 
+class Message(BaseModel):
+    """A message of a chat; the model's template may use more fields."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str
+    content: str
+
+
+class Line(BaseModel):
+    """One line of the input. Its other fields are options of `SamplingParams`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    id: int | str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    n: int | None = None
+
+
 def _read_request(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> BatchRequest:
     try:
         fields = read_json(line)
@@ -213,36 +229,24 @@ def _read_request(line: bytes, index: int, tokenizer, sampling: SamplingParams, 
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object, such as {'prompt': 'Once'}")
-    options = {name: value for name, value in fields.items() if name not in OWN_FIELDS}
-    unknown = [name for name in options if name not in SamplingParams.names()]
-    if unknown:
-        raise ValueError(
-            f"unknown field {unknown[0]!r}: choose from {', '.join((*OWN_FIELDS, *SamplingParams.names()))}"
-        )
-    identity = fields.get("id", index)
-    if not isinstance(identity, (str, int)) or isinstance(identity, bool):
-        raise ValueError(f"id={identity!r} must be a text or a whole number")
+    try:
+        read = Line(**fields)
+    except ValidationError as error:
+        raise ValueError(" ".join(first_fault(error.errors()))) from None
+    options = dict(read.model_extra)
     if options.get("seed") is None:
         options["seed"] = derived_seed(sampling.seed, index)
-    request = Request(prompt=_encode(tokenizer, fields), sampling=sampling.with_options(options), n=fields.get("n", n))
+    identity, number = index if read.id is None else read.id, n if read.n is None else read.n
+    request = Request(prompt=_encode(tokenizer, read), sampling=sampling.with_options(options), n=number)
     return BatchRequest(index, identity, request)
 
 
-def _encode(tokenizer, fields: Mapping[str, Any]) -> list[int]:
-    if ("prompt" in fields) == ("messages" in fields):
+def _encode(tokenizer, line: Line) -> list[int]:
+    if (line.prompt is None) == (line.messages is None):
         raise ValueError("must have one of 'prompt' and 'messages'")
-    if "prompt" in fields:
-        if not isinstance(fields["prompt"], str):
-            raise ValueError(f"prompt={reprlib.repr(fields['prompt'])} must be a text")
-        check_text("prompt", fields["prompt"])
-        return tokenizer(fields["prompt"]).input_ids
-    messages = fields["messages"]
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ValueError("messages must be a list of {'role': text, 'content': text}, one or more")
+    if line.prompt is not None:
+        check_text("prompt", line.prompt)
+        return tokenizer(line.prompt).input_ids
     if not tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
-    return chat_tokens(tokenizer, messages)
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+    return chat_tokens(tokenizer, [message.model_dump() for message in line.messages])

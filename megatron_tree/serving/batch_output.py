@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import sys
 import zlib
 from collections.abc import Mapping
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json
-from ..generation.sampling import SamplingParams
 
 
 class Output:
@@ -33,7 +33,7 @@ class Output:
                 raise ValueError(f"output {path!r} is being written to by another run: wait for its end") from None
             self._header = json.loads(json.dumps(header))
             if self._header["sampling"]["seed"] is None:
-                self._header["sampling"]["seed"] = SamplingParams().with_seed().seed
+                self._header["sampling"]["seed"] = secrets.randbits(63)
             data = Path(path).read_bytes()
             if data and not resume:
                 raise ValueError(f"output {path!r} exists: pass --resume to continue it, or name another file")

@@ -55,11 +55,11 @@ def test_a_wrong_option_is_named(name, value):
         SamplingParams(**{name: value})
 
 
-def test_lists_become_tuples_and_unknown_options_are_refused():
-    params = SamplingParams().with_options({"stop": "end", "stop_token_ids": [3], "temperature": 1})
-    assert (params.stop, params.stop_token_ids, params.temperature) == (("end",), (3,), 1)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    with pytest.raises(ValueError, match="'beams' is no sampling option: choose from max_tokens"):
+def test_one_stop_text_is_a_list_and_unknown_options_are_refused():
+    params = SamplingParams().with_options({"stop": "end", "stop_token_ids": (3,), "temperature": 1})
+    assert (params.stop, params.stop_token_ids, params.temperature) == (["end"], [3], 1)
+    assert SamplingParams(stop=("a", "b")).stop == ["a", "b"]
+    with pytest.raises(ValueError, match="'beams' is not a sampling option: choose from temperature"):
         params.with_options({"beams": 4})
 
 

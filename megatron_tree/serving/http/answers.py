@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Any
 
-from .frontend import Delta
+from ...generation.requests import Event
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 
@@ -29,24 +29,26 @@ class TokenTexts:
         utf8 = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": utf8}
 
-    def chat(self, tokens: list[tuple[int, float, list[tuple[int, float]]]]) -> dict[str, Any]:
-        """From (token, logprob, [(alternative, logprob), ...]) for every token."""
+    def chat(self, events: list[Event]) -> dict[str, Any]:
+        """Of all events with a log-probability."""
         content = [
-            self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
-            for token, logprob, top in tokens
+            self._entry(e.token, e.logprob) | {"top_logprobs": [self._entry(*pair) for pair in e.top_logprobs]}
+            for e in events
+            if e.logprob is not None
         ]
         return {"content": content, "refusal": None}
 
-    def completion(self, tokens: list[tuple[int, float, list[tuple[int, float]]]], offset: int) -> dict[str, Any]:
+    def completion(self, events: list[Event], offset: int) -> dict[str, Any]:
         """The same for /v1/completions; offset: characters of the answer's earlier tokens."""
-        texts, offsets, tops = [self.text(token) for token, _, _ in tokens], [], []
-        for text, (_, _, top) in zip(texts, tokens, strict=True):
+        events = [event for event in events if event.logprob is not None]
+        texts, offsets, tops = [self.text(event.token) for event in events], [], []
+        for text, event in zip(texts, events, strict=True):
             offsets.append(offset)
             offset += len(text)
             tops.append({})
-            for token, logprob in top:  # most likely first: it wins if two tokens have the same text
+            for token, logprob in event.top_logprobs:  # most likely first: it wins if two tokens have the same text
                 tops[-1].setdefault(self.text(token), max(logprob, MIN_LOGPROB))
-        logprobs = [max(logprob, MIN_LOGPROB) for _, logprob, _ in tokens]
+        logprobs = [max(event.logprob, MIN_LOGPROB) for event in events]
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -59,18 +61,18 @@ class Form:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.tokens, self.wants_logprobs = tokens, logprobs
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, int]) -> dict[str, Any]:
-        """The complete answer; choices: the pieces of every choice."""
-        made = [self._choice(i, joined(pieces)) for i, pieces in enumerate(choices)]
+    def whole(self, choices: list[list[Event]], usage: dict[str, int]) -> dict[str, Any]:
+        """The complete answer; choices: the events of every choice."""
+        made = [self._choice(i, events) for i, events in enumerate(choices)]
         return self._head | {"object": self.whole_object, "choices": made, "usage": usage}
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         """The first event of a choice in a stream, or None."""
         return None
 
-    def chunk(self, choice: int, piece: Delta) -> dict[str, Any]:
+    def chunk(self, choice: int, event: Event) -> dict[str, Any]:
         """One event of a stream."""
-        return self._event([self._delta(choice, piece)])
+        return self._event([self._delta(choice, event)])
 
     def ending(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last event of a stream, with the usage."""
@@ -79,11 +81,11 @@ class Form:
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object, "choices": choices}
 
-    def _choice(self, index: int, piece: Delta) -> dict[str, Any]:
+    def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, index: int, piece: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+    def _delta(self, index: int, event: Event) -> dict[str, Any]:
+        return self._choice(index, [event])
 
 
 class CompletionForm(Form):
@@ -96,15 +98,14 @@ class CompletionForm(Form):
         super().__init__(**options)
         self._offsets: dict[int, int] = {}
 
-    def _choice(self, index: int, piece: Delta) -> dict[str, Any]:
+    def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
         logprobs = None
         if self.wants_logprobs:
             offset = self._offsets.get(index, 0)
-            logprobs = self.tokens.completion(piece.logprobs, offset)
+            logprobs = self.tokens.completion(events, offset)
             self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-
-    _delta = _choice
+        end = {"logprobs": logprobs, "finish_reason": events[-1].finish_reason}
+        return {"index": index, "text": _text(events), **end}
 
 
 class ChatForm(Form):
@@ -116,19 +117,17 @@ class ChatForm(Form):
         delta = {"role": "assistant", "content": ""}
         return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def _choice(self, index: int, piece: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": index, "message": message, **self._end(piece)}
+    def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": _text(events), "refusal": None}
+        return {"index": index, "message": message, **self._end(events)}
 
-    def _delta(self, index: int, piece: Delta) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": piece.text} if piece.text else {}, **self._end(piece)}
+    def _delta(self, index: int, event: Event) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": event.text} if event.text else {}, **self._end([event])}
 
-    def _end(self, piece: Delta) -> dict[str, Any]:
-        logprobs = self.tokens.chat(piece.logprobs) if self.wants_logprobs else None
-        return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+    def _end(self, events: list[Event]) -> dict[str, Any]:
+        logprobs = self.tokens.chat(events) if self.wants_logprobs else None
+        return {"logprobs": logprobs, "finish_reason": events[-1].finish_reason}
 
 
-def joined(pieces: list[Delta]) -> Delta:
-    """The pieces of one choice as one."""
-    logprobs = [entry for piece in pieces for entry in piece.logprobs]
-    return Delta("".join(piece.text for piece in pieces), logprobs, pieces[-1].finish_reason)
+def _text(events: list[Event]) -> str:
+    return "".join(event.text for event in events)

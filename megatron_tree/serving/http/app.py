@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from ...generation.sampling import first_fault
 from ...log import logger
 from .answers import ChatForm, CompletionForm, Form
 from .errors import ApiError, failed, stopping, too_large
@@ -101,9 +102,9 @@ async def _answer(
     service: Service, request: Request, body: GenerationRequest, prompts: list[list[int]], form: type[Form]
 ) -> Response:
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
-    ticket = service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.choices)
+    ticket = service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n)
     made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None)
-    return await respond(request, ticket, made, stream=bool(body.stream), include_usage=body.include_usage,
+    return await respond(request, ticket, made, stream=body.stream, include_usage=body.include_usage,
                          timeout=service.request_timeout)  # fmt: skip
 
 
@@ -134,10 +135,11 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
 def invalid_request(error: RequestValidationError) -> ApiError:
     """400 that names the first bad field and what is wrong with it; alternatives of a union are reported together."""
-    first, *others = error.errors()
+    errors = [one | {"loc": one["loc"][1:]} for one in error.errors()]  # without "body"
+    first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    where = first["loc"][1:]
+    where = first["loc"]
     if not where:
         return ApiError(400, "the body must be a JSON object, sent with the header 'Content-Type: application/json'")
     param = str(where[0])
@@ -146,14 +148,5 @@ def invalid_request(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{name}: unknown field: leave it out", param=param, code="unknown_parameter")
     if first["type"] == "missing" and len(where) == 1:
         return ApiError(400, f"{param}: is missing", param=param, code="missing_required_parameter")
-    told = dict.fromkeys(_told(one) for one in (first, *others) if one["loc"][1:2] == where[:1])
-    return ApiError(400, f"{param}: {' or '.join(told)}", param=param, code="invalid_value")
-
-
-def _told(one: dict[str, Any]) -> str:
-    """What is wrong, with the place inside the field if it is not the field itself."""
-    inner = "".join(f"[{part}]" for part in one["loc"][2:] if isinstance(part, int))
-    names = [part for part in one["loc"][2:] if isinstance(part, str) and part.isidentifier() and part != "str"]
-    place = inner + "".join(f".{name}" for name in names)
-    message = one["msg"][:1].lower() + one["msg"][1:]
-    return f"{place}: {message}" if place else message
+    param, fault = first_fault(errors)
+    return ApiError(400, f"{param}: {fault}", param=param, code="invalid_value")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import TreeError
@@ -17,18 +16,8 @@ from .errors import ApiError, bad_value, failed, stopping
 RETRY_AFTER_S = 2
 
 
-@dataclass
-class Delta:
-    """An increment of one choice."""
-
-    text: str = ""
-    logprobs: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(default_factory=list)
-    """(token, its log-probability, ((alternative, log-probability), ...)) of every token, if asked for."""
-    finish_reason: str | None = None
-
-
 class Ticket:
-    """What one HTTP request waits for: the pieces of all its choices. Used in the event loop only.
+    """What one HTTP request waits for: the events of all its choices. Used in the event loop only.
 
     choices: answers in all: n for every prompt, prompt by prompt. unfinished: how many are not complete yet.
     usage: right when nothing is unfinished.
@@ -52,8 +41,8 @@ class Ticket:
         """Hand over an event of the prompt whose choices begin at `first`."""
         self._events.put_nowait((first, event))
 
-    async def next(self) -> tuple[int, Delta]:
-        """The next (choice, piece). Raises: ApiError when the answer will never be complete."""
+    async def next(self) -> tuple[int, Event]:
+        """(choice, its next event). Raises: ApiError when the answer will never be complete."""
         first, event = await self._events.get()
         if event.finish_reason == "cancelled":  # by the server: nobody waits on a closed ticket
             raise stopping()
@@ -62,8 +51,7 @@ class Ticket:
         if event.usage is not None:
             self._tokens += event.usage.completion_tokens
         self.unfinished -= event.finish_reason is not None
-        logprobs = [] if event.logprob is None else [(event.token, event.logprob, event.top_logprobs)]
-        return first + event.answer, Delta(event.text, logprobs, event.finish_reason)
+        return first + event.answer, event
 
     def close(self) -> None:
         """Cancel what is unfinished. Any number of times."""
@@ -80,22 +68,22 @@ class Frontend:
         self.state = "ok"
         """ "ok", "stopping" or "failed": what /health reports; unless it is "ok" requests get a 503."""
 
-    def submit(self, prompts: list[list[int]], sampling: list[dict[str, Any]], n: int) -> Ticket:
+    def submit(self, prompts: list[list[int]], sampling: list[SamplingParams], n: int) -> Ticket:
         """Queue n answers to every prompt; all of them or none. In the event loop.
 
-        Raises: ApiError: 400 for options that the sampler refuses or sizes that never fit, 429 when the queue is full,
+        Raises: ApiError: 400 for sizes that never fit, 429 when the queue is full,
         503 while stopping.
         """
         if self.state != "ok":
             raise stopping()
         loop = asyncio.get_running_loop()
-        requests = [_request(*pair, n) for pair in zip(prompts, sampling, strict=True)]
         ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), self._scheduler.cancel)
-        if len(requests) > self._scheduler.max_waiting:
-            message = f"{len(requests)} prompts are more than this server's queue holds ({self._scheduler.max_waiting})"
+        if len(prompts) > self._scheduler.max_waiting:
+            message = f"{len(prompts)} prompts are more than this server's queue holds ({self._scheduler.max_waiting})"
             raise bad_value("prompt", f"{message}: send them in several requests")
         try:
-            for i, request in enumerate(requests):
+            for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+                request = Request(prompt=prompt, sampling=params, n=n)
                 ticket.numbers.append(self._scheduler.submit(request, _sink(loop, ticket, i * n)))
         except QueueFull as error:
             ticket.close()
@@ -106,7 +94,9 @@ class Frontend:
             raise stopping() from None
         except ValueError as error:
             ticket.close()
-            raise _bad_value(error, ("n", "stop_token_ids", "stop")) from None
+            name = str(error).partition("=")[0]  # as in "n=9 must be ..."
+            param = name if name in ("n", "stop_token_ids") else None
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
         return ticket
 
 
@@ -116,16 +106,3 @@ def _sink(loop: asyncio.AbstractEventLoop, ticket: Ticket, first: int) -> Callab
             loop.call_soon_threadsafe(ticket.put, first, event)
 
     return sink
-
-
-def _request(prompt: list[int], sampling: dict[str, Any], n: int) -> Request:
-    try:
-        return Request(prompt=prompt, sampling=SamplingParams(**sampling), n=n)
-    except ValueError as error:
-        raise _bad_value(error, sampling) from None
-
-
-def _bad_value(error: ValueError, names) -> ApiError:
-    """400 with the text of an error; it names the field if its text begins with it, as "name=value must be ..."."""
-    name = str(error).partition("=")[0]
-    return ApiError(400, str(error), param=name if name in names else None, code="invalid_value")

@@ -40,11 +40,10 @@ class Prompts:
 
     async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
         """Every prompt as tokens. Raises: ApiError (400) for empty prompts and tokens that the model does not have."""
-        special = body.add_special_tokens is not False
         prompts = []
         for prompt in body.prompts():
             if isinstance(prompt, str):
-                prompt = await self._run(self._encode, prompt, special)
+                prompt = await self._run(self._encode, prompt, body.add_special_tokens)
                 if not prompt:
                     raise bad_value("prompt", "is empty: the model needs at least one token")
             elif max(prompt) >= self.vocab_size:

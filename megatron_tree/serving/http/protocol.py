@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from ...generation.sampling import MAX_PENALTY
+from ...generation.sampling import Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
 from .errors import bad_value, refused
 
 MAX_CHOICES = 128
@@ -50,12 +50,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class Strict(BaseModel):
-    """No unknown fields, and no silent conversion of types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 class StreamOptions(Strict):
     """`stream_options`."""
 
@@ -63,32 +57,25 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-Stop = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Sampling):
     """What /v1/chat/completions and /v1/completions have in common; null means the default."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     user: str | None = None  # OpenAI's label of the caller for its own records: there are none here
-    # not OpenAI's
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1 / MAX_PENALTY, le=MAX_PENALTY)] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
+    # OpenAI's ranges and defaults
+    temperature: Annotated[Temperature, Field(le=2)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    stop: StopTexts = Field(default_factory=list, max_length=MAX_STOPS)
+    top_k: Annotated[int, Field(ge=1)] = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +85,8 @@ class GenerationRequest(Strict):
         for name, (neutral, why) in REFUSED.items():
             if data.get(name) is not None and not any(type(data[name]) is type(x) and data[name] == x for x in neutral):
                 raise refused(name, why)
-        return {name: value for name, value in data.items() if name not in REFUSED}
+        default = {*REFUSED, *(name for name, field in cls.model_fields.items() if not field.is_required())}
+        return {name: x for name, x in data.items() if name not in REFUSED and not (x is None and name in default)}
 
     @model_validator(mode="after")
     def _combinations(self):
@@ -107,31 +95,19 @@ class GenerationRequest(Strict):
         return self
 
     @property
-    def choices(self) -> int:
-        """Answers to every prompt."""
-        return self.n or 1
-
-    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_tokens: int) -> dict[str, Any]:
-        """Keywords of `SamplingParams`, with OpenAI's defaults for missing fields."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        options = {"max_tokens": max_tokens, "stop": stop, "temperature": 1.0}
-        options["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
-                     "repetition_penalty", "ignore_eos"):  # fmt: skip
-            if getattr(self, name) is not None:
-                options[name] = getattr(self, name)
-        options["logprobs"] = self.top_logprobs_wanted
-        return options
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """How to answer a prompt, with this many tokens at most."""
+        fields = self.model_dump(include=set(Sampling.model_fields))
+        return SamplingParams(**fields, max_tokens=max_tokens, logprobs=self.top_logprobs_wanted)
 
     @property
     def limit(self) -> int | None:
         """Tokens of an answer at most; None: as many as fit."""
-        raise NotImplementedError
+        return self.max_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -148,17 +124,13 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
+    max_tokens: Annotated[int, Field(ge=1)] = COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    add_special_tokens: bool | None = None  # not OpenAI's: what the tokenizer puts around a text; default true
+    add_special_tokens: bool = True  # not OpenAI's: what the tokenizer puts around a text
 
     @property
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
-
-    @property
-    def limit(self) -> int:
-        """Tokens of an answer at most."""
-        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one, as text or as tokens."""
@@ -191,7 +163,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
@@ -204,7 +176,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the answer at most; None: as many as fit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

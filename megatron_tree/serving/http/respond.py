@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ...generation.requests import Event
 from .answers import Form
 from .errors import ApiError, timed_out
-from .frontend import Delta, Ticket
+from .frontend import Ticket
 
 GONE = 499  # never read: the client closed the connection
 
@@ -26,7 +27,7 @@ async def respond(
     timeout: seconds until an unfinished answer is cancelled. Raises: ApiError for an answer that is not a stream.
     """
     if stream:
-        return EventStream(ticket, _events(ticket, form, include_usage, timeout))
+        return EventStream(ticket, _stream(ticket, form, include_usage, timeout))
     collecting = asyncio.create_task(_collect(ticket, timeout))
     leaving = asyncio.create_task(_disconnected(request.receive))
     try:
@@ -46,8 +47,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _pieces(ticket: Ticket, timeout: float) -> AsyncIterator[tuple[int, Delta]]:
-    """(choice, piece) as they come, until all choices are finished."""
+async def _events(ticket: Ticket, timeout: float) -> AsyncIterator[tuple[int, Event]]:
+    """(choice, event) as they come, until all choices are finished."""
     end = asyncio.get_running_loop().time() + timeout
     while ticket.unfinished:
         try:
@@ -58,32 +59,32 @@ async def _pieces(ticket: Ticket, timeout: float) -> AsyncIterator[tuple[int, De
         yield yielded
 
 
-async def _collect(ticket: Ticket, timeout: float) -> list[list[Delta]]:
+async def _collect(ticket: Ticket, timeout: float) -> list[list[Event]]:
     choices = [[] for _ in range(ticket.choices)]
-    async for choice, piece in _pieces(ticket, timeout):
-        choices[choice].append(piece)
+    async for choice, event in _events(ticket, timeout):
+        choices[choice].append(event)
     return choices
 
 
-async def _events(ticket: Ticket, form: Form, include_usage: bool, timeout: float) -> AsyncIterator[str]:
+async def _stream(ticket: Ticket, form: Form, include_usage: bool, timeout: float) -> AsyncIterator[str]:
     """The events of a stream; an error after its beginning is one more event."""
     more = {"usage": None} if include_usage else {}
     for choice in range(ticket.choices):
         if (opening := form.opening(choice)) is not None:
-            yield _event(opening | more)
+            yield _data(opening | more)
     try:
-        async for choice, piece in _pieces(ticket, timeout):
-            if piece.text or piece.logprobs or piece.finish_reason:
-                yield _event(form.chunk(choice, piece) | more)
+        async for choice, event in _events(ticket, timeout):
+            if event.text or event.logprob is not None or event.finish_reason:
+                yield _data(form.chunk(choice, event) | more)
     except ApiError as error:
-        yield _event(error.body())
+        yield _data(error.body())
         return
     if include_usage:
-        yield _event(form.ending(ticket.usage))
+        yield _data(form.ending(ticket.usage))
     yield "data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> str:
+def _data(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
