@@ -20,22 +20,15 @@ MIN_STEPS = 3
 
 
 class Measured(NamedTuple):
-    """One rank's measurements of one contender, one list entry per step. None: does not apply or is not known."""
+    """One rank's measurements of one contender. None: does not apply or is not known."""
 
-    seconds: dict[str, list[float]]
-    """By pass ("decode", or "forward" and "backward"): from the common start or the previous pass's end to its end."""
-    sent: dict[str, float]
-    """Payload bytes that this rank sends in a step, by pass (`comm.record`)."""
-    network: float | None = None
-    """Bytes that this rank's node sent to others per step, mean: `emulate.network_bytes`."""
-    memory: int | None = None
-    """Peak bytes above what was resident before the step."""
-    late_start: float | None = None
-    """Median over steps of the last rank's delay at the start, seconds."""
-    late_compute: float | None = None
-    """Median overrun of this rank's emulated kernels, seconds."""
-    same: bool = True
-    """Every step gave the same bits as the checked one."""
+    seconds: dict[str, list[float]]  # by pass, of each step: from the common start or the previous pass's end
+    sent: dict[str, float]  # by pass: payload bytes that this rank sends in a step (`comm.record`)
+    network: float | None = None  # mean bytes that this rank's node sent to others in a step
+    memory: int | None = None  # peak bytes above what was resident before the step
+    late_start: float | None = None  # median over steps of the last rank's delay at the start, seconds
+    late_compute: float | None = None  # median overrun of this rank's emulated kernels, seconds
+    same: bool = True  # every step gave the same bits as the checked one
 
 
 class Laps:

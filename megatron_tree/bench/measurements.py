@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from typing import NamedTuple
 
 from ..plan import Cost
-from ..units import format_bytes
 from .figures import Curve, Panel, draw, grouped
 from .measure import Measured
 from .results import Plots
@@ -25,8 +25,7 @@ class Measurement(NamedTuple):
 
     machines: str
     ranks: int
-    seq_len: int
-    """Tokens of the whole sequence, or of the prompt."""
+    seq_len: int  # of the whole sequence, or of the prompt
     model: str | None = None
     new_tokens: int | None = None
     cache: str | None = None
@@ -38,38 +37,27 @@ class Measurement(NamedTuple):
     compute: str | None = None
     dilate: float | None = None
     schedule: str = ""
-    part: str = ""
-    """"decode", "token"; "forward", "backward" and "total"; "limit" for lower bounds and an ideal ring."""
+    part: str = ""  # "decode", "token"; "forward", "backward", "total"; "limit": a lower bound or an ideal ring
     plan: str | None = None
     steps: int | None = None
-    ms: float | None = None
-    """Median over steps (or tokens after the first) of the slowest rank's time."""
+    ms: float | None = None  # median over steps, or over tokens after the first, of the slowest rank's time
     p10_ms: float | None = None
     p90_ms: float | None = None
-    ratio: float | None = None
-    """ms divided by that of `auto`, or of the first schedule."""
+    ratio: float | None = None  # ms divided by that of `auto`, or of the first schedule
     predicted_ms: float | None = None
     prefill_ms: float | None = None
-    first_token_ms: float | None = None
-    """From the prompt to the first new token: the prefill, which all schedules share, and one step."""
+    first_token_ms: float | None = None  # the prefill, which all schedules share, and one step
     tokens_per_s: float | None = None
-    sent_bytes: int | None = None
-    """Payload that a rank sends in a step, mean over the ranks."""
+    sent_bytes: int | None = None  # payload that a rank sends in a step, mean over the ranks
     predicted_sent_bytes: int | None = None
-    node_bytes: int | None = None
-    """What a node's network interface sent in a step, headers included, mean over the nodes."""
+    node_bytes: int | None = None  # what a node's interface sent in a step, headers included, mean over the nodes
     predicted_node_bytes: int | None = None
-    memory_bytes: int | None = None
-    """A rank's peak memory above what was resident before the step, maximum over the ranks."""
+    memory_bytes: int | None = None  # peak above what was resident before the step, maximum over the ranks
     predicted_memory_bytes: int | None = None
-    held_bytes: int | None = None
-    """What a rank holds before the step: its shard or its cache."""
-    error: float | None = None
-    """Largest error on any rank: against float64, as a fraction of the allowed error, or of the largest logit."""
-    late_start_ms: float | None = None
-    """Median over steps of the last rank's delay at the start."""
-    late_compute_ms: float | None = None
-    """Median overrun of an emulated kernel, maximum over the ranks."""
+    held_bytes: int | None = None  # what a rank holds before the step: its shard or its cache
+    error: float | None = None  # the largest on any rank, as a fraction of the allowed error, or of the largest logit
+    late_start_ms: float | None = None  # median over steps of the last rank's delay at the start
+    late_compute_ms: float | None = None  # median overrun of an emulated kernel, maximum over the ranks
 
 
 def measurements(
@@ -89,36 +77,27 @@ def measurements(
         parts["total"] = list(ranks[0].seconds)
     for part, passes in parts.items():
         steps = [[sum(times) for times in zip(*(rank.seconds[name] for name in passes))] for rank in ranks]
-        slowest = sorted(map(max, zip(*steps)))
-        row = base._replace(
-            part=part,
-            steps=len(slowest),
-            ms=ms * statistics.median(slowest),
-            p10_ms=ms * slowest[round((len(slowest) - 1) * 0.1)],
-            p90_ms=ms * slowest[round((len(slowest) - 1) * 0.9)],
-            sent_bytes=round(statistics.mean(sum(rank.sent[name] for name in passes) for rank in ranks)),
-        )
+        slowest = sorted(ms * max(times) for times in zip(*steps))
+        found = dict(part=part, steps=len(slowest), ms=statistics.median(slowest))
+        found["p10_ms"], found["p90_ms"] = (slowest[round((len(slowest) - 1) * x)] for x in (0.1, 0.9))
+        found["sent_bytes"] = round(statistics.mean(sum(rank.sent[name] for name in passes) for rank in ranks))
         if predicted:
             costs = [predicted[name].cost for name in passes]
-            row = row._replace(
-                plan=" / ".join(dict.fromkeys(predicted[name].plan for name in passes)),
-                predicted_ms=ms * sum(cost.time_s for cost in costs),
-                predicted_sent_bytes=round(sum(cost.bytes for cost in costs)),
-            )
-        rows.append(row)
-    last = rows[-1]._replace(  # of all passes
-        memory_bytes=max((rank.memory for rank in ranks if rank.memory is not None), default=None),
-        late_start_ms=None if ranks[0].late_start is None else ms * ranks[0].late_start,
-        late_compute_ms=None if ranks[0].late_compute is None else ms * max(rank.late_compute for rank in ranks),
-    )
+            found["plan"] = " / ".join(dict.fromkeys(predicted[name].plan for name in passes))
+            found["predicted_ms"] = ms * sum(cost.time_s for cost in costs)
+            found["predicted_sent_bytes"] = round(sum(cost.bytes for cost in costs))
+        rows.append(base._replace(**found))
+    whole = dict(memory_bytes=max((rank.memory for rank in ranks if rank.memory is not None), default=None))
+    if ranks[0].late_start is not None:
+        whole["late_start_ms"] = ms * ranks[0].late_start
+        whole["late_compute_ms"] = ms * max(rank.late_compute for rank in ranks)
     if ranks[0].network is not None:
-        last = last._replace(node_bytes=round(statistics.mean(rank.network for rank in ranks[::ranks_per_node])))
-    if predicted:
-        last = last._replace(predicted_memory_bytes=max(cost.peak_bytes for cost in costs))
-        if last.node_bytes is not None:
-            sent = round(ranks_per_node * sum(cost.bytes_per_level[-1] for cost in costs))
-            last = last._replace(predicted_node_bytes=sent)
-    return [*rows[:-1], last]
+        whole["node_bytes"] = round(statistics.mean(rank.network for rank in ranks[::ranks_per_node]))
+    if predicted:  # `costs` are those of all passes
+        whole["predicted_memory_bytes"] = max(cost.peak_bytes for cost in costs)
+        if ranks[0].network is not None:
+            whole["predicted_node_bytes"] = round(ranks_per_node * sum(cost.bytes_per_level[-1] for cost in costs))
+    return [*rows[:-1], rows[-1]._replace(**whole)]
 
 
 def with_ratios(rows: list[Measurement]) -> list[Measurement]:
@@ -131,33 +110,34 @@ def with_ratios(rows: list[Measurement]) -> list[Measurement]:
 
 
 COLUMNS = (
-    ("x auto", 8, lambda r: r.ratio),
-    ("first ms", 9, lambda r: r.first_token_ms),
-    ("median ms", 10, lambda r: r.ms),
-    ("p10", 8, lambda r: r.p10_ms),
-    ("p90", 8, lambda r: r.p90_ms),
-    ("predicted", 9, lambda r: r.predicted_ms),
-    ("tokens/s", 8, lambda r: r.tokens_per_s),
-    ("sent/rank", 9, lambda r: _bytes(r.sent_bytes)),
-    ("predicted", 9, lambda r: _bytes(r.predicted_sent_bytes)),
-    ("sent/node", 9, lambda r: _bytes(r.node_bytes)),
-    ("predicted", 9, lambda r: _bytes(r.predicted_node_bytes)),
-    ("holds", 8, lambda r: _bytes(r.held_bytes)),
-    ("memory", 8, lambda r: _bytes(r.memory_bytes)),
-    ("predicted", 9, lambda r: _bytes(r.predicted_memory_bytes)),
+    ("x auto", "ratio", 1),
+    ("first ms", "first_token_ms", 1),
+    ("median ms", "ms", 1),
+    ("p10", "p10_ms", 1),
+    ("p90", "p90_ms", 1),
+    ("predicted", "predicted_ms", 1),
+    ("tokens/s", "tokens_per_s", 1),
+    ("sent kB", "sent_bytes", 1e-3),
+    ("predicted", "predicted_sent_bytes", 1e-3),
+    ("node kB", "node_bytes", 1e-3),
+    ("predicted", "predicted_node_bytes", 1e-3),
+    ("holds MB", "held_bytes", 1e-6),
+    ("peak MB", "memory_bytes", 1e-6),
+    ("predicted", "predicted_memory_bytes", 1e-6),
 )
-"""(heading, width, row -> number, text or None); columns that are empty in all rows are left out."""
+"""(heading, field, factor); fields that are None in all rows are left out."""
 
 
 def table_of(label: str, checked: str, rows: list[Measurement]) -> str:
     """The table of one case. checked: says how the results were verified."""
     names = [r.schedule + f" {r.part}" * (r.part in ("forward", "backward")) for r in rows]
     width = max(map(len, names))
-    columns = [column for column in COLUMNS if any(column[2](r) is not None for r in rows)]
-    lines = [f"\n{label}", f"  {checked}", " " * (width + 3) + " ".join(f"{heading:>{w}}" for heading, w, _ in columns)]
+    columns = [column for column in COLUMNS if any(getattr(r, column[1]) is not None for r in rows)]
+    lines = [f"\n{label}", f"  {checked}", " " * (width + 2) + "".join(f"{heading:>10}" for heading, *_ in columns)]
     for name, row in zip(names, rows):
-        cells = " ".join(f"{_cell(value(row)):>{w}}" for _, w, value in columns)
-        lines.append(f"  {name:<{width}} {cells}" + f"  {row.plan}" * (row.schedule == "auto" and row.plan is not None))
+        values = [(getattr(row, field), factor) for _, field, factor in columns]
+        cells = "".join(" " * 10 if x is None else f"{float(f'{x * factor:.3g}'):>10g}" for x, factor in values)
+        lines.append(f"  {name:<{width}}{cells}" + f"  {row.plan}" * (row.schedule == "auto" and row.plan is not None))
     if late := [r.late_start_ms for r in rows if r.late_start_ms is not None]:
         overrun = max(r.late_compute_ms or 0.0 for r in rows)
         text = f"; modelled kernels overran {overrun:.2g} ms" * (rows[0].compute == "modelled")
@@ -165,31 +145,17 @@ def table_of(label: str, checked: str, rows: list[Measurement]) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: float | str | None) -> str:
-    if isinstance(value, str):
-        return value
-    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _bytes(value: float | None) -> str | None:
-    return None if value is None else format_bytes(value)
-
-
-def _sum(scale: float, *parts: float | None) -> float | None:
-    return None if None in parts else sum(parts) * scale
-
-
 METRICS = (
-    ("time of a step (ms)", lambda r: (r.ms, r.predicted_ms)),
-    ("payload sent by a rank (MB)", lambda r: (_sum(1e-6, r.sent_bytes), _sum(1e-6, r.predicted_sent_bytes))),
-    (
-        "memory of a rank: shard and buffers (MB)",
-        lambda r: (
-            _sum(1e-6, r.memory_bytes or 0 if r.sent_bytes is not None else None, r.held_bytes),
-            _sum(1e-6, r.predicted_memory_bytes, r.held_bytes),
-        ),
-    ),
+    ("time of a step (ms)", "ms", 1),
+    ("payload sent by a rank (MB)", "sent_bytes", 1e-6),
+    ("memory of a rank: shard and buffers (MB)", "memory_bytes", 1e-6),
 )
+"""(label, field, factor) of the columns of a figure."""
+
+
+def _metric(r: Measurement, field: str, factor: float) -> float | None:
+    value, held = getattr(r, field), (r.held_bytes or 0) if "memory" in field else 0
+    return None if value is None else factor * (value + held)
 
 
 def plots(rows: list[Measurement], title: str) -> Plots:
@@ -214,17 +180,18 @@ def _panels(groups: dict[str, list[Measurement]], x, axis: str) -> list[list[Pan
     lines = []
     for heading, rows in groups.items():
         line = []
-        for name, metric in METRICS:
-            mine = [(r, *metric(r)) for r in rows if metric(r)[0]]
-            limits = iter(("--", ":", "-.") * 9)
-            curves = []
+        for name, field, factor in METRICS:
+            points = [(r, _metric(r, field, factor), _metric(r, f"predicted_{field}", factor)) for r in rows]
+            points = [point for point in points if point[1]]
             if x is None:
-                curves = [Curve("measured", *zip(*((r.schedule, y, p) for r, y, p in mine)))]
-            for schedule, of in grouped(mine, lambda found: found[0].schedule).items() if x else ():
-                style = dict(color="grey", linestyle=next(limits)) if of[0][0].part == "limit" else {}
-                points = sorted((x(r), y, p) for r, y, p in of)
-                curves.append(Curve(schedule, *zip(*points), style))
-            line.append(Panel(axis if x else name, name if x else "", curves, heading * (not line)))
+                curves = [Curve("measured", *zip(*((r.schedule, y, p) for r, y, p in points)))]
+                line.append(Panel(name, "", curves, heading * (not line)))
+                continue
+            curves, dashes = [], itertools.cycle(("--", ":", "-."))
+            for schedule, mine in grouped(points, lambda point: point[0].schedule).items():
+                style = dict(color="grey", linestyle=next(dashes)) if mine[0][0].part == "limit" else {}
+                curves.append(Curve(schedule, *zip(*sorted((x(r), y, p) for r, y, p in mine)), style))
+            line.append(Panel(axis, name, curves, heading * (not line)))
         lines.append(line)
     return lines
 

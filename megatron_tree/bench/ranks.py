@@ -34,33 +34,29 @@ def sleep_until(instant: float) -> None:
         time.sleep(left)
 
 
-class Meeting:
-    """A barrier in shared memory where ranks exchange a few numbers; made before they are forked."""
-
-    def __init__(self, ranks: int, *, width: int = 4, timeout_s: float = 300.0):
-        self.ranks, self._width, self._timeout_s, self._bank = ranks, width, timeout_s, 0
-        self._barrier = _fork.Barrier(ranks)
-        self._values = _fork.RawArray("d", 2 * ranks * width)
-
-    def meet(self, rank: int, *values: float) -> list[tuple[float, ...]]:
-        """Wait for all ranks; returns the values of each, by rank."""
-        self._bank = 1 - self._bank  # a fast rank may write again before a slow one has read
-        w, start = self._width, self._bank * self.ranks * self._width
-        at = start + rank * w
-        self._values[at : at + len(values)] = values
-        self._barrier.wait(self._timeout_s)
-        return [tuple(self._values[start + r * w : start + r * w + len(values)]) for r in range(self.ranks)]
-
-    def most(self, rank: int, *values: float) -> list[float]:
-        """The maximum of each value over the ranks; nan if one is nan."""
-        columns = zip(*self.meet(rank, *values))
-        return [float("nan") if any(v != v for v in column) else max(column) for column in columns]
-
-
 def shared_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in memory shared with processes forked from this one."""
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+class Meeting:
+    """A barrier in shared memory where ranks exchange a few numbers; made before they are forked."""
+
+    def __init__(self, ranks: int, *, timeout_s: float = 300.0):
+        self.ranks, self._timeout_s, self._barrier = ranks, timeout_s, _fork.Barrier(ranks)
+        self._banks = [shared_tensor((ranks, 4), torch.float64) for _ in range(2)]
+
+    def meet(self, rank: int, *values: float) -> list[list[float]]:
+        """Wait for all ranks; returns the values of each, at most four, by rank."""
+        self._banks.reverse()  # a fast rank may write again before a slow one has read
+        self._banks[0][rank, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        self._barrier.wait(self._timeout_s)
+        return self._banks[0][:, : len(values)].tolist()
+
+    def most(self, rank: int, *values: float) -> list[float]:
+        """The maximum of each value over the ranks; nan if one is nan."""
+        return torch.tensor(self.meet(rank, *values), dtype=torch.float64).amax(0).tolist()
 
 
 def join(timeout_s: float):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -68,23 +70,12 @@ def run(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     write_csv(args.out / "simulate.csv", rows)
     parts = grouped(rows, lambda row: row.part)
-    for name, panels, title in (
-        (
-            "latency",
-            _latency_panels(parts["latency"]),
-            "one decode step, 16 heads of 128, DGX H100 nodes (paper: figure 3)",
-        ),
-        (
-            "memory",
-            _memory_panels(parts["memory"]),
-            "shard and buffers of a decode step, two RTX 4090 (paper: figure 4)",
-        ),
-        (
-            "scale",
-            _scale_panels(parts["decode"], parts["training"]),
-            f"{LONG >> 20}M tokens on {topology.name}, head_dim 128, bf16",
-        ),
-    ):
+    figures = {
+        "latency": (_latency_panels(parts["latency"]), "one decode step, 16 heads, DGX H100 nodes (paper: figure 3)"),
+        "memory": (_memory_panels(parts["memory"]), "memory of a decode step, two RTX 4090 (paper: figure 4)"),
+        "scale": (_scale_panels(parts["decode"], parts["training"]), f"{LONG >> 20}M tokens on {topology.name}, bf16"),
+    }
+    for name, (panels, title) in figures.items():
         with whole_file(args.out / f"simulate-{name}.png") as path:
             draw(path, [panels], f"Simulated: {title}")
     _print(rows)
@@ -104,54 +95,46 @@ def _decode(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule
     return plan, shard
 
 
-def _decode_point(
-    part: str, topology: Topology, ranks: int, shape: Shape, seq_len: int, case: str, schedule: str
-) -> Point:
-    plan, shard = _decode(topology, ranks, shape, seq_len, schedule)
-    cost, how = plan.cost, f"{plan.schedule} {plan.across}" if plan.schedule == "two_level" else plan.schedule
-    memory = shard + cost.peak_bytes
-    sent = cost.bytes, cost.bytes_per_level[-1]
-    return Point(part, topology.name, ranks, seq_len, case, schedule, how, cost.time_s, *sent, memory)
+def _decode_points(
+    part: str, topology: Topology, ranks: int, shape: Shape, seq_len: int, case: str, schedules=None, **words: float
+) -> Iterator[Point]:
+    """A decode step with each schedule; words: what the paper's formulas say for some of them."""
+    for schedule in schedules or ("ring", "allreduce", "auto"):
+        plan, shard = _decode(topology, ranks, shape, seq_len, schedule)
+        cost, how = plan.cost, f"{plan.schedule} {plan.across}" if plan.schedule == "two_level" else plan.schedule
+        costs = cost.time_s, cost.bytes, cost.bytes_per_level[-1], shard + cost.peak_bytes
+        published = words[schedule] * paper.BYTES_PER_WORD if schedule in words else None
+        yield Point(part, topology.name, ranks, seq_len, case, schedule, how, *costs, published)
+
+
+PAPERS = Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
 
 
 def latency() -> Iterator[Point]:
     """Figure 3: one decode step of 16 heads on 1 to 16 DGX H100 nodes; the paper's all-reduces and our own choice."""
-    topology, shape = load_topology("dgx_h100"), Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
-    for nodes in paper.NODES:
-        for seq_len in paper.SEQ_LENS:
-            for schedule in ("ring", "allreduce", "auto"):
-                yield _decode_point("latency", topology, 8 * nodes, shape, seq_len, f"{nodes} nodes", schedule)
+    for nodes, seq_len in itertools.product(paper.NODES, paper.SEQ_LENS):
+        yield from _decode_points("latency", load_topology("dgx_h100"), 8 * nodes, PAPERS, seq_len, f"{nodes} nodes")
 
 
 def memory() -> Iterator[Point]:
     """Figure 4: shard and buffers of one decode step on each of two RTX 4090; published: equations 8 and 9."""
-    topology = load_topology("rtx4090x2")
-    for hidden in paper.MEMORY_GAP_MB:
+    topology, lengths = load_topology("rtx4090x2"), (32_000, 64_000, paper.MEMORY_SEQ_LEN, 256_000)
+    for hidden, s in itertools.product(paper.MEMORY_GAP_MB, lengths):
         heads = hidden // paper.HEAD_DIM
-        shape = Shape(heads, heads, paper.HEAD_DIM, paper.HEAD_DIM)
-        for seq_len in (32_000, 64_000, paper.MEMORY_SEQ_LEN, 256_000):
-            words = {
-                "ring": paper.ring_memory_words(1, seq_len // 2, hidden),
-                "allreduce": paper.tree_memory_words(1, seq_len // 2, hidden, heads),
-            }
-            for schedule in ("ring", "allreduce", "auto"):
-                row = _decode_point("memory", topology, 2, shape, seq_len, f"hidden {hidden}", schedule)
-                published = words[schedule] * paper.BYTES_PER_WORD if schedule in words else None
-                yield row._replace(published=published)
+        ring, tree = paper.ring_memory_words(1, s // 2, hidden), paper.tree_memory_words(1, s // 2, hidden, heads)
+        shape = PAPERS._replace(num_heads=heads, num_heads_kv=heads)
+        yield from _decode_points("memory", topology, 2, shape, s, f"hidden {hidden}", ring=ring, allreduce=tree)
 
 
 def volume() -> Iterator[Point]:
     """Section 6.3: bytes that a rank sends in one decode step; published: equations 10 and 14 (all in bf16)."""
-    topology, shape = load_topology("dgx_h100"), Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
-    hidden, seq_len = paper.HEADS * paper.HEAD_DIM, 640_000
+    topology, hidden, seq_len = load_topology("dgx_h100"), paper.HEADS * paper.HEAD_DIM, 640_000
     for ranks in (8, 64, 128):
-        words = {
-            "ring": paper.ring_words(1, seq_len // ranks, hidden, ranks),
-            "allreduce": paper.tree_words(1, hidden, paper.HEADS, ranks),
-        }
-        for schedule in ("ring", "allreduce", "auto"):
-            row = _decode_point("volume", topology, ranks, shape, seq_len, "16 heads", schedule)
-            yield row._replace(published=words[schedule] * paper.BYTES_PER_WORD if schedule in words else None)
+        ring, tree = (
+            paper.ring_words(1, seq_len // ranks, hidden, ranks),
+            paper.tree_words(1, hidden, paper.HEADS, ranks),
+        )
+        yield from _decode_points("volume", topology, ranks, PAPERS, seq_len, "16 heads", ring=ring, allreduce=tree)
 
 
 def tables() -> Iterator[Point]:
@@ -177,33 +160,22 @@ def tables() -> Iterator[Point]:
             attention = model.layers * (prefill.cost.time_s + paper.NEW_TOKENS * plan.cost.time_s)
             total = attention + linear + paper.NEW_TOKENS * weights
             how = f"{prefill}, {plan.schedule}: a step's attention {model.layers * plan.cost.time_s * 1e3:.3g} ms"
-            yield Point(
-                "tables", topology.name, line.ranks, line.seq_len, line.model, name, how, total, published=published
-            )
+            of = "tables", topology.name, line.ranks, line.seq_len, line.model, name, how, total
+            yield Point(*of, published=published)
 
 
 def _training(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule: str, *, causal: bool = True):
     grid = {"KV gather": (1, ranks), "pure tree": (ranks, 1)}.get(schedule)
-    return plan_training(
-        ranks,
-        shape,
-        batch=1,
-        seq_len=seq_len,
-        bytes_per_word=paper.BYTES_PER_WORD,
-        causal=causal,
-        topology=topology,
-        placement=_placed(topology, ranks),
-        schedule="grid" if grid else schedule,
-        grid=grid,
-    )
+    where = dict(topology=topology, placement=_placed(topology, ranks), grid=grid)
+    sizes = dict(batch=1, seq_len=seq_len, bytes_per_word=paper.BYTES_PER_WORD, causal=causal)
+    return plan_training(ranks, shape, **sizes, **where, schedule="grid" if grid else schedule)
 
 
 def scale(topology: Topology, max_ranks: int) -> Iterator[Point]:
     """10M tokens on ever more ranks: a decode step, and from 64 on forward and backward of one attention."""
     ranks = 8
     while ranks <= max_ranks:
-        for schedule in DECODE:
-            yield _decode_point("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", schedule)
+        yield from _decode_points("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", DECODE)
         for case, shape in SHAPES.items() if ranks >= FEWEST_TO_TRAIN else ():
             for schedule in TRAINING:
                 plan = _training(topology, ranks, shape, LONG, schedule)
@@ -229,12 +201,10 @@ def _latency_panels(rows: list[Point]) -> list[Panel]:
     """Figure 3: relative to the ring at the shortest sequence, and in milliseconds at the longest."""
     base = {r.ranks: r.time_s for r in rows if r.schedule == "ring" and r.seq_len == paper.SEQ_LENS[0]}
     lines = grouped(rows, lambda r: (r.schedule, r.ranks))
-    left = [
-        _curve(
-            of, lambda r: r.seq_len / 1e6, lambda r: r.time_s / base[r.ranks], f"{s}, {p} GPUs", linewidth=p**0.5 / 5
-        )
-        for (s, p), of in lines.items()
-    ]
+    left = []
+    for (schedule, gpus), of in lines.items():
+        style = dict(name=f"{schedule}, {gpus} GPUs", linewidth=0.6 + gpus / 60)
+        left.append(_curve(of, lambda r: r.seq_len / 1e6, lambda r: r.time_s / base[r.ranks], **style))
     longest = grouped((r for r in rows if r.seq_len == paper.SEQ_LENS[-1]), lambda r: r.schedule)
     right = [_curve(of, lambda r: r.ranks, lambda r: r.time_s * 1e3, LABELS.get(s, s)) for s, of in longest.items()]
     return [
@@ -259,27 +229,18 @@ def _memory_panels(rows: list[Point]) -> list[Panel]:
 
 def _scale_panels(decode: list[Point], training: list[Point]) -> list[Panel]:
     """Decode and training at 10M tokens on ever more ranks."""
+    ranks = operator.attrgetter("ranks")
     ring = {(r.case, r.ranks): r.sent_bytes for r in training if r.schedule == "ring"}
     steps = grouped(decode, lambda r: r.schedule).values()
     times = grouped((r for r in training if r.case == "MHA"), lambda r: r.schedule).values()
     sent = grouped((r for r in training if r.schedule == "auto"), lambda r: r.case).items()
-    ratios = [
-        _curve(of, lambda r: r.ranks, lambda r: r.sent_bytes / ring[r.case, r.ranks], f"auto, {case}", color=None)
-        for case, of in sent
-    ]
+    share = lambda r: r.sent_bytes / ring[r.case, r.ranks]  # noqa: E731
+    ratios = [_curve(of, ranks, share, f"auto, {case}", color=None) for case, of in sent]
     return [
-        Panel("ranks", "ms per decode step, GQA 4:1", [_curve(of, _ranks, lambda r: r.time_s * 1e3) for of in steps]),
-        Panel(
-            "ranks",
-            "s of one attention, forward and backward",
-            [_curve(of, _ranks, lambda r: r.time_s) for of in times],
-        ),
+        Panel("ranks", "ms per decode step, GQA 4:1", [_curve(of, ranks, lambda r: r.time_s * 1e3) for of in steps]),
+        Panel("ranks", "s of one attention, both passes, MHA", [_curve(of, ranks, lambda r: r.time_s) for of in times]),
         Panel("ranks", "bytes of the planner's grid / the ring's", ratios, yscale="linear"),
     ]
-
-
-def _ranks(row: Point) -> int:
-    return row.ranks
 
 
 def _print(rows: list[Point]) -> None:

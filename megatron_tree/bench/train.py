@@ -71,22 +71,17 @@ class Whole:
         self.truth = tuple(shared_tensor(shape, torch.float64) for shape in (q, q, kv, kv))  # out, dq, dk, dv
 
     def solve(self, head: int, spec: AttnSpec) -> None:
-        """Compute one KV head and its query heads: the formulas in float64, a strip of queries at a time."""
+        """Compute one KV head and its query heads: the formulas in float64."""
         ratio = self.q.shape[2] // self.k.shape[2]
         own, mine = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
-        q, dout = (x[:, :, mine].double() for x in (self.q, self.dout))
-        k, v = (x[:, :, own].double() for x in (self.k, self.v))
-        out, dq, dk, dv = (x[:, :, h] for x, h in zip(self.truth, (mine, mine, own, own)))
-        for at in range(0, q.shape[1], reference.STRIP):
-            end = min(at + reference.STRIP, q.shape[1])
-            rows, seen = slice(at, end), slice(0, end)
-            block = dict(q_segments=(Segment(0, at, end - at),), k_segments=(Segment(0, 0, end),), spec=spec)
-            out[:, rows], lse = reference.attn_fwd(q[:, rows], k[:, seen], v[:, seen], **block)
-            delta = (dout[:, rows] * out[:, rows]).sum(-1).transpose(1, 2)
-            parts = reference.attn_bwd(dout[:, rows], q[:, rows], k[:, seen], v[:, seen], lse, delta, **block)
-            dq[:, rows] = parts[0]
-            dk[:, seen] += parts[1]
-            dv[:, seen] += parts[2]
+        heads = mine, mine, own, own
+        q, dout, k, v = (x[:, :, h].double() for x, h in zip((self.q, self.dout, self.k, self.v), heads))
+        whole = (Segment(0, 0, q.shape[1]),)
+        block = dict(q_segments=whole, k_segments=whole, spec=spec)
+        out, lse = reference.attn_fwd(q, k, v, **block)
+        delta = (dout * out).sum(-1).transpose(1, 2)
+        for x, h, result in zip(self.truth, heads, (out, *reference.attn_bwd(dout, q, k, v, lse, delta, **block))):
+            x[:, :, h] = result
 
 
 class TrainBench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import struct
@@ -73,6 +74,7 @@ class Forked:
             raise RuntimeError(f"ranks {[rank.number for rank in late]} had not finished after {limit}\n\n{stacks}")
 
     def _place_and_run(self, number: int, port: int, body: Callable[[int], int]) -> int:
+        gc.freeze()  # what the parent made is not collected here: looking at it would copy its pages
         common = dict(RANK=number, WORLD_SIZE=self.world_size, MASTER_PORT=port, OMP_NUM_THREADS=1)
         os.environ.update({name: str(value) for name, value in {**common, **self._take_place(number)}.items()})
         if torch := sys.modules.get("torch"):

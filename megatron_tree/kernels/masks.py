@@ -13,9 +13,9 @@ from ..config import AttnSpec
 def visible(q_positions: Tensor, k_positions: Tensor, spec: AttnSpec) -> Tensor:
     """The window of `spec`: bool [..., s_q, s_k] from integer positions [..., s_q] and [..., s_k]."""
     q, k = q_positions[..., :, None], k_positions[..., None, :]
-    seen = torch.ones((), dtype=torch.bool, device=q.device).expand(torch.broadcast_shapes(q.shape, k.shape))
-    if spec.left is not None:
-        seen = k >= q - spec.left
+    if spec.left is None and spec.right is None:  # not torch.broadcast_shapes, which imports sympy: seconds
+        return torch.ones_like(torch.broadcast_tensors(q, k)[0], dtype=torch.bool)
+    seen = True if spec.left is None else k >= q - spec.left
     return seen if spec.right is None else seen & (k <= q + spec.right)
 
 
