@@ -12,15 +12,13 @@ import sys
 
 
 def main(argv: list[str]) -> int:
+    from megatron_tree.comm.rendezvous import check_launched
     from megatron_tree.launching import run_script
-    from megatron_tree.training.arguments import build_parser, complete
-    from megatron_tree.training.check import check_arguments
-    from megatron_tree.training.distributed import launched_rank
+    from megatron_tree.training.arguments import build_parser, check_arguments, complete
 
     def check(args, world_size):
-        complete(args)
-        launched_rank()
-        check_arguments(args, world_size)
+        check_launched()
+        check_arguments(complete(args), world_size)
 
     def load():
         from megatron_tree.training.loop import LossTooHigh, run

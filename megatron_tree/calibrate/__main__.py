@@ -65,9 +65,9 @@ def main(argv: list[str]) -> int:
             print(f"calibrate: {error}", file=sys.stderr)
         return 2
 
+    from ..comm.rendezvous import start_on_own_device
     from ..launching import exit_after_failure
     from ..plan import save_topology
-    from ..training.distributed import launched_rank, start_process_group
     from .cluster import assumed_compute, calibrate
 
     def say(line: str) -> None:
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             print(line, flush=True)
 
     try:
-        device = start_process_group(launched_rank(), args.timeout / 60)
+        device = start_on_own_device(args.timeout)
         memory_bandwidth, flops = args.memory_bandwidth, args.flops
         if args.no_compute:
             assumed = assumed_compute("nccl" if device.type == "cuda" else "gloo")

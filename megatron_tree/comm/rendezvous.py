@@ -1,4 +1,4 @@
-"""The default process group and its store, which listens on MASTER_ADDR and not on every interface."""
+"""The default process group, and its store, which listens on MASTER_ADDR and not on every interface."""
 
 from __future__ import annotations
 
@@ -9,11 +9,41 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..log import say_once
 
 BACKLOG = 2048  # every rank connects, and some do so more than once
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_launched() -> None:
+    """Raise a ``ValueError`` unless a launcher started this process."""
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: start this program with the deepspeed launcher, for instance\n"
+            "  deepspeed --num_gpus 4 --no_local_rank PROGRAM\n"
+            "(on a machine without an accelerator with DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front)"
+        )
+
+
+def start_on_own_device(timeout_s: float) -> torch.device:
+    """Initialize the default group (nccl on GPUs, gloo on CPUs). Returns this rank's device, which is made current.
+
+    Raises: ``ValueError`` if the machine has fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        start_default_group("gloo", timeout_s=timeout_s)
+        return torch.device("cpu")
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= gpus:
+        raise ValueError(f"LOCAL_RANK={local_rank}, but this machine has {gpus} GPUs: start fewer ranks on it")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    start_default_group("nccl", timeout_s=timeout_s, device_id=device)
+    return device
 
 
 def start_default_group(backend: str, *, timeout_s: float, **options: Any) -> None:

@@ -1,14 +1,16 @@
-"""Options of `launch/train_gpt.py`, named as in Megatron-LM: from a YAML file, the command line over it."""
+"""Options of `launch/train_gpt.py`, named as in Megatron-LM (the command line over a YAML file), and their checks."""
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
 
 from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..launching import parse_with_config
-from ..plan import parse_grid
-from .data import VOCAB_SIZE, is_indexed
+from ..plan import load_topology, parse_grid
 
 EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; on a machine without an accelerator put
@@ -21,10 +23,33 @@ DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
                                              the same run with data parallelism and Megatron's own attention
   $TRAIN --resume --train-iters 240          continue from the newest complete checkpoint
 
-  python -m megatron_tree.training.preprocess --input books/ --output data/books
-  $TRAIN --data-path data/books --vocab-size 257 --tensorboard-dir runs/books/tensorboard
-                                             train on an indexed dataset
+This is a small example. Megatron-LM's own training with tree attention: bash launch/megatron_lm.sh --help
 """
+MEGATRON_LM = "run Megatron-LM's pretrain_gpt.py with bash launch/megatron_lm.sh (docs/megatron-lm.md)"
+INDEXED = ("split", "data_cache_path", "vocab_size", "tokenizer_model")  # options that indexed datasets had
+
+NUMBERS = {  # options that are plain numbers, with their defaults
+    "model": dict(
+        num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=512, rotary_base=10000, norm_epsilon=1e-5,
+        init_method_std=0.02, attention_dropout=0.0, hidden_dropout=0.0,
+    ),
+    "training": dict(
+        micro_batch_size=4, global_batch_size=16, train_iters=200, seed=1234, lr=3e-3, lr_warmup_iters=0,
+        weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+    ),
+    "parallel layout": dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1),
+}  # fmt: skip
+LESS_THAN_ONE = {"attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2"}
+MAY_BE_ZERO = {"lr_warmup_iters", "min_lr", "clip_grad", "weight_decay", "init_method_std"}
+MAY_BE_ZERO |= {"eval_interval", "eval_iters", "save_interval", "log_interval"}
+ANY_NUMBER = {"seed", "assert_below_unigram"}
+MULTIPLES = (
+    ("num_attention_heads", "num_query_groups"),
+    ("num_attention_heads", "tensor_model_parallel_size"),
+    ("num_query_groups", "tensor_model_parallel_size"),
+    ("ffn_hidden_size", "tensor_model_parallel_size"),
+    ("num_layers", "pipeline_model_parallel_size"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,107 +62,71 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="YAML", help="file with any of these options; the command line wins")
-    _add_model(parser.add_argument_group("model").add_argument)
-    _add_training(parser.add_argument_group("training").add_argument)
-    _add_layout(parser.add_argument_group("parallel layout").add_argument)
-    _add_data(parser.add_argument_group("data").add_argument)
-    _add_output(parser.add_argument_group("checkpoints and reports").add_argument)
-    return parser
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+    groups = {name: parser.add_argument_group(name).add_argument for name in NUMBERS}
+    for name, numbers in NUMBERS.items():
+        for option, default in numbers.items():
+            text = f"--{option.replace('_', '-')}"
+            groups[name](text, type=type(default), default=default, metavar="N", help="default: %(default)s")
 
-
-_SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}
-
-
-def _add_model(add) -> None:
-    number, fraction = partial(add, type=int), partial(add, type=float)
-    number("--num-layers", default=4)
-    number("--hidden-size", default=128)
-    number("--ffn-hidden-size", help="default: 8/3 of hidden-size, rounded up to a multiple of 32")
-    number("--num-attention-heads", default=8)
-    number("--num-query-groups", help="KV heads; default: num-attention-heads (MHA)")
-    number("--kv-channels", help="size of a head; default: hidden-size / num-attention-heads")
-    number("--seq-length", default=512)
-    number("--rotary-base", default=10000)
-    fraction("--norm-epsilon", default=1e-5)
-    fraction("--init-method-std", default=0.02)
-    add("--untie-embeddings-and-output-weights", **_SWITCH)
-    number("--window-size", nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window; RIGHT is 0 in a causal model")
-    number("--window-attn-skip-freq", help="every n-th layer attends to the whole sequence")
+    add = groups["model"]
+    add("--ffn-hidden-size", type=int, help="default: 8/3 of hidden-size, rounded up to a multiple of 32")
+    add("--num-query-groups", type=int, help="KV heads; default: num-attention-heads (MHA)")
+    add("--kv-channels", type=int, help="size of a head; default: hidden-size / num-attention-heads")
+    add("--untie-embeddings-and-output-weights", **switch)
+    window = ("LEFT", "RIGHT")
+    add("--window-size", type=int, nargs=2, metavar=window, help="sliding window; RIGHT is 0 in a causal model")
+    add("--window-attn-skip-freq", type=int, help="every n-th layer attends to the whole sequence")
     add("--softmax-type", choices=["vanilla", "off-by-one", "learnable"], default="vanilla", help="attention sinks")
-    fraction("--attention-dropout", default=0.0)
-    fraction("--hidden-dropout", default=0.0)
 
-
-def _add_training(add) -> None:
-    number, fraction = partial(add, type=int), partial(add, type=float)
-    number("--micro-batch-size", default=4)
-    number("--global-batch-size", default=16)
-    number("--train-iters", default=200)
-    fraction("--lr", default=3e-3)
-    fraction("--min-lr", help="default: lr / 10")
+    add = groups["training"]
+    add("--min-lr", type=float, help="default: lr / 10")
     add("--lr-decay-style", choices=["constant", "linear", "cosine", "inverse-square-root"], default="cosine")
-    number("--lr-decay-iters", help="iterations until min-lr is reached; default: train-iters")
-    number("--lr-warmup-iters", default=0, help="linear, from 0 to lr")
-    fraction("--weight-decay", default=0.01)
-    fraction("--adam-beta1", default=0.9)
-    fraction("--adam-beta2", default=0.95)
-    fraction("--adam-eps", default=1e-8)
-    fraction("--clip-grad", default=1.0)
-    add("--bf16", **_SWITCH)
-    number("--seed", default=1234)
+    add("--lr-decay-iters", type=int, help="iterations until min-lr is reached; default: train-iters")
+    add("--bf16", **switch)
     add("--recompute-granularity", choices=["selective", "full"])
     add("--recompute-modules", nargs="+", help="with selective; default: core_attn")
     add("--recompute-method", choices=["uniform", "block"], help="with full")
-    number("--recompute-num-layers", help="with full")
+    add("--recompute-num-layers", type=int, help="with full")
 
-
-def _add_layout(add) -> None:
-    number = partial(add, type=int)
-    number("--tensor-model-parallel-size", default=1)
-    add("--sequence-parallel", **_SWITCH, help="with tensor parallelism: shard norms and dropout along the sequence")
-    number("--pipeline-model-parallel-size", default=1)
-    number("--context-parallel-size", default=1)
-    add("--use-distributed-optimizer", **_SWITCH)
+    add = groups["parallel layout"]
+    add("--sequence-parallel", **switch, help="with tensor parallelism: shard norms and dropout along the sequence")
+    add("--use-distributed-optimizer", **switch)
     types = f"{', '.join(CP_COMM_TYPES)}: one, or one for each layer"
-    add("--cp-comm-type", nargs="+", default=["tree"], metavar="TYPE", help=types)
-    number("--hierarchical-context-parallel-sizes", nargs="+", metavar="N", help="with a2a+tree or a2a+p2p: ranks that "
-           "exchange heads, then the others; their product is context-parallel-size")  # fmt: skip
-    grid = partial(add, type=parse_grid, metavar="AxB")
-    grid("--grid", help="queries gathered over A ranks, KV over B; A*B = context-parallel-size; default: planned")
-    grid("--grid-backward", help="another grid for the backward")
-    number("--head-groups", metavar="N", help="KV heads are processed in N groups, overlapped")
+    add("--cp-comm-type", nargs="+", choices=CP_COMM_TYPES, default=["tree"], metavar="TYPE", help=types)
+    add("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="N", help="with a2a+tree or a2a+p2p: "
+        "ranks that exchange heads, then the others; their product is context-parallel-size")  # fmt: skip
+    add("--grid", type=parse_grid, metavar="AxB", help="queries gathered over A ranks, KV over B; A*B = "
+        "context-parallel-size; default: planned")  # fmt: skip
+    add("--grid-backward", type=parse_grid, metavar="AxB", help="another grid for the backward")
+    add("--head-groups", type=int, metavar="N", help="KV heads are processed in N groups, overlapped")
     add("--topology", metavar="NAME|YAML", help="network for the planner: a name in configs/topology, or a file of "
         "python -m megatron_tree.calibrate")  # fmt: skip
     kernels = ["auto", "aten", "reference"]
     add("--attention-kernels", choices=kernels, default="auto", help="kernels under tree attention")
     add("--distributed-timeout-minutes", type=float, default=10.0, help="longest wait for other ranks")
 
-
-def _add_data(add) -> None:
-    add("--data-path", nargs="+", metavar="PATH",
-        help="prefixes of indexed datasets (PREFIX.bin, PREFIX.idx), all or none of them preceded by a weight; or one "
-        "folder of text files, trained on as bytes; default: this Python's standard library")  # fmt: skip
+    add = parser.add_argument_group("data").add_argument
+    add("--data-path", nargs="+", metavar="DIR", help="folder of text files, trained on as bytes; default: this "
+        "Python's standard library")  # fmt: skip
     add("--data-suffix", default=".py", help="of the text files")
-    add("--split", metavar="A,B,C", help="of indexed datasets: training, validation, test; default: 949,50,1")
-    add("--data-cache-path", metavar="DIR", help="for the sample order of indexed datasets; default: index-cache "
-        "beside the first")  # fmt: skip
-    add("--vocab-size", type=int, help="of indexed datasets")
-    add("--tokenizer-model", metavar="NAME|DIR", help="Hugging Face tokenizer of the indexed datasets, instead")
     add("--eval-interval", type=int, default=0, help="iterations between validations; 0: at the end only")
     add("--eval-iters", type=int, default=4, help="global batches of a validation; 0: none")
+    for name in INDEXED:
+        add(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
-
-def _add_output(add) -> None:
+    add = parser.add_argument_group("checkpoints and reports").add_argument
     add("--save", metavar="DIR", help="folder for checkpoints")
     add("--save-interval", type=int, default=0, help="iterations between checkpoints; 0: at the end only")
     add("--keep-checkpoints", type=int, metavar="N", help="delete all but the newest N; default: keep all")
     add("--load", metavar="DIR", help="continue from the newest complete checkpoint in this folder")
-    add("--resume", **_SWITCH, help="--load from the folder of --save; start from scratch if it has no checkpoint yet")
+    add("--resume", **switch, help="--load from the folder of --save; start from scratch if it has no checkpoint yet")
     add("--output-dir", default="runs/train_gpt", metavar="DIR", help="train.jsonl and loss.png")
     add("--tensorboard-dir", metavar="DIR", help="curves for TensorBoard")
     add("--log-interval", type=int, default=0, help="iterations between printed lines; 0: ten lines a run")
     add("--assert-below-unigram", type=float, nargs="?", const=0.5, metavar="NATS",
         help="fail unless the final loss is this much below that of the byte unigram model (0.5)")  # fmt: skip
+    return parser
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -147,24 +136,131 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Replace the defaults that follow from other options, in place. Returns: args."""
-    if args.ffn_hidden_size is None:
-        args.ffn_hidden_size = -(-8 * args.hidden_size // 3 // 32) * 32
-    if args.num_query_groups is None:
-        args.num_query_groups = args.num_attention_heads
-    if args.kv_channels is None and args.num_attention_heads > 0:
-        args.kv_channels = args.hidden_size // args.num_attention_heads
-    if args.min_lr is None:
-        args.min_lr = args.lr / 10
-    if args.lr_decay_iters is None:
-        args.lr_decay_iters = args.train_iters
-    if isinstance(args.data_path, str):
-        args.data_path = [args.data_path]
+    heads = args.num_attention_heads
+    follows = {
+        "ffn_hidden_size": -(-8 * args.hidden_size // 3 // 32) * 32,
+        "num_query_groups": heads,
+        "kv_channels": args.hidden_size // heads if heads > 0 else None,
+        "min_lr": args.lr / 10,
+        "lr_decay_iters": args.train_iters,
+    }
+    for name, value in follows.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.window_size is not None:
         args.window_size = tuple(args.window_size)
-    if args.vocab_size is None and is_indexed(args.data_path) and args.tokenizer_model is not None:
-        from .preprocess import load_tokenizer
-
-        args.vocab_size = load_tokenizer(args.tokenizer_model).vocab_size
-    elif args.vocab_size is None and not is_indexed(args.data_path):
-        args.vocab_size = VOCAB_SIZE
     return args
+
+
+def check_arguments(args: argparse.Namespace, world_size: int) -> None:
+    """Check completed options against each other and the number of ranks. What Megatron-core checks is left to it.
+
+    Raises: ValueError that names the options, the values seen and the way out.
+    """
+    for check in (_numbers, _layout, _context_parallel, _schedule, _files):
+        for problem in check(args, world_size):
+            raise ValueError(problem)
+    from .model import transformer_config
+
+    try:
+        transformer_config(args)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"Megatron-core: {error}") from error
+
+
+def _numbers(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    for name, value in vars(args).items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if not math.isfinite(value):
+            yield f"{name}={value} must be a finite number"
+        if name in LESS_THAN_ONE and not 0 <= value < 1:
+            yield f"{name}={value} must be at least 0 and less than 1"
+        if name in MAY_BE_ZERO and value < 0:
+            yield f"{name}={value} must not be negative"
+        if name not in LESS_THAN_ONE | MAY_BE_ZERO | ANY_NUMBER and value <= 0:
+            yield f"{name}={value} must be positive"
+
+
+def _layout(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    if world_size % (tp * pp * cp):
+        yield (
+            f"{world_size} ranks were started, but tensor_model_parallel_size={tp} * pipeline_model_parallel_size={pp} "
+            f"* context_parallel_size={cp} = {tp * pp * cp} does not divide that: change a size or the number of ranks"
+        )
+    for name, divisor in MULTIPLES:
+        value, unit = getattr(args, name), getattr(args, divisor)
+        if value % unit:
+            yield f"{name}={value} must be a multiple of {divisor}={unit}"
+    if args.sequence_parallel and tp == 1:
+        yield "sequence_parallel has no effect with tensor_model_parallel_size=1"
+    if args.sequence_parallel and args.seq_length % (tp * cp):
+        product = f"tensor_model_parallel_size * context_parallel_size = {tp * cp}"
+        yield f"seq_length={args.seq_length} must be a multiple of {product} with sequence_parallel"
+    if cp > 1 and args.seq_length % (2 * cp):
+        product = f"2 * context_parallel_size = {2 * cp}"
+        yield f"seq_length={args.seq_length} must be a multiple of {product}: every rank holds two chunks"
+    if args.kv_channels % 2:
+        yield f"kv_channels={args.kv_channels} must be even: rotary embeddings pair channels"
+    micro, dp = args.micro_batch_size, world_size // (tp * pp * cp)
+    if args.global_batch_size % (micro * dp):
+        product = f"micro_batch_size={micro} * data-parallel size {dp} = {micro * dp}"
+        yield f"global_batch_size={args.global_batch_size} must be a multiple of {product}"
+
+
+def _context_parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    tp, cp, types = args.tensor_model_parallel_size, args.context_parallel_size, args.cp_comm_type
+    heads, kv_heads = args.num_attention_heads // tp, args.num_query_groups // tp
+    kinds, cp_size = f"cp_comm_type={' '.join(types)}", f"context_parallel_size={cp}"
+    sizes, two_level = args.hierarchical_context_parallel_sizes, any("+" in name for name in types)
+    option = f"hierarchical_context_parallel_sizes={' '.join(map(str, sizes or ['none']))}"
+    if sizes and not two_level:
+        yield f"{option} has no effect with {kinds}"
+    if two_level and not (sizes and len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == cp):
+        yield f"{option} must be two numbers whose product is {cp_size}: {kinds} needs them"
+    for ranks in ([cp] if "a2a" in types else []) + ([sizes[0]] if two_level else []):  # ranks that exchange heads
+        if heads % ranks:
+            yield f"{kinds}: {ranks} ranks can't share {heads} query heads evenly"
+        if kv_heads % ranks and ranks % kv_heads:
+            yield f"{kinds}: {ranks} ranks can't share {kv_heads} KV heads evenly"
+
+    places, tree_size = (sizes[1], option) if "a2a+tree" in types else (cp, cp_size)
+    for name in ("grid", "grid_backward"):
+        if (shape := getattr(args, name)) is None:
+            continue
+        grid = "{}={}x{}".format(name, *shape)
+        if cp == 1 or not {"tree", "a2a+tree"} & set(types):
+            yield f"{grid} has no effect with {cp_size if cp == 1 else kinds}"
+        if math.prod(shape) != places:
+            yield f"{grid} must have {places} places, one for each rank of the tree ({tree_size})"
+    if args.head_groups is not None and kv_heads % args.head_groups:
+        yield f"head_groups={args.head_groups} must divide the {kv_heads} KV heads of a rank"
+    if args.topology is not None:
+        load_topology(args.topology)
+
+
+def _schedule(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    warmup, decay = args.lr_warmup_iters, args.lr_decay_iters
+    if warmup >= decay:
+        name = "lr_decay_iters" if decay != args.train_iters else "train_iters"
+        yield f"lr_warmup_iters={warmup} must be less than {name}={decay}"
+    if args.min_lr > args.lr:
+        yield f"min_lr={args.min_lr} must not exceed lr={args.lr}"
+
+
+def _files(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    for name in INDEXED:
+        if hasattr(args, name):
+            yield f"{name}={getattr(args, name)}: indexed datasets are not read here: {MEGATRON_LM}"
+    if args.data_path is not None and (len(args.data_path) > 1 or not Path(args.data_path[0]).is_dir()):
+        path = " ".join(args.data_path)
+        yield f"data_path={path!r} is not a folder of text files: name one, or for indexed datasets {MEGATRON_LM}"
+    for name in ("save_interval", "keep_checkpoints", "resume"):
+        if getattr(args, name) and not args.save:
+            yield f"{name}={getattr(args, name)} has no effect without --save"
+    if args.resume and args.load:
+        yield f"resume and load={args.load!r} exclude each other: resume means --load from --save"
+    if args.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
+        way_out = "pip install 'megatron_tree[launch]'"
+        yield f"tensorboard_dir={args.tensorboard_dir!r} needs the package tensorboard: {way_out}"

@@ -16,15 +16,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from ..comm.wire import share_check
 from ..integrations.megatron.compat import loading_torch_adam, no_manager_process
-from .checkpoint_files import begin, candidates, checkpoint_folder, describe, fault_of, finish, newest_good
+from .checkpoint_files import begin, checkpoint_folder, finish, newest
 from .checkpoint_safety import check_index, weights_only
-from .distributed import on_all_ranks, on_first_rank
 from .model import Trainee
 
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 MODEL = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-MODEL += ("softmax_type", "untie_embeddings_and_output_weights", "vocab_size")
+MODEL += ("softmax_type", "untie_embeddings_and_output_weights")
 MUST_MATCH = (*MODEL, "bf16", "use_distributed_optimizer", "seq_length", "seed")
 
 
@@ -36,8 +36,8 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
 
     Returns: the checkpoint's folder, args.save/iter_0000100.
     """
-    final, limit = checkpoint_folder(args.save, iteration), args.distributed_timeout_minutes
-    unfinished = Path(on_first_rank(lambda: str(begin(final)), limit))
+    final = checkpoint_folder(args.save, iteration)
+    unfinished = _on_first_rank(lambda: str(begin(final)), args)
     state = {
         "iteration": iteration,
         "consumed_train_samples": samples,
@@ -49,37 +49,32 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
         "rng_state": _sharded_rng_state(),
     }
     with no_manager_process():
-        dist_checkpointing.save(state, str(unfinished))
-    dist.barrier()
-    shares = on_all_ranks(lambda: describe(unfinished, dist.get_rank(), dist.get_world_size()), limit)
-    files = {name: about for share in shares for name, about in share.items()}
-    on_first_rank(lambda: finish(final, files, args.keep_checkpoints), limit)
+        dist_checkpointing.save(state, unfinished)  # it ends in a barrier: then all files are there
+    _on_first_rank(lambda: finish(final, args.keep_checkpoints), args)
     return final
 
 
-def find_checkpoint(args: argparse.Namespace, say: Callable[[str], None]) -> Path | None:
-    """The newest complete checkpoint in `load` (or with `resume` in `save`). All ranks call it, and share the work of
-    checking its files.
+def find_checkpoint(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint in `load` (or with `resume` in `save`). All ranks call it.
 
-    Args: say: is called, on every rank, with a line on each newer one that is damaged, or that the tracker excludes.
-    Returns: its folder; None if neither option is set, or with `resume` nothing has been saved yet.
+    Returns: (its folder, or None if neither option is set, or with `resume` nothing has been saved yet; lines to print
+        on newer ones that are damaged, or that the tracker excludes).
     Raises: ValueError if `load` has no checkpoint, or all are damaged.
     """
-    folder, limit = args.save if args.resume else args.load, args.distributed_timeout_minutes
+    folder = args.save if args.resume else args.load
     if folder is None:
-        return None
-    found, notes = on_first_rank(lambda: _as_text(candidates(folder)), limit)
+        return None, []
 
-    def fault(checkpoint: Path) -> str | None:
-        faults = on_all_ranks(lambda: fault_of(checkpoint, dist.get_rank(), dist.get_world_size()), limit)
-        return next((fault for fault in faults if fault is not None), None)
+    def find() -> tuple[str | None, list[str]]:
+        checkpoint, notes = newest(folder)
+        return (None if checkpoint is None else str(checkpoint)), notes
 
-    checkpoint, warnings = newest_good([Path(path) for path in found], fault)
-    for line in (*notes, *(f"warning: {warning}; the one before it is loaded" for warning in warnings)):
-        say(line)
-    if checkpoint is None and not args.resume:
+    checkpoint, notes = _on_first_rank(find, args)
+    if checkpoint is not None:
+        return Path(checkpoint), notes
+    if not args.resume:
         raise ValueError(f"load={folder!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
-    return checkpoint
+    return None, [f"no checkpoint in {args.save} yet: starting from scratch"]
 
 
 def load_checkpoint(
@@ -93,7 +88,7 @@ def load_checkpoint(
     Returns: (iteration, samples consumed, whether the random states were restored).
     Raises: ValueError if the checkpoint belongs to another model or other data, or its index is not one.
     """
-    on_first_rank(lambda: check_index(checkpoint), args.distributed_timeout_minutes)
+    _on_first_rank(lambda: check_index(checkpoint), args)
     with weights_only(), loading_torch_adam(trainee.optimizer):
         common = dist_checkpointing.load_common_state_dict(str(checkpoint))
         _check_options(common, args, checkpoint, digest)
@@ -152,12 +147,11 @@ def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint:
             )
     if common["data_digest"] != digest:
         raise ValueError(
-            f"the training data, or their order, are not those that {checkpoint} was trained on: use the same text and "
-            "data_suffix (for the standard library the same Python release), or the same indexed datasets, weights and "
-            "split, with train_iters that read them equally often"
+            f"the training data are not those that {checkpoint} was trained on: use the same text and data_suffix (for "
+            "the standard library the same Python release)"
         )
 
 
-def _as_text(found: tuple[list[Path], list[str]]) -> tuple[list[str], list[str]]:
-    """Paths as text, which can be sent to other ranks."""
-    return [str(path) for path in found[0]], found[1]
+def _on_first_rank(action: Callable[[], Any], args: argparse.Namespace) -> Any:
+    """Run `action` on rank 0; all ranks return its result, a JSON value, or raise its error."""
+    return share_check(action, dist.group.WORLD, timeout_s=60 * args.distributed_timeout_minutes)

@@ -15,14 +15,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from ..files import digest_of, read_json, whole_file
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 MANIFEST = "files.json"
-_DIGITS = 18  # of an iteration at most
 _PREFIX, _UNFINISHED, _REPLACED = "iter_", ".unfinished", ".replaced"
 
 
@@ -42,18 +40,11 @@ def begin(final: Path) -> Path:
     return unfinished
 
 
-def describe(folder: Path, rank: int = 0, world: int = 1) -> dict[str, dict]:
-    """{name: {"bytes", "sha256"}} of this rank's share of the files: the ranks take turns, from the largest file on."""
-    files = sorted(folder.iterdir(), key=lambda path: (-path.stat().st_size, path.name))
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files[rank::world]}
-
-
-def finish(final: Path, files: dict[str, dict], keep: int | None) -> None:
-    """Rename the complete folder of `begin` to `final`, point the tracker to it, and delete all but the newest `keep`.
-
-    files: from `describe`, of every file.
-    """
+def finish(final: Path, keep: int | None) -> None:
+    """Rename the full folder of `begin` to `final`, point the tracker to it, and delete all but the newest `keep`."""
     unfinished, replaced = (final.with_name(final.name + ending) for ending in (_UNFINISHED, _REPLACED))
+    paths = sorted(unfinished.iterdir())
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
     (unfinished / MANIFEST).write_text(json.dumps({"files": files, "sha256": digest_of(files)}, indent=1) + "\n")
     if final.exists():
         os.replace(final, replaced)
@@ -67,70 +58,49 @@ def finish(final: Path, files: dict[str, dict], keep: int | None) -> None:
             shutil.rmtree(path)
 
 
-def fault_of(checkpoint: Path, rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with the files of a checkpoint, in words; None if nothing is.
-
-    rank, world: every rank compares the sizes of all files, and the digests of its share of them.
-    """
+def fault_of(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, in words; None if nothing is."""
     try:
         manifest = read_json((checkpoint / MANIFEST).read_bytes())
         if manifest["sha256"] != digest_of(manifest["files"]):
-            raise ValueError(MANIFEST)
-        known = {name: (about["bytes"], about["sha256"]) for name, about in manifest["files"].items()}
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}, so it was not completely written"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return f"its {MANIFEST} is damaged"
-    try:
-        for name, (size, _) in known.items():
+            return f"{MANIFEST} has changed since it was written"
+        for name, about in manifest["files"].items():
             path = checkpoint / name
-            if Path(name).name != name or not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        for name in sorted(known, key=lambda name: (-known[name][0], name))[rank::world]:
-            if (digest := _sha256(checkpoint / name)) != known[name][1]:
-                return f"{name} has changed since it was written: its sha256 is {digest[:16]}..."
+            if path.stat().st_size != about["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {about['bytes']}"
+            if _sha256(path) != about["sha256"]:
+                return f"{name} has changed since it was written"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} can't be read ({error.strerror})"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{MANIFEST} is damaged"
     return None
 
 
-def candidates(folder: str | Path) -> tuple[list[Path], list[str]]:
-    """Checkpoints to try, the newest first, and a note for each one that is newer than the tracker says.
+def newest(folder: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that the tracker allows and that has no fault.
 
-    Raises: ValueError if the tracker file is damaged.
+    Returns: (its folder, or None if there are no checkpoints; a line on each newer one).
+    Raises: ValueError if the tracker is damaged, or there are only checkpoints that are passed over.
     """
     folder = Path(folder)
     _restore_replaced(folder)
-    found, tracker = _checkpoints(folder), folder / TRACKER
-    if not tracker.is_file():
-        return found, []
-    text = tracker.read_bytes().decode("ascii", "replace").strip()
-    if not text.isdecimal() or len(text) > _DIGITS:
+    found, tracker, lines = _checkpoints(folder), folder / TRACKER, []
+    text = tracker.read_bytes().decode("ascii", "replace").strip() if tracker.is_file() else "9" * 18
+    if not text.isdecimal() or len(text) > 18:
         raise ValueError(f"{tracker} holds {text[:40]!r} instead of a number: write the iteration to continue from")
-    newer = [path for path in found if _iteration(path) > int(text)]
-    if found and len(newer) == len(found):
-        raise ValueError(
-            f"{tracker} says {text}, but the oldest checkpoint is {found[-1]}: write the iteration to continue from"
-        )
-    return found[len(newer) :], [f"{path} is ignored: {tracker} says {text}" for path in newer]
-
-
-def newest_good(found: list[Path], fault: Callable[[Path], str | None] = fault_of) -> tuple[Path | None, list[str]]:
-    """The first of `candidates` without a fault.
-
-    Returns: (its folder, or None if there are no candidates; a warning for each newer one).
-    Raises: ValueError if there are candidates, but all are damaged.
-    """
-    warnings = []
     for path in found:
-        what = fault(path)
-        if what is None:
-            return path, warnings
-        warnings.append(f"checkpoint {path} is damaged: {what}")
-    if warnings:
-        raise ValueError(f"all checkpoints in {str(found[0].parent)!r} are damaged: " + "; ".join(warnings))
+        if _iteration(path) > int(text):
+            lines.append(f"{path} is ignored: {tracker} says {text}")
+        elif (fault := fault_of(path)) is None:
+            return path, lines
+        else:
+            lines.append(f"warning: checkpoint {path} is damaged: {fault}")
+    if found:
+        raise ValueError(
+            f"no checkpoint in {str(folder)!r} can be loaded ({'; '.join(lines)}): restore one, or write an iteration "
+            f"into {TRACKER}"
+        )
     return None, []
 
 

@@ -1,27 +1,19 @@
-"""What a run trains on: samples in a deterministic order, from plain text (here) or indexed datasets (`indexed`)."""
+"""What a run trains on: samples of plain text, a token for each byte, in an order that every parallel layout shares."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 EOD = 256  # end of document; bytes are 0 .. 255
 VOCAB_SIZE = 257
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-
-
-class Samples(Protocol):
-    """Numbered samples. Sample i is the same in every parallel layout, and in a resumed run."""
-
-    def batch(self, indices) -> np.ndarray:
-        """int64 [len(indices), seq_length + 1]: tokens, and one more for the labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,40 +56,14 @@ class PackedText:
         return float(-(p * np.log(p)).sum())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Training and validation samples, and what identifies them."""
 
-    train: Samples
-    valid: Samples | None
-    """None if nothing is held out."""
+    train: PackedText
+    valid: PackedText
     num_documents: int
-    num_tokens: int
-    """Of the training part, in one epoch."""
     digest: str
-    """SHA-256, hexadecimal, that identifies the tokens, the split and the order; stored in checkpoints."""
-    unigram: float | None
-    """Loss of the model that ignores context, in nats per token; None for indexed datasets."""
-
-
-def open_corpus(args: argparse.Namespace) -> Corpus:
-    """What `data_path` names: indexed datasets (a collective call then), a folder of text, or the standard library.
-
-    Raises: ValueError that names the option.
-    """
-    if is_indexed(args.data_path):
-        from .indexed import open_indexed
-
-        return open_indexed(args)
-    folder = args.data_path[0] if args.data_path else None
-    return load_corpus(folder, suffix=args.data_suffix, seq_length=args.seq_length, seed=args.seed)
-
-
-def is_indexed(data_path: list[str] | None) -> bool:
-    """Whether these are prefixes of .bin and .idx files, perhaps with weights, and not one folder of text."""
-    if not data_path:
-        return False
-    return len(data_path) > 1 or Path(data_path[0] + ".idx").is_file() or not Path(data_path[0]).is_dir()
+    """SHA-256, hexadecimal, of the tokens, the split and the order; stored in checkpoints."""
 
 
 def standard_library() -> Path:
@@ -130,16 +96,10 @@ def load_corpus(
         )
     order = np.random.default_rng(seed).permutation(len(documents))
     num_valid = max(1, round(valid_fraction * len(documents)))
-    valid, train = (_pack([documents[i] for i in part]) for part in (order[:num_valid], order[num_valid:]))
-    text = PackedText(tokens=train, seq_length=seq_length, seed=seed)
-    return Corpus(
-        train=text,
-        valid=PackedText(tokens=valid, seq_length=seq_length, seed=seed),
-        num_documents=len(documents),
-        num_tokens=train.size,
-        digest=hashlib.sha256(train.tobytes() + b"|" + valid.tobytes()).hexdigest(),
-        unigram=text.unigram_entropy(),
-    )
+    parts = [[documents[i] for i in part] for part in (order[num_valid:], order[:num_valid])]
+    train, valid = (PackedText(tokens=_pack(part), seq_length=seq_length, seed=seed) for part in parts)
+    digest = hashlib.sha256(train.tokens.tobytes() + b"|" + valid.tokens.tobytes()).hexdigest()
+    return Corpus(train, valid, len(documents), digest)
 
 
 def _pack(documents: list[bytes]) -> np.ndarray:

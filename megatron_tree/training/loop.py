@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import time
 from collections import deque
-from importlib import metadata
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,37 +17,30 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
 from .. import comm
+from ..comm.rendezvous import start_on_own_device
+from ..comm.wire import share_all
 from ..integrations import megatron as tree
 from ..integrations.megatron.cpu import megatron_on_cpu
 from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from .data import Corpus, open_corpus
-from .distributed import launched_rank, require_equal, start_process_group
+from .data import Corpus, load_corpus
 from .model import Trainee, build_trainee, start_model_parallel
 from .report import Reporter
 from .step import evaluate, train_step
 
 FINAL_STEPS = 10  # whose mean is the final loss
-PACKAGES = ("torch", "megatron-core", "numpy")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # schedulers send either; Slurm: --signal=USR1@120
 
 
-class StopRequest:
-    """A context in which SIGTERM and SIGUSR1 are only recorded; all ranks stop after the same step (`train_step`)."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        """The first that reached this rank."""
-
-    def __enter__(self) -> StopRequest:
-        self._former = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._former.items():
+@contextlib.contextmanager
+def recorded_signals() -> Iterator[list[int]]:
+    """In this context SIGTERM and SIGUSR1 are only recorded, in the list; all ranks stop after the same step."""
+    received: list[int] = []
+    former = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in former.items():
             signal.signal(number, handler)
-
-    def _record(self, number: int, frame: object) -> None:
-        self.signal = self.signal or signal.Signals(number)
 
 
 class Outcome(NamedTuple):
@@ -54,8 +49,8 @@ class Outcome(NamedTuple):
     iteration: int
     final_loss: float
     """Mean over the last steps, nats per token."""
-    unigram: float | None
-    """Loss of the byte unigram model; None for indexed datasets."""
+    unigram: float
+    """Loss of the byte unigram model."""
     stopped: bool
     """A signal ended it before its last step."""
 
@@ -66,11 +61,11 @@ class LossTooHigh(Exception):
 
 def run(args: argparse.Namespace) -> None:
     """The life of one rank of launch/train_gpt.py. args: completed and checked options."""
-    with StopRequest() as stop:  # from here on a signal ends the run after a step, with a checkpoint
-        device = start_process_group(launched_rank(), args.distributed_timeout_minutes)
+    with recorded_signals() as received:  # from here on a signal ends the run after a step, with a checkpoint
+        device = start_on_own_device(60 * args.distributed_timeout_minutes)
         with megatron_on_cpu():
             tree.install()
-            outcome = train(args, device, stop)
+            outcome = train(args, device, received)
         dist.barrier()
         dist.destroy_process_group()
     loss, unigram, margin = outcome.final_loss, outcome.unigram, args.assert_below_unigram
@@ -81,26 +76,27 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> Outcome:
-    """Train as the options say. All ranks call it, with the default process group initialized.
+def train(args: argparse.Namespace, device: torch.device, received: list[int]) -> Outcome:
+    """Train as the options say, until `received` holds a signal on some rank. All ranks call it, with the default
+    process group initialized.
 
     Raises: ValueError for options that don't fit the checkpoint or the data.
     """
-    corpus = open_corpus(args)
-    require_equal("the training data (what data_path holds, or without it the Python release)", corpus.digest)
+    corpus = _open_corpus(args)
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     start_model_parallel(args)
     trainee = build_trainee(args, device)
     iteration, samples, notes = _resume(args, trainee, corpus)
     reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
-    _introduce(reporter, args, corpus, trainee, iteration + 1)
+    unigram = corpus.train.unigram_entropy()
+    _introduce(reporter, args, corpus, trainee, unigram)
     for note in notes:
         reporter.say(note)
     checkpoint, stopped, losses = None, False, deque(maxlen=FINAL_STEPS)
     while iteration < args.train_iters and not stopped:
         started = time.monotonic()
         with comm.monitored(f"step {iteration + 1}"):
-            figures, stopping = train_step(trainee, corpus.train, args, samples, device, stop.signal is not None)
+            figures, stopping = train_step(trainee, corpus.train, args, samples, device, bool(received))
         iteration += 1
         samples += args.global_batch_size
         losses.append(figures["loss"])
@@ -109,13 +105,13 @@ def train(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> 
         reporter.step(iteration, **figures, tokens_per_s=tokens_per_s, seconds=seconds)
         last = iteration == args.train_iters
         stopped = stopping and not last
-        if corpus.valid is not None and args.eval_iters and _due(args.eval_interval, iteration, last) and not stopped:
+        if args.eval_iters and _due(args.eval_interval, iteration, last) and not stopped:
             with comm.monitored(f"the validation after step {iteration}"):
                 reporter.validation(iteration, evaluate(trainee, corpus.valid, args, device))
         if args.save and _due(args.save_interval, iteration, last or stopped):
             with comm.monitored(f"the save after step {iteration}"):
                 checkpoint = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=corpus.digest)
-    outcome = Outcome(iteration, sum(losses) / len(losses), corpus.unigram, stopped)
+    outcome = Outcome(iteration, sum(losses) / len(losses), unigram, stopped)
     _conclude(reporter, args, outcome, checkpoint)
     return outcome
 
@@ -124,13 +120,22 @@ def _due(interval: int, iteration: int, last: bool) -> bool:
     return last or (interval > 0 and iteration % interval == 0)
 
 
+def _open_corpus(args: argparse.Namespace) -> Corpus:
+    folder = args.data_path[0] if args.data_path else None
+    corpus = load_corpus(folder, suffix=args.data_suffix, seq_length=args.seq_length, seed=args.seed)
+    digests = share_all(corpus.digest, dist.group.WORLD)
+    if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ValueError(
+            f"the training data on ranks {differing} are not those on rank 0: give all the same data_path (without it, "
+            "the same Python release)"
+        )
+    return corpus
+
+
 def _resume(args: argparse.Namespace, trainee: Trainee, corpus: Corpus) -> tuple[int, int, list[str]]:
     """Load a checkpoint if the options name one. Returns: (iteration, samples consumed, lines to print)."""
-    notes: list[str] = []
-    checkpoint = find_checkpoint(args, notes.append)
+    checkpoint, notes = find_checkpoint(args)
     if checkpoint is None:
-        if args.resume:
-            notes.append(f"no checkpoint in {args.save} yet: starting from scratch")
         return 0, 0, notes
     iteration, samples, same_layout = load_checkpoint(checkpoint, trainee, args, digest=corpus.digest)
     if iteration >= args.train_iters:
@@ -141,45 +146,29 @@ def _resume(args: argparse.Namespace, trainee: Trainee, corpus: Corpus) -> tuple
     return iteration, samples, notes
 
 
-def _introduce(reporter: Reporter, args: argparse.Namespace, corpus: Corpus, trainee: Trainee, first_step: int) -> None:
-    ranks, dp = dist.get_world_size(), parallel_state.get_data_parallel_world_size()
-    parameters = sum(p.numel() for p in trainee.model.parameters())
+def _introduce(reporter: Reporter, args: argparse.Namespace, corpus: Corpus, trainee: Trainee, unigram: float) -> None:
+    dp, parameters = parallel_state.get_data_parallel_world_size(), sum(p.numel() for p in trainee.model.parameters())
     attention = " ".join(args.cp_comm_type) if args.context_parallel_size > 1 else "Megatron's own attention"
     if args.grid:
         attention += " {}x{}".format(*args.grid)
-    title = f"{ranks} ranks, context parallel {args.context_parallel_size}: {attention}"
-    reporter.event(
-        "start",
-        title=title,
-        first_step=first_step,
-        options=vars(args),
-        versions={name: metadata.version(name) for name in PACKAGES},
-        ranks=ranks,
-        data_parallel_size=dp,
-        parameters_on_rank_0=parameters,
-        documents=corpus.num_documents,
-        train_tokens=corpus.num_tokens,
-        unigram_loss=corpus.unigram,
-    )
-    unigram = "" if corpus.unigram is None else f", byte unigram loss {corpus.unigram:.4f}"
+    title = f"{dist.get_world_size()} ranks, context parallel {args.context_parallel_size}: {attention}"
+    reporter.event("start", title=title, options=vars(args), unigram_loss=unigram)
     reporter.say(
         f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0, {corpus.num_documents:,} documents, "
-        f"{corpus.num_tokens:,} tokens{unigram}"
+        f"{corpus.train.tokens.size:,} tokens, byte unigram loss {unigram:.4f}"
     )
 
 
-def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: Outcome, checkpoint) -> None:
-    reporter.event("end", final_loss=outcome.final_loss, unigram_loss=outcome.unigram)
+def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: Outcome, checkpoint: Path | None) -> None:
+    loss, unigram = outcome.final_loss, outcome.unigram
+    reporter.event("end", final_loss=loss, unigram_loss=unigram)
     reporter.close()
     if checkpoint is not None:
         reporter.say(f"checkpoint: {checkpoint}")
     reporter.say(f"log and loss curve: {args.output_dir}")
-    loss, unigram = outcome.final_loss, outcome.unigram
     if outcome.stopped:
         way_on = f"continue with --load {args.save}" if args.save else "nothing is saved without --save"
         reporter.say(f"stopped by a signal after step {outcome.iteration} of {args.train_iters}; {way_on}")
-    elif unigram is None:
-        reporter.say(f"final loss {loss:.4f} nats per token")
     else:
         reporter.say(
             f"final loss {loss:.4f} nats per byte, byte unigram model {unigram:.4f}: {unigram - loss:.4f} below"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -21,10 +21,12 @@ from ..config import TreeConfig
 from ..integrations import megatron as tree
 from ..integrations.megatron.fusions import fusion_options
 from ..integrations.megatron.norm import use_sequence_parallel_norm
+from .data import VOCAB_SIZE
+
+PADDED_VOCAB_SIZE = -(-VOCAB_SIZE // 64) * 64
 
 
-@dataclass
-class Trainee:
+class Trainee(NamedTuple):
     """A model under training."""
 
     model: DistributedDataParallel
@@ -50,12 +52,12 @@ def start_model_parallel(args: argparse.Namespace) -> None:
 
 def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
     """Build this rank's part of everything that is trained, with its parameters on `device`."""
-    config = transformer_config(args)
+    config, tp = transformer_config(args), args.tensor_model_parallel_size
     config.finalize_model_grads_func = finalize_model_grads
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(args, config),
-        vocab_size=padded_vocab_size(args.vocab_size, args.tensor_model_parallel_size),
+        transformer_layer_spec=_block_spec(args, config),
+        vocab_size=-(-PADDED_VOCAB_SIZE // tp) * tp,
         max_sequence_length=args.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -64,14 +66,14 @@ def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
     ).to(device)
     model = Float16Module(config, model) if args.bf16 else model
-    zero = args.use_distributed_optimizer
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=zero, check_for_nan_in_grad=True
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        check_for_nan_in_grad=True,
     )
     model = DistributedDataParallel(config, ddp_config, model)
-    optimizer_config = OptimizerConfig(
-        optimizer="adam", params_dtype=config.params_dtype, **_named(OptimizerConfig, args)
-    )
+    named = _named(OptimizerConfig, args)
+    optimizer_config = OptimizerConfig(optimizer="adam", params_dtype=config.params_dtype, **named)
     optimizer = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     return Trainee(model, optimizer, build_scheduler(args, optimizer))
@@ -110,7 +112,7 @@ def _named(config: type, args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
+def _block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
     """Megatron's own layers; with context parallelism tree attention in them, with sequence parallelism our norm."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if args.sequence_parallel:
@@ -126,12 +128,6 @@ def block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
         timeout_s=60.0 * args.distributed_timeout_minutes,
     )
     return tree.use_tree_attention(spec, tree_config=tree_config)
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int, multiple: int = 64) -> int:
-    """Vocabulary size, rounded up to `multiple` and to the tensor-parallel size."""
-    padded = -(-vocab_size // multiple) * multiple
-    return -(-padded // tensor_parallel_size) * tensor_parallel_size
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:

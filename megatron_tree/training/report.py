@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..files import read_json
+from ..files import read_json, whole_file
 
 LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
@@ -29,7 +30,7 @@ class Reporter:
 
     Args:
         args: options; output_dir, tensorboard_dir, log_interval and train_iters are used.
-        first_step: of this run, from 1. A resumed run appends to the log.
+        first_step: of this run, from 1. A resumed run continues the log; the steps that it repeats are replaced.
         enabled: False on all ranks but one.
     """
 
@@ -39,20 +40,19 @@ class Reporter:
             return
         self._folder, self._last = Path(args.output_dir), args.train_iters
         self._folder.mkdir(parents=True, exist_ok=True)
-        if first_step > 1:
-            _end_line(self._folder / LOG_NAME)
-        self._file = (self._folder / LOG_NAME).open("a" if first_step > 1 else "w", buffering=1)
+        log = self._folder / LOG_NAME
+        earlier = read_log(log) if first_step > 1 and log.exists() else []
+        with whole_file(log) as part:
+            part.write_text("".join(json.dumps(r) + "\n" for r in earlier if r.get("step", 0) < first_step))
+        self._file = log.open("a", buffering=1)
         if args.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=first_step)
-        bar = sys.stdout.isatty()
-        self._bar = tqdm(
-            total=self._last, initial=first_step - 1, unit="step", file=sys.stdout, dynamic_ncols=True, disable=not bar
-        )
-        self._ends = () if args.log_interval or bar else (first_step, self._last)
-        usual = self._last + 1 if bar else max(1, (self._last - first_step + 1) // LINES_PER_RUN)
-        self._interval = args.log_interval or usual
+        bar = {"total": self._last, "initial": first_step - 1, "unit": "step", "file": sys.stdout}
+        self._bar = tqdm(**bar, dynamic_ncols=True, disable=not sys.stdout.isatty())
+        self._ends = (first_step, self._last)
+        self._interval = args.log_interval or max(1, (self._last - first_step + 1) // LINES_PER_RUN)
 
     def event(self, name: str, **facts: Any) -> None:
         """Log something other than a step."""
@@ -92,7 +92,7 @@ class Reporter:
             self._file.close()
             if self._tensorboard is not None:
                 self._tensorboard.close()
-            draw_losses(self._folder / LOG_NAME, self._folder / PLOT_NAME)
+            draw_losses(read_log(self._folder / LOG_NAME), self._folder / PLOT_NAME)
 
     def _draw(self, step: int, values: dict[str, float | None]) -> None:
         for name, value in values.items():
@@ -100,47 +100,31 @@ class Reporter:
                 self._tensorboard.add_scalar(name, value, step)
 
 
-def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a train.jsonl: its events, then its steps. Of a step that a resumed run repeated the later record
-    counts. Lines that are not records, such as an incomplete one after a crash, are ignored."""
-    records = [record for line in Path(path).read_bytes().split(b"\n") if (record := _record(line))]
-    steps = {record["step"]: record for record in records if "loss" in record and "event" not in record}
-    return [record for record in records if "event" in record] + [steps[step] for step in sorted(steps)]
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a train.jsonl. Other lines, such as an incomplete one after a crash, are ignored."""
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            record = read_json(line)
+            if isinstance(record, dict) and all(isinstance(record.get(n, 0), (int, float)) for n in ("step", "loss")):
+                records.append(record)
+    return records
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = read_json(line)
-    except ValueError:
-        return None
-    numbers = isinstance(found, dict) and all(isinstance(found.get(name, 0), (int, float)) for name in ("step", "loss"))
-    return found if numbers and ("step" in found or "event" in found) else None
-
-
-def _end_line(path: Path) -> None:
-    """End the incomplete line that a crash may have left."""
-    with path.open("a+b") as file:
-        file.seek(max(0, file.tell() - 1))
-        if file.read() not in (b"", b"\n"):
-            file.write(b"\n")
-
-
-def draw_losses(log: Path, picture: Path) -> None:
+def draw_losses(records: list[dict[str, Any]], picture: Path) -> None:
     """Plot training and validation losses over steps, and the byte unigram model's loss as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    records = read_log(log)
-    training = [record for record in records if "event" not in record]
-    validation = [record for record in records if record.get("event") == "validation"]
-    start = next((record for record in reversed(records) if record.get("event") == "start"), {})
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot([r["step"] for r in training], [r["loss"] for r in training], linewidth=1.2, label="training")
-    if validation:
-        axes.plot([r["step"] for r in validation], [r["loss"] for r in validation], "o", label="validation")
-    if start.get("unigram_loss") is not None:
+    for event, style, label in ((None, "-", "training"), ("validation", "o", "validation")):
+        points = [(r["step"], r["loss"]) for r in records if r.get("event") == event and {"step", "loss"} <= r.keys()]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, linewidth=1.2, label=label)
+    start = next((r for r in reversed(records) if r.get("event") == "start"), {})
+    if "unigram_loss" in start:
         axes.axhline(start["unigram_loss"], color="grey", linestyle="--", label="byte unigram entropy")
     axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, None), title=start.get("title", ""))
     axes.legend()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
 from ..integrations.megatron.compat import batch_on_this_cp_rank
-from .data import Samples, microbatch_indices
+from .data import PackedText, microbatch_indices
 from .model import Trainee
 
 
 def train_step(
-    trainee: Trainee, data: Samples, args: argparse.Namespace, samples: int, device: torch.device, stopping: bool
-) -> tuple[dict[str, float], bool]:
+    trainee: Trainee, text: PackedText, args: argparse.Namespace, samples: int, device: torch.device, stopping: bool
+) -> tuple[dict[str, float | None], bool]:
     """One optimizer step on the global batch that starts at sample number `samples`. All ranks call it.
 
     Args: stopping: whether this rank has been asked to stop.
@@ -28,7 +30,7 @@ def train_step(
     trainee.model.train()
     trainee.model.zero_grad_buffer()
     trainee.optimizer.zero_grad()
-    loss, stopping = _run_schedule(trainee, data, args, samples, device, forward_only=False, stopping=stopping)
+    loss, stopping = _run_schedule(trainee, text, args, samples, device, forward_only=False, stopping=stopping)
     lr = max(group["lr"] for group in trainee.optimizer.param_groups)
     succeeded, grad_norm, _ = trainee.optimizer.step()
     if not succeeded:
@@ -37,21 +39,21 @@ def train_step(
     return {"loss": loss, "grad_norm": None if grad_norm is None else float(grad_norm), "lr": lr}, stopping
 
 
-def evaluate(trainee: Trainee, data: Samples, args: argparse.Namespace, device: torch.device) -> float:
+@torch.no_grad()
+def evaluate(trainee: Trainee, text: PackedText, args: argparse.Namespace, device: torch.device) -> float:
     """Mean loss over the first `eval_iters` global batches of the held-out samples. All ranks call it."""
     trainee.model.eval()
     starts = range(0, args.eval_iters * args.global_batch_size, args.global_batch_size)
-    with torch.no_grad():
-        losses = [_run_schedule(trainee, data, args, start, device, forward_only=True)[0] for start in starts]
+    losses = [_run_schedule(trainee, text, args, start, device, forward_only=True)[0] for start in starts]
     return sum(losses) / len(losses)
 
 
-def _run_schedule(trainee, data, args, samples, device, *, forward_only, stopping=False) -> tuple[float, bool]:
+def _run_schedule(trainee, text, args, samples, device, *, forward_only, stopping=False) -> tuple[float, bool]:
     """All microbatches of one global batch. Returns: (mean loss over all its tokens, whether any rank is stopping)."""
     num_microbatches = args.global_batch_size // (args.micro_batch_size * parallel_state.get_data_parallel_world_size())
     sums = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=_batches(data, args, samples, device),
+        data_iterator=_batches(text, args, samples, device),
         model=[trainee.model],
         num_microbatches=num_microbatches,
         seq_length=args.seq_length,
@@ -67,7 +69,7 @@ def _run_schedule(trainee, data, args, samples, device, *, forward_only, stoppin
     return float(total[0] / total[1]), bool(total[2] > 0)
 
 
-def _batches(data: Samples, args: argparse.Namespace, samples: int, device: torch.device):
+def _batches(text: PackedText, args: argparse.Namespace, samples: int, device) -> Iterator[dict[str, Tensor]]:
     """This rank's microbatches: tokens, labels, loss_mask, position_ids, each [micro_batch_size, seq_length / cp]."""
     indices = microbatch_indices(
         samples,
@@ -77,7 +79,7 @@ def _batches(data: Samples, args: argparse.Namespace, samples: int, device: torc
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
     for numbers in indices:
-        rows = torch.from_numpy(data.batch(numbers)).to(device)
+        rows = torch.from_numpy(text.batch(numbers)).to(device)
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         positions = torch.arange(args.seq_length, device=device).expand_as(tokens).contiguous()
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=device)
@@ -91,8 +93,7 @@ def _forward_step(data_iterator, model):
     return losses, functools.partial(_loss_func, batch["loss_mask"])
 
 
-def _loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
+def _loss_func(loss_mask: Tensor, losses: Tensor):
     """(sum to differentiate, number of tokens, what is reported), of this rank's share of a microbatch."""
-    total = (losses.float() * loss_mask).sum()
-    num_tokens = loss_mask.sum()
+    total, num_tokens = (losses.float() * loss_mask).sum(), loss_mask.sum()
     return total, num_tokens.to(torch.int), (total.detach(), num_tokens)

@@ -46,17 +46,16 @@ def train_all(rank, world, runs):
 
 def _train(rank, world, folder, options):
     from megatron_tree.integrations import megatron as tree
-    from megatron_tree.training.arguments import parse_arguments
-    from megatron_tree.training.check import check_arguments
-    from megatron_tree.training.loop import StopRequest, train
+    from megatron_tree.training.arguments import check_arguments, parse_arguments
+    from megatron_tree.training.loop import recorded_signals, train
 
     args = parse_arguments([*TINY.split(), "--output-dir", str(folder), *options.split()])
     output = folder.with_name(folder.name + ".txt") if rank == 0 else os.devnull
     tree.install()
     try:
-        with open(output, "w") as file, contextlib.redirect_stdout(file), StopRequest() as stop:
+        with open(output, "w") as file, contextlib.redirect_stdout(file), recorded_signals() as received:
             check_arguments(args, world)
-            return train(args, torch.device("cpu"), stop)
+            return train(args, torch.device("cpu"), received)
     except ValueError as error:
         return str(error)
     finally:

@@ -68,8 +68,7 @@ def _one_thread():
 
 
 def _train(path):
-    from megatron_tree.training.arguments import build_parser, parse_arguments
-    from megatron_tree.training.check import check_arguments
+    from megatron_tree.training.arguments import build_parser, check_arguments, parse_arguments
 
     return build_parser(), parse_arguments(["--config", path]), lambda args: check_arguments(args, 4)
 
@@ -90,7 +89,7 @@ def _serve(path):
 
 TEXTS = {
     _train: (REPO / "configs" / "train" / "quickstart.yaml").read_text() + "window_size: [64, 0]\nbf16: true\n"
-    "grid: 2x2\ntopology: laptop\nsoftmax_type: learnable\nsplit: 90,5,5\nclip_grad: 1.0\nseed: 3\n",
+    "grid: 2x2\ntopology: laptop\nsoftmax_type: learnable\nclip_grad: 1.0\nseed: 3\n",
     _generate: (REPO / "configs" / "generate" / "cpu.yaml").read_text() + "stop: [a, b]\ntemperature: 0.5\ntop_k: 3\n"
     "seed: 17\nstream: false\ntensor_model_parallel_size: 2\nignore_eos: true\n",
     _serve: "served_model_name: [a, b]\nport: 0\nhost: localhost\nmax_rows: 3\nrequest_timeout: 7.5\n"

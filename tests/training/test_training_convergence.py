@@ -34,15 +34,19 @@ def test_the_runs_differ_in_one_thing(convergence):
 
 
 @pytest.mark.parametrize(("off", "within"), [(0.19, True), (-0.19, True), (0.21, False), (-0.21, False)])
-def test_the_noise_is_the_spread_of_the_seeds(convergence, tmp_path, off, within):
+def test_the_noise_is_the_spread_of_the_seeds(convergence, off, within):
     curves = {"cp = 1, seed 5": [9.0] * 5 + [2.0] * 10, "cp = 1, seed 6": [9.0] * 5 + [2.2] * 10}
     curves["cp = 4, ring"] = [9.0] * 5 + [2.0 + off] * 10
     verdict = convergence.compare(curves, [5, 6])
     assert verdict["noise"] == pytest.approx(0.2)
     assert verdict["difference"] == {"cp = 4, ring": pytest.approx(abs(off))}
     assert verdict["within_noise"] is within
+
+
+def test_the_picture(convergence, tmp_path):
     pytest.importorskip("matplotlib")
-    convergence.draw(curves, verdict, tmp_path / "images" / "c.png")
+    curves = {"cp = 1, seed 5": [9.0, 2.0], "cp = 4, ring": [9.0, 2.1]}
+    convergence.draw(curves, convergence.compare(curves, [5]), tmp_path / "images" / "c.png")
     assert (tmp_path / "images" / "c.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,6 +1,7 @@
-"""Parts of launch/train_gpt.py that need no ranks: schedules, options of newer kinds, TensorBoard."""
+"""Parts of launch/train_gpt.py that need no ranks: text, microbatches, learning rates, reports, signals."""
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -9,33 +10,87 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("megatron.core")
 pytest.importorskip("yaml")
 
-from megatron_tree.training.arguments import parse_arguments
-from megatron_tree.training.check import check_arguments
+from megatron_tree.training import step as step_module
+from megatron_tree.training.arguments import check_arguments, parse_arguments
+from megatron_tree.training.data import EOD, PackedText, load_corpus, microbatch_indices
+from megatron_tree.training.loop import recorded_signals
+from megatron_tree.training.model import build_scheduler
+from megatron_tree.training.report import LOG_NAME, PLOT_NAME, read_log
 from support.training_runs import reporter_of
 
-
-def parse(text):
-    return parse_arguments(text.split())
+# --- text ---
 
 
-# --- microbatches ---
+def write_documents(folder, texts):
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+
+
+def test_documents_are_packed_and_separated(tmp_path):
+    texts = {f"d/{i}.py": bytes([65 + i]) * (5 + i) for i in range(4)}
+    write_documents(tmp_path, texts | {"empty.py": b"", "note.txt": b"no", "site-packages/x.py": b"no"})
+    corpus = load_corpus(tmp_path, seq_length=4, seed=3, valid_fraction=0.25)
+    assert corpus.num_documents == 4
+    train, valid = (
+        bytes(np.where(t.tokens == EOD, 0, t.tokens).astype(np.uint8)).split(b"\0")
+        for t in (corpus.train, corpus.valid)
+    )
+    assert (len(train), len(valid)) == (4, 2), "documents end in EOD"
+    assert sorted(train[:-1] + valid[:-1]) == sorted(texts.values())
+    again = load_corpus(tmp_path, seq_length=4, seed=3, valid_fraction=0.25)
+    assert again.digest == corpus.digest
+    assert load_corpus(tmp_path, seq_length=4, seed=4, valid_fraction=0.25).digest != corpus.digest
+
+
+def test_every_epoch_uses_every_sample_once():
+    text = PackedText(tokens=np.arange(33, dtype=np.int16), seq_length=4, seed=1)
+    assert len(text) == 8
+    epochs = [[tuple(text.sample(8 * epoch + i)) for i in range(8)] for epoch in (0, 1)]
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        assert sorted(epoch) == [tuple(range(i, i + 5)) for i in range(0, 32, 4)]
+    assert [tuple(text.sample(i)) for i in range(8)] == epochs[0], "going back gives the same"
+
+
+def test_unigram_entropy():
+    tokens = np.array([7] * 8 + [9] * 4 + [EOD] * 4, dtype=np.int16)
+    assert PackedText(tokens=tokens, seq_length=2, seed=0).unigram_entropy() == pytest.approx(1.5 * math.log(2))
+
+
+def test_too_little_text_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder"):
+        load_corpus(tmp_path / "absent", seq_length=4, seed=0)
+    write_documents(tmp_path, {"a.py": b"abc"})
+    with pytest.raises(ValueError, match="1 files"):
+        load_corpus(tmp_path, seq_length=4, seed=0)
+    write_documents(tmp_path, {"b.py": b"abc"})
+    with pytest.raises(ValueError, match="4 tokens of text don't fill one sample of seq_length=4"):
+        load_corpus(tmp_path, seq_length=4, seed=0)
+
+
+@pytest.mark.parametrize(("dp_size", "micro"), [(1, 2), (1, 8), (2, 2), (4, 1), (4, 2)])
+def test_a_global_batch_is_the_same_in_every_layout(dp_size, micro):
+    sizes = {"micro_batch_size": micro, "global_batch_size": 8, "dp_size": dp_size}
+    ranks = [[i for batch in microbatch_indices(24, dp_rank=r, **sizes) for i in batch] for r in range(dp_size)]
+    assert {len(rank) for rank in ranks} == {8 // dp_size}
+    assert sorted(i for rank in ranks for i in rank) == list(range(24, 32))
 
 
 def test_labels_are_the_next_tokens(monkeypatch):
-    pytest.importorskip("megatron.core")
-    from megatron_tree.training import step
-
     class Counting:
         def batch(self, indices):
             return np.stack([np.arange(10 * i, 10 * i + 5) for i in indices])
 
-    monkeypatch.setattr(step.parallel_state, "get_data_parallel_rank", lambda: 1)
-    monkeypatch.setattr(step.parallel_state, "get_data_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(step, "batch_on_this_cp_rank", lambda batch: batch)
+    monkeypatch.setattr(step_module.parallel_state, "get_data_parallel_rank", lambda: 1)
+    monkeypatch.setattr(step_module.parallel_state, "get_data_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(step_module, "batch_on_this_cp_rank", lambda batch: batch)
     args = argparse.Namespace(micro_batch_size=1, global_batch_size=4, seq_length=4)
-    first, second = step._batches(Counting(), args, 8, torch.device("cpu"))  # samples 8 .. 11, this rank's 9 and 11
+    first, second = step_module._batches(Counting(), args, 8, torch.device("cpu"))  # this rank's of 8 .. 11: 9, 11
     assert first["tokens"].tolist() == [[90, 91, 92, 93]] and first["labels"].tolist() == [[91, 92, 93, 94]]
     assert second["tokens"].tolist() == [[110, 111, 112, 113]] and second["labels"].tolist() == [[111, 112, 113, 114]]
     assert first["position_ids"].tolist() == [[0, 1, 2, 3]] and first["loss_mask"].tolist() == [[1.0] * 4]
@@ -46,10 +101,7 @@ def test_labels_are_the_next_tokens(monkeypatch):
 
 def learning_rates(options):
     """Of every step of a run."""
-    pytest.importorskip("megatron.core")
-    from megatron_tree.training.model import build_scheduler
-
-    args = parse(f"--lr 1 --min-lr 0.1 --train-iters 20 --global-batch-size 8 {options}")
+    args = parse_arguments(f"--lr 1 --min-lr 0.1 --train-iters 20 --global-batch-size 8 {options}".split())
     check_arguments(args, 1)
     optimizer = argparse.Namespace(param_groups=[{}])
     scheduler = build_scheduler(args, optimizer)
@@ -87,52 +139,6 @@ def test_the_default_is_a_cosine_over_the_whole_run():
     assert rates == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(20)])
 
 
-# --- options ---
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--lr-warmup-iters 9 --lr-decay-iters 9", "lr_warmup_iters=9 must be less than lr_decay_iters=9"),
-        ("--attention-dropout 1", "attention_dropout=1.0 must be at least 0 and less than 1"),
-        ("--hidden-dropout -0.1", "hidden_dropout=-0.1 must be at least 0"),
-        ("--sequence-parallel", "sequence_parallel has no effect with tensor_model_parallel_size=1"),
-        ("--hierarchical-context-parallel-sizes 2 2", "has no effect with cp_comm_type=tree"),
-        ("--resume", "resume=True has no effect without --save"),
-        ("--keep-checkpoints 3", "keep_checkpoints=3 has no effect without --save"),
-        ("--keep-checkpoints 0 --save x", "keep_checkpoints=0 must be positive"),
-        ("--resume --save x --load y", "resume and load='y' exclude each other"),
-    ],
-)
-def test_options_are_checked_before_any_communication(options, message):
-    with pytest.raises(ValueError, match=message):
-        check_arguments(parse(options), 4)
-
-
-def test_two_level_context_parallelism():
-    options = "--context-parallel-size 4 --num-query-groups 2 --cp-comm-type a2a+tree"
-    check_arguments(parse(f"{options} --hierarchical-context-parallel-sizes 2 2 --grid 2x1"), 4)
-    for more, message in (
-        ("", "hierarchical_context_parallel_sizes=none must be two numbers .* cp_comm_type=a2a\\+tree needs them"),
-        ("--hierarchical-context-parallel-sizes 2 4", "must be two numbers whose product is context_parallel_size=4"),
-        (
-            "--hierarchical-context-parallel-sizes 2 2 --grid 2x2",
-            "grid=2x2 must have 2 places, .*parallel_sizes=2 2",
-        ),
-        ("--hierarchical-context-parallel-sizes 2 2 --num-attention-heads 2 --cp-comm-type a2a", "no effect with"),
-        (
-            "--cp-comm-type a2a --num-attention-heads 6 --num-query-groups 6 --kv-channels 16",
-            "cp_comm_type=a2a: 4 ranks can't share 6 query heads evenly",
-        ),
-        (
-            "--cp-comm-type a2a --num-attention-heads 12 --num-query-groups 3 --kv-channels 16",
-            "4 ranks can't share 3 KV heads",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_arguments(parse(f"{options} {more}"), 4)
-
-
 # --- reports ---
 
 
@@ -158,14 +164,6 @@ def test_tensorboard_curves_of_a_resumed_run(tmp_path):
     assert [event.value for event in events.Scalars("lm loss validation")][-1] == 3.0
 
 
-def test_tensorboard_that_is_not_installed_is_named(monkeypatch):
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"tensorboard_dir='x' needs the package tensorboard: pip install"):
-        check_arguments(parse("--tensorboard-dir x"), 4)
-
-
 def test_what_a_line_tells(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     reporter = reporter_of(tmp_path, 1, 2, log_interval=1)
@@ -179,17 +177,50 @@ def test_what_a_line_tells(tmp_path, capsys):
     ]
 
 
+def report(folder, first, last, loss):
+    reporter = reporter_of(folder, first, last)
+    reporter.event("start", title="a run", unigram_loss=3.0)
+    for step in range(first, last + 1):
+        reporter.step(step, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=10.0, seconds=0.1)
+    reporter.validation(last, loss)
+    reporter.close()
+
+
+def test_log_and_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report(tmp_path, 1, 40, 2.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert 10 <= len([line for line in lines if line.startswith("step")]) <= 13
+    records = [json.loads(line) for line in (tmp_path / LOG_NAME).read_text().splitlines()]
+    assert records[0]["event"] == "start"
+    assert set(records[1]) == {"step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"}
+    assert (tmp_path / PLOT_NAME).read_bytes().startswith(b"\x89PNG")
+
+
+def test_resumed_run_replaces_the_steps_it_did_again(tmp_path):
+    pytest.importorskip("matplotlib")
+    report(tmp_path, 1, 6, 2.0)
+    report(tmp_path, 5, 8, 1.0)
+    steps = [record for record in read_log(tmp_path / LOG_NAME) if "event" not in record]
+    assert [(record["step"], record["loss"]) for record in steps] == [(i, 2.0 if i < 5 else 1.0) for i in range(1, 9)]
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    reporter = reporter_of(tmp_path / "x", 1, 2, log_interval=1, enabled=False)
+    reporter.step(1, loss=2.0, grad_norm=1.0, lr=1e-3, tokens_per_s=10.0, seconds=0.1)
+    reporter.close()
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "x").exists()
+
+
 # --- stopping ---
 
 
 def test_signals_are_noted_and_handlers_restored():
-    pytest.importorskip("megatron.core")
-    from megatron_tree.training.loop import StopRequest
-
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    with StopRequest() as stop:
-        assert stop.signal is None
+    with recorded_signals() as received:
+        assert not received
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal == signal.SIGUSR1, "the first"
+        assert received == [signal.SIGUSR1, signal.SIGTERM]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before

@@ -12,8 +12,6 @@ from megatron_tree.training.report import LOG_NAME
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
 
-FOUR = "--micro-batch-size 1"  # with four data-parallel ranks
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -28,10 +26,10 @@ def run(world, folder, text, runs):
 
 
 def test_every_schedule_gives_the_same_losses(tmp_path, text):
-    cp4 = f"{FOUR} --context-parallel-size 4"
+    cp4 = "--micro-batch-size 4 --context-parallel-size 4"
     split = "--hierarchical-context-parallel-sizes 2 2"
     runs = {
-        "alone": FOUR,
+        "alone": "--micro-batch-size 1",
         "tree": cp4,
         "p2p": f"{cp4} --cp-comm-type p2p",
         "all_gather": f"{cp4} --cp-comm-type all_gather",
@@ -49,7 +47,7 @@ def test_every_schedule_gives_the_same_losses(tmp_path, text):
 
 
 def test_dropout_is_resumed_with_its_random_states(tmp_path, text):
-    dropout = "--attention-dropout 0.2 --hidden-dropout 0.2 --train-iters 4 --lr-decay-iters 4"
+    dropout = "--attention-dropout 0.2 --hidden-dropout 0.2 --lr-decay-iters 4"
     cp2, kept = "--context-parallel-size 2", tmp_path / "kept"
     runs = {
         "without": cp2,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import deepspeed
 
-from ...comm.rendezvous import start_default_group
+from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import TreeConfig
 from ...files import read_deepspeed_config
 from ..transformers.attention import TreeCache, check_model
@@ -27,7 +27,6 @@ from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
 from ..transformers.runner import CHUNK_SIZE, Runner
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 REFUSED = {
     "dtype": "pass dtype=",
     "tensor_parallel": "pass tp_size=",
@@ -54,12 +53,7 @@ def init_distributed(*, timeout_s: float = 1800.0) -> torch.device:
     timeout_s: time limit of the default group's collectives. Returns this rank's device, which is made current.
     Raises: ValueError when the launcher's environment variables are missing.
     """
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} not set: start this program with the deepspeed launcher, for instance "
-            "'deepspeed --num_gpus 4 --no_local_rank PROGRAM' (with DS_ACCELERATOR=cpu in the environment without GPUs)"
-        )
+    check_launched()
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
