@@ -29,7 +29,7 @@ CONTENDERS: dict[str, Contender] = {
     )
     for name in ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 }
-"""By name: from a rank's inputs to (out [b, 1, h, d], lse [b, h, 1]). The place for rivals; they run with real compute,
+"""By name: from a rank's inputs to (out [b, 1, h, d], lse [b, h, 1]). The place for rivals: they need --compute real,
 as only our kernels are modelled, and have no prediction."""
 SWEEP_LENGTHS = tuple(1024 * n for n in (16, 32, 64, 128, 256, 512))
 ORACLE_TOKENS = 4096  # at a time, in float64
@@ -57,6 +57,7 @@ class DecodeBench:
     """Decoding for `session`. Constructed on every rank with its shard, the query and the truth."""
 
     shared = staticmethod(lambda case: None)
+    ours = frozenset(DECODE_SCHEDULES)
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, shared):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
@@ -108,9 +109,7 @@ class DecodeBench:
 
     @staticmethod
     def predict(case: Case, topology: Topology, hosts, contender: str) -> dict[str, Predicted]:
-        """The planner's prediction for a contender, by pass; empty for rivals."""
-        if contender not in DECODE_SCHEDULES:
-            return {}
+        """The planner's prediction for one of `ours`, by pass."""
         call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
         call.update(placement=place(topology, hosts), schedule=contender)
         chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks

@@ -101,8 +101,9 @@ def contenders(case: Case, backends, given, *, others: bool = True) -> dict[str,
         segments, calls = dict(q_segments=whole, k_segments=whole, spec=spec), {}
         for b in backends:
             forward = functools.partial(kernels.attn_fwd, q, k, v, **segments, backend=b)
-            backward = _our_backward(given, forward, segments, b)
-            calls[f"ours, {b}"] = forward if case.kind == "fwd" else backward
+            backward = functools.partial(_our_backward, given, dict(segments, backend=b))
+            in_fp32 = lambda forward=forward: [x.float() for x in forward()]  # noqa: E731
+            calls[f"ours, {b}"] = forward if case.kind == "fwd" else _after(in_fp32, backward)
     if not others:
         return calls
     leaves = [x.transpose(1, 2).detach().requires_grad_(case.kind == "bwd") for x in (q, k, v)]
@@ -118,8 +119,11 @@ def contenders(case: Case, backends, given, *, others: bool = True) -> dict[str,
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.s, case.s, device=q.device)
         compiled = torch.compile(flex_attention, dynamic=False)
         forwards["FlexAttention"] = functools.partial(compiled, *leaves, block_mask=mask, **options)
+    backward = functools.partial(
+        torch.autograd.grad, inputs=leaves, grad_outputs=dout.transpose(1, 2), retain_graph=True
+    )
     for name, forward in forwards.items():
-        calls[name] = _backward_of(forward, leaves, dout.transpose(1, 2)) if case.kind == "bwd" else forward
+        calls[name] = _after(forward, backward) if case.kind == "bwd" else forward
     return calls
 
 
@@ -128,30 +132,16 @@ def _with_backend(backend: SDPBackend, call):
         return call()
 
 
-def _our_backward(given, forward, segments, backend):
-    """The whole backward: delta, which torch's kernels compute as well, and the gradients. The forward runs once."""
-    *inputs, dout = given
-    state = []
-
-    def backward():
-        if not state:
-            state.extend(x.float() for x in forward())
-        delta = kernels.attn_delta(dout, state[0])
-        return kernels.attn_bwd(dout, *inputs, state[1], delta, **segments, backend=backend)
-
-    return backward
+def _after(forward, backward):
+    """The backward alone, a function of the forward's result; the forward runs at the first call."""
+    once = functools.cache(forward)
+    return lambda: backward(once())
 
 
-def _backward_of(forward, leaves, dout):
-    """The backward alone; the forward runs at the first call, and its graph is kept."""
-    graph = []
-
-    def backward():
-        if not graph:
-            graph.append(forward())
-        return torch.autograd.grad(graph[0], leaves, dout, retain_graph=True)
-
-    return backward
+def _our_backward(given, options, state):
+    """The whole backward: delta, which torch's kernels compute as well, and the gradients."""
+    (*inputs, dout), (out, lse) = given, state
+    return kernels.attn_bwd(dout, *inputs, lse, kernels.attn_delta(dout, out), **options)
 
 
 def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Timing]:

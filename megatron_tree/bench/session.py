@@ -106,6 +106,8 @@ def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
     Raises: ValueError for contradictory options. WrongResult, Unavailable, RuntimeError.
     """
     how = settings(args)
+    if how.compute == "modelled" and (rivals := set(how.schedules) - bench.ours):
+        raise ValueError(f"--schedules {' '.join(rivals)}: only our own kernels can be modelled; add --compute real")
     checked = "every schedule's result was checked on all ranks: worst error {worst} of what is allowed"
 
     def run_case(case: Case, *machines) -> list[Measurement]:
@@ -139,7 +141,7 @@ def _attention_case(case: Case, how: Settings, bench, ranks, topology: Topology,
             raise WrongResult(f"{name} is wrong on {case.label}: {error:.3g} times the error that is allowed{differ}")
         if not all(rank.same for rank in measured):
             raise WrongResult(f"{name} on {case.label}: a timed step gave another result than the checked one")
-        predicted = bench.predict(case, topology, hosts, name)
+        predicted = bench.predict(case, topology, hosts, name) if name in bench.ours else {}
         found = measurements(
             base._replace(schedule=name),
             measured,

@@ -39,7 +39,7 @@ CONTENDERS: dict[str, Contender] = {
     for name, pins in PINS.items()
 }
 """By name: from a rank's shares of q, k and v [b, s, h, d], sharded as by `layout.shard_positions`, to out; autograd
-differentiates it. The place for rivals; they run with real compute, as only our kernels are modelled, and have no
+differentiates it. The place for rivals: they need --compute real, as only our kernels are modelled, and have no
 prediction."""
 SWEEP_LENGTHS = tuple(1024 * n for n in (2, 4, 8))
 GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
@@ -88,6 +88,7 @@ class TrainBench:
     """Training for `session`. Constructed on every rank with its share of the inputs and of the truth."""
 
     shared = Whole
+    ours = PINS.keys()
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, whole: Whole):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
@@ -153,9 +154,7 @@ class TrainBench:
 
     @staticmethod
     def predict(case: Case, topology: Topology, hosts, contender: str) -> dict[str, Predicted]:
-        """The planner's prediction for a contender, by pass; empty for rivals."""
-        if contender not in PINS:
-            return {}
+        """The planner's prediction for one of `ours`, by pass."""
         plan = plan_training(
             case.machines.ranks,
             Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim),

@@ -76,13 +76,20 @@ def test_decode_on_local_ranks(tmp_path, capfd):
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_decode_with_real_kernels(tmp_path, capfd):
-    options = ("--ranks", "2", "--seq-len", "128", "--compute", "real", "--schedules", "ring", "auto")
+def test_decode_with_real_kernels_and_a_rival(tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(decode.CONTENDERS, "rival", decode.CONTENDERS["allgather"])
+    options = ("--ranks", "2", "--seq-len", "128", "--compute", "real", "--schedules", "ring", "auto", "rival")
     status, rows = benchmark("decode", *options, out=tmp_path)
     said = capfd.readouterr()
     assert status == 0, said.err
     assert "compute: real" in said.out
     assert float(rows[HEADS_KV, "local attention alone", "limit"]["ms"]) > 0
+    ours, rival = (rows[HEADS_KV, name, "decode"] for name in ("auto", "rival"))
+    assert float(rival["ratio"]) == pytest.approx(float(rival["ms"]) / float(ours["ms"]), rel=1e-4)
+    assert float(ours["predicted_ms"]) > 0 and rival["predicted_ms"] == ""
+    options = ("--ranks", "2", "--compute", "modelled", "--schedules", "rival")
+    assert benchmark("decode", *options, out=tmp_path / "modelled")[0] == 1
+    assert "--schedules rival: only our own kernels can be modelled" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("assumed_links")
