@@ -73,6 +73,8 @@ class Recorder(Executor):
         if found:
             self._on_tokens()
         logits = super().run(steps)
+        if not self._keep_logits:
+            return logits
         outputs = iter(logits)
         for name, *arguments in steps:
             if name == "step":

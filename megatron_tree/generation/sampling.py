@@ -29,6 +29,7 @@ from ..errors import TreeError
 MIN_TEMPERATURE = 1e-3  # below it fp32 logits divided by it may overflow
 MAX_LOGPROBS = 100
 MAX_PENALTY = 100.0  # far beyond useful values; much larger ones make fp32 logits overflow
+MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 SEEDS = 2**63
 
 
@@ -143,7 +144,8 @@ class Choice(NamedTuple):
 
     token: int
     logprob: float | None = None
-    """Natural logarithm of its probability by the model's logits, before penalties and temperature; if asked for."""
+    """Natural logarithm of its probability by the model's logits, before penalties and temperature, at least
+    MIN_LOGPROB; if asked for."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """(token, logprob) of the most likely tokens, in falling order."""
 
@@ -213,7 +215,8 @@ class Sampler:
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
         if self.params.logprobs is None:
             return Choice(token)
-        logprobs = torch.log_softmax(logits.double() if logits.device.type == "cpu" else logits.float(), -1)
+        scores = logits.double() if logits.device.type == "cpu" else logits.float()
+        logprobs = torch.log_softmax(scores, -1).clamp(min=MIN_LOGPROB)
         top = torch.topk(logprobs, min(self.params.logprobs, logprobs.shape[-1]))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist()))
         return Choice(token, logprobs[token].item(), pairs)

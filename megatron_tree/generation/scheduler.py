@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -100,7 +101,7 @@ class Scheduler:
         self._open: dict[int, ServedRequest] = {}
         self._waiting: deque[ServedRequest] = deque()
         self._cancels: set[int] = set()
-        self._stopping = self._draining = False
+        self._deadline: float | None = None  # of open requests, once the loop is to end
         self._failure: str | None = None
         self._numbers = itertools.count()
         self._planner = Planner(
@@ -153,7 +154,7 @@ class Scheduler:
             raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
         serving = ServedRequest(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink)
         with self._news:
-            if self._stopping or self._draining or self._failure is not None:
+            if self._deadline is not None or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it was told to stop'}")
             if len(self._waiting) >= self.max_waiting:
                 raise QueueFull(f"max_waiting={self.max_waiting} requests wait already: try again later")
@@ -171,10 +172,14 @@ class Scheduler:
                 self._news.notify()
             return number in self._open
 
-    def stop(self, *, drain: bool = False) -> None:
-        """End the loop on all ranks, after cancelling what is open, or (drain) after serving it. From any thread."""
-        with self._news:
-            self._draining, self._stopping = True, self._stopping or not drain
+    def stop(self, *, grace_s: float = 0.0) -> None:
+        """End the loop on all ranks. No request is taken any more; after grace_s seconds, open ones are cancelled.
+
+        From any thread, and in a signal handler. Another call can only shorten the time.
+        """
+        with self._news:  # its lock is reentrant
+            deadline = time.monotonic() + grace_s
+            self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
             self._news.notify()
 
     @property
@@ -280,12 +285,14 @@ class Scheduler:
 
     def _wait(self) -> None:
         with self._news:
-            if not self._planner.has_work:
-                self._news.wait_for(lambda: self._waiting or self._cancels or self._draining, self._heartbeat_s)
+            if not self._planner.has_work and self._deadline is None:
+                self._news.wait_for(lambda: self._waiting or self._cancels or self._deadline, self._heartbeat_s)
 
     def _plan(self) -> dict[str, Any]:
         with self._news:
-            stop = self._stopping or (self._draining and not self._open)
+            stop = self._deadline is not None and (not self._open or time.monotonic() >= self._deadline)
+            if stop and self._open:
+                logger.info("the time to finish is over: %d requests are cancelled", len(self._open))
             numbers = sorted(self._open) if stop else sorted(self._cancels & set(self._open))
             cancelled = [self._open[number] for number in numbers]
             self._cancels = set()

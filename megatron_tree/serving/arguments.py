@@ -19,17 +19,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
 SWITCH = argparse.BooleanOptionalAction
-SAMPLING = {  # option: the field of SamplingParams
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "seed": "seed",
-    "stop": "stop",
-    "ignore_eos": "ignore_eos",
-}
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
+OPTIONS = {"max_tokens": "max_new_tokens"}  # fields of SamplingParams whose options have another name
 
 DESCRIPTION = """\
 Ask a language model about a long text, or answer a file of prompts, with the KV cache spread over all ranks: prompts
@@ -161,13 +152,12 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The options of `add_sampling_options`. Raises: ValueError that names the option."""
-    options = {field: getattr(args, name) for name, field in SAMPLING.items()}
+    options = {field: getattr(args, OPTIONS.get(field, field)) for field in SAMPLING}
     try:
         return SamplingParams(**options | {"stop": args.stop or []})
     except ValueError as error:
         field, _, rest = str(error).partition("=")
-        name = next(name for name, known in SAMPLING.items() if known == field)
-        raise ValueError(f"--{name.replace('_', '-')} {rest}") from None
+        raise ValueError(f"--{OPTIONS.get(field, field).replace('_', '-')} {rest}") from None
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:

@@ -30,7 +30,6 @@ from .transcript import chat_tokens
 
 VERSION = 2
 TOLD_ERRORS = 10
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +157,7 @@ def _result(entry: BatchRequest, events: list[Event]) -> dict[str, Any]:
         answer = {"text": "".join(e.text for e in own), "finish_reason": own[-1].finish_reason}
         answer["stop_reason"] = own[-1].stop_reason
         if entry.request.sampling.logprobs is not None:
-            answer["logprobs"] = [
-                {"token": e.token, "logprob": _finite(e.logprob), "top": [(t, _finite(p)) for t, p in e.top_logprobs]}
-                for e in own
-            ]
+            answer["logprobs"] = [{"token": e.token, "logprob": e.logprob, "top": e.top_logprobs} for e in own]
         answers.append(answer)
     usages = [event.usage for event in events if event.usage is not None]
     return {
@@ -171,10 +167,6 @@ def _result(entry: BatchRequest, events: list[Event]) -> dict[str, Any]:
         "completion_tokens": sum(usage.completion_tokens for usage in usages),
         "answers": answers,
     }
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
 
 
 def read_requests(
@@ -226,7 +218,7 @@ def _read_request(line: bytes, index: int, tokenizer, sampling: SamplingParams, 
     try:
         fields = read_json(line)
     except ValueError as error:  # UnicodeDecodeError is one, too
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object, such as {'prompt': 'Once'}")
     try:

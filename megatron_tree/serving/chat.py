@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from .. import comm
 from ..comm.wire import share, share_check
@@ -34,14 +32,7 @@ def run(args: Namespace) -> None:
 
 
 def _run(args: Namespace, params: SamplingParams, ready: Started) -> None:
-    conversation = Conversation(
-        ready.engine.new_runner(),
-        ready.tokenizer,
-        end_tokens=ready.end_tokens,
-        group=ready.group,
-        sharded=args.prefill == "sharded",
-        timeout_s=60 * args.distributed_timeout_minutes,
-    )
+    conversation = ready.conversation(args.prefill)
     if ready.rank != 0:
         try:
             share_check(None, ready.group)  # the input is open
@@ -53,13 +44,9 @@ def _run(args: Namespace, params: SamplingParams, ready: Started) -> None:
     share_check(lambda: lines.append(open_input(args.input)), ready.group)
     try:
         transcript = Transcript(ready.tokenizer, ready.end_tokens, args.system)
-        Chat(conversation, transcript, params, lines[0], _announce(ready)).run()
+        Chat(conversation, transcript, params, lines[0], lambda plan: share(plan, ready.group)).run()
     finally:
         lines[0].close()
-
-
-def _announce(ready: Started) -> Callable[[Any], None]:
-    return lambda plan: share(plan, ready.group)
 
 
 def follow(conversation: Conversation, params: SamplingParams, group) -> None:
@@ -78,7 +65,12 @@ class Chat:
     """Rank 0's side. announce(plan): tells the other ranks what to do next, see `follow`."""
 
     def __init__(
-        self, conversation: Conversation, transcript: Transcript, params: SamplingParams, lines: Lines, announce
+        self,
+        conversation: Conversation,
+        transcript: Transcript,
+        params: SamplingParams,
+        lines: Lines,
+        announce,
     ):
         self._conversation, self._transcript, self._params = conversation, transcript, params
         self._lines, self._announce = lines, announce

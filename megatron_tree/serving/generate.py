@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from .. import comm
 from ..comm.wire import share, share_all
-from ..generation.conversation import Answer, Conversation
-from ..generation.scheduler import Scheduler
+from ..generation.conversation import Answer
 from ..integrations.transformers import models
 from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
@@ -47,15 +46,7 @@ def run(args: Namespace) -> None:
 def _run_file(args: Namespace, ready: Started) -> None:
     """Answers of a file of prompts."""
     engine = ready.engine
-    scheduler = Scheduler(
-        engine.new_runner(),
-        ready.tokenizer,
-        max_rows=args.max_rows,
-        max_waiting=2 * args.max_rows,
-        end_tokens=ready.end_tokens,
-        plan_group=ready.group,
-        timeout_s=60 * args.distributed_timeout_minutes,
-    )
+    scheduler = ready.scheduler(engine.new_runner(), max_rows=args.max_rows, max_waiting=2 * args.max_rows)
     about = {"model": args.model, "dtype": str(ready.dtype), "cache_dtype": args.cache_dtype}
     about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
     options = BatchOptions(
@@ -87,15 +78,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
     say = print if rank == 0 else lambda *_, **__: None
     say(f"{prompt.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)
     params = sampling_params(args).with_seed()  # only rank 0's counts
-    runner = engine.new_runner()
-    conversation = Conversation(
-        runner,
-        ready.tokenizer,
-        end_tokens=ready.end_tokens,
-        group=ready.group,
-        sharded=args.prefill == "sharded",
-        timeout_s=60 * args.distributed_timeout_minutes,
-    )
+    conversation = ready.conversation(args.prefill)
     with hold_log():  # until the answer is complete
         result = conversation.answer(
             prompt[0].tolist(),
@@ -106,7 +89,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
         )
         say("" if args.stream else result.text, flush=True)
     figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
-    figures["ranks"] = _gather_ranks(rank, result, runner.cache, ready.group)
+    figures["ranks"] = _gather_ranks(rank, result, conversation.runner.cache, ready.group)
     if rank == 0:
         figures |= {"model": args.model, "dtype": str(ready.dtype), "device": ready.device.type}
         figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from .. import comm
 from ..config import TreeConfig
+from ..generation.conversation import Conversation
+from ..generation.scheduler import Scheduler
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
 
@@ -38,6 +40,18 @@ class Started(NamedTuple):
     """The model's attention implementation before it became "tree"."""
     prepared: Any
     """What `prepare` returned."""
+    timeout_s: float
+    """Of one collective."""
+
+    def scheduler(self, runner, *, max_rows: int, max_waiting: int) -> Scheduler:
+        """A scheduler of a runner of the engine."""
+        options = {"end_tokens": self.end_tokens, "plan_group": self.group, "timeout_s": self.timeout_s}
+        return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
+
+    def conversation(self, prefill: str) -> Conversation:
+        """A conversation over a new cache; prefill: "sharded" or "replicated"."""
+        options = {"end_tokens": self.end_tokens, "group": self.group, "timeout_s": self.timeout_s}
+        return Conversation(self.engine.new_runner(), self.tokenizer, sharded=prefill == "sharded", **options)
 
 
 def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
@@ -80,4 +94,4 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
             flush=True,
         )
     ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
-    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, plain_attention, prepared)
+    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, plain_attention, prepared, timeout_s)

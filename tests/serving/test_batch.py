@@ -130,7 +130,7 @@ def test_an_output_of_other_options_is_refused_and_left_alone(files):
 
 
 BAD = {
-    "{'prompt'}": "line 2: no JSON",
+    "{'prompt'}": "line 2: not valid JSON",
     "[1]": "line 2: must be a JSON object",
     '{"id": 3}': "line 2: must have one of 'prompt' and 'messages'",
     '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}': "line 2: must have one of",
@@ -161,7 +161,7 @@ def test_bad_lines_are_told_with_their_numbers_on_all_ranks_before_anything_runs
     here, there = run_distributed(_bad, 2, files, list(BAD))
     assert here == there
     for told, expected in zip(here, BAD.values(), strict=True):
-        assert expected in told and "line 3: no JSON" in told and "line 1:" not in told
+        assert expected in told and "line 3: not valid JSON" in told and "line 1:" not in told
     assert not os.path.getsize(files[1])
 
 

@@ -172,7 +172,7 @@ def test_cancelled_requests_give_their_rows_back_at_once(model):
     assert [e[-1].finish_reason for e in events[:2] + events[3:]] == ["cancelled"] * 3
     assert events[0][-1].token is None and events[0][-1].last and events[3][-1].usage.first_token_s is None
     assert len(runner.rows) == 1, "their rows were not freed by the next turn"
-    scheduler.stop(drain=True)
+    scheduler.stop(grace_s=60.0)
     scheduler.run()
     assert events[2][-1].finish_reason == "length" and not runner.rows
     assert not scheduler.cancel(numbers[0]) and not scheduler.cancel(99)
@@ -215,7 +215,7 @@ def test_what_can_never_be_served_is_refused(model):
         (request(40, 9, n=2), "for each of 2 answers exceed the cache"),
         (request(4, 4, n=3), "n=3 must be from 1 to max_rows=2"),
         (request(4, 4, stop="a"), "stop=.* needs a tokenizer"),
-        (request(4, 4, stop_token_ids=(131,)), "stop_token_ids=.131,.: the model has"),
+        (request(4, 4, stop_token_ids=(131,)), "stop_token_ids=.131.: the model has"),
         (Request(prompt=[]), "prompt must be a list of one token number or more"),
         (Request(prompt=[[1]]), "prompt must be"),
         (Request(prompt=["a"]), "prompt must be"),

@@ -24,7 +24,7 @@ def serve(scheduler, requests, *, late=None):
             scheduler.submit(requests[number], events[number].append)
             todo.remove(number)
         if not todo:
-            scheduler.stop(drain=True)
+            scheduler.stop(grace_s=60.0)
         if not scheduler.run_once():
             return events
         turn += 1

@@ -8,8 +8,6 @@ from typing import Any
 
 from ...generation.requests import Event
 
-MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
-
 
 class TokenTexts:
     """Log-probabilities of single tokens in OpenAI's two forms; tokens are given as the text they decode to."""
@@ -27,7 +25,7 @@ class TokenTexts:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text(token)
         utf8 = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": utf8}
+        return {"token": text, "logprob": logprob, "bytes": utf8}
 
     def chat(self, events: list[Event]) -> dict[str, Any]:
         """Of all events with a log-probability."""
@@ -47,8 +45,8 @@ class TokenTexts:
             offset += len(text)
             tops.append({})
             for token, logprob in event.top_logprobs:  # most likely first: it wins if two tokens have the same text
-                tops[-1].setdefault(self.text(token), max(logprob, MIN_LOGPROB))
-        logprobs = [max(event.logprob, MIN_LOGPROB) for event in events]
+                tops[-1].setdefault(self.text(token), logprob)
+        logprobs = [event.logprob for event in events]
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 

@@ -22,7 +22,6 @@ from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .respond import respond
 
 MAX_BODY_BYTES = 32 << 20
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ def _check_model(service: Service, name: str) -> None:
         raise stopping()
     if name not in service.models:
         raise ApiError(404, f"model: there is no model {name!r} here, only {', '.join(map(repr, service.models))}",
-                       kind="not_found_error", param="model", code="model_not_found")  # fmt: skip
+                       param="model", code="model_not_found")  # fmt: skip
 
 
 async def _answer(
@@ -124,13 +123,12 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}; docs/serving.md lists what is served"
-        kind = KINDS.get(error.status_code, "invalid_request_error")
-        return ApiError(error.status_code, message, kind=kind, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return failed(f"the server failed at this request: {type(error).__name__}; see its log").response()
+        return failed(f"the server failed on this request: {type(error).__name__}; see its log").response()
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:
@@ -138,7 +136,7 @@ def invalid_request(error: RequestValidationError) -> ApiError:
     errors = [one | {"loc": one["loc"][1:]} for one in error.errors()]  # without "body"
     first = errors[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     where = first["loc"]
     if not where:
         return ApiError(400, "the body must be a JSON object, sent with the header 'Content-Type: application/json'")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse
 
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
 
 class ApiError(Exception):
     """A request that is answered with an error.
 
-    status: HTTP status code. kind: OpenAI's `type`. param: the request's field at fault, or None. code: a short
-    name that programs can compare, or None. headers: of the response.
+    status: HTTP status code. param: the request's field at fault, or None. code: a short name that programs can
+    compare, or None. headers: of the response.
     """
 
-    def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
-                 code: str | None = None, headers: dict[str, str] | None = None):  # fmt: skip
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: dict[str, str] | None = None):  # fmt: skip
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
-        self.headers = headers
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
     def body(self) -> dict:
         """The error object, ready for JSON; what is no UTF-8 in a text is escaped."""
@@ -40,8 +42,8 @@ def bad_value(param: str, message: str) -> ApiError:
 
 def stopping() -> ApiError:
     """503 while the server shuts down."""
-    return ApiError(503, "the server is shutting down: send the request again later or elsewhere",
-                    kind="server_error", code="shutting_down", headers={"Retry-After": "30"})  # fmt: skip
+    text = "the server is shutting down: send the request again later or elsewhere"
+    return ApiError(503, text, code="shutting_down", headers={"Retry-After": "30"})
 
 
 def too_large(max_bytes: int) -> ApiError:
@@ -60,11 +62,10 @@ def timed_out(seconds: float) -> ApiError:
         504,
         f"the answer was not complete after the server's limit of {seconds:g} s, so it was cancelled: ask for fewer "
         "tokens, or start the server with a larger --request-timeout",
-        kind="server_error",
         code="timeout",
     )
 
 
 def failed(message: str) -> ApiError:
     """500 for a failure of the server."""
-    return ApiError(500, message, kind="server_error", code="internal_error")
+    return ApiError(500, message, code="internal_error")

@@ -88,7 +88,7 @@ class Frontend:
         except QueueFull as error:
             ticket.close()
             headers = {"Retry-After": str(RETRY_AFTER_S)}
-            raise ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers) from None
+            raise ApiError(429, str(error), code="queue_full", headers=headers) from None
         except TreeError:
             ticket.close()
             raise stopping() from None

@@ -79,7 +79,6 @@ class Guard:
             403,
             f"the Host header names {name!r}: without an API key only localhost and loopback addresses are served; "
             "start the server with --api-key-file to use it under other names",
-            kind="permission_error",
             code="host_not_allowed",
         )
 
@@ -94,7 +93,6 @@ class Guard:
         return ApiError(
             401,
             f"the API key {what}: send the header 'Authorization: Bearer KEY' with the key the server was started with",
-            kind="authentication_error",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

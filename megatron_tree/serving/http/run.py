@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 import socket
 import threading
@@ -29,9 +28,9 @@ FLUSH_S = 5.0  # for the last bytes of responses
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket with that address, which does not listen yet; port 0: any free one.
+    """A TCP socket that is bound to this address and does not listen yet. Port 0: any free port.
 
-    Raises: ValueError when the address can't be had.
+    Raises: ValueError if the address is not available.
     """
     listener = None
     try:
@@ -91,44 +90,6 @@ class HttpServer:
             self._on_failure()
 
 
-class Shutdown:
-    """Shuts the scheduler down in order: no new requests, a grace period for accepted ones, then the rest is cancelled.
-
-    grace: in seconds. Asking again has no effect: the launcher sends several signals.
-    """
-
-    def __init__(self, scheduler: Scheduler, frontend: Frontend, grace: float):
-        self._scheduler, self._frontend, self._grace = scheduler, frontend, grace
-        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is reentrant
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shutdown", daemon=True)
-        self._thread.start()
-
-    def ask(self, why: str) -> None:
-        """Begin to stop; returns at once. In signal handlers, too."""
-        self._asked.put(why)
-
-    def ended(self) -> None:
-        """The scheduler's loop has ended: nothing is left to do."""
-        self._ended.set()
-
-    def _run(self) -> None:
-        why = self._asked.get()
-        load = self._scheduler.load
-        logger.info(
-            "%s: no further requests; %d waiting and %d under way have %g s",
-            why,
-            load.waiting,
-            load.served,
-            self._grace,
-        )
-        self._frontend.state = "stopping"
-        self._scheduler.stop(drain=True)
-        if not self._ended.wait(self._grace):
-            logger.info("the grace period is over: the rest is cancelled")
-            self._scheduler.stop()
-
-
 def serve(
     scheduler: Scheduler,
     service: Service,
@@ -143,18 +104,27 @@ def serve(
     that begins to stop: it takes the reason, returns at once, and may be called in signal handlers and more than once.
     Raises: what ends the scheduler's loop or the HTTP server before that; clients that wait get a 500.
     """
-    frontend = service.frontend
-    http, shutdown = HttpServer(service, listener), Shutdown(scheduler, frontend, grace)
+    frontend, http, asked = service.frontend, HttpServer(service, listener), []
+
+    def stop(why: str) -> None:
+        frontend.state = "stopping"
+        asked.append(why)
+        scheduler.stop(grace_s=grace)
+
     try:
         http.start(on_failure=scheduler.stop)
-        ready(shutdown.ask)
+        ready(stop)
+        while not asked and scheduler.run_once():
+            pass
+        if asked:
+            waiting, served, _ = scheduler.load
+            logger.info("%s: %d requests wait and %d are served; they have %g s", asked[0], waiting, served, grace)
         scheduler.run()
     except BaseException as error:
         frontend.state = "failed"
         scheduler.fail(error)
         raise
     finally:
-        shutdown.ended()
         http.stop()
         service.prompts.close()
     if http.failure is not None:
@@ -170,17 +140,8 @@ def run(args: Namespace) -> None:
 
 def _run(args: Namespace, at: Started) -> None:
     max_model_len, listener = at.prepared
-    timeout_s = 60 * args.distributed_timeout_minutes
     runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
-    scheduler = Scheduler(
-        runner,
-        at.tokenizer,
-        max_rows=args.max_rows,
-        max_waiting=args.max_waiting,
-        end_tokens=at.end_tokens or None,
-        plan_group=at.group,
-        timeout_s=timeout_s,
-    )
+    scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=args.max_waiting)
     if at.rank != 0:
         for number in STOPPING:  # all ranks receive them; the leader decides when to stop
             signal.signal(number, signal.SIG_IGN)
@@ -208,11 +169,11 @@ def _run(args: Namespace, at: Started) -> None:
 
         serve(scheduler, service, listener, grace=args.grace, ready=ready)
         print("stopped", flush=True)
-    comm.all_reduce(torch.zeros(1), at.group, timeout_s=timeout_s)  # no rank leaves before the others are done
+    comm.all_reduce(torch.zeros(1), at.group, timeout_s=at.timeout_s)  # no rank leaves before the others are done
 
 
 def _bound(args: Namespace) -> socket.socket | None:
-    """Rank 0's socket, had before the weights are loaded: it may fail."""
+    """Rank 0's socket. It is bound before the weights are loaded, since that may fail."""
     return bind(args.host, args.port) if dist.get_rank() == 0 else None
 
 
