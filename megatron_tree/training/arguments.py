@@ -7,6 +7,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..launching import parse_with_config
@@ -26,16 +27,14 @@ DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
 This is a small example. Megatron-LM's own training with tree attention: bash launch/megatron_lm.sh --help
 """
 MEGATRON_LM = "run Megatron-LM's pretrain_gpt.py with bash launch/megatron_lm.sh (docs/megatron-lm.md)"
-INDEXED = ("split", "data_cache_path", "vocab_size", "tokenizer_model")  # options that indexed datasets had
-
 NUMBERS = {  # options that are plain numbers, with their defaults
     "model": dict(
-        num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=512, rotary_base=10000, norm_epsilon=1e-5,
-        init_method_std=0.02, attention_dropout=0.0, hidden_dropout=0.0,
+        num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=512, init_method_std=0.02,
+        attention_dropout=0.0, hidden_dropout=0.0,
     ),
     "training": dict(
         micro_batch_size=4, global_batch_size=16, train_iters=200, seed=1234, lr=3e-3, lr_warmup_iters=0,
-        weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+        weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0,
     ),
     "parallel layout": dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1),
 }  # fmt: skip
@@ -52,9 +51,15 @@ MULTIPLES = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        others = f"; for Megatron-LM's other options {MEGATRON_LM}" if "unrecognized arguments" in message else ""
+        super().error(message + others)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line. The defaults are those of a small model."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train_gpt.py",
         description="Train a small GPT with Megatron-core, the sequence sharded over ranks.",
         epilog=EXAMPLES,
@@ -72,11 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = groups["model"]
     add("--ffn-hidden-size", type=int, help="default: 8/3 of hidden-size, rounded up to a multiple of 32")
     add("--num-query-groups", type=int, help="KV heads; default: num-attention-heads (MHA)")
-    add("--kv-channels", type=int, help="size of a head; default: hidden-size / num-attention-heads")
-    add("--untie-embeddings-and-output-weights", **switch)
     window = ("LEFT", "RIGHT")
     add("--window-size", type=int, nargs=2, metavar=window, help="sliding window; RIGHT is 0 in a causal model")
-    add("--window-attn-skip-freq", type=int, help="every n-th layer attends to the whole sequence")
     add("--softmax-type", choices=["vanilla", "off-by-one", "learnable"], default="vanilla", help="attention sinks")
 
     add = groups["training"]
@@ -84,10 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lr-decay-style", choices=["constant", "linear", "cosine", "inverse-square-root"], default="cosine")
     add("--lr-decay-iters", type=int, help="iterations until min-lr is reached; default: train-iters")
     add("--bf16", **switch)
-    add("--recompute-granularity", choices=["selective", "full"])
-    add("--recompute-modules", nargs="+", help="with selective; default: core_attn")
-    add("--recompute-method", choices=["uniform", "block"], help="with full")
-    add("--recompute-num-layers", type=int, help="with full")
 
     add = groups["parallel layout"]
     add("--sequence-parallel", **switch, help="with tensor parallelism: shard norms and dropout along the sequence")
@@ -107,13 +105,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--distributed-timeout-minutes", type=float, default=10.0, help="longest wait for other ranks")
 
     add = parser.add_argument_group("data").add_argument
-    add("--data-path", nargs="+", metavar="DIR", help="folder of text files, trained on as bytes; default: this "
-        "Python's standard library")  # fmt: skip
+    text = "folder of text files, trained on as bytes; default: this Python's standard library"
+    add("--data-path", metavar="DIR", help=text)
     add("--data-suffix", default=".py", help="of the text files")
     add("--eval-interval", type=int, default=0, help="iterations between validations; 0: at the end only")
     add("--eval-iters", type=int, default=4, help="global batches of a validation; 0: none")
-    for name in INDEXED:
-        add(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     add = parser.add_argument_group("checkpoints and reports").add_argument
     add("--save", metavar="DIR", help="folder for checkpoints")
@@ -136,11 +132,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Replace the defaults that follow from other options, in place. Returns: args."""
-    heads = args.num_attention_heads
     follows = {
         "ffn_hidden_size": -(-8 * args.hidden_size // 3 // 32) * 32,
-        "num_query_groups": heads,
-        "kv_channels": args.hidden_size // heads if heads > 0 else None,
+        "num_query_groups": args.num_attention_heads,
         "min_lr": args.lr / 10,
         "lr_decay_iters": args.train_iters,
     }
@@ -201,8 +195,9 @@ def _layout(args: argparse.Namespace, world_size: int) -> Iterator[str]:
     if cp > 1 and args.seq_length % (2 * cp):
         product = f"2 * context_parallel_size = {2 * cp}"
         yield f"seq_length={args.seq_length} must be a multiple of {product}: every rank holds two chunks"
-    if args.kv_channels % 2:
-        yield f"kv_channels={args.kv_channels} must be even: rotary embeddings pair channels"
+    if args.hidden_size % (2 * args.num_attention_heads):
+        product = f"2 * num_attention_heads = {2 * args.num_attention_heads}"
+        yield f"hidden_size={args.hidden_size} must be a multiple of {product}: rotary embeddings pair channels"
     micro, dp = args.micro_batch_size, world_size // (tp * pp * cp)
     if args.global_batch_size % (micro * dp):
         product = f"micro_batch_size={micro} * data-parallel size {dp} = {micro * dp}"
@@ -250,12 +245,9 @@ def _schedule(args: argparse.Namespace, world_size: int) -> Iterator[str]:
 
 
 def _files(args: argparse.Namespace, world_size: int) -> Iterator[str]:
-    for name in INDEXED:
-        if hasattr(args, name):
-            yield f"{name}={getattr(args, name)}: indexed datasets are not read here: {MEGATRON_LM}"
-    if args.data_path is not None and (len(args.data_path) > 1 or not Path(args.data_path[0]).is_dir()):
-        path = " ".join(args.data_path)
-        yield f"data_path={path!r} is not a folder of text files: name one, or for indexed datasets {MEGATRON_LM}"
+    if args.data_path is not None and not Path(args.data_path).is_dir():
+        way_out = f"name one, or for indexed datasets {MEGATRON_LM}"
+        yield f"data_path={args.data_path!r} is not a folder of text files: {way_out}"
     for name in ("save_interval", "keep_checkpoints", "resume"):
         if getattr(args, name) and not args.save:
             yield f"{name}={getattr(args, name)} has no effect without --save"

@@ -23,9 +23,8 @@ from .checkpoint_safety import check_index, weights_only
 from .model import Trainee
 
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-MODEL = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-MODEL += ("softmax_type", "untie_embeddings_and_output_weights")
-MUST_MATCH = (*MODEL, "bf16", "use_distributed_optimizer", "seq_length", "seed")
+MUST_MATCH = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "softmax_type")
+MUST_MATCH += ("bf16", "use_distributed_optimizer", "seq_length", "seed")
 
 
 def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: int, samples: int, digest: str) -> Path:

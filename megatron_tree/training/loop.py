@@ -121,8 +121,7 @@ def _due(interval: int, iteration: int, last: bool) -> bool:
 
 
 def _open_corpus(args: argparse.Namespace) -> Corpus:
-    folder = args.data_path[0] if args.data_path else None
-    corpus = load_corpus(folder, suffix=args.data_suffix, seq_length=args.seq_length, seed=args.seed)
+    corpus = load_corpus(args.data_path, suffix=args.data_suffix, seq_length=args.seq_length, seed=args.seed)
     digests = share_all(corpus.digest, dist.group.WORLD)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(

@@ -62,8 +62,7 @@ def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
-        rotary_base=args.rotary_base,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=True,
     ).to(device)
     model = Float16Module(config, model) if args.bf16 else model
     ddp_config = DistributedDataParallelConfig(
@@ -91,7 +90,6 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     return TransformerConfig(
         **named,
         normalization="RMSNorm",
-        layernorm_epsilon=args.norm_epsilon,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
