@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SCHEDULES = ("auto", "grid", "ring")
-BACKENDS = ("auto", "triton", "aten", "reference")
+BACKENDS = ("auto", "triton", "native", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
 TRANSPORTS = ("auto", "direct", "builtin")
@@ -55,8 +55,8 @@ class TreeConfig:
     """How messages are sent: "direct" (point-to-point; gloo on CPU), "builtin" (the backend's collectives), "auto"."""
 
     backend: str = "auto"
-    """Kernels: "triton" (ours, for GPUs), "aten" (torch's flash kernels), "reference" (the formulas in plain torch);
-    "auto" logs what it chose and why."""
+    """Kernels: "triton" (ours, for GPUs), "native" (ours in C, decodes on CPUs), "aten" (torch's flash kernels),
+    "reference" (the formulas in plain torch); "auto" logs what it chose and why."""
 
     comm_dtype: str = "auto"
     """Dtype in which partial outputs and gradients are sent: "auto" (the inputs' dtype; lse always fp32) or "fp32"."""

@@ -84,7 +84,7 @@ def tree_decode(
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
         masked = visible.needs_mask(paged is not None)
-        backend = kernels.choose(q, k_cache, v_cache, spec, config.backend, masked=masked)
+        backend = kernels.choose(q, k_cache, v_cache, spec, config.backend, masked=masked, decodes=True)
         if paged is not None:
             backend.check_pages(k_cache)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from ..compiled import NotCompiled, compiled
 
 _SOURCE = Path(__file__).with_name("switch.c")
 _STOP_S = 10.0
@@ -55,30 +54,11 @@ def require() -> None:
 
 
 def build_switch() -> Path:
-    """Path of the compiled switch.c, built on first use and kept in the user's cache directory.
-
-    Raises: Unavailable if there is no C compiler, or if it fails.
-    """
-    source = _SOURCE.read_bytes()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
-    program = cache / f"switch-{hashlib.sha256(source).hexdigest()[:16]}"
-    if os.access(program, os.X_OK):
-        return program
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        raise Unavailable("an emulated cluster needs a C compiler (cc, gcc or clang) once, to build its switch")
+    """Path of the compiled switch.c. Raises: Unavailable if there is no C compiler, or if it fails."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            part = Path(folder) / "switch"
-            command = [compiler, "-O2", "-o", part, _SOURCE]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            if done.returncode:
-                raise Unavailable(f"{compiler} can't build {_SOURCE} (Linux headers missing?):\n{done.stderr}")
-            part.replace(program)
-    except OSError as error:
-        raise Unavailable(f"can't keep the switch in {cache}: {error}; set XDG_CACHE_HOME to another folder") from error
-    return program
+        return compiled(_SOURCE, "-O2")
+    except NotCompiled as error:
+        raise Unavailable(f"an emulated cluster needs its switch: {error}") from error
 
 
 class EmulatedNetwork:

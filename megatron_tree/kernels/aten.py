@@ -21,7 +21,7 @@ _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, flowing_lse: bool, masked: bool) -> str | None:
+def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
     """Why this backend can't take the call, or None if it can; see `kernels.choose`."""
     if flowing_lse:
         return "a gradient that flows through lse"
@@ -75,12 +75,18 @@ def attn_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: A
     """Partial attention under a mask: keep bool [s_q, s_k], [b, s_q, s_k] or None (all visible). CPUs only."""
     if k.shape[1] == 0:
         return empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
-    mask = None
+    s_q, h_kv = q.shape[1], k.shape[2]
+    group, mask = q.shape[2] // h_kv, None
     if keep is not None:
         if q.device.type != "cpu":
             raise ValueError(f"backend='aten' takes no mask on {q.device.type}: use backend='auto' or 'reference'")
         mask = _additive(keep if keep.dim() == 3 else keep[None], q.dtype)[:, None]
-    return _block_fwd(q, k, v, None, mask, spec)
+        mask = mask.repeat_interleave(group, 2) if mask.shape[2] > 1 else mask
+    # the kernels read a KV head once for every query head: as rows of one head they share it
+    rows = q.unflatten(2, (h_kv, group)).transpose(2, 3).flatten(1, 2)  # [b, s_q * group, h_kv, d]
+    out, lse = _block_fwd(rows, k, v, None, mask, spec)
+    out = out.unflatten(1, (s_q, group)).transpose(2, 3).flatten(2, 3)
+    return out, lse.unflatten(2, (s_q, group)).transpose(2, 3).flatten(1, 2)
 
 
 def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The backends and the choice between them, made once for an attention call.
 
 `triton` (ours), `aten` (torch's flash kernels) and `reference` (the formulas in plain torch) have the same functions
-with the same meaning: those of `Backend`, and `unsupported`.
+with the same meaning: those of `Backend`, and `unsupported`. `native` (ours in C, for CPUs) only decodes.
 """
 
 from __future__ import annotations
@@ -68,25 +68,26 @@ class Backend:
 
 
 def choose(
-    q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse: bool = False, masked: bool = False
+    q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse=False, masked=False, decodes=False
 ) -> Backend:
     """The backend for a call with tensors like these. "auto" logs what it chose and why.
 
-    flowing_lse: it is for the backward of a loss that uses lse itself. masked: it is for decoding with a mask
-    (`Visible.needs_mask`). Raises ``ValueError`` when a named backend can't take the call.
+    flowing_lse: it is for the backward of a loss that uses lse itself. decodes: it is for `Backend.attn_decode`;
+    masked: with a mask (`Visible.needs_mask`). Raises ``ValueError`` when a named backend can't take the call.
     """
-    inputs = (q, k, v, spec, flowing_lse, masked)
+    inputs = (q, k, v, spec, flowing_lse, masked, decodes)
     if backend != "auto":
         what = _unsupported(backend, *inputs)
         if what:
             raise ValueError(f"backend={backend!r} can't take {what}: use backend='auto' or 'reference'")
         return _chosen(backend, "asked for")
     refusals = []
-    for name in ("triton", "aten") if q.device.type in ACCELERATORS else ("aten",):
+    for name in ("triton", "aten") if q.device.type in ACCELERATORS else ("native", "aten")[not decodes :]:
         what = _unsupported(name, *inputs)
         if not what:
             takes = {
                 "triton": f"our kernels take {q.dtype} on {q.device}",
+                "native": f"our kernel takes {q.dtype} on {q.device.type}",
                 "aten": f"torch's flash kernel takes {q.dtype} on {q.device.type}",
             }
             return _chosen(name, "; ".join([*refusals, takes[name]]))
@@ -99,11 +100,11 @@ def _chosen(name: str, reason: str) -> Backend:
     return Backend(name, reason, _module(name))
 
 
-def _unsupported(name: str, q, k, v, spec: AttnSpec, flowing_lse: bool, masked: bool) -> str | None:
+def _unsupported(name: str, q, k, v, spec: AttnSpec, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
     """Why a backend can't take a call, or None if it can."""
     if _module(name) is None:
         return "anything: triton is not installed (pip install triton)"
-    return _module(name).unsupported(q, k, v, spec, flowing_lse=flowing_lse, masked=masked)
+    return _module(name).unsupported(q, k, v, spec, flowing_lse=flowing_lse, masked=masked, decodes=decodes)
 
 
 @functools.lru_cache
@@ -136,5 +137,5 @@ def attn_decode(
     q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None, backend: str = "auto"
 ) -> Tensor:
     """`Backend.attn_decode` of a shard on its own: choose, and call."""
-    chosen = choose(q, k, v, spec, backend, masked=visible.needs_mask(paged is not None))
+    chosen = choose(q, k, v, spec, backend, masked=visible.needs_mask(paged is not None), decodes=True)
     return chosen.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)

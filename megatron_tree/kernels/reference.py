@@ -23,7 +23,7 @@ STRIP = 256  # query rows at a time
 DROPOUT_STRIP = 64  # with dropout: its mask takes several int64 words per pair
 
 
-def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool) -> None:
+def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> None:
     """Why this backend can't take the call: it takes every one."""
 
 

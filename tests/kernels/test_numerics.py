@@ -101,7 +101,23 @@ def test_delta_of_values_that_fill_fp16():
     assert float(((found - delta).abs() / size).max()) <= 2 * torch.finfo(torch.float16).eps
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_decode_kernel_at_the_edge(case, dtype):
+    """The C kernel, which has no forward: two queries, causal by positions; lse within 1e-6."""
+    s, spec = 40, AttnSpec(softmax_scale=SCALE)
+    q, k, v, dout = edge.make(case, dtype, s)
+    positions = torch.arange(s)
+    keep = energy.visible(positions, positions, spec)
+    out, lse, *_ = edge.truth(q, k, v, dout, spec, keep)
+    of_out = edge.magnitudes(q, k, v, dout, spec, keep)[0]
+    seen = Visible(None, positions[None], positions[None])
+    state = kernels.attn_decode(q, k, v, visible=seen, spec=spec, backend="native")
+    assert edge.lse_error(state[..., -1].transpose(1, 2), lse) <= LSE_LIMIT
+    assert edge.rounding(state[..., :-1], out, of_out, torch.float32) <= edge.allowed(q, k, spec, torch.float32)
+
+
+@pytest.mark.parametrize("backend", (*BACKENDS, "native"))
 @pytest.mark.parametrize("paged", [False, True])
 def test_kernels_decode_over_padding(paged, backend):
     """NaN beyond the lengths, at position -1 and in pages of nobody; a row without keys; a query before all keys."""

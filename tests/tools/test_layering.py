@@ -14,7 +14,7 @@ MAX_LINES = 350
 
 # From the bottom up. A module imports from its own layer and those below.
 LAYERS = (
-    {"errors", "config", "dropout", "energy", "merge", "layout", "log", "files", "units"},
+    {"errors", "config", "dropout", "energy", "merge", "layout", "log", "files", "units", "compiled"},
     {"kernels"},
     {"comm", "plan"},
     {"attention"},

@@ -35,8 +35,8 @@ def interpreting() -> bool:
     return common.INTERPRET.value
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, flowing_lse: bool, masked: bool) -> str | None:
-    """Why this backend can't take the call, or None if it can; see `kernels.choose`. Both options are supported."""
+def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
+    """Why this backend can't take the call, or None if it can; see `kernels.choose`. All options are supported."""
     if q.device.type != "cuda" and not interpreting():
         return f"device type {q.device.type} (outside of Triton's interpreter)"
     if q.dtype not in DTYPES:

@@ -1,0 +1,485 @@
+/* Decoding on a CPU: attention of few queries over a KV cache that is read once, dense or in pages, fp32 or narrower.
+ *
+ * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of KEYS visible keys, and
+ * inside a block over the KV heads, so memory is read in its order; all query heads of a KV head and all queries share
+ * what was read. Numbers are widened in registers, everything is summed in fp32. A task's state depends on nothing but
+ * its slots: bits are the same for any batch and any number of threads. The numbers at the formulas are those of
+ * docs/design.md, section 1.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#ifdef __AVX512F__
+#define WIDTH 16 /* floats of a vector */
+#else
+#define WIDTH 8
+#endif
+#define KEYS 64 /* of a block */
+#define ROWS 4  /* query rows that share what was read */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t vi __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t vu __attribute__((vector_size(4 * WIDTH)));
+
+enum { F32, BF16, F16, I8, E4M3 };
+#ifndef TYPE
+#define TYPE F32 /* of keys and values: each has a library of its own */
+#endif
+enum { SIZE = TYPE == F32 ? 4 : TYPE <= F16 ? 2 : 1 };
+
+typedef struct { /* native.py has the same; strides in bytes */
+    int64_t batch, num_queries, heads, kv_heads, d, d_v;
+    int64_t slots, chunk, num_chunks; /* of a row */
+    int64_t page_size;                /* slots that lie `k_slot` apart: all of a row's without pages */
+    int64_t table_row;                /* elements between rows of the table; without a table row i is page i */
+    int64_t q_row, q_token, q_head; /* in elements */
+    int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;
+    int64_t ks_page, ks_slot, ks_head, vs_page, vs_slot, vs_head;
+    int64_t q_pos_row, q_pos_token, k_pos_row, k_pos_slot; /* in elements */
+    int64_t left, right;                                   /* of the window; -1: unbounded */
+    double scale, softcap;
+    const float *q;
+    const char *k, *v, *k_scale, *v_scale;
+    const int32_t *table;
+    const int64_t *lengths, *q_pos, *k_pos;
+    float *parts; /* [batch, num_chunks, kv_heads, rows, d_v + 2]: numerators, largest score, denominator */
+    float *out;   /* [batch, num_queries, heads, d_v + 1]: out, then lse */
+} Call;
+
+typedef struct {
+    int count, masked; /* masked: some query does not see some key */
+    const char *k[KEYS], *v[KEYS], *k_scale[KEYS], *v_scale[KEYS]; /* of KV head 0 */
+} Block;
+
+INLINE vf load(const float *p)
+{
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* WIDTH integers of 16 or 8 bits, widened: compilers make single loads of a vector conversion only since lately. */
+#if defined(__AVX512F__)
+INLINE vu from_u16(const char *p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vu from_u8(const char *p) { return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vi from_i8(const char *p) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+#elif defined(__AVX2__)
+INLINE vu from_u16(const char *p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vu from_u8(const char *p) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE vi from_i8(const char *p) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+#else
+#define FROM(name, type, vector)                                                                                       \
+    INLINE vector name(const char *p)                                                                                  \
+    {                                                                                                                  \
+        type small[WIDTH];                                                                                             \
+        vector x;                                                                                                      \
+        memcpy(small, p, sizeof small);                                                                                \
+        for (int i = 0; i < WIDTH; i++)                                                                                \
+            x[i] = small[i];                                                                                           \
+        return x;                                                                                                      \
+    }
+FROM(from_u16, uint16_t, vu)
+FROM(from_u8, uint8_t, vu)
+FROM(from_i8, int8_t, vi)
+#endif
+
+#ifdef COUNT_READS /* a test's: how many times WIDTH numbers of the cache were read */
+int64_t reads;
+#define COUNT reads++
+#else
+#define COUNT
+#endif
+
+/* WIDTH numbers of TYPE, widened. */
+INLINE vf widen(const char *p)
+{
+    COUNT;
+    if (TYPE == F32)
+        return load((const float *)p);
+    if (TYPE == I8)
+        return __builtin_convertvector(from_i8(p), vf);
+    if (TYPE == BF16)
+        return (vf)(from_u16(p) << 16);
+    if (TYPE == E4M3) {
+        vu bits = from_u8(p), magnitude = bits & 0x7f;
+        vf x = (vf)((bits & 0x80) << 24 | magnitude << 20) * 0x1p120f; /* exponents are offset by 7, not by 127 */
+        return (vf)((vu)x | (vu)(magnitude == 0x7f)); /* NaN */
+    }
+    vu bits = from_u16(p);
+    vf x = (vf)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f; /* offset by 15 */
+    return (vf)((vu)x | ((vu)((bits & 0x7c00) == 0x7c00) & 0x7f800000)); /* infinity, NaN */
+}
+
+INLINE vf widen_some(const char *p, int64_t n) /* where fewer than WIDTH are left */
+{
+    char some[4 * WIDTH] = {0};
+    return widen(memcpy(some, p, n * SIZE));
+}
+
+INLINE void prefetch(const char *p, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(p + i, 0, 2); /* to the second cache: the first one is in use */
+}
+
+INLINE vf select_(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+/* exp(x) = 2^n (1 + q): returns q = exp(r) - 1 by its series, and 2^n; x within +-87. */
+INLINE vf reduced(vf x, vf *power)
+{
+    vf n = x * 1.44269504088896f;
+    n = (n + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 has no digits behind the point */
+    vf r = x - n * 0.693145751953125f - n * 1.42860682030941723e-6f; /* ln 2 in two parts, the first one exact times n */
+    *power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    vf series = 1.0f / 720 + r * (1.0f / 5040);
+    series = 1.0f / 24 + r * (1.0f / 120 + r * series);
+    return r + r * r * (0.5f + r * (1.0f / 6 + r * series));
+}
+
+INLINE vf vexp(vf x) /* x <= 0, or -infinity */
+{
+    vi low = x < -87.0f;
+    vf power, q = reduced(select_(low, (vf){0}, x), &power);
+    q = power + power * q;
+    return (vf)((vi)q & ~low);
+}
+
+INLINE vf vtanh(vf x)
+{
+    vf size = select_(x < 0.0f, -x, x), power;
+    vf y = select_(size > 10.0f, (vf){0} + 20.0f, size + size);
+    vf q = reduced(y, &power);
+    vf e = power * q + (power - 1.0f); /* exp(2 size) - 1, also where that is near 0 */
+    vf t = e / (e + 2.0f);
+    return select_(x < 0.0f, -t, t);
+}
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+/* The sum of each of WIDTH vectors: halves of two are added side by side, until one vector is left. */
+INLINE vf sums(vf x[WIDTH])
+{
+#if WIDTH == 16
+    for (int i = 0; i < 8; i++)
+        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               PICK(x[2 * i], x[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               PICK(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+               PICK(x[2 * i], x[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    return PICK(x[0], x[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           PICK(x[0], x[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else
+    for (int i = 0; i < 4; i++)
+        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) +
+               PICK(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13) +
+               PICK(x[2 * i], x[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15);
+    return PICK(x[0], x[1], 0, 2, 4, 6, 8, 10, 12, 14) + PICK(x[0], x[1], 1, 3, 5, 7, 9, 11, 13, 15);
+#endif
+}
+
+/* Products of `rows` queries q [rows, d_padded] with WIDTH / rows keys from number j on: s [rows, KEYS]. */
+INLINE void score(const Call *c, const Block *b, int64_t n, int j, const float *q, int64_t d_padded, int rows, float *s)
+{
+    const int keys = WIDTH / (rows == 3 ? 4 : rows);
+    const char *k[WIDTH];
+    for (int t = 0; t < keys; t++)
+        k[t] = b->k[j + t < b->count ? j + t : b->count - 1] + n * c->k_head;
+    vf sum[WIDTH] = {0};
+    int64_t i = 0, whole = c->d / WIDTH * WIDTH;
+    for (; i < whole; i += WIDTH) {
+        vf x[WIDTH];
+        for (int t = 0; t < keys; t++)
+            x[t] = widen(k[t] + i * SIZE);
+        for (int r = 0; r < rows; r++) {
+            vf y = load(q + r * d_padded + i);
+            for (int t = 0; t < keys; t++)
+                sum[r * keys + t] += y * x[t];
+        }
+    }
+    if (i < c->d)
+        for (int t = 0; t < keys; t++) {
+            vf x = widen_some(k[t] + i * SIZE, c->d - i);
+            for (int r = 0; r < rows; r++)
+                sum[r * keys + t] += load(q + r * d_padded + i) * x;
+        }
+    vf all = sums(sum);
+    for (int r = 0; r < rows; r++)
+        memcpy(s + r * KEYS + j, (float *)&all + r * keys, keys * sizeof *s);
+}
+
+/* acc [rows, dv_padded] = acc * kept + p [rows, KEYS] times the block's values, `vectors` of them from column `from` on;
+ * where that is WIDTH columns or less, `some` of them. */
+INLINE void add_values(const Call *c, const Block *b, int64_t n, const float *p, const float *kept, int rows,
+                       int64_t dv_padded, float *acc, int64_t from, int vectors, int64_t some)
+{
+    vf sum[WIDTH];
+    for (int r = 0; r < rows; r++)
+        for (int t = 0; t < vectors; t++) {
+            memcpy(&sum[r * vectors + t], acc + r * dv_padded + from + t * WIDTH, sizeof(vf));
+            sum[r * vectors + t] *= kept[r];
+        }
+    for (int j = 0; j < b->count; j++) {
+        const char *v = b->v[j] + n * c->v_head + from * SIZE;
+        for (int t = 0; t < vectors; t++) {
+            vf x = some ? widen_some(v, some) : widen(v + t * WIDTH * SIZE);
+            for (int r = 0; r < rows; r++)
+                sum[r * vectors + t] += p[r * KEYS + j] * x;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int t = 0; t < vectors; t++)
+            memcpy(acc + r * dv_padded + from + t * WIDTH, &sum[r * vectors + t], sizeof(vf));
+}
+
+INLINE void add_columns(const Call *c, const Block *b, int64_t n, const float *p, const float *kept, int rows,
+                        int64_t dv_padded, float *acc)
+{
+    const int vectors = WIDTH / (rows == 3 ? 4 : rows == 1 ? 2 : rows);
+    int64_t from = 0;
+    for (; from + vectors * WIDTH <= c->d_v; from += vectors * WIDTH)
+        add_values(c, b, n, p, kept, rows, dv_padded, acc, from, vectors, 0);
+    for (; from + WIDTH <= c->d_v; from += WIDTH)
+        add_values(c, b, n, p, kept, rows, dv_padded, acc, from, 1, 0);
+    if (from < c->d_v)
+        add_values(c, b, n, p, kept, rows, dv_padded, acc, from, 1, c->d_v - from);
+}
+
+/* Functions of their own for 1 to ROWS rows: their sums stay in registers. */
+#define OF_ROWS(R)                                                                                                     \
+    static __attribute__((noinline)) void score_##R(const Call *c, const Block *b, int64_t n, int from, int to,        \
+                                                    const float *q, int64_t d_padded, float *s)                        \
+    {                                                                                                                  \
+        for (int j = from; j < to; j += WIDTH / (R == 3 ? 4 : R))                                                      \
+            score(c, b, n, j, q, d_padded, R, s);                                                                      \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void add_##R(const Call *c, const Block *b, int64_t n, const float *p,            \
+                                                  const float *kept, int64_t dv_padded, float *acc)                    \
+    {                                                                                                                  \
+        add_columns(c, b, n, p, kept, R, dv_padded, acc);                                                              \
+    }
+OF_ROWS(1)
+OF_ROWS(2)
+OF_ROWS(3)
+OF_ROWS(4)
+static void (*const score_of[])(const Call *, const Block *, int64_t, int, int, const float *, int64_t, float *) = {
+    score_1, score_2, score_3, score_4};
+static void (*const add_of[])(const Call *, const Block *, int64_t, const float *, const float *, int64_t, float *) = {
+    add_1, add_2, add_3, add_4};
+
+/* Scores of some keys of KV head n with all its rows; the values' turn comes next. */
+static void score_keys(const Call *c, const Block *b, int64_t n, int from, int to, const float *q, int64_t d_padded,
+                       int64_t rows, float *s)
+{
+    for (int j = from; j < to; j++)
+        prefetch(b->v[j] + n * c->v_head, c->d_v * SIZE);
+    for (int64_t i = 0; i < rows; i += ROWS)
+        score_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, from, to, q + i * d_padded, d_padded, s + i * KEYS);
+}
+
+/* The scores s [KEYS] of one query row become weights p (2); returns how much what came before still counts. */
+static float weights(const Call *c, const Block *b, const float *k_scale, const float *v_scale, const uint8_t *seen,
+                     float *s, float *top, float *den)
+{
+    float scale = c->scale, cap = c->softcap, largest = *top, lanes[WIDTH], before = *top;
+    int padded = (b->count + WIDTH - 1) / WIDTH * WIDTH;
+    vf x, y, most = (vf){0} + largest, total = {0};
+    for (int j = 0; j < padded; j += WIDTH) {
+        memcpy(&x, s + j, sizeof x);
+        x *= scale;
+        if (c->k_scale) {
+            memcpy(&y, k_scale + j, sizeof y);
+            x *= y;
+        }
+        if (cap > 0)
+            x = cap * vtanh(x * (1 / cap));
+        memcpy(s + j, &x, sizeof x);
+        if (b->masked)
+            for (int t = j; t < j + WIDTH; t++)
+                s[t] = seen[t] ? s[t] : -INFINITY;
+        for (int t = b->count; t < j + WIDTH; t++)
+            s[t] = -INFINITY;
+        memcpy(&x, s + j, sizeof x);
+        most = select_((x > most) | (x != x), x, most); /* NaN stays */
+    }
+    memcpy(lanes, &most, sizeof lanes);
+    for (int t = 0; t < WIDTH; t++)
+        largest = lanes[t] > largest || lanes[t] != lanes[t] ? lanes[t] : largest;
+    if (largest == -INFINITY) {
+        memset(s, 0, padded * sizeof *s);
+        return 1;
+    }
+    for (int j = 0; j < padded; j += WIDTH) {
+        memcpy(&x, s + j, sizeof x);
+        x = vexp(x - largest);
+        total += x;
+        if (c->v_scale) {
+            memcpy(&y, v_scale + j, sizeof y);
+            x *= y;
+        }
+        memcpy(s + j, &x, sizeof x);
+    }
+    memcpy(lanes, &total, sizeof lanes);
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int t = 0; t < half; t++)
+            lanes[t] += lanes[t + half];
+    float kept = expf(before - largest);
+    *top = largest;
+    *den = *den * kept + lanes[0];
+    return kept;
+}
+
+/* The next block of keys that some query sees, from *slot on; hidden ones are not read: they may be NaN.
+ * seen: [num_queries, KEYS]. */
+static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t end, uint8_t *seen)
+{
+    int64_t number = *slot / c->page_size, at = *slot % c->page_size;
+    b->count = b->masked = 0;
+    for (; *slot < end && b->count < KEYS; ++*slot, at++) {
+        if (at == c->page_size)
+            number++, at = 0;
+        if (c->k_pos) {
+            int64_t pos = c->k_pos[row * c->k_pos_row + *slot * c->k_pos_slot], seen_by = 0;
+            if (pos < 0)
+                continue;
+            for (int64_t i = 0; i < c->num_queries; i++) {
+                int64_t gap = c->q_pos[row * c->q_pos_row + i * c->q_pos_token] - pos;
+                int sees = (c->left < 0 || gap <= c->left) && (c->right < 0 || -gap <= c->right);
+                seen[i * KEYS + b->count] = sees;
+                seen_by += sees;
+            }
+            if (!seen_by)
+                continue;
+            b->masked |= seen_by < c->num_queries;
+        }
+        int64_t page = c->table ? c->table[row * c->table_row + number] : row;
+        b->k[b->count] = c->k + page * c->k_page + at * c->k_slot;
+        b->v[b->count] = c->v + page * c->v_page + at * c->v_slot;
+        if (c->k_scale) {
+            b->k_scale[b->count] = c->k_scale + page * c->ks_page + at * c->ks_slot;
+            b->v_scale[b->count] = c->v_scale + page * c->vs_page + at * c->vs_slot;
+        }
+        b->count++;
+    }
+}
+
+typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group */
+    float *q, *acc, *top, *den, *s;
+    uint8_t *seen;
+} Memory;
+
+static void attend_block(const Call *c, const Block *b, const Memory *m, int64_t rows, int64_t d_padded, int64_t dv_padded)
+{
+    int64_t group = c->heads / c->kv_heads;
+    int64_t pieces = (b->count + WIDTH - 1) / WIDTH, heads_inside = c->k_head < c->k_slot;
+    for (int64_t i = 0; i < pieces * c->kv_heads; i++) { /* WIDTH keys of one head at a time, in the order of memory */
+        int64_t n = heads_inside ? i % c->kv_heads : i / pieces, j = (heads_inside ? i / c->kv_heads : i % pieces) * WIDTH;
+        score_keys(c, b, n, j, j + WIDTH < b->count ? j + WIDTH : b->count, m->q + n * rows * d_padded, d_padded, rows,
+                   m->s + n * rows * KEYS);
+    }
+    for (int64_t n = 0; n < c->kv_heads; n++) {
+        float k_scale[KEYS], v_scale[KEYS];
+        for (int j = 0; c->k_scale && j < KEYS; j++) {
+            int at = j < b->count ? j : b->count - 1;
+            memcpy(k_scale + j, b->k_scale[at] + n * c->ks_head, sizeof *k_scale);
+            memcpy(v_scale + j, b->v_scale[at] + n * c->vs_head, sizeof *v_scale);
+        }
+        for (int64_t i = 0; i < rows; i += ROWS) {
+            int64_t first = n * rows + i;
+            float kept[ROWS], *s = m->s + first * KEYS;
+            for (int64_t r = 0; r < ROWS && i + r < rows; r++)
+                kept[r] = weights(c, b, k_scale, v_scale, m->seen + (i + r) / group * KEYS, s + r * KEYS,
+                                  m->top + first + r, m->den + first + r);
+            add_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, s, kept, dv_padded, m->acc + first * dv_padded);
+        }
+    }
+}
+
+/* One chunk of one row of the batch: its numerators, largest scores and denominators go to `parts`. */
+static int attend(const Call *c, int64_t task)
+{
+    int64_t row = task / c->num_chunks, slot = task % c->num_chunks * c->chunk, end = slot + c->chunk;
+    int64_t group = c->heads / c->kv_heads, rows = group * c->num_queries, all = c->kv_heads * rows;
+    int64_t d_padded = (c->d + WIDTH - 1) / WIDTH * WIDTH, dv_padded = (c->d_v + WIDTH - 1) / WIDTH * WIDTH;
+    int64_t length = c->lengths ? c->lengths[row] : c->slots;
+    float *parts = c->parts + task * all * (c->d_v + 2);
+    float *floats = calloc(all * (d_padded + dv_padded + 2 + KEYS) + 1, sizeof *floats);
+    Memory m = {.q = floats, .acc = floats + all * d_padded, .seen = malloc(KEYS * c->num_queries + 1)};
+    if (!floats || !m.seen) {
+        free(floats), free(m.seen);
+        return 1;
+    }
+    m.top = m.acc + all * dv_padded, m.den = m.top + all, m.s = m.den + all;
+    end = end < length ? end : length;
+    for (int64_t i = 0; i < all; i++) {
+        int64_t token = i % rows / group, head = i / rows * group + i % group;
+        memcpy(m.q + i * d_padded, c->q + row * c->q_row + token * c->q_token + head * c->q_head, c->d * sizeof *m.q);
+        m.top[i] = -INFINITY;
+    }
+    Block b;
+    for (fill(c, &b, row, &slot, end, m.seen); b.count; fill(c, &b, row, &slot, end, m.seen))
+        attend_block(c, &b, &m, rows, d_padded, dv_padded);
+    for (int64_t i = 0; i < all; i++) {
+        float *part = parts + i * (c->d_v + 2);
+        memcpy(part, m.acc + i * dv_padded, c->d_v * sizeof *part);
+        part[c->d_v] = m.top[i];
+        part[c->d_v + 1] = m.den[i];
+    }
+    free(floats), free(m.seen);
+    return 0;
+}
+
+/* Tasks first to last - 1. Returns 0, or 1 if memory ran out. */
+int decode_tasks(const Call *c, int64_t first, int64_t last)
+{
+    int failed = 0;
+    for (int64_t task = first; task < last; task++)
+        failed |= attend(c, task);
+    return failed;
+}
+
+/* Equation (4): the chunks of every row of the batch become its state, in order. */
+void merge_tasks(const Call *c)
+{
+    int64_t group = c->heads / c->kv_heads, rows = group * c->num_queries, all = c->kv_heads * rows, wide = c->d_v + 2;
+    for (int64_t row = 0; row < c->batch; row++)
+        for (int64_t i = 0; i < all; i++) {
+            int64_t token = i % rows / group, head = i / rows * group + i % group;
+            const float *part = c->parts + (row * c->num_chunks * all + i) * wide;
+            float *out = c->out + ((row * c->num_queries + token) * c->heads + head) * (c->d_v + 1);
+            float top = -INFINITY, den = 0;
+            memset(out, 0, c->d_v * sizeof *out);
+            for (int64_t j = 0; j < c->num_chunks; j++) {
+                float x = part[j * all * wide + c->d_v];
+                top = x > top || x != x ? x : top;
+            }
+            if (top == -INFINITY) {
+                out[c->d_v] = -INFINITY;
+                continue;
+            }
+            for (int64_t j = 0; j < c->num_chunks; j++) {
+                const float *x = part + j * all * wide;
+                float kept = expf(x[c->d_v] - top);
+                den += kept * x[c->d_v + 1];
+                for (int64_t t = 0; t < c->d_v; t++)
+                    out[t] += kept * x[t];
+            }
+            for (int64_t t = 0; t < c->d_v; t++)
+                out[t] /= den;
+            out[c->d_v] = top + logf(den);
+        }
+}

@@ -1,0 +1,135 @@
+"""Our C kernel for decoding on a CPU: it reads the cache once, dense or in pages. It is compiled on first use.
+
+Keys are split every CHUNK slots, whatever the batch and the number of threads: so are the bits of a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..compiled import NotCompiled, compiled
+from ..config import AttnSpec
+from .masks import Visible
+from .paged import PagedKV
+
+CHUNK = 1024  # slots of a task
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
+_TYPES[torch.float8_e4m3fn] = "E4M3"
+_QUERIES = (torch.float32, torch.bfloat16, torch.float16)
+_BYTES_OF_A_THREAD = 1 << 20  # less is not worth waking one up
+_OPTIONS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_SIZES = (
+    *("batch", "num_queries", "heads", "kv_heads", "d", "d_v"),
+    *("slots", "chunk", "num_chunks", "page_size", "table_row"),
+    *("q_row", "q_token", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head"),
+    *("ks_page", "ks_slot", "ks_head", "vs_page", "vs_slot", "vs_head"),
+    *("q_pos_row", "q_pos_token", "k_pos_row", "k_pos_slot", "left", "right"),
+)
+_POINTERS = ("q", "k", "v", "k_scale", "v_scale", "table", "lengths", "q_pos", "k_pos", "parts", "out")
+
+
+class _Call(ctypes.Structure):
+    """`Call` of native.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    ]
+
+
+def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
+    """Why this backend can't take the call, or None if it can; see `kernels.choose`. Any mask is supported."""
+    if not decodes:
+        return "anything but decoding"
+    if q.device.type != "cpu":
+        return f"device type {q.device.type}"
+    if q.dtype not in _QUERIES:
+        return f"dtype {q.dtype}"
+    if k.dtype != v.dtype or k.dtype not in _TYPES:
+        return f"k in {k.dtype} with v in {v.dtype}"
+    loaded = _library(k.dtype)
+    return loaded if isinstance(loaded, str) else None
+
+
+def check_pages(k: Tensor) -> None:
+    """Pages of any size."""
+
+
+def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
+    """See `Backend.attn_decode`."""
+    b, s_q, h, d = q.shape
+    h_kv, d_v = v.shape[2:]
+    q = _unit_columns(q.float())
+    k, v = _unit_columns(k), _unit_columns(v)
+    table, k_scale, v_scale = paged or (None, None, None)
+    slots = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    num_chunks = max(1, -(-slots // CHUNK))
+    parts = torch.empty((b, num_chunks, s_q * h, d_v + 2))
+    out = torch.empty((b, s_q, h, d_v + 1))
+    table = None if table is None else _unit_columns(table)
+    lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in visible)
+    lengths = None if lengths is None else lengths.contiguous()
+    tensors = (q, k, v, k_scale, v_scale, table, lengths, q_positions, k_positions, parts, out)
+    call = _Call(
+        batch=b, num_queries=s_q, heads=h, kv_heads=h_kv, d=d, d_v=d_v,
+        slots=slots, chunk=CHUNK, num_chunks=num_chunks, page_size=max(1, k.shape[1]),
+        table_row=0 if table is None else table.stride(0),
+        left=-1 if spec.left is None else spec.left, right=-1 if spec.right is None else spec.right,
+        scale=spec.softmax_scale, softcap=spec.softcap,
+        **_strides(("q_row", "q_token", "q_head"), q, 1),
+        **_strides(("k_page", "k_slot", "k_head"), k, k.element_size()),
+        **_strides(("v_page", "v_slot", "v_head"), v, v.element_size()),
+        **_strides(("ks_page", "ks_slot", "ks_head"), k_scale, 4),
+        **_strides(("vs_page", "vs_slot", "vs_head"), v_scale, 4),
+        **_strides(("q_pos_row", "q_pos_token"), q_positions, 1),
+        **_strides(("k_pos_row", "k_pos_slot"), k_positions, 1),
+        **{name: None if x is None else x.data_ptr() for name, x in zip(_POINTERS, tensors)},
+    )  # fmt: skip
+    library, tasks = _library(k.dtype), b * num_chunks
+    bytes_read = b * slots * h_kv * (d + d_v) * k.element_size()
+    threads = min(torch.get_num_threads(), tasks, bytes_read // _BYTES_OF_A_THREAD)
+    if threads > 1:
+        ends = [tasks * i // threads for i in range(threads + 1)]
+        pool = _pool(os.getpid(), torch.get_num_threads())
+        failed = any(pool.map(lambda i: library.decode_tasks(ctypes.byref(call), ends[i], ends[i + 1]), range(threads)))
+    else:
+        failed = library.decode_tasks(ctypes.byref(call), 0, tasks)
+    if failed:
+        raise MemoryError("attn_decode: no memory for a task's queries")
+    library.merge_tasks(ctypes.byref(call))
+    return out
+
+
+def _unit_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(names: tuple[str, ...], x: Tensor | None, item: int) -> dict[str, int]:
+    return {} if x is None else {name: x.stride(i) * item for i, name in enumerate(names)}
+
+
+@functools.lru_cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads of this process: those of a parent did not survive the fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="attn_decode")
+
+
+@functools.lru_cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
+    """The kernel for keys and values of a dtype, or why there is none."""
+    try:
+        path = compiled(Path(__file__).with_name("native.c"), *_OPTIONS, f"-DTYPE={_TYPES[dtype]}", libraries=("-lm",))
+        library = ctypes.CDLL(str(path))
+    except (NotCompiled, OSError) as error:
+        return f"anything here: {error}"
+    library.decode_tasks.argtypes = [ctypes.POINTER(_Call), ctypes.c_int64, ctypes.c_int64]
+    library.merge_tasks.argtypes, library.merge_tasks.restype = [ctypes.POINTER(_Call)], None
+    return library

@@ -1,0 +1,226 @@
+"""The C kernel that decodes on CPUs, and torch's kernel in its place: exact, read once, the same bits for any batch."""
+
+import ctypes
+import functools
+import itertools
+
+import pytest
+import torch
+
+from megatron_tree import energy, kernels
+from megatron_tree.cache import quantize
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import PagedKV, Visible, aten, native, reference
+from support.decoding import decode_inputs
+
+NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SHAPES = {  # heads, d, d_v, queries
+    "32/8 x 128": ((32, 8), 128, 128, 1),
+    "9/3 x 64": ((9, 3), 64, 64, 1),
+    "16/1 x 80": ((16, 1), 80, 80, 1),
+    "2/2 x 24, 5": ((2, 2), 24, 5, 1),
+    "14/2 x 20, 36, 3 queries": ((14, 2), 20, 36, 3),
+    "4/4 x 8, 7 queries": ((4, 4), 8, 8, 7),
+}
+
+
+def paged(x, size, seed=0):
+    """x [b, n, ...] in pages of `size` that lie in no order, some of them of nobody: (pages, block table)."""
+    b, n = x.shape[0], -(-x.shape[1] // size)
+    x = torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, n * size - x.shape[1]))
+    table = torch.randperm(b * n + 3, generator=torch.Generator().manual_seed(seed))[: b * n].reshape(b, n)
+    pages = torch.full((b * n + 3, size, *x.shape[2:]), float("nan")).to(x.dtype)
+    pages.view(torch.uint8)[table] = x.unflatten(1, (n, size)).contiguous().view(torch.uint8)
+    return pages, table.to(torch.int32)
+
+
+def forms(q, k, v, seed=0):
+    """(name, keys, values, options of attn_decode, bool [b, s_q, n] or None) of everything that decoding allows."""
+    b, s_q, n = q.shape[0], q.shape[1], k.shape[1]
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, n + 1, (b,), generator=g)
+    lengths[0] = n
+    slots = torch.randperm(n, generator=g).expand(b, -1).clone()
+    slots[:, ::7] = -1
+    q_positions = torch.randint(n // 2, n, (b, s_q), generator=g)
+    within = torch.arange(n) < lengths[:, None, None]
+    seen = Visible(lengths, q_positions, slots)
+    for size in (16, 5):
+        (pk, table), (pv, _) = paged(k, size), paged(v, size)
+        keep = within.expand(b, s_q, n)
+        yield f"pages of {size}", pk, pv, dict(visible=Visible(lengths), paged=PagedKV(table)), keep, {}
+    yield "dense", k, v, dict(visible=Visible()), None, {}
+    for more in ({}, dict(window_size=(n // 3, 0)), dict(softcap=4.0)):
+        spec = AttnSpec(softmax_scale=1.0, **more)
+        keep = energy.visible(q_positions, slots, spec) & (slots >= 0)[:, None] & within
+        yield f"positions {more}", k, v, dict(visible=seen), keep, more
+
+
+def worst(state, out, lse):
+    """Largest error of a packed state; rows that see nothing must be exact."""
+    lse = lse.transpose(1, 2)
+    empty = lse == float("-inf")
+    assert torch.equal(state[..., -1] == float("-inf"), empty) and not state[..., :-1][empty].any()
+    gap = (state[..., -1].double() - lse).abs()[~empty]
+    return (state[..., :-1].double() - out).abs().max().item(), gap.max().item() if len(gap) else 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact(shape, dtype):
+    """At most twice as far from the oracle as the formulas in torch, which widen to fp32 as well."""
+    heads, d, d_v, s_q = SHAPES[shape]
+    for n in (1, 63, 1500):
+        q, k, v = decode_inputs(2, s_q, n, heads, d, d_v, dtype=dtype)
+        for name, keys, values, options, keep, more in forms(q, k, v):
+            spec = AttnSpec(softmax_scale=d**-0.5, **more)
+            exact = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep)
+            errors = [
+                worst(kernels.attn_decode(q, keys, values, spec=spec, backend=backend, **options), *exact)
+                for backend in ("native", "reference")
+            ]
+            limit = 1e-6 * exact[0].abs().max().item()
+            assert errors[0][0] <= 2 * errors[1][0] + limit, (name, n, errors)
+            assert errors[0][1] <= 2 * errors[1][1] + 2e-6, (name, n, errors)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_eight_bits(dtype):
+    """As exact as what is stored, in pages out of order, with 1 and 3 queries and for fp32 and bf16."""
+    for (heads, d, d_v, s_q), of_q in itertools.product(SHAPES.values(), (torch.float32, torch.bfloat16)):
+        q, k, v = decode_inputs(2, s_q, 200, heads, d, d_v, dtype=of_q)
+        (k, k_scale), (v, v_scale) = quantize(k, NARROW[dtype]), quantize(v, NARROW[dtype])
+        lengths, spec = torch.tensor([200, 77]), AttnSpec(softmax_scale=d**-0.5)
+        keep = (torch.arange(200) < lengths[:, None, None]).expand(2, s_q, 200)
+        stored = [x.double() * scale.double()[..., None] for x, scale in ((k, k_scale), (v, v_scale))]
+        exact = energy.attention(q.double(), *stored, spec=spec, keep=keep)
+        (pk, table), *others = (paged(x, 16) for x in (k, v, k_scale, v_scale))
+        pv, *scales = (pages for pages, _ in others)
+        pages = PagedKV(table, *scales)
+        state = kernels.attn_decode(q, pk, pv, visible=Visible(lengths), spec=spec, paged=pages, backend="native")
+        assert max(worst(state, *exact)) <= 5e-6
+
+
+@pytest.mark.parametrize("dtype", [*NARROW.values(), torch.float16, torch.bfloat16], ids=str)
+def test_every_number_of_a_narrow_type(dtype):
+    """All bit patterns, subnormal ones, infinities and NaN among them: values of one key each, so out is the value."""
+    bits = torch.arange(256 if dtype.itemsize == 1 else 65536, dtype=torch.int32)
+    v = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype).view(-1, 1, 1, 16)
+    k = torch.zeros_like(v)
+    narrow = dtype if dtype.itemsize == 2 else torch.float32
+    q, scales = torch.ones(len(v), 1, 1, 16, dtype=narrow), torch.ones(len(v), 1, 1)
+    table = torch.arange(len(v), dtype=torch.int32)[:, None]
+    pages = PagedKV(table, *((scales, scales) if dtype.itemsize == 1 else ()))
+    seen, spec = Visible(torch.ones(len(v), dtype=torch.int64)), AttnSpec(softmax_scale=1.0)
+    out = native.attn_decode(q, k, v, visible=seen, spec=spec, paged=pages)[:, 0, 0, :16]
+    torch.testing.assert_close(out, v.float()[:, 0, 0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_is_not_lost():
+    """In a key or value that is seen, among others and alone."""
+    for n, which in itertools.product((1, 5, 100), "kv"):
+        q, k, v = decode_inputs(1, 1, n, dtype=torch.float32)
+        (k if which == "k" else v)[0, n // 2, 0, 3] = float("nan")
+        state = native.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0))
+        assert state[0, 0, :2].isnan().any(-1).all() and state[0, 0, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("memory", ["heads first", "every second element", "head_dim first"])
+def test_any_strides(memory):
+    q, k, v = decode_inputs(3, 2, 70, (6, 3), 24, 24, dtype=torch.float32)
+    state = native.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=0.2))
+
+    def moved(x):
+        if memory == "every second element":
+            return x.repeat_interleave(2, -1)[..., ::2]
+        order = (0, 2, 1, 3) if memory == "heads first" else (3, 0, 1, 2)
+        return x.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+
+    again = native.attn_decode(*map(moved, (q, k, v)), visible=Visible(), spec=AttnSpec(softmax_scale=0.2))
+    assert torch.equal(state, again)
+
+
+def test_the_same_bits_for_any_batch_and_number_of_threads(monkeypatch):
+    """A row alone, in a batch, in pages, by one thread and by three."""
+    monkeypatch.setattr(native, "_BYTES_OF_A_THREAD", 1)
+    q, k, v = decode_inputs(3, 2, 2500, (6, 3), 24, 40, dtype=torch.bfloat16)
+    lengths, spec = torch.tensor([2500, 0, 1025]), AttnSpec(softmax_scale=0.2)
+    (pk, table), (pv, _) = paged(k, 16), paged(v, 16)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            found.append(native.attn_decode(q, k, v, visible=Visible(lengths), spec=spec))
+            found.append(native.attn_decode(q, pk, pv, visible=Visible(lengths), spec=spec, paged=PagedKV(table)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], x) for x in found[1:])
+    for i in range(3):
+        n = int(lengths[i])
+        alone = native.attn_decode(*(x[i : i + 1] for x in (q, k[:, :n], v[:, :n])), visible=Visible(), spec=spec)
+        assert torch.equal(alone, found[0][i : i + 1])
+
+
+@pytest.mark.parametrize("options", [("-mavx2", "-mfma"), ("-msse2",)], ids=" ".join)
+def test_narrower_vectors(options, monkeypatch):
+    """What other processors run gives the same to rounding."""
+    if "-mavx2" in options and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has no AVX2")
+    q, k, v = decode_inputs(2, 3, 200, (14, 2), 20, 36, dtype=torch.bfloat16)
+    call = dict(visible=Visible(torch.tensor([200, 3])), spec=AttnSpec(softmax_scale=0.2, softcap=3.0))
+    usual = native.attn_decode(q, k, v, **call)
+    _with_options(monkeypatch, *options)
+    torch.testing.assert_close(native.attn_decode(q, k, v, **call), usual, rtol=1e-5, atol=1e-6)
+    for x in ([k, v], [k.float(), v.float()]):
+        other = native.attn_decode(q.to(x[0].dtype), *x, **call)
+        torch.testing.assert_close(other, usual, rtol=1e-5, atol=1e-6)
+
+
+def _with_options(monkeypatch, *options):
+    """Replace -march=native by these."""
+    wanted = [*(option for option in native._OPTIONS if option != "-march=native"), *options, "-Wno-psabi"]
+    monkeypatch.setattr(native, "_OPTIONS", wanted)
+    monkeypatch.setattr(native, "_library", functools.cache(native._library.__wrapped__))
+
+
+@pytest.mark.parametrize(("heads", "s_q"), [((8, 8), 1), ((8, 4), 1), ((12, 4), 1), ((16, 4), 1), ((4, 4), 4)])
+def test_a_key_is_read_once(heads, s_q, monkeypatch):
+    """Up to four query rows share it, whatever they are: counted by the kernel."""
+    _with_options(monkeypatch, "-DCOUNT_READS")
+    reads = ctypes.c_int64.in_dll(native._library(torch.float32), "reads")
+    before = reads.value
+    q, k, v = decode_inputs(2, s_q, 640, heads, 64, 128, dtype=torch.float32)
+    native.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0))
+    assert reads.value - before in ((k.numel() + v.numel()) // width for width in (8, 16))
+
+
+def test_torch_reads_a_key_once(monkeypatch):
+    """aten's kernel reads keys for every head that it is given: it is given the KV heads, with rows."""
+    heads, kernel = [], aten._block_fwd
+    monkeypatch.setattr(
+        aten, "_block_fwd", lambda q, k, *rest: heads.append((q.shape[2], k.shape[2])) or kernel(q, k, *rest)
+    )
+    q, k, v = decode_inputs(2, 3, 50, (6, 2))
+    slots, spec = torch.randperm(50).expand(2, -1), AttnSpec(softmax_scale=0.3)
+    seen = Visible(torch.tensor([50, 20]), torch.tensor([[49, 30, 10], [5, 19, 49]]), slots)
+    state = aten.attn_decode(q, k, v, visible=seen, spec=spec)
+    assert heads == [(2, 2)]
+    torch.testing.assert_close(state, reference.attn_decode(q, k, v, visible=seen, spec=spec), rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_compiler(monkeypatch, tmp_path):
+    """torch's kernel decodes, and the log says why ours does not; asked for by name, ours is an error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    q, k, v = decode_inputs(1, 1, 8, dtype=torch.float32)
+    spec = AttnSpec(softmax_scale=1.0)
+    assert kernels.choose(q, k, v, spec).name == "aten"
+    assert kernels.choose(q, k, v, spec, decodes=True).name == "native"  # compiled before
+    monkeypatch.setattr(native, "_library", native._library.__wrapped__)
+    choice = kernels.choose(q, k, v, spec, decodes=True)
+    assert choice.name == "aten" and "needs a C compiler" in choice.reason
+    with pytest.raises(ValueError, match=r"backend='native' can't take anything here: native.c needs a C compiler"):
+        kernels.choose(q, k, v, spec, "native", decodes=True)
+    with pytest.raises(ValueError, match="backend='native' can't take anything but decoding"):
+        kernels.choose(q, k, v, spec, "native")
+    assert kernels.choose(*(x.double() for x in (q, k, v)), spec, decodes=True).name == "aten"
