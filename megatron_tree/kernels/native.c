@@ -20,6 +20,7 @@
 #define WIDTH 8
 #endif
 #define KEYS 64 /* of a block */
+#define AHEAD 32 /* how many keys later what is fetched now will be read */
 #define ROWS 4  /* query rows that share what was read */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -55,6 +56,7 @@ typedef struct { /* native.py has the same; strides in bytes */
 typedef struct {
     int count, masked; /* masked: some query does not see some key */
     const char *k[KEYS], *v[KEYS], *k_scale[KEYS], *v_scale[KEYS]; /* of KV head 0 */
+    uint8_t *seen;                                                 /* [num_queries, KEYS] */
 } Block;
 
 INLINE vf load(const float *p)
@@ -135,7 +137,7 @@ INLINE vf reduced(vf x, vf *power)
 {
     vf n = x * 1.44269504088896f;
     n = (n + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 has no digits behind the point */
-    vf r = x - n * 0.693145751953125f - n * 1.42860682030941723e-6f; /* ln 2 in two parts, the first one exact times n */
+    vf r = x - n * 0.693145751953125f - n * 1.42860682030941723e-6f; /* ln 2, the first part exact times n */
     *power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
     vf series = 1.0f / 720 + r * (1.0f / 5040);
     series = 1.0f / 24 + r * (1.0f / 120 + r * series);
@@ -223,7 +225,7 @@ INLINE void score(const Call *c, const Block *b, int64_t n, int j, const float *
 }
 
 /* acc [rows, dv_padded] = acc * kept + p [rows, KEYS] times the block's values, `vectors` of them from column `from` on;
- * where that is WIDTH columns or less, `some` of them. */
+ * where less than one is left, `some` columns. */
 INLINE void add_values(const Call *c, const Block *b, int64_t n, const float *p, const float *kept, int rows,
                        int64_t dv_padded, float *acc, int64_t from, int vectors, int64_t some)
 {
@@ -281,12 +283,18 @@ static void (*const score_of[])(const Call *, const Block *, int64_t, int, int, 
 static void (*const add_of[])(const Call *, const Block *, int64_t, const float *, const float *, int64_t, float *) = {
     add_1, add_2, add_3, add_4};
 
-/* Scores of some keys of KV head n with all its rows; the values' turn comes next. */
-static void score_keys(const Call *c, const Block *b, int64_t n, int from, int to, const float *q, int64_t d_padded,
-                       int64_t rows, float *s)
+/* Scores of some keys of KV head n with all its rows. Their values come next, and keys AHEAD of them soon. */
+static void score_keys(const Call *c, const Block *b, const Block *next, int64_t n, int from, int to, const float *q,
+                       int64_t d_padded, int64_t rows, float *s)
 {
-    for (int j = from; j < to; j++)
+    for (int j = from; j < to; j++) {
+        int at = j + AHEAD;
         prefetch(b->v[j] + n * c->v_head, c->d_v * SIZE);
+        if (at < b->count)
+            prefetch(b->k[at] + n * c->k_head, c->d * SIZE);
+        else if (at - b->count < next->count)
+            prefetch(next->k[at - b->count] + n * c->k_head, c->d * SIZE);
+    }
     for (int64_t i = 0; i < rows; i += ROWS)
         score_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, from, to, q + i * d_padded, d_padded, s + i * KEYS);
 }
@@ -343,9 +351,8 @@ static float weights(const Call *c, const Block *b, const float *k_scale, const 
     return kept;
 }
 
-/* The next block of keys that some query sees, from *slot on; hidden ones are not read: they may be NaN.
- * seen: [num_queries, KEYS]. */
-static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t end, uint8_t *seen)
+/* The next block of keys that some query sees, from *slot on; hidden ones are not read: they may be NaN. */
+static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t end)
 {
     int64_t number = *slot / c->page_size, at = *slot % c->page_size;
     b->count = b->masked = 0;
@@ -359,7 +366,7 @@ static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t en
             for (int64_t i = 0; i < c->num_queries; i++) {
                 int64_t gap = c->q_pos[row * c->q_pos_row + i * c->q_pos_token] - pos;
                 int sees = (c->left < 0 || gap <= c->left) && (c->right < 0 || -gap <= c->right);
-                seen[i * KEYS + b->count] = sees;
+                b->seen[i * KEYS + b->count] = sees;
                 seen_by += sees;
             }
             if (!seen_by)
@@ -379,17 +386,18 @@ static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t en
 
 typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group */
     float *q, *acc, *top, *den, *s;
-    uint8_t *seen;
 } Memory;
 
-static void attend_block(const Call *c, const Block *b, const Memory *m, int64_t rows, int64_t d_padded, int64_t dv_padded)
+static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m, int64_t rows,
+                         int64_t d_padded, int64_t dv_padded)
 {
     int64_t group = c->heads / c->kv_heads;
     int64_t pieces = (b->count + WIDTH - 1) / WIDTH, heads_inside = c->k_head < c->k_slot;
     for (int64_t i = 0; i < pieces * c->kv_heads; i++) { /* WIDTH keys of one head at a time, in the order of memory */
-        int64_t n = heads_inside ? i % c->kv_heads : i / pieces, j = (heads_inside ? i / c->kv_heads : i % pieces) * WIDTH;
-        score_keys(c, b, n, j, j + WIDTH < b->count ? j + WIDTH : b->count, m->q + n * rows * d_padded, d_padded, rows,
-                   m->s + n * rows * KEYS);
+        int64_t n = heads_inside ? i % c->kv_heads : i / pieces;
+        int64_t j = (heads_inside ? i / c->kv_heads : i % pieces) * WIDTH;
+        int64_t end = j + WIDTH < b->count ? j + WIDTH : b->count;
+        score_keys(c, b, next, n, j, end, m->q + n * rows * d_padded, d_padded, rows, m->s + n * rows * KEYS);
     }
     for (int64_t n = 0; n < c->kv_heads; n++) {
         float k_scale[KEYS], v_scale[KEYS];
@@ -402,7 +410,7 @@ static void attend_block(const Call *c, const Block *b, const Memory *m, int64_t
             int64_t first = n * rows + i;
             float kept[ROWS], *s = m->s + first * KEYS;
             for (int64_t r = 0; r < ROWS && i + r < rows; r++)
-                kept[r] = weights(c, b, k_scale, v_scale, m->seen + (i + r) / group * KEYS, s + r * KEYS,
+                kept[r] = weights(c, b, k_scale, v_scale, b->seen + (i + r) / group * KEYS, s + r * KEYS,
                                   m->top + first + r, m->den + first + r);
             add_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, s, kept, dv_padded, m->acc + first * dv_padded);
         }
@@ -418,9 +426,10 @@ static int attend(const Call *c, int64_t task)
     int64_t length = c->lengths ? c->lengths[row] : c->slots;
     float *parts = c->parts + task * all * (c->d_v + 2);
     float *floats = calloc(all * (d_padded + dv_padded + 2 + KEYS) + 1, sizeof *floats);
-    Memory m = {.q = floats, .acc = floats + all * d_padded, .seen = malloc(KEYS * c->num_queries + 1)};
-    if (!floats || !m.seen) {
-        free(floats), free(m.seen);
+    Memory m = {.q = floats, .acc = floats + all * d_padded};
+    uint8_t *seen = malloc(2 * KEYS * c->num_queries + 1);
+    if (!floats || !seen) {
+        free(floats), free(seen);
         return 1;
     }
     m.top = m.acc + all * dv_padded, m.den = m.top + all, m.s = m.den + all;
@@ -430,16 +439,20 @@ static int attend(const Call *c, int64_t task)
         memcpy(m.q + i * d_padded, c->q + row * c->q_row + token * c->q_token + head * c->q_head, c->d * sizeof *m.q);
         m.top[i] = -INFINITY;
     }
-    Block b;
-    for (fill(c, &b, row, &slot, end, m.seen); b.count; fill(c, &b, row, &slot, end, m.seen))
-        attend_block(c, &b, &m, rows, d_padded, dv_padded);
+    Block blocks[2] = {{.seen = seen}, {.seen = seen + KEYS * c->num_queries}}, *b = blocks, *next = blocks + 1;
+    for (fill(c, b, row, &slot, end); b->count;) {
+        fill(c, next, row, &slot, end);
+        attend_block(c, b, next, &m, rows, d_padded, dv_padded);
+        Block *done = b;
+        b = next, next = done;
+    }
     for (int64_t i = 0; i < all; i++) {
         float *part = parts + i * (c->d_v + 2);
         memcpy(part, m.acc + i * dv_padded, c->d_v * sizeof *part);
         part[c->d_v] = m.top[i];
         part[c->d_v + 1] = m.den[i];
     }
-    free(floats), free(m.seen);
+    free(floats), free(seen);
     return 0;
 }
 
