@@ -224,7 +224,7 @@ INLINE void score(const Call *c, const Block *b, int64_t n, int j, const float *
         memcpy(s + r * KEYS + j, (float *)&all + r * keys, keys * sizeof *s);
 }
 
-/* acc [rows, dv_padded] = acc * kept + p [rows, KEYS] times the block's values, `vectors` of them from column `from` on;
+/* acc [rows, dv_padded] = acc * kept + p [rows, KEYS] times the block's values: `vectors` of them from column `from`;
  * where less than one is left, `some` columns. */
 INLINE void add_values(const Call *c, const Block *b, int64_t n, const float *p, const float *kept, int rows,
                        int64_t dv_padded, float *acc, int64_t from, int vectors, int64_t some)

@@ -117,7 +117,7 @@ def test_the_decode_kernel_at_the_edge(case, dtype):
     assert edge.rounding(state[..., :-1], out, of_out, torch.float32) <= edge.allowed(q, k, spec, torch.float32)
 
 
-@pytest.mark.parametrize("backend", (*BACKENDS, "native"))
+@pytest.mark.parametrize("backend", [*BACKENDS, "native"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_kernels_decode_over_padding(paged, backend):
     """NaN beyond the lengths, at position -1 and in pages of nobody; a row without keys; a query before all keys."""
