@@ -16,11 +16,12 @@ class NotCompiled(RuntimeError):
 
 
 def compiled(source: Path, *options: str, libraries: tuple[str, ...] = ()) -> Path:
-    """Path of what the C compiler makes of a source. The name depends on the source, the options and the processor.
+    """Path of what the C compiler makes of a source: made anew for other sources in its folder, options or processors.
 
     Raises: NotCompiled if there is no C compiler, if it fails, or if the result can't be kept.
     """
-    about = [source.read_bytes(), *map(str.encode, options), _processor().encode()]
+    files = (path.read_bytes() for path in sorted(source.parent.glob("*.[ch]")))  # it includes headers beside it
+    about = [*files, *map(str.encode, options), _processor().encode()]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
     result = cache / f"{source.stem}-{hashlib.sha256(b'|'.join(about)).hexdigest()[:16]}"
     if os.access(result, os.X_OK):

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..compiled import NotCompiled, compiled
-from ..config import AttnSpec
-from .masks import Visible
-from .paged import PagedKV
+from ...compiled import NotCompiled, compiled
+from ...config import AttnSpec
+from ..masks import Visible
+from ..paged import PagedKV
 
 CHUNK = 1024  # slots of a task
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
@@ -36,7 +36,7 @@ _POINTERS = ("q", "k", "v", "k_scale", "v_scale", "table", "lengths", "q_pos", "
 
 
 class _Call(ctypes.Structure):
-    """`Call` of native.c."""
+    """`Call` of decode.c."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _SIZES),
@@ -126,7 +126,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernel for keys and values of a dtype, or why there is none."""
     try:
-        path = compiled(Path(__file__).with_name("native.c"), *_OPTIONS, f"-DTYPE={_TYPES[dtype]}", libraries=("-lm",))
+        path = compiled(Path(__file__).with_name("decode.c"), *_OPTIONS, f"-DTYPE={_TYPES[dtype]}", libraries=("-lm",))
         library = ctypes.CDLL(str(path))
     except (NotCompiled, OSError) as error:
         return f"anything here: {error}"
