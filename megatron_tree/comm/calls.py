@@ -102,7 +102,7 @@ class CollectiveCall:
 
     def _failed(self, error: BaseException) -> None:
         watchdog = Watchdog.of(self._group)
-        if error in (watchdog.rejection, watchdog.error):
+        if watchdog.is_known(error):
             return
         if isinstance(error, ValueError):
             watchdog.reject(self._call, f"rank {dist.get_rank()}{watchdog.where()}: {error}")

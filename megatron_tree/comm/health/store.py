@@ -115,6 +115,7 @@ class StoreClient:
             with contextlib.suppress(queue.Empty):
                 request, answer = self._inbox.get(timeout=pause)
                 self._open.append((request(self._store), answer))
+                del request, answer  # which may be an error, whose traceback holds the group
                 pause = MIN_PAUSE_S
             if time.monotonic() - polled >= POLL_S:
                 polled = time.monotonic()

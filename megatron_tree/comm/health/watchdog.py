@@ -9,6 +9,7 @@ for and that report nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -182,16 +183,23 @@ class Watchdog:
             self.store.run(lambda store: self.reports.add(store, report))
         suspects = tuple(self.ranks[r] for r in report.suspects)
         job = Watchdog.of(dist.group.WORLD)
-        self.error = job.conclude(Report(report.what, suspects, report.cause, report.limit_s))
-        return self.error
+        return self._keep(job.conclude(Report(report.what, suspects, report.cause, report.limit_s)))
 
     def conclude(self, report: Report) -> Exception:
         """`fail` among the ranks of this group."""
         try:
-            self.error = self.store.run(lambda store: self.reports.conclude(store, report))
+            return self._keep(self.store.run(lambda store: self.reports.conclude(store, report)))
         except CommError as lost:
-            self.error = CommError(f"{report.what}. Also {lost}")
-        return self.error
+            return self._keep(CommError(f"{report.what}. Also {lost}"))
+
+    def _keep(self, error: Exception) -> Exception:
+        """Note how the group failed: a copy, because the traceback of the error that is raised holds the group."""
+        self.error = copy.copy(error)
+        return error
+
+    def is_known(self, error: Exception) -> bool:
+        """Whether the error is the other ranks' rejection, or how the group failed: all ranks raise it."""
+        return any(type(error) is type(x) and str(error) == str(x) for x in (self.rejection, self.error))
 
     def operation_failed(
         self, op: str, timeout_s: float, error: Exception, ranks: Iterable[int] | None = None, peer: int | None = None
