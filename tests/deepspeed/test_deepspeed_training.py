@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 from support.deepspeed_cases import Case, distance_moved, largest_difference, parameters, run_plain, start, train
 
-CPU = {"DS_ACCELERATOR": "cpu"}
 MATRIX = {f"dp {4 // sp} x sp {sp}, ZeRO {zero}": Case(sp=sp, zero=zero) for sp in (1, 2, 4) for zero in range(4)}
 VARIANTS = {
     "sliding window": Case(sp=4, zero=1, family="mistral"),
@@ -182,7 +181,7 @@ def results(tmp_path_factory):
     """What every rank found, by the case's name: all runs share one start of four ranks."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     extensions = tmp_path_factory.mktemp("extensions")
-    env = {**CPU, "TORCH_EXTENSIONS_DIR": str(extensions)}
+    env = {"TORCH_EXTENSIONS_DIR": str(extensions)}
     found = run_distributed(_run_all, 4, MATRIX | VARIANTS, IN_BF16, folder, env=env, fresh=True, timeout=280)
     assert list(extensions.iterdir()) == [], "DeepSpeed compiled an op"
     return found
@@ -243,5 +242,5 @@ def _slow_cases(family):
 @pytest.mark.parametrize("family", SLOW_FAMILIES)
 def test_every_layout(family):
     cases = dict(_slow_cases(family))
-    for found in run_distributed(_run_all, 4, cases, {}, None, env=CPU, fresh=True, timeout=290):
+    for found in run_distributed(_run_all, 4, cases, {}, None, fresh=True, timeout=290):
         assert not {name: apart for name, apart in found.items() if not largest(apart) <= 2e-6}

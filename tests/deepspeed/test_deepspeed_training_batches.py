@@ -14,8 +14,6 @@ from megatron_tree.integrations.transformers import training as training
 from megatron_tree.integrations.transformers.attention import TreeCache
 from support.hf_models import CONFIGS, prompt, tiny_model
 
-CPU = {"DS_ACCELERATOR": "cpu"}
-
 
 def _shards(rank, world, batch, dropout_seed):
     from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
@@ -33,7 +31,7 @@ def test_a_batch_is_cut_zigzag_after_the_labels_are_shifted():
     labels = ids.clone()
     labels[1, :3] = -100
     (one, _, seed), (two, documents, _) = run_distributed(
-        _shards, 2, {"input_ids": ids, "labels": labels}, 5, env=CPU, fresh=True
+        _shards, 2, {"input_ids": ids, "labels": labels}, 5, fresh=True
     )
     # 6 tokens + 2 of padding in 4 chunks: rank 0 has chunks 0 and 3 (all padding), rank 1 has chunks 1 and 2
     assert one["input_ids"][:, :2].tolist() == [[100, 101]] * 2
@@ -46,7 +44,7 @@ def test_a_batch_is_cut_zigzag_after_the_labels_are_shifted():
 
 def test_packed_documents_are_cut_one_by_one():
     batch = {"input_ids": torch.arange(10, 18).view(2, 4), "position_ids": torch.tensor([[0, 1, 2, 0], [0, 1, 2, 3]])}
-    (one, documents, _), (two, _, _) = run_distributed(_shards, 2, batch, None, env=CPU, fresh=True)
+    (one, documents, _), (two, _, _) = run_distributed(_shards, 2, batch, None, fresh=True)
     assert documents == ([0, 3, 4, 8], [0, 4, 8, 12])
     assert one["input_ids"][0, [0, 2, 4, 5]].tolist() == [10, 13, 14, 17]
     assert two["input_ids"][0, [0, 1, 4, 5]].tolist() == [11, 12, 15, 16]
@@ -200,7 +198,7 @@ def test_refusals_of_the_registration_and_of_different_batches():
         "different arguments: rank 0 has digest of input_ids=",
         "input_ids must be int64",
     )
-    for said in run_distributed(_refusals, 2, env=CPU, fresh=True):
+    for said in run_distributed(_refusals, 2, fresh=True):
         for text, part in zip(said, expected, strict=True):
             assert part in text
 

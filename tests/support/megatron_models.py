@@ -68,6 +68,7 @@ def megatron(*, tp, pp, cp, **others):
 
     with tree.megatron_on_cpu():
         from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         parallel_state.initialize_model_parallel(
@@ -84,6 +85,8 @@ def megatron(*, tp, pp, cp, **others):
             parallel_state.destroy_model_parallel()  # forgets the groups, but leaves their threads running
             for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
                 dist.destroy_process_group(group)
+            for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+                embedding.forward.cache_clear()  # its keys hold the groups of context parallelism
 
 
 def run_all(cases, run=None):

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -46,11 +47,20 @@ WORKER_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
+    "DS_ACCELERATOR": "cpu",
     "TORCH_COMPILE_DISABLE": "1",  # Megatron compiles a few small functions with C++, on every rank
 }
-# What the fork server imports beforehand; the optional ones only if the session has imported them already.
+# What the fork server imports beforehand; the optional ones only if the session has imported the package already. Ranks
+# that import by themselves take seconds each: a Transformers model imports torch._dynamo, ZeRO torch.distributed.fsdp.
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest")
-PRELOAD_IF_IMPORTED = ("support.triton_interpreter", "hypothesis", "megatron.core", "transformers", "megatron_tree")
+PRELOAD_IF_IMPORTED = {
+    "support.triton_interpreter": (),
+    "hypothesis": (),
+    "megatron.core": (),
+    "transformers": ("transformers.models.llama.modeling_llama",),
+    "deepspeed": ("torch.distributed.fsdp",),
+    "megatron_tree": (),
+}
 POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 
 
@@ -159,7 +169,8 @@ def _session_store():
 
 def fork_server():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *(name for name in PRELOAD_IF_IMPORTED if name in sys.modules)])
+    optional = [(name, *parts) for name, parts in PRELOAD_IF_IMPORTED.items() if name in sys.modules]
+    context.set_forkserver_preload([*PRELOAD, *itertools.chain(*optional)])
     return context
 
 
@@ -277,6 +288,7 @@ def _worker(connection, trace_path):
     os.setpgid(0, 0)
     _die_with_parent()
     torch.set_num_threads(1)
+    gc.freeze()  # what the fork server has imported: collections leave it alone
     with open(trace_path, "w") as trace, poisoned_empty():
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
         connection.send_bytes(pickle.dumps((True, None)))
@@ -288,6 +300,7 @@ def _worker(connection, trace_path):
             if job is None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                gc.collect()  # a gloo group that is left in a cycle has a thread that wakes up 100 times a second
                 continue
             try:
                 reply = pickle.dumps((True, _run_job(*job)))
