@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -151,9 +152,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
 
     Raises: ValueError that names the options, the values seen and the way out.
     """
-    for check in (_numbers, _layout, _context_parallel, _schedule, _files):
-        for problem in check(args, world_size):
-            raise ValueError(problem)
+    for problem in chain(_numbers(args), _layout(args, world_size), _context_parallel(args), _files(args)):
+        raise ValueError(problem)
     from .model import transformer_config
 
     try:
@@ -162,7 +162,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         raise ValueError(f"Megatron-core: {error}") from error
 
 
-def _numbers(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+def _numbers(args: argparse.Namespace) -> Iterator[str]:
     for name, value in vars(args).items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
@@ -174,6 +174,11 @@ def _numbers(args: argparse.Namespace, world_size: int) -> Iterator[str]:
             yield f"{name}={value} must not be negative"
         if name not in LESS_THAN_ONE | MAY_BE_ZERO | ANY_NUMBER and value <= 0:
             yield f"{name}={value} must be positive"
+    if (warmup := args.lr_warmup_iters) >= (decay := args.lr_decay_iters):
+        name = "lr_decay_iters" if decay != args.train_iters else "train_iters"
+        yield f"lr_warmup_iters={warmup} must be less than {name}={decay}"
+    if args.min_lr > args.lr:
+        yield f"min_lr={args.min_lr} must not exceed lr={args.lr}"
 
 
 def _layout(args: argparse.Namespace, world_size: int) -> Iterator[str]:
@@ -204,7 +209,7 @@ def _layout(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         yield f"global_batch_size={args.global_batch_size} must be a multiple of {product}"
 
 
-def _context_parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+def _context_parallel(args: argparse.Namespace) -> Iterator[str]:
     tp, cp, types = args.tensor_model_parallel_size, args.context_parallel_size, args.cp_comm_type
     heads, kv_heads = args.num_attention_heads // tp, args.num_query_groups // tp
     kinds, cp_size = f"cp_comm_type={' '.join(types)}", f"context_parallel_size={cp}"
@@ -235,16 +240,7 @@ def _context_parallel(args: argparse.Namespace, world_size: int) -> Iterator[str
         load_topology(args.topology)
 
 
-def _schedule(args: argparse.Namespace, world_size: int) -> Iterator[str]:
-    warmup, decay = args.lr_warmup_iters, args.lr_decay_iters
-    if warmup >= decay:
-        name = "lr_decay_iters" if decay != args.train_iters else "train_iters"
-        yield f"lr_warmup_iters={warmup} must be less than {name}={decay}"
-    if args.min_lr > args.lr:
-        yield f"min_lr={args.min_lr} must not exceed lr={args.lr}"
-
-
-def _files(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+def _files(args: argparse.Namespace) -> Iterator[str]:
     if args.data_path is not None and not Path(args.data_path).is_dir():
         way_out = f"name one, or for indexed datasets {MEGATRON_LM}"
         yield f"data_path={args.data_path!r} is not a folder of text files: {way_out}"

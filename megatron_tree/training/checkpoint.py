@@ -53,56 +53,43 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
     return final
 
 
-def find_checkpoint(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint in `load` (or with `resume` in `save`). All ranks call it.
-
-    Returns: (its folder, or None if neither option is set, or with `resume` nothing has been saved yet; lines to print
-        on newer ones that are damaged, or that the tracker excludes).
-    Raises: ValueError if `load` has no checkpoint, or all are damaged.
-    """
-    folder = args.save if args.resume else args.load
-    if folder is None:
-        return None, []
-
-    def find() -> tuple[str | None, list[str]]:
-        checkpoint, notes = newest(folder)
-        return (None if checkpoint is None else str(checkpoint)), notes
-
-    checkpoint, notes = _on_first_rank(find, args)
-    if checkpoint is not None:
-        return Path(checkpoint), notes
-    if not args.resume:
-        raise ValueError(f"load={folder!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
-    return None, [f"no checkpoint in {args.save} yet: starting from scratch"]
-
-
-def load_checkpoint(
-    checkpoint: Path, trainee: Trainee, args: argparse.Namespace, *, digest: str
-) -> tuple[int, int, bool]:
-    """Restore what `save_checkpoint` wrote. All ranks call it.
+def load_checkpoint(trainee: Trainee, args: argparse.Namespace, *, digest: str) -> tuple[int, int, list[str]]:
+    """Restore the newest complete checkpoint in `load`, or with `resume` in `save`. All ranks call it.
 
     The parallel layout may differ from the saved one; then the random states, on which only dropout depends, start
     afresh.
 
-    Returns: (iteration, samples consumed, whether the random states were restored).
-    Raises: ValueError if the checkpoint belongs to another model or other data, or its index is not one.
+    Returns: (iteration, samples consumed, lines to print); zeros if neither option is set, or with `resume` nothing has
+        been saved yet.
+    Raises: ValueError if there is no checkpoint, all are damaged, or it belongs to another model or other data.
     """
-    _on_first_rank(lambda: check_index(checkpoint), args)
+    folder = args.save if args.resume else args.load
+    if folder is None:
+        return 0, 0, []
+    checkpoint, notes = _on_first_rank(lambda: newest(folder), args)
+    if checkpoint is None and args.resume:
+        return 0, 0, [f"no checkpoint in {folder} yet: starting from scratch"]
+    if checkpoint is None:
+        raise ValueError(f"load={folder!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
+    _on_first_rank(lambda: check_index(Path(checkpoint)), args)
     with weights_only(), loading_torch_adam(trainee.optimizer):
-        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        common = dist_checkpointing.load_common_state_dict(checkpoint)
         _check_options(common, args, checkpoint, digest)
         options, world = common["options"], common["world_size"]
         same_layout = world == dist.get_world_size() and all(options[n] == getattr(args, n) for n in LAYOUT)
         wanted = _sharded_state(trainee, is_loading=True)
         if same_layout:
             wanted["rng_state"] = _sharded_rng_state()
-        state = dist_checkpointing.load(wanted, str(checkpoint))
+        state = dist_checkpointing.load(wanted, checkpoint)
         unwrap_model(trainee.model).load_state_dict(state["model"], strict=True)
         trainee.optimizer.load_state_dict(state["optimizer"])
     trainee.scheduler.load_state_dict(common["opt_param_scheduler"])
+    notes.append(f"continuing from {checkpoint}")
     if same_layout:
         _set_rng_state(state["rng_state"])
-    return common["iteration"], common["consumed_train_samples"], same_layout
+    elif args.attention_dropout or args.hidden_dropout:
+        notes.append("warning: another parallel layout than the checkpoint's: dropout starts with fresh random states")
+    return common["iteration"], common["consumed_train_samples"], notes
 
 
 def _sharded_state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
@@ -137,7 +124,7 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint: Path, digest: str) -> None:
+def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint: str, digest: str) -> None:
     for name in MUST_MATCH:
         saved, given = common["options"][name], getattr(args, name)
         if saved != given:
@@ -149,6 +136,8 @@ def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint:
             f"the training data are not those that {checkpoint} was trained on: use the same text and data_suffix (for "
             "the standard library the same Python release)"
         )
+    if common["iteration"] >= args.train_iters:
+        raise ValueError(f"train_iters={args.train_iters}, but {checkpoint} has already done {common['iteration']}")
 
 
 def _on_first_rank(action: Callable[[], Any], args: argparse.Namespace) -> Any:

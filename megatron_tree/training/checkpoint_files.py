@@ -77,7 +77,7 @@ def fault_of(checkpoint: Path) -> str | None:
     return None
 
 
-def newest(folder: str | Path) -> tuple[Path | None, list[str]]:
+def newest(folder: str | Path) -> tuple[str | None, list[str]]:
     """The newest checkpoint that the tracker allows and that has no fault.
 
     Returns: (its folder, or None if there are no checkpoints; a line on each newer one).
@@ -93,7 +93,7 @@ def newest(folder: str | Path) -> tuple[Path | None, list[str]]:
         if _iteration(path) > int(text):
             lines.append(f"{path} is ignored: {tracker} says {text}")
         elif (fault := fault_of(path)) is None:
-            return path, lines
+            return str(path), lines
         else:
             lines.append(f"warning: checkpoint {path} is damaged: {fault}")
     if found:

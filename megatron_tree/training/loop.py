@@ -21,7 +21,7 @@ from ..comm.rendezvous import start_on_own_device
 from ..comm.wire import share_all
 from ..integrations import megatron as tree
 from ..integrations.megatron.cpu import megatron_on_cpu
-from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Corpus, load_corpus
 from .model import Trainee, build_trainee, start_model_parallel
 from .report import Reporter
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     start_model_parallel(args)
     trainee = build_trainee(args, device)
-    iteration, samples, notes = _resume(args, trainee, corpus)
+    iteration, samples, notes = load_checkpoint(trainee, args, digest=corpus.digest)
     reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
     unigram = corpus.train.unigram_entropy()
     _introduce(reporter, args, corpus, trainee, unigram)
@@ -129,20 +129,6 @@ def _open_corpus(args: argparse.Namespace) -> Corpus:
             "the same Python release)"
         )
     return corpus
-
-
-def _resume(args: argparse.Namespace, trainee: Trainee, corpus: Corpus) -> tuple[int, int, list[str]]:
-    """Load a checkpoint if the options name one. Returns: (iteration, samples consumed, lines to print)."""
-    checkpoint, notes = find_checkpoint(args)
-    if checkpoint is None:
-        return 0, 0, notes
-    iteration, samples, same_layout = load_checkpoint(checkpoint, trainee, args, digest=corpus.digest)
-    if iteration >= args.train_iters:
-        raise ValueError(f"train_iters={args.train_iters}, but {checkpoint} has already done {iteration}")
-    notes.append(f"continuing from {checkpoint}")
-    if not same_layout and (args.attention_dropout or args.hidden_dropout):
-        notes.append("warning: another parallel layout than the checkpoint's: dropout starts with fresh random states")
-    return iteration, samples, notes
 
 
 def _introduce(reporter: Reporter, args: argparse.Namespace, corpus: Corpus, trainee: Trainee, unigram: float) -> None:

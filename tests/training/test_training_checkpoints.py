@@ -45,16 +45,16 @@ def names(folder):
 def test_the_newest_is_taken(tmp_path):
     assert newest(tmp_path) == (None, [])
     saved = [save(tmp_path, iteration) for iteration in (3, 12)]
-    assert newest(tmp_path) == (saved[1], [])
+    assert newest(tmp_path) == (str(saved[1]), [])
     assert fault_of(saved[1]) is None
     (tmp_path / TRACKER).write_text("3\n")
     said = [f"{saved[1]} is ignored: {tmp_path / TRACKER} says 3"]
-    assert newest(tmp_path) == (saved[0], said), "the tracker's, though there is a newer one"
+    assert newest(tmp_path) == (str(saved[0]), said), "the tracker's, though there is a newer one"
     (tmp_path / TRACKER).write_text("2\n")
     with pytest.raises(ValueError, match="no checkpoint in .* can be loaded .*iter_0000012 is ignored.*iter_0000003"):
         newest(tmp_path)
     (tmp_path / TRACKER).unlink()
-    assert newest(tmp_path)[0] == saved[1]
+    assert newest(tmp_path)[0] == str(saved[1])
     (tmp_path / TRACKER).write_text("release\n")
     with pytest.raises(ValueError, match="holds 'release' instead of a number"):
         newest(tmp_path)
@@ -85,7 +85,7 @@ def flip(file):
 def test_a_damaged_one_is_passed_over(tmp_path, damage, fault):
     older, newer = (save(tmp_path, iteration) for iteration in (8, 16))
     damage(newer)
-    assert newest(tmp_path) == (older, [f"warning: checkpoint {newer} is damaged: {fault}"])
+    assert newest(tmp_path) == (str(older), [f"warning: checkpoint {newer} is damaged: {fault}"])
     damage(older)
     with pytest.raises(ValueError, match="can be loaded .*iter_0000016 is damaged.*iter_0000008 is damaged"):
         newest(tmp_path)
@@ -96,7 +96,7 @@ def test_old_ones_are_deleted(tmp_path):
         save(tmp_path, iteration)
     save(tmp_path, 20, keep=2)
     assert names(tmp_path) == ["iter_0000003", "iter_0000020", "iter_0000030", TRACKER], "a newer one is not its own"
-    assert newest(tmp_path)[0].name == "iter_0000020"
+    assert newest(tmp_path)[0].endswith("iter_0000020")
 
 
 def _killed_at(folder, iteration, call):
@@ -133,7 +133,7 @@ def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path, iteration):
         for earlier in (1, 2, 3):
             save(folder, earlier, "old")
         killed = _killed_at(folder, iteration, call)
-        good, _ = newest(folder)
+        good = Path(newest(folder)[0])
         seen.add((good.name, (good / "common.pt").read_text()))
         assert good.name in ("iter_0000003", "iter_0000004")
         assert fault_of(good) is None
