@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=1e-4, help="of AdamW, if the DeepSpeed configuration has no optimizer")
     add("--seed", type=int, default=1234, help="of the order of the text, and of tiny's weights")
     add("--sp-size", type=int, help="ranks that share a sequence (default: all); the others are data parallel")
-    add("--ulysses-size", type=int, default=1, help="of these, neighbours that split the heads")
+    add("--ulysses-size", type=int, help="of these, ranks that exchange heads (default: the planner chooses)")
     add("--deepspeed-config", default=str(CONFIG), help="JSON: ZeRO stage, bf16, clipping, accumulation, ...")
     add("--save", help="folder for a checkpoint at the end; an existing one is continued")
     return parser

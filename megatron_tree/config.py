@@ -39,10 +39,11 @@ class TreeConfig:
     """Number of groups of KV heads that are gathered, computed and reduced one after another, so that communication
     overlaps compute and buffers stay small; it must divide the number of KV heads. None: the planner chooses."""
 
-    ulysses_size: int = 1
-    """Ulysses x tree: all-to-alls before and after attention split the heads over this many neighbouring ranks; the
-    tree (or the ring) joins ranks with the same heads. It must divide the number of ranks and of query heads,
-    and divide the number of KV heads or be a multiple of it. `grid` then covers ranks / ulysses_size ranks."""
+    ulysses_size: int | None = None
+    """Before and after attention, all-to-alls split the heads over this many ranks; the grid (or the ring) joins the
+    ranks that then hold the same heads, and `grid` covers ranks / ulysses_size ranks. It must divide the number of
+    ranks and be at most the number of query heads. 1: heads are not exchanged. None: the planner chooses, but does not
+    exchange heads by itself with a named grid, with the ring, or with return_lse."""
 
     topology: str | None = None
     """The topology that the planner assumes: a name in configs/topology, or the path of a YAML file, for instance one
@@ -66,9 +67,9 @@ class TreeConfig:
 
     check: str = "first"
     """When ranks compare the call's signature before they send data: at its "first" use, "always", or "never". "finite"
-    implies "always"; in addition each rank searches q, k, v and sinks, and in the backward dout (with ulysses_size that
-    of its heads), for NaN and infinity. If it finds one, every rank raises a ``ValueError`` with rank, tensor and
-    index. Padding is ignored. For debugging: it reads every tensor once more and synchronizes the device."""
+    implies "always"; in addition each rank searches q, k, v and sinks, and in the backward dout, for NaN and infinity.
+    If it finds one, every rank raises a ``ValueError`` with rank, tensor and index. Padding is ignored. For debugging:
+    it reads every tensor once more and synchronizes the device."""
 
     deterministic: bool = False
     """The same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and in a
@@ -94,8 +95,8 @@ class TreeConfig:
         if groups is not None and self.schedule == "ring":
             raise ValueError(f"head_groups={groups} has no meaning with schedule='ring': leave one of the two out")
         size = self.ulysses_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"ulysses_size={size!r} must be a positive integer that divides the ranks and the heads")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"ulysses_size={size!r} must be a positive integer that divides the ranks, or None")
         budget = self.memory_budget
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
             raise ValueError(f"memory_budget={budget!r} must be a positive number of bytes, or None")

@@ -180,30 +180,30 @@ def _packed_segments(documents: Packed, rank: int, world: int) -> tuple[Segment,
 class Sharding:
     """How one sequence is distributed over `world` ranks.
 
-    fused: n means that every rank holds the shards of n neighbouring ranks one after another, as after Ulysses'
-    all-to-all; n = world after an all-gather.
+    A holder is a tuple of ranks whose shards one rank has, one after another: its own rank, or those with which it has
+    exchanged heads.
     """
 
     seq_len: int
     world: int
     layout: Layout
-    fused: int = 1
 
     @property
     def rows(self) -> int:
-        """Rows that a rank sends: those of the longest shard; shorter ones are padded."""
-        return self.fused * max(shard_lengths(self.seq_len, self.world, self.layout))
+        """Rows in which a shard travels: those of the longest shard; shorter ones are padded."""
+        return max(shard_lengths(self.seq_len, self.world, self.layout))
 
-    def rows_of(self, rank: int, *, at: int) -> slice:
-        """Rows of this rank's shard in a tensor of several, at index `at`, without the padding that was sent."""
-        length = self.fused * shard_lengths(self.seq_len, self.world, self.layout)[rank]
-        return slice(at * self.rows, at * self.rows + length)
+    def segments(self, *holders: tuple[int, ...], skip: int | None = None) -> tuple[Segment, ...]:
+        """Segments of these holders' shards one after another, without the holder at index `skip`."""
+        shares = tuple(None if i == skip else r for i, holder in enumerate(holders) for r in holder)
+        return gathered_segments(shares, self.seq_len, self.world, self.layout, self.rows)
 
-    def segments(self, ranks, skip: int | None = None) -> tuple[Segment, ...]:
-        """Segments of these ranks' shards one after another, without the rank at index `skip`."""
-        n = self.fused
-        shares = tuple(None if i == skip else r - r % n + m for i, r in enumerate(ranks) for m in range(n))
-        return gathered_segments(shares, self.seq_len, self.world, self.layout, self.rows // n)
+    def rows_of(self, holder: tuple[int, ...], *, at: int = 0) -> slice:
+        """Rows of this holder's shards among those of several holders, at index `at`. A single shard is not padded."""
+        n = len(holder)
+        lengths = shard_lengths(self.seq_len, self.world, self.layout)
+        start = at * n * self.rows
+        return slice(start, start + (lengths[holder[0]] if n == 1 else n * self.rows))
 
 
 @functools.lru_cache(maxsize=256)

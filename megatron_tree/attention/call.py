@@ -22,9 +22,11 @@ class Cell:
     """Rank (i, j) of the grid: row i gathers keys and values, column j gathers queries.
 
     Segments say which rows of a tensor hold which positions. "all" and "other" describe a gathered tensor, with and
-    without this rank's own shard; "own" describes this rank's own tensor.
+    without this rank's own rows; "own" describes this rank's own tensor.
     """
 
+    heads: comm.Team | None
+    """The ranks that exchange heads; None if each rank keeps all of its own."""
     row: comm.Team
     column: comm.Team
     own_queries: tuple[Segment, ...]
@@ -34,6 +36,10 @@ class Cell:
     other_queries: tuple[Segment, ...]
     own_key_rows: slice
     own_query_rows: slice
+    key_rows: int
+    """Rows in which this rank's keys travel along the row."""
+    query_rows: int
+    """Rows in which its queries travel down the column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +54,11 @@ class AttnArgs:
     config: TreeConfig
 
     def planned(
-        self, q: Tensor, k: Tensor, v: Tensor, net: GroupTopology, backend: Backend, members: tuple[int, ...]
+        self, q: Tensor, k: Tensor, v: Tensor, net: GroupTopology, backend: Backend, with_lse: bool
     ) -> AttnCall:
-        """Plan the call for `members`, some ranks of the group. All teams of the group use the first team's plan."""
-        config, world, u = self.config, len(members), self.queries.fused
+        """Plan the call. with_lse: whether the caller gets lse, which would have to be exchanged like heads."""
+        config, world = self.config, self.queries.world
         shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        placement = net.placement_of(members)
         plan = plan_training(
             world,
             shape,
@@ -64,8 +69,9 @@ class AttnArgs:
             causal=self.spec.causal,
             visible=_visible(self.queries.layout),
             topology=net.topology,
-            placement=placement if u == 1 else net.placement_of(tuple(range(0, u * world, u))),
+            placement=net.placement,
             schedule=config.schedule,
+            ulysses_size=1 if config.ulysses_size is None and with_lse else config.ulysses_size,
             grid=config.grid,
             grid_backward=config.grid_backward,
             head_groups=config.head_groups,
@@ -73,12 +79,12 @@ class AttnArgs:
         )
         if world > 1 and comm.group_rank(self.group) == 0:
             h, h_kv, d, _ = shape
-            teams = "" if u == 1 else f", in each of {u} Ulysses ranks"
-            say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}{teams}): {plan.reason}")
+            say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
         return AttnCall(
             **vars(self),
             plan=plan,
-            order=tuple(members[i] for i in placement.order),
+            shape=shape,
+            order=net.placement.order,
             transport=net.transport,
             backend=backend,
             wire_dtype=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
@@ -90,8 +96,10 @@ class AttnCall(AttnArgs):
     """A checked and planned attention call."""
 
     plan: TrainingPlan
+    shape: Shape
+    """Of the call's tensors on this rank."""
     order: tuple[int, ...]
-    """The participating ranks of `group`, node by node: position -> group rank."""
+    """The ranks of `group`, node by node: position -> group rank."""
     transport: str
     backend: Backend
     """The kernels of this call."""
@@ -103,34 +111,41 @@ class AttnCall(AttnArgs):
         return comm.group_rank(self.group)
 
     def cell(self, plan: PassPlan) -> Cell:
-        """This rank's cell of the nested grid of a pass (docs/design.md, section 2)."""
-        (a, b), (a_in, b_in) = plan.grid, plan.inner
-        a_out, b_out = a // a_in, b // b_in
-        order, block = self.order, a_in * b_in
-        node, place = divmod(order.index(self.rank), block)
-        (i_out, j_out), (i_in, j_in) = divmod(node, b_out), divmod(place, b_in)
-
-        def rank(i_out, i_in, j_out, j_in):
-            return order[(i_out * b_out + j_out) * block + i_in * b_in + j_in]
-
-        def team(name: str, ranks) -> comm.Team:
-            options = (self.transport, self.config.timeout_s, (name, plan.grid, plan.inner))
-            return comm.Team(self.group, tuple(map(tuple, ranks)), *options)
-
-        row = team("row", ((rank(i_out, i_in, o, i) for o in range(b_out)) for i in range(b_in)))
-        column = team("column", ((rank(o, i, j_out, j_in) for o in range(a_out)) for i in range(a_in)))
+        """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
+        x, arrangement = self.order.index(self.rank), plan.arrangement
+        rows, columns = arrangement.row_of(x), arrangement.column_of(x)
+        row, column = self._team("row", plan, rows), self._team("column", plan, columns)
         key_at, query_at = row.order.index(self.rank), column.order.index(self.rank)
+        own, keys, queries = (self._holders(plan, positions) for positions in (((x,),), rows, columns))
         return Cell(
+            heads=self._team("heads", plan, [(y,) for y in arrangement.holder_of(x)]) if arrangement.u > 1 else None,
             row=row,
             column=column,
-            own_queries=self.queries.segments([self.rank]),
-            own_keys=self.keys.segments([self.rank]),
-            all_keys=self.keys.segments(row.order),
-            other_keys=self.keys.segments(row.order, skip=key_at),
-            other_queries=self.queries.segments(column.order, skip=query_at),
-            own_key_rows=self.keys.rows_of(self.rank, at=key_at),
-            own_query_rows=self.queries.rows_of(self.rank, at=query_at),
+            own_queries=self.queries.segments(*own),
+            own_keys=self.keys.segments(*own),
+            all_keys=self.keys.segments(*keys),
+            other_keys=self.keys.segments(*keys, skip=key_at),
+            other_queries=self.queries.segments(*queries, skip=query_at),
+            own_key_rows=self.keys.rows_of(own[0], at=key_at),
+            own_query_rows=self.queries.rows_of(own[0], at=query_at),
+            key_rows=arrangement.u * self.keys.rows,
+            query_rows=arrangement.u * self.queries.rows,
         )
+
+    def ring(self, plan: PassPlan) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """The ranks of this rank's ring in their order, and the holder that each of them is."""
+        places = plan.arrangement.places_of(self.order.index(self.rank))
+        return tuple(self.order[x] for x in places), self._holders(plan, [places])
+
+    def _team(self, name: str, plan: PassPlan, positions) -> comm.Team:
+        ranks = tuple(tuple(self.order[x] for x in place) for place in positions)
+        options = (self.transport, self.config.timeout_s, (name, *plan.arrangement))
+        return comm.Team(self.group, ranks, *options)
+
+    def _holders(self, plan: PassPlan, positions) -> list[tuple[int, ...]]:
+        """Whose shards the ranks at these positions have once heads are exchanged."""
+        holders = (plan.arrangement.holder_of(x) for place in positions for x in place)
+        return [tuple(self.order[y] for y in holder) for holder in holders]
 
 
 def _visible(layout: Layout) -> float:

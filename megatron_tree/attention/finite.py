@@ -23,7 +23,7 @@ def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: S
     for name, x in tensors.items():
         used = None
         if name != "sinks" and x is not None:
-            segments = (keys if name in ("k", "v") else queries).segments([rank])
+            segments = (keys if name in ("k", "v") else queries).segments((rank,))
             used = (sequences_of(segments, x.shape[1], device=x.device) >= 0)[None]
         _check_finite(rank, name, x, used)
 

@@ -18,7 +18,6 @@ from ..layout import Layout, Sharding, check_layout, packed_layout, shard_length
 from .autograd import tree_attention
 from .call import AttnArgs
 from .finite import check_finite_shares
-from .heads import heads_to_tokens, tokens_to_heads
 from .topology import GroupTopology
 from .validate import (
     check_cross_documents,
@@ -153,7 +152,7 @@ def _attend(
     """(out, lse) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
     spec, group, config = args.spec, args.group, args.config
     check_sinks(sinks, q)
-    check_ulysses(config.ulysses_size, args.queries.world, q, k, args.queries)
+    check_ulysses(config.ulysses_size, args.queries.world, q.shape[2])
     backend = kernels.choose(q, k, v, spec, config.backend)
     check_finite_shares(config, group, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
     net = GroupTopology.of(group, q.device, config)
@@ -176,38 +175,7 @@ def _attend(
         topology=net.digest,
     )
     net = net.placed(group, q.device, config)
-    if config.ulysses_size > 1:
-        return _attend_ulysses(q, k, v, sinks, args, net, backend, return_lse)
-    return tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, tuple(range(args.queries.world))))
-
-
-def _attend_ulysses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    args: AttnArgs,
-    net: GroupTopology,
-    backend: kernels.Backend,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Ulysses x tree: exchange heads for tokens, attend among the ranks with the same heads, and exchange back."""
-    world, rank, u = args.queries.world, comm.group_rank(args.group), args.config.ulysses_size
-    place = rank % u
-    neighbours = tuple((r,) for r in range(rank - place, rank - place + u))
-    team = comm.Team(args.group, neighbours, net.transport, args.config.timeout_s, ("ulysses", u))
-    if k.shape[2] < u:
-        k, v = (x.repeat_interleave(u // x.shape[2], 2) for x in (k, v))
-    first, count = place * (q.shape[2] // u), q.shape[2] // u
-    q, k, v = heads_to_tokens(team, q, k, v)
-    sinks = None if sinks is None else sinks[first : first + count]
-    queries, keys = (dataclasses.replace(x, fused=u) for x in (args.queries, args.keys))
-    args = dataclasses.replace(args, spec=args.spec.heads_from(first), queries=queries, keys=keys)
-    out, lse = tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, tuple(range(place, world, u))))
-    if not return_lse:
-        return *tokens_to_heads(team, out), None
-    out, lse = tokens_to_heads(team, out, lse.transpose(1, 2)[..., None])
-    return out, lse[..., 0].transpose(1, 2)
+    return tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, return_lse), return_lse)
 
 
 def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:

@@ -1,15 +1,16 @@
 """The a x b grid: gather keys along rows and queries down columns, compute a cell, reduce the results back.
 
 Rank (i, j) computes the queries of its column against the keys of its row, so every (query share, KV share) pair is
-computed once. Its own pair needs no message and is computed while the first gather is under way. Then the KV heads go
-in groups: while one group is computed, the next group's gather and the last group's reduction are under way.
-With the global lse and delta no softmax statistics are left to merge backward: gradients are sums.
+computed once. Its own pair needs no message and is computed while the gather is under way. With the global lse and
+delta no softmax statistics are left to merge backward: gradients are sums.
+
+The functions compute one group of KV heads and its query heads. They are generators: while one group is computed, the
+next group's gather and the last group's reduction are under way (`plan/pipeline.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 
 import torch
 import torch.nn.functional as F
@@ -18,109 +19,109 @@ from torch import Tensor
 from .. import comm
 from ..config import AttnSpec
 from ..merge import StateReducer, SumReducer, bits_float, float_bits, merge_into, pack_state, state_dtype
-from .call import AttnCall
+from .call import AttnCall, Cell
+
+State = tuple[Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]
 
 
-def grid_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall) -> tuple[Tensor, Tensor]:
-    """(out [b, s, h, d_v], lse [b, h, s]), fp32, of this rank's queries over the whole sequence."""
-    cell, attn_fwd, dtype = call.cell(call.plan.forward), call.backend.attn_fwd, state_dtype(q.dtype)
-    column = _Reductions(cell.column, StateReducer(call.wire_dtype, dtype))
+def grid_fwd(
+    q: Tensor, k: Tensor, v: Tensor, own: Callable[[], State], cell: Cell, call: AttnCall, spec: AttnSpec
+) -> Generator[None, None, State]:
+    """(out [b, s, h, d_v], lse [b, h, s]), fp32, of this rank's queries over the whole sequence.
 
-    def gather(heads: _Heads) -> tuple[_Gather, _Gather]:
-        return (
-            _Gather((k[:, :, heads.kv], v[:, :, heads.kv]), cell.row, call.keys.rows),
-            _Gather((q[:, :, heads.q],), cell.column, call.queries.rows),
-        )
-
-    gathers = _Gathers(_head_groups(q, k, call.spec, call.plan.forward.head_groups), gather)
-    out, lse = attn_fwd(q, k, v, q_segments=cell.own_queries, k_segments=cell.own_keys, spec=call.spec)
-    out = out.to(dtype)
-    for heads, (keys, values), (queries,) in gathers:
-        out_own, lse_own = out[:, :, heads.q], lse[:, heads.q]
-        if cell.row.size > 1:  # own queries against the other keys of the row
-            segments = dict(q_segments=cell.own_queries, k_segments=cell.other_keys)
-            part = attn_fwd(q[:, :, heads.q], keys, values, **segments, spec=heads.spec)
-            merge_into((out_own, lse_own), part)
-        if cell.column.size > 1:  # the other queries of the column against all keys of the row
-            segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
-            out_column, lse_column = attn_fwd(queries, keys, values, **segments, spec=heads.spec)
-            out_column = out_column.to(call.wire_dtype)
-            out_column[:, cell.own_query_rows] = out_own
-            lse_column[..., cell.own_query_rows] = lse_own
-            column.start(pack_state(out_column, lse_column, call.wire_dtype))
-        column.advance()
-        del keys, values, queries  # at most two groups are gathered at any time
+    own: computes the state of the own queries over the own keys, which becomes the result in place.
+    """
+    attn_fwd, dtype = call.backend.attn_fwd, state_dtype(q.dtype)
+    key_gather = _Gather((k, v), cell.row, cell.key_rows)
+    query_gather = _Gather((q,), cell.column, cell.query_rows)
+    yield
+    out, lse = own()
+    (keys, values), (queries,) = key_gather.wait(), query_gather.wait()
+    del key_gather, query_gather
+    yield
+    if cell.row.size > 1:  # own queries against the other keys of the row
+        segments = dict(q_segments=cell.own_queries, k_segments=cell.other_keys)
+        merge_into((out, lse), attn_fwd(q, keys, values, **segments, spec=spec))
     if cell.column.size == 1:
         return out, lse
-    states = column.wait()  # of each group [rows, b, h, d_v + 1]
-    out = torch.cat([state[..., :-1] for state in states], 2).transpose(0, 1)
-    lse = torch.cat([state[..., -1] for state in states], 2).permute(1, 2, 0)
-    return out[:, : q.shape[1]], lse[..., : q.shape[1]]
+    # the other queries of the column against all keys of the row
+    segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
+    out_column, lse_column = attn_fwd(queries, keys, values, **segments, spec=spec)
+    del keys, values, queries  # at most two groups are gathered at any time
+    out_column = out_column.to(call.wire_dtype)
+    out_column[:, cell.own_query_rows] = out
+    lse_column[..., cell.own_query_rows] = lse
+    packed = pack_state(out_column, lse_column, call.wire_dtype)
+    reduction = _reduce_scatter(packed, cell.column, StateReducer(call.wire_dtype, dtype))
+    del out_column, lse_column, packed
+    yield
+    reduction.advance()
+    yield
+    state = reduction.wait().transpose(0, 1)[:, : q.shape[1]]  # [b, s, h, d_v + 1]
+    return out.copy_(state[..., :-1]), lse.copy_(state[..., -1].transpose(1, 2))
 
 
-def grid_bwd(dout, q, k, v, lse, delta, call: AttnCall) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's shares, fp32, from the global lse and delta [b, h, s]."""
-    cell, attn_bwd, dtype = call.cell(call.plan.backward), call.backend.attn_bwd, state_dtype(q.dtype)
-    reducer = SumReducer(call.wire_dtype, dtype)
-    column, row = _Reductions(cell.column, reducer), _Reductions(cell.row, reducer)
+def grid_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    own: Callable[[], Grads],
+    cell: Cell,
+    call: AttnCall,
+    spec: AttnSpec,
+) -> Generator[None, None, Grads]:
+    """dq, dk, dv of this rank's shares, fp32, from the global lse and delta [b, h, s].
+
+    own: computes the gradients of the own pair, which become the results in place.
+    """
+    attn_bwd = call.backend.attn_bwd
+    reducer = SumReducer(call.wire_dtype, state_dtype(q.dtype))
     statistics = float_bits(torch.stack((lse, delta), -1).transpose(1, 2), q.dtype)  # [b, s, h, words]
-
-    def gather(heads: _Heads) -> tuple[_Gather, _Gather]:
-        of_queries = tuple(x[:, :, heads.q] for x in (q, dout, statistics))
-        return (
-            _Gather((k[:, :, heads.kv], v[:, :, heads.kv]), cell.row, call.keys.rows),
-            _Gather(of_queries, cell.column, call.queries.rows),
-        )
-
-    gathers = _Gathers(_head_groups(q, k, call.spec, call.plan.backward.head_groups), gather)
-    own_pair = dict(q_segments=cell.own_queries, k_segments=cell.own_keys)
-    dq, dk, dv = attn_bwd(dout, q, k, v, lse, delta, **own_pair, spec=call.spec)
-    for heads, (keys, values), (queries, douts, bits) in gathers:
-        dq_own, dk_own, dv_own = dq[:, :, heads.q], dk[:, :, heads.kv], dv[:, :, heads.kv]
-        if cell.row.size > 1:  # own queries against the other keys of the row
-            own = (dout[:, :, heads.q], q[:, :, heads.q], keys, values, lse[:, heads.q], delta[:, heads.q])
-            segments = dict(q_segments=cell.own_queries, k_segments=cell.other_keys)
-            dq_part, dk_row, dv_row = attn_bwd(*own, **segments, spec=heads.spec)
-            dq_own += dq_part
-            dk_row[:, cell.own_key_rows] += dk_own
-            dv_row[:, cell.own_key_rows] += dv_own
-        else:
-            dk_row, dv_row = dk_own, dv_own  # the row's keys are this rank's: what is added to them is in dk and dv
-        if cell.column.size > 1:  # the other queries of the column against all keys of the row
-            lses, deltas = bits_float(bits, lse.dtype).permute(3, 0, 2, 1)  # [b, h, a * rows] each
-            segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
-            grads = attn_bwd(douts, queries, keys, values, lses, deltas, **segments, spec=heads.spec)
-            dq_column, dk_part, dv_part = grads
-            dq_column[:, cell.own_query_rows] = dq_own
-            dk_row += dk_part
-            dv_row += dv_part
-            column.start(dq_column.to(call.wire_dtype))
-        if cell.row.size > 1:
-            row.start(torch.cat((dk_row.to(call.wire_dtype), dv_row.to(call.wire_dtype)), -1))
-        column.advance()
-        row.advance()
-        del keys, values, queries, douts, bits  # at most two groups are gathered at any time
-    if cell.column.size > 1:
-        dq = torch.cat(column.wait(), 2).transpose(0, 1)[:, : q.shape[1]]
+    key_gather = _Gather((k, v), cell.row, cell.key_rows)
+    query_gather = _Gather((q, dout, statistics), cell.column, cell.query_rows)
+    yield
+    dq, dk, dv = own()
+    (keys, values), (queries, douts, bits) = key_gather.wait(), query_gather.wait()
+    del key_gather, query_gather
+    yield
+    if cell.row.size > 1:  # own queries against the other keys of the row
+        segments = dict(q_segments=cell.own_queries, k_segments=cell.other_keys)
+        dq_part, dk_row, dv_row = attn_bwd(dout, q, keys, values, lse, delta, **segments, spec=spec)
+        dq += dq_part
+        dk_row[:, cell.own_key_rows] += dk
+        dv_row[:, cell.own_key_rows] += dv
+    else:
+        dk_row, dv_row = dk, dv  # the row's keys are this rank's: what is added to them is in dk and dv
+    reductions = {}
+    if cell.column.size > 1:  # the other queries of the column against all keys of the row
+        lses, deltas = bits_float(bits, lse.dtype).permute(3, 0, 2, 1)  # [b, h, a * rows] each
+        segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
+        dq_column, dk_part, dv_part = attn_bwd(douts, queries, keys, values, lses, deltas, **segments, spec=spec)
+        dq_column[:, cell.own_query_rows] = dq
+        dk_row += dk_part
+        dv_row += dv_part
+        reductions["column"] = _reduce_scatter(dq_column.to(call.wire_dtype), cell.column, reducer)
+        del dq_column, dk_part, dv_part
     if cell.row.size > 1:
-        dkv = torch.cat(row.wait(), 2).transpose(0, 1)[:, : k.shape[1]]
-        dk, dv = dkv.split((k.shape[-1], v.shape[-1]), -1)
+        dkv_row = torch.cat((dk_row.to(call.wire_dtype), dv_row.to(call.wire_dtype)), -1)
+        reductions["row"] = _reduce_scatter(dkv_row, cell.row, reducer)
+        del dkv_row
+    del keys, values, queries, douts, bits, dk_row, dv_row  # at most two groups are gathered at any time
+    yield
+    for reduction in reductions.values():
+        reduction.advance()
+    yield
+    if "column" in reductions:
+        dq.copy_(reductions["column"].wait().transpose(0, 1)[:, : q.shape[1]])
+    if "row" in reductions:
+        dkv = reductions["row"].wait().transpose(0, 1)[:, : k.shape[1]]
+        for grad, x in zip((dk, dv), dkv.split((k.shape[-1], v.shape[-1]), -1)):
+            grad.copy_(x)
     return dq, dk, dv
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """A group of KV heads with their query heads, as slices of the head axis, and the mathematics of these heads."""
-
-    kv: slice
-    q: slice
-    spec: AttnSpec
-
-
-def _head_groups(q: Tensor, k: Tensor, spec: AttnSpec, count: int) -> list[_Heads]:
-    n_kv, n_q = k.shape[2] // count, q.shape[2] // count
-    starts = [(i * n_kv, i * n_q) for i in range(count)]
-    return [_Heads(slice(kv, kv + n_kv), slice(q, q + n_q), spec.heads_from(q)) for kv, q in starts]
 
 
 class _Gather:
@@ -142,36 +143,6 @@ class _Gather:
         return self._pending.wait().transpose(0, 1).split([x.shape[-1] for x in self._own], -1)
 
 
-class _Gathers:
-    """The gathers of all head groups, one group ahead of the computation; the first starts at once."""
-
-    def __init__(self, groups: list[_Heads], gather: Callable[[_Heads], tuple[_Gather, ...]]):
-        self._groups, self._gather = groups, gather
-        self._next = gather(groups[0])
-
-    def __iter__(self) -> Iterator[tuple]:
-        for i, heads in enumerate(self._groups):
-            arrived = [x.wait() for x in self._next]
-            self._next = self._gather(self._groups[i + 1]) if i + 1 < len(self._groups) else ()
-            yield heads, *arrived
-
-
-class _Reductions:
-    """The reduce-scatters of all head groups over one team, under way while the next group is computed."""
-
-    def __init__(self, team: comm.Team, reducer: StateReducer | SumReducer):
-        self._team, self._reducer = team, reducer
-        self._pending: list[comm.Pending] = []
-
-    def start(self, x: Tensor) -> None:
-        """Reduce x [b, n * rows, h, ...] of one group: this rank gets the complete sum or state of its own rows."""
-        self._pending.append(comm.start_reduce_scatter(x.transpose(0, 1), self._team, self._reducer))
-
-    def advance(self) -> None:
-        """Start the second level of the earlier groups' reductions."""
-        for earlier in self._pending[:-1]:
-            earlier.advance()
-
-    def wait(self) -> list[Tensor]:
-        """The reduced rows [rows, b, h, ...] of each group."""
-        return [pending.wait() for pending in self._pending]
+def _reduce_scatter(x: Tensor, team: comm.Team, reducer: StateReducer | SumReducer) -> comm.Pending:
+    """Start to reduce x [b, n * rows, h, ...]: this rank gets [rows, b, h, ...], the sum or state of its own rows."""
+    return comm.start_reduce_scatter(x.transpose(0, 1), team, reducer)

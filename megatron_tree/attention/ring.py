@@ -11,15 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
+from ..config import AttnSpec
 from ..merge import empty_state, merge_into, state_dtype
+from ..plan import PassPlan
 from .call import AttnCall
 
 
 class _Ring:
-    def __init__(self, call: AttnCall):
-        self.call, self.order, self.size = call, call.order, len(call.order)
-        self.at = self.order.index(call.rank)
-        self.own = call.queries.segments([call.rank])
+    def __init__(self, call: AttnCall, plan: PassPlan):
+        self.call = call
+        self.order, self.holders = call.ring(plan)
+        self.size, self.at = len(self.order), self.order.index(call.rank)
+        self.own = call.queries.segments(self.holders[self.at])
+        self.rows = len(self.holders[self.at]) * call.keys.rows
 
     def shift(self, x: Tensor, into: Tensor) -> comm.Transfer:
         return comm.start_shift(x, into, self.call.group, self.order, timeout_s=self.call.config.timeout_s)
@@ -27,38 +31,38 @@ class _Ring:
     def packed(self, k: Tensor, v: Tensor) -> Tensor:
         """[rows, b, h_kv, d + d_v], padded to the longest share."""
         kv = torch.cat((k, v), -1).transpose(0, 1)
-        return F.pad(kv, (0, 0) * 3 + (0, self.call.keys.rows - kv.shape[0])).contiguous()
+        return F.pad(kv, (0, 0) * 3 + (0, self.rows - kv.shape[0])).contiguous()
 
     def segments(self, step: int) -> dict:
         """Own queries against the share that is here at this step."""
-        return dict(q_segments=self.own, k_segments=self.call.keys.segments([self.order[self.at - step]]))
+        return dict(q_segments=self.own, k_segments=self.call.keys.segments(self.holders[self.at - step]))
 
 
-def ring_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall) -> tuple[Tensor, Tensor]:
+def ring_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall, spec: AttnSpec) -> tuple[Tensor, Tensor]:
     """(out [b, s, h, d_v], lse [b, h, s]), fp32, of this rank's queries: p - 1 shifts of KV."""
-    ring, widths = _Ring(call), (k.shape[-1], v.shape[-1])
+    ring, widths = _Ring(call, call.plan.forward), (k.shape[-1], v.shape[-1])
     kv = ring.packed(k, v)
     other = torch.empty_like(kv)
     out, lse = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
     for step in range(ring.size):
         transfer = ring.shift(kv, other) if step < ring.size - 1 else None
         keys, values = kv.transpose(0, 1).split(widths, -1)
-        merge_into((out, lse), call.backend.attn_fwd(q, keys, values, **ring.segments(step), spec=call.spec))
+        merge_into((out, lse), call.backend.attn_fwd(q, keys, values, **ring.segments(step), spec=spec))
         if transfer:
             kv, other = transfer.wait(), kv
     return out, lse
 
 
-def ring_bwd(dout, q, k, v, lse, delta, call: AttnCall) -> tuple[Tensor, Tensor, Tensor]:
+def ring_bwd(dout, q, k, v, lse, delta, call: AttnCall, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv: KV goes round again; its gradient follows one step behind, grows at every rank, and comes home."""
-    ring, widths = _Ring(call), (k.shape[-1], v.shape[-1])
+    ring, widths = _Ring(call, call.plan.backward), (k.shape[-1], v.shape[-1])
     kv, dq, going_home = ring.packed(k, v), 0, None
     other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=call.wire_dtype)
     for step in range(ring.size):
         transfer = ring.shift(kv, other) if step < ring.size - 1 else None
         keys, values = kv.transpose(0, 1).split(widths, -1)
         segments = ring.segments(step)
-        dq_part, dk, dv = call.backend.attn_bwd(dout, q, keys, values, lse, delta, **segments, spec=call.spec)
+        dq_part, dk, dv = call.backend.attn_bwd(dout, q, keys, values, lse, delta, **segments, spec=spec)
         dq = dq_part + dq
         dkv = torch.cat((dk, dv), -1).transpose(0, 1).contiguous()
         if going_home:

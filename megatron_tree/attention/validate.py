@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import DECODE_SCHEDULES, AttnSpec, Dropout, TreeConfig, check_choice
 from ..kernels import PagedKV, Visible
-from ..layout import Packed, Sharding
+from ..layout import Packed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -52,18 +52,17 @@ def check_cross_documents(queries: Packed, keys: Packed, spec: AttnSpec) -> None
         )
 
 
-def check_ulysses(size: int, world: int, q: Tensor, k: Tensor, queries: Sharding) -> None:
-    """Raise ``ValueError`` unless the heads can be split over `size` of `world` ranks."""
-    h, h_kv = q.shape[2], k.shape[2]
+def check_ulysses(size: int | None, world: int, num_heads: int) -> None:
+    """Raise ``ValueError`` unless `size` of `world` ranks can share the query heads. None: the planner chooses."""
+    if size is None:
+        return
     if world % size:
         raise ValueError(f"ulysses_size={size} must divide the {world} ranks of cp_group")
-    if h % size or (h_kv % size and size % h_kv):
+    if size > num_heads:
         raise ValueError(
-            f"ulysses_size={size} must divide the {h} query heads, and divide the {h_kv} KV heads or be a multiple of "
-            "them: choose another size, or 1 to turn it off"
+            f"ulysses_size={size} ranks can't share {num_heads} query heads: choose {num_heads} or fewer, 1 to "
+            "exchange no heads, or None to let the planner choose"
         )
-    if size > 1 and isinstance(queries.layout, tuple):
-        raise ValueError(f"ulysses_size={size} needs shards of equal length, unlike layout={queries.layout}")
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:

@@ -69,7 +69,7 @@ def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:
     note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))
     x = x.contiguous().unflatten(0, (team.inner, team.outer, x.shape[0] // team.size))
     exchange = _exchange_direct if team.transport == "direct" else _exchange_builtin
-    return Pending(_reduce_scatter(x, team, reducer, exchange), x.device, (x,))
+    return Pending(_reduce_scatter(x, team, reducer, exchange), x.device, (x,), "reduce")
 
 
 def _reduce_scatter(x: Tensor, team: Team, reducer, exchange):
@@ -87,7 +87,7 @@ def start_all_to_all(x: Tensor, team: Team) -> Pending:
     """x [n, ...]: entry i goes to the team's i-th rank; the result's entry i came from it. In one level."""
     note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))
     exchange, x = _exchange_direct if team.transport == "direct" else _exchange_builtin, x.contiguous()
-    return Pending(exchange(x, team, team.order, team.order.index(group_rank(team.group))), x.device, (x,))
+    return Pending(exchange(x, team, team.order, team.order.index(group_rank(team.group))), x.device, (x,), "exchange")
 
 
 def _exchange_direct(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):

@@ -99,14 +99,21 @@ class Mail:
 class Pending:
     """A collective in progress: a generator that yields wherever it has to wait, and returns the result.
 
-    On a CPU its first messages are started at once, later ones in `advance`. On a GPU all of it is queued on a stream
-    of its own, and `wait` lets the current stream wait for that one.
+    On a CPU its first messages are started at once, later ones in `advance`. On a GPU all of it is queued on the stream
+    of its kind ("gather", "reduce", "exchange"), so that those of different kinds overlap, and `wait` lets the current
+    stream wait for that one.
     """
 
-    def __init__(self, steps: Generator[None, None, object], device: torch.device, inputs: tuple[Tensor, ...] = ()):
+    def __init__(
+        self,
+        steps: Generator[None, None, object],
+        device: torch.device,
+        inputs: tuple[Tensor, ...] = (),
+        kind: str = "gather",
+    ):
         self._steps, self._stream, self._finished, self._result = steps, None, False, None
         if device.type == "cuda":
-            self._stream = _side_stream(device.index)
+            self._stream = _side_stream(device.index, kind)
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
                 while not self._finished:
@@ -140,7 +147,7 @@ class Pending:
 
 
 @functools.cache
-def _side_stream(index: int | None):
+def _side_stream(index: int | None, kind: str):
     return torch.cuda.Stream(index)
 
 

@@ -68,7 +68,10 @@ class Wanted:
     @property
     def shape(self) -> Shape:
         """Heads of one rank during attention."""
-        ranks = self.tp * self.ulysses
+        return self.shape_over(self.tp * self.ulysses)
+
+    def shape_over(self, ranks: int) -> Shape:
+        """Heads of each of `ranks` ranks that share them."""
         return Shape(
             max(1, self.heads // ranks), max(1, self.kv_heads // ranks), self.head_dim, self.head_dim_v or self.head_dim
         )
@@ -154,25 +157,25 @@ def plan(wanted: Wanted, purpose: str) -> Section:
         topology = _topology(wanted)
     except ImportError:
         return Section(title, [Finding("topology", "unreadable", "files need pyyaml: pip install pyyaml", MISSING)])
-    rest = wanted.cp // wanted.ulysses
-    # Megatron numbers ranks by tensor parallelism first: neighbours in the tree are tp x ulysses ranks apart.
-    hosts = [r * wanted.tp * wanted.ulysses // topology.host_size for r in range(rest)]
-    placement = place(topology, hosts)
+    # Megatron numbers ranks by tensor parallelism first: neighbours in the tree are tp ranks apart.
+    hosts = [r * wanted.tp // topology.host_size for r in range(wanted.cp)]
+    placement, shape = place(topology, hosts), wanted.shape_over(wanted.tp)
     source = "named" if wanted.topology else "assumed, since --topology names none"
     findings.append(Finding("topology", topology.name, f"{source}; ranks on {len(set(hosts))} of its hosts"))
     if wanted.ulysses > 1:
         findings.append(
             Finding("all-to-all", f"{wanted.ulysses} ranks", f"{_RUNS[wanted.cp_comm_type]}: heads are split")
         )
-    if rest == 1:
+    if wanted.cp == 1:
         findings.append(Finding("tree", "1 rank", "nothing to exchange"))
         return Section(title, findings)
     word = DTYPES[wanted.dtype].itemsize
     if purpose == "deepspeed":
-        shape = wanted.shape
-        shard = wanted.batch * -(-wanted.seq_len // rest) * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
+        shard = (
+            wanted.batch * -(-wanted.seq_len // wanted.cp) * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
+        )
         decode = plan_decode(
-            rest,
+            wanted.cp,
             rows=wanted.batch * shape.num_heads,
             head_dim_v=shape.head_dim_v,
             kv_bytes=shard * word,
@@ -184,15 +187,16 @@ def plan(wanted: Wanted, purpose: str) -> Section:
         return Section(title, findings)
     second = wanted.cp_comm_type.removeprefix("a2a+")
     training = plan_training(
-        rest,
-        wanted.shape,
+        wanted.cp,
+        shape,
         batch=wanted.batch,
         seq_len=wanted.seq_len,
         bytes_per_word=word,
         topology=topology,
         placement=placement,
         schedule="ring" if second == "p2p" else "auto",
-        grid=(1, rest) if second == "all_gather" else None,
+        ulysses_size=None if second == wanted.cp_comm_type == "tree" else wanted.ulysses,
+        grid=(1, wanted.cp) if second == "all_gather" else None,
     )
     findings.append(_cost_finding("forward", str(training.forward), training.forward.cost))
     findings.append(_cost_finding("backward", str(training.backward), training.backward.cost))

@@ -1,6 +1,7 @@
 """Planning: pure functions from sizes and a topology to a schedule. Read `planner.py`, then `cost.py`."""
 
 from ..units import parse_grid
+from .arrangement import Arrangement, HeadSplit
 from .planner import plan_decode, plan_training
 from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan
 from .topology import (
@@ -15,8 +16,10 @@ from .topology import (
 )
 
 __all__ = [
+    "Arrangement",
     "Cost",
     "DecodePlan",
+    "HeadSplit",
     "Level",
     "PassPlan",
     "Placement",

@@ -12,7 +12,7 @@ from ..config import DECODE_SCHEDULES, SCHEDULES
 from ..files import whole_file
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
 from .planner import plan_decode, plan_training
-from .plans import Cost, PassPlan, Reduction, Shape
+from .plans import Cost, PassPlan, Reduction, Shape, rival_names
 from .topology import Placement, Topology, known_topologies, load_topology, place
 
 EXAMPLES = """\
@@ -21,11 +21,13 @@ examples:
   python -m megatron_tree.plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --csv plan.csv
   python -m megatron_tree.plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
 
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
 """
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 PASSES = ("forward", "backward", "decode")
+SHOWN = 8
 
 
 class Entry(NamedTuple):
@@ -81,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--grid-backward", type=_grid, help="pin the backward's grid")
     add("--head-groups", type=parse_count, help="pin the number of head groups")
     add("--memory-budget", type=parse_bytes, help="of a rank's communication buffers, for instance 2GB")
+    add("--ulysses-size", type=parse_count, help="pin the number of ranks that exchange heads")
+    add("--all", action="store_true", help=f"print every candidate (default: the {SHOWN} fastest, and rivals by name)")
     add("--csv", type=Path, help="also write all candidates into this file")
     return parser
 
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
     if "decode" in passes:
         tables["decode"], reasons["decode"] = _decode(args, topology, placement, shape)
     for name, entries in tables.items():
-        _print(name, entries, topology)
+        _print(name, entries, topology, everything=args.all)
     for name, reason in reasons.items():
         print(f"\n{name}: {reason}")
     if args.csv:
@@ -143,6 +147,7 @@ def _training(args, topology: Topology, placement: Placement, shape: Shape) -> t
         topology=topology,
         placement=placement,
         schedule=args.schedule,
+        ulysses_size=args.ulysses_size,
         grid=args.grid,
         grid_backward=args.grid_backward,
         head_groups=args.head_groups,
@@ -177,11 +182,17 @@ def _entry(name: str, candidate: PassPlan | Reduction, chosen: bool, args) -> En
     return Entry(name, candidate, chosen, fits)
 
 
-def _print(name: str, entries: list[Entry], topology: Topology) -> None:
+def _print(name: str, entries: list[Entry], topology: Topology, *, everything: bool) -> None:
+    """A table of the fastest candidates, the chosen one, and the fastest of every rival."""
     levels = [f"over {level.name}" for level in topology.levels]
     rows = [["", name, "time", "of it compute", *levels, "steps", "buffers", ""]]
-    for e in entries:
-        note = "chosen" if e.chosen else "" if e.fits else "beyond --memory-budget"
+    rivals = {rival: i for i, e in reversed([*enumerate(entries)]) for rival in rival_names(e.candidate)}
+    shown = [i for i, e in enumerate(entries) if everything or i < SHOWN or e.chosen or i in rivals.values()]
+    for i in shown:
+        e = entries[i]
+        names = [rival for rival, at in rivals.items() if at == i and rival != str(e.candidate)]
+        notes = ["chosen"] * e.chosen + ["beyond --memory-budget"] * (not e.fits) + sorted(names)
+        note = ", ".join(notes)
         sent = [format_bytes(n) for n in e.cost.bytes_per_level]
         times = [format_seconds(e.cost.time_s), format_seconds(e.cost.compute_s)]
         rows.append(
@@ -192,19 +203,21 @@ def _print(name: str, entries: list[Entry], topology: Topology) -> None:
     for mark, what, *numbers, note in rows:
         cells = [cell.rjust(w) for cell, w in zip(numbers, widths[2:])]
         print("  ".join([mark.ljust(1), what.ljust(widths[1]), *cells, note]).rstrip())
+    if len(shown) < len(entries):
+        print(f"   {len(entries) - len(shown)} more: --all")
 
 
 def _write(path: Path, entries: list[Entry], topology: Topology) -> None:
     levels = [f"bytes_over_{level.name}" for level in topology.levels]
-    header = ["pass", "schedule", "grid", "inner", "head_groups", "across", "time_s", "compute_s", *levels]
+    header = ["pass", "schedule", "heads", "grid", "inner", "head_groups", "across", "time_s", "compute_s", *levels]
     with whole_file(path) as part, part.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*header, "steps", "peak_bytes", "chosen"])
         for e in entries:
-            how = ["", "", "", getattr(e.candidate, "across", "")]
+            how = ["", "", "", "", getattr(e.candidate, "across", "")]
             if isinstance(e.candidate, PassPlan):
-                grid, inner = ("x".join(map(str, g)) for g in (e.candidate.grid, e.candidate.inner))
-                how = [grid, inner, e.candidate.head_groups, ""]
+                pairs = e.candidate.arrangement.heads, e.candidate.grid, e.candidate.inner
+                how = [*("x".join(map(str, pair)) for pair in pairs), e.candidate.head_groups, ""]
             cost = e.cost
             numbers = [cost.time_s, cost.compute_s, *cost.bytes_per_level, cost.steps, cost.peak_bytes]
             writer.writerow([e.name, e.candidate.schedule, *how, *numbers, int(e.chosen)])

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from .topology import Placement, Topology
 
-PROBES = 64  # ranks whose cost is computed where not all ranks are alike
+PROBES = 16  # ranks whose cost is computed where not all ranks are alike
 
 
 class Phase(NamedTuple):
@@ -80,16 +81,23 @@ class PlacedTopology:
         calls: number of calls, if not one per message. posted: whether receives are posted early. active: number of
         ranks that send as many messages, if not all.
         """
-        slowest, ready, messages = 0.0, 0.0, 0
+        return max(self.busy(stage, calls, posted=posted, active=active).values(), default=0.0)
+
+    def busy(
+        self, stage: Iterable[Phase], calls: int | None = None, *, posted: bool = True, active: int | None = None
+    ) -> dict[int, float]:
+        """Seconds until each level has done its part of phases that start together; arguments as in `time`."""
+        moved, ready, messages = {}, 0.0, 0
         for phase in stage:
             level = self.topology.levels[phase.level]
             flow = max(phase.bytes / level.bandwidth, phase.bytes * phase.sharers / level.port_bandwidth)
-            slowest = max(slowest, phase.hops * level.latency_s + flow)
+            moved[phase.level] = max(moved.get(phase.level, 0.0), phase.hops * level.latency_s + flow)
             ready = max(ready, 0.0 if posted or not self.direct else level.latency_s)
             messages += phase.messages
         own = (messages if calls is None else calls) * self.topology.overhead_s
         everyones = messages * (self.world if active is None else active) * self.topology.shared_overhead_s
-        return max(ready, own, everyones) + slowest + (self.topology.wake_s if messages else 0.0)
+        start = max(ready, own, everyones) + (self.topology.wake_s if messages else 0.0)
+        return {level: start + seconds for level, seconds in moved.items()}
 
     def exchange(self, counts: Callable[[int], Counter], message_bytes: float, calls: int | None = None):
         """Every rank sends messages of one size at once; `counts(position)` gives their number over each level.
@@ -110,12 +118,18 @@ class PlacedTopology:
         """How many of the p hops of a ring in the order of positions go over each level."""
         return Counter(self.level(x, (x + 1) % self.world) for x in range(self.world))
 
-    def shift(self, sizes: list[float]) -> tuple[float, list[float]]:
-        """Every rank sends messages of these sizes to the next: (seconds on the slowest hop, mean bytes per level)."""
-        if self.world == 1:
+    def shift(self, sizes: list[float], hops: Counter | None = None, sharers: int = 1) -> tuple[float, list[float]]:
+        """Every rank sends messages of these sizes to the next: (seconds on the slowest hop, mean bytes per level).
+
+        hops: of all ranks over each level; default: those of one ring. sharers: ranks of a node that send through its
+        port.
+        """
+        hops = self.hops if hops is None else hops
+        if self.world == 1 or not hops:
             return 0.0, [0.0] * len(self.topology.levels)
-        slowest = max(self.time([Phase(i, len(sizes), sum(sizes))], posted=False) for i in self.hops)
-        return slowest, [self.hops[i] / self.world * sum(sizes) for i in range(len(self.topology.levels))]
+        phases = [Phase(i, len(sizes), sum(sizes), sharers if i else 1) for i in hops]
+        slowest = max(self.time([phase], posted=False) for phase in phases)
+        return slowest, [hops[i] / self.world * sum(sizes) for i in range(len(self.topology.levels))]
 
 
 @lru_cache(maxsize=64)
@@ -129,22 +143,45 @@ def spread(n: int) -> tuple[int, ...]:
     return tuple(sorted({i * n // PROBES for i in range(PROBES)})) if n > PROBES else tuple(range(n))
 
 
-def pipeline(groups: int, gather: list[float], own: float, compute: float, reduce: list[float]) -> float:
-    """Seconds of a pass over head groups.
+class Clock:
+    """Predicts a pass by running through it: what is sent keeps its links busy, what is computed keeps the rank busy.
 
-    A rank's own share of all groups is computed while the first group is gathered. While one group is computed, the
-    previous one is reduced and the next one gathered, over one network. The host starts the second stage of a two-stage
-    collective: a gather's second stage is not overlapped, a reduction's overlaps with the next group's compute.
-
-    Args:
-        gather, reduce: seconds of one group's stages, at most two.
-        own: seconds of attention on the rank's own share, all groups.
-        compute: seconds of the rest of one group.
+    A stage is seconds by resource: the levels of a topology and, for built-in collectives, their stream. Stages that
+    use the same resource follow one another.
     """
-    (fetch, *pass_on), (first, *second) = gather or [0.0], reduce or [0.0]
-    start, busy = max(own, fetch) + sum(pass_on), 0.0  # when a group can compute; until when the network is busy
-    for group in range(groups):
-        more = group + 1 < groups
-        busy = max(start, busy) + (group > 0) * first + (group > 1) * sum(second) + more * fetch
-        start = max(start + compute, busy) + more * sum(pass_on)
-    return start + first + min(groups, 2) * sum(second)
+
+    def __init__(self):
+        self.now = 0.0
+        self._free: dict[object, float] = {}
+
+    def compute(self, seconds: float) -> None:
+        """The rank computes."""
+        self.now += seconds
+
+    def start(self, stages: Iterable[dict]) -> Sent:
+        """Start the first of a collective's stages."""
+        sent = Sent(list(stages))
+        self.advance(sent)
+        return sent
+
+    def advance(self, sent: Sent) -> None:
+        """Wait for the stage under way, and start the next."""
+        self.now = max(self.now, sent.done)
+        if sent.stages:
+            for resource, seconds in sent.stages.pop(0).items():
+                free = self._free[resource] = max(self.now, self._free.get(resource, 0.0)) + seconds
+                sent.done = max(sent.done, free)
+
+    def wait(self, sent: Sent) -> None:
+        """Wait for all stages."""
+        while sent.stages:
+            self.advance(sent)
+        self.now = max(self.now, sent.done)
+
+
+@dataclass
+class Sent:
+    """A collective under way: the stages that are left, and when the one under way is done."""
+
+    stages: list[dict]
+    done: float = 0.0

@@ -7,14 +7,17 @@ All ranks compute the same plan from the same arguments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
 from ..config import DECODE_SCHEDULES, SCHEDULES, check_choice
 from ..units import format_bytes, format_seconds
+from .arrangement import Arrangement, HeadSplit
 from .cost import PlacedTopology, placed_topology
 from .decode import StepSizes, reductions
 from .plans import (
+    RIVALS,
     Cost,
     DecodePlan,
     PassPlan,
@@ -23,10 +26,13 @@ from .plans import (
     TrainingPlan,
     check_grid,
     grids,
+    head_splits,
     inner_grids,
+    rival_names,
 )
+from .sizes import CallSizes, backward_words, forward_words
 from .topology import Placement, Topology
-from .training import CallSizes, backward_words, forward_words, grid_plan, ring_plan
+from .training import grid_plan, ring_plan
 
 __all__ = [
     "Cost",
@@ -66,6 +72,7 @@ def plan_training(
     topology: Topology,
     placement: Placement,
     schedule: str = "auto",
+    ulysses_size: int | None = None,
     grid: tuple[int, int] | None = None,
     grid_backward: tuple[int, int] | None = None,
     head_groups: int | None = None,
@@ -73,10 +80,13 @@ def plan_training(
 ) -> TrainingPlan:
     """The plan of one attention call and its gradient over `world` ranks.
 
-    The grid and nesting with the lowest predicted time wins. Among those within 5 % of it, the one wins that sends the
-    fewest bytes over the outermost level, then the one that sends the fewest bytes overall. Among the numbers of head
-    groups within 1 % of a grid's best time, the one with the smallest buffers is taken. The ring is taken if it is
-    requested, if its predicted time is below 0.9 of the best grid's, or if nothing else fits the memory budget.
+    u ranks exchange heads, a grid a x b joins the others. For each u and each way to place it on nodes, the grid and
+    nesting with the lowest predicted time wins, forward and backward on their own. Among those within 5 % of it, the
+    one wins that sends the fewest bytes over the outermost level, then the one that sends the fewest bytes overall.
+    Among the numbers of head groups within 1 % of a grid's best time, the one with the smallest buffers is taken. Then
+    u is chosen by the same rule for both passes together, since the backward uses what the forward has exchanged. The
+    ring is taken if it is requested, if its predicted time is below 0.9 of the best grid's, or if nothing else fits the
+    memory budget.
 
     Args:
         shape: heads and their sizes on one rank.
@@ -86,8 +96,10 @@ def plan_training(
         bytes_per_word: of the inputs' dtype; messages use the same dtype.
         topology, placement: the machine, and the group's ranks in it.
         schedule: "auto", "grid" or "ring".
-        grid, grid_backward: pinned grids (a, b); `grid` also applies to the backward unless `grid_backward` is given.
-        head_groups: pinned number of head groups; it must divide num_heads_kv.
+        ulysses_size: pinned u; None: any that divides the ranks, but 1 with a pinned grid or the ring.
+        grid, grid_backward: pinned grids (a, b) of world / u ranks; `grid` also applies to the backward unless
+            `grid_backward` is given.
+        head_groups: pinned number of head groups; it must divide the KV heads of a rank.
         memory_budget: limit in bytes of a rank's communication buffers; None: no limit.
 
     Raises: ValueError for contradictory options, and if no schedule fits the budget.
@@ -96,14 +108,8 @@ def plan_training(
     check_choice("schedule", schedule, SCHEDULES)
     if schedule == "ring" and (grid or grid_backward or head_groups):
         raise ValueError("grid, grid_backward and head_groups have no meaning with schedule='ring': leave them out")
-    if head_groups is not None and (head_groups < 1 or shape.num_heads_kv % head_groups):
-        divisors = [n for n in range(1, shape.num_heads_kv + 1) if shape.num_heads_kv % n == 0]
-        raise ValueError(
-            f"head_groups={head_groups} must divide num_heads_kv={shape.num_heads_kv}: choose one of {divisors}"
-        )
-    for name, pinned in (("grid", grid), ("grid_backward", grid_backward)):
-        if pinned is not None:
-            check_grid(pinned, world, name)
+    if ulysses_size is None and (schedule == "ring" or grid or grid_backward):
+        ulysses_size = 1
     sizes = CallSizes.of(
         world,
         shape,
@@ -114,32 +120,83 @@ def plan_training(
         causal=causal,
         visible=visible,
     )
-    groups = [n for n in range(1, MAX_HEAD_GROUPS + 1) if shape.num_heads_kv % n == 0] if world > 1 else [1]
-    groups = [head_groups] if head_groups else groups
-    chosen, tables, reasons = [], [], []
-    for backward, pinned in ((False, grid), (True, grid_backward or grid)):
-        weighed = [
-            _head_groups([grid_plan(placed, sizes, cells, inner, n, backward) for n in groups], memory_budget)
-            for cells in ([pinned] if pinned else grids(world))
-            for inner in inner_grids(cells, placed.block)
-        ]
-        ring = ring_plan(placed, sizes, backward)
-        allowed = [ring] if schedule == "ring" else weighed
-        if schedule == "auto" and not (pinned or head_groups):
-            allowed = [*weighed, ring]
-        name = "backward" if backward else "forward"
-        best = _choose(allowed, placed, memory_budget, name)
-        table = _by_time([*weighed, ring])
-        asked = " (as asked for)" if pinned or schedule == "ring" else ""
-        reasons.append(f"{name} on {best}{asked}: {_summary(best.cost, placed)}{_baselines(best, table)}")
-        chosen.append(best)
-        tables.append(table)
+    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_groups, memory_budget)
+    splits = weigh.head_placements(ulysses_size)
+    grids_of, rings_of = [weigh.grids(heads) for heads in splits], [weigh.rings(heads) for heads in splits]
+    options = rings_of if schedule == "ring" else grids_of
+    if schedule == "auto" and ulysses_size in (None, 1) and not (grid or grid_backward or head_groups):
+        options = [*grids_of, [[*of_pass, *ring] for of_pass, ring in zip(grids_of[0], rings_of[0])]]
+    chosen = _choose_pair(options, placed, memory_budget)
+    rings = [passes for passes in rings_of if schedule == "ring" or passes[0][0].grid[1] > 1 or world == 1]
+    tables = tuple(_by_time([c for passes in (*grids_of, *rings) for c in passes[n]]) for n in (0, 1))
+    asked = " (as asked for)" if grid or grid_backward or schedule == "ring" or (ulysses_size or 1) > 1 else ""
+    reasons = [
+        f"{name} on {best}{asked}: {_summary(best.cost, placed)}{_baselines(best, table)}"
+        for name, best, table in zip(("forward", "backward"), chosen, tables)
+    ]
     return TrainingPlan(
         forward=chosen[0],
         backward=chosen[1],
         reason=f"{'; '.join(reasons)} (predicted for {topology.name})",
-        candidates=(tables[0], tables[1]),
+        candidates=tables,
     )
+
+
+@dataclass(frozen=True)
+class _Weigher:
+    """The candidates of a training call, with their costs."""
+
+    placed: PlacedTopology
+    shape: Shape
+    sizes: CallSizes
+    pinned: tuple[tuple[int, int] | None, tuple[int, int] | None]
+    head_groups: int | None
+    budget: int | None
+
+    def head_placements(self, ulysses_size: int | None) -> list[tuple[int, int]]:
+        """(across nodes, inside a node) of the ranks that exchange heads, the smallest u first."""
+        placed, groups = self.placed, self.head_groups or 1
+        if ulysses_size is None:
+            divisors = (n for n in range(1, min(placed.world, self.shape.num_heads) + 1) if placed.world % n == 0)
+            sizes = [u for u in divisors if u == 1 or self._split(u).n % groups == 0]
+        else:
+            sizes = [ulysses_size]
+        return [heads for u in sizes for heads in head_splits(u, placed.nodes, placed.block)]
+
+    def grids(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
+        """Of the forward and of the backward: every grid and nesting, in its best number of head groups."""
+        u, found = heads[0] * heads[1], []
+        split, cells = self._split(u), self.placed.world // u
+        groups = [n for n in range(1, MAX_HEAD_GROUPS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
+        if self.head_groups:
+            divisors = [n for n in range(1, split.n + 1) if split.n % n == 0]
+            if self.head_groups not in divisors:
+                raise ValueError(
+                    f"head_groups={self.head_groups} must divide num_heads_kv={split.n}: choose one of {divisors}"
+                )
+            groups = [self.head_groups]
+        for backward, (name, pinned) in enumerate(zip(("grid", "grid_backward"), self.pinned)):
+            if pinned is not None:
+                check_grid(pinned, cells, name, u)
+            arrangements = (
+                Arrangement(heads, grid, inner, self.placed.block)
+                for grid in ([pinned] if pinned else grids(cells))
+                for inner in inner_grids(grid, self.placed.block // heads[1])
+            )
+            weighed = (
+                [grid_plan(self.placed, self.sizes, a, split, n, bool(backward)) for n in groups] for a in arrangements
+            )
+            found.append([_head_groups(variants, self.budget) for variants in weighed])
+        return found
+
+    def rings(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
+        """The ring of the ranks with the same heads, forward and backward."""
+        n, inner = self.placed.world // (heads[0] * heads[1]), self.placed.block // heads[1]
+        arrangement, split = Arrangement(heads, (1, n), (1, inner), self.placed.block), self._split(heads[0] * heads[1])
+        return [[ring_plan(self.placed, self.sizes, arrangement, split, backward)] for backward in (False, True)]
+
+    def _split(self, u: int) -> HeadSplit:
+        return HeadSplit.of(self.shape.num_heads, self.shape.num_heads_kv, u)
 
 
 @lru_cache(maxsize=4096)
@@ -201,6 +258,21 @@ def _placed(world: int, topology: Topology, placement: Placement) -> PlacedTopol
     return placed_topology(topology, placement)
 
 
+def _choose_pair(
+    options: Sequence[Sequence[Sequence[PassPlan]]], placed: PlacedTopology, budget: int | None
+) -> tuple[PassPlan, PassPlan]:
+    """The best forward and backward of one option; an option is the candidates of both that may stand together."""
+    pairs = []
+    for passes in options:
+        if all(any(_fits(c, budget) for c in candidates) for candidates in passes):
+            pairs.append(tuple(_choose(candidates, placed, budget, "") for candidates in passes))
+    if not pairs:  # each pass may fit on its own, with another exchange of heads
+        least = min(options, key=lambda passes: max(min(c.cost.peak_bytes for c in of_pass) for of_pass in passes))
+        for name, candidates in zip(("forward", "backward"), least):
+            _choose(candidates, placed, budget, name)
+    return min(_tied(pairs), key=lambda pair: _traffic(pair, placed))
+
+
 def _choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | None, name: str) -> Candidate:
     """The best candidate by the rule in the planners' docstrings; the first one if several are equal."""
     fitting = [c for c in allowed if _fits(c, budget)]
@@ -210,12 +282,26 @@ def _choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | 
             f"memory_budget={budget} bytes is too small for the {name}'s communication buffers: the least that "
             f"{'any schedule' if len(allowed) > 1 else 'this schedule'} needs is {need} bytes ({format_bytes(need)})"
         )
-    trees = [c for c in fitting if c.schedule not in BASELINES]
-    least = min((c.cost.time_s for c in trees), default=float("inf"))
-    fitting = [c for c in fitting if c.schedule in BASELINES and c.cost.time_s < CLEARLY * least] or trees
-    least = min(c.cost.time_s for c in fitting)
-    tied = [c for c in fitting if c.cost.time_s <= TIE * least]
-    return min(tied, key=lambda c: (c.cost.bytes_per_level[placed.top], round(c.cost.bytes)))
+    (best,) = min(_tied([(c,) for c in fitting]), key=lambda one: _traffic(one, placed))
+    return best
+
+
+def _tied(options: Sequence[tuple[Candidate, ...]]) -> list[tuple[Candidate, ...]]:
+    """Options whose time is within `TIE` of the best; those with a baseline only if that is clearly faster."""
+
+    def time_of(option: tuple[Candidate, ...]) -> float:
+        return sum(c.cost.time_s for c in option)
+
+    trees = [option for option in options if not any(c.schedule in BASELINES for c in option)]
+    limit = CLEARLY * min(map(time_of, trees), default=float("inf"))
+    found = [option for option in options if option not in trees and time_of(option) < limit] or trees
+    least = min(map(time_of, found))
+    return [option for option in found if time_of(option) <= TIE * least]
+
+
+def _traffic(option: tuple[Candidate, ...], placed: PlacedTopology) -> tuple[float, int]:
+    """Bytes over the outermost level, and all bytes."""
+    return sum(c.cost.bytes_per_level[placed.top] for c in option), sum(round(c.cost.bytes) for c in option)
 
 
 def _head_groups(variants: list[PassPlan], budget: int | None) -> PassPlan:
@@ -245,15 +331,11 @@ def _summary(cost: Cost, placed: PlacedTopology) -> str:
 
 
 def _baselines(best: Candidate, table: tuple[Candidate, ...]) -> str:
-    """Predicted time and bytes of the ring, the KV gather and the all-reduce."""
-    found = {
-        "ring": [c for c in table if c.schedule == "ring"],
-        "all-reduce": [c for c in table if c.schedule == "allreduce"],
-        "KV gather": [c for c in table if c.schedule == "grid" and c.grid[0] == 1],
-    }
+    """Predicted time and bytes of the rivals: the ring, the KV gather, Ulysses, the all-reduce."""
+    found = {name: next((c for c in table if name in rival_names(c)), None) for name in RIVALS}
     others = [
-        f"{name} {format_seconds(same_kind[0].cost.time_s)} and {format_bytes(same_kind[0].cost.bytes)}"
-        for name, same_kind in found.items()
-        if same_kind and same_kind[0] is not best
+        f"{name} {format_seconds(rival.cost.time_s)} and {format_bytes(rival.cost.bytes)}"
+        for name, rival in found.items()
+        if rival is not None and rival is not best
     ]
     return f", against {', '.join(others)}" if others else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .arrangement import Arrangement
+
 
 class Shape(NamedTuple):
     """Heads of one rank (after tensor parallelism) and their sizes."""
@@ -42,19 +44,43 @@ class PassPlan:
 
     schedule: str
     """"grid" or "ring"."""
-    grid: tuple[int, int]
-    """(a, b): queries are gathered over a ranks, KV over b. A ring has (1, p)."""
-    inner: tuple[int, int]
-    """(a0, b0): the part of the grid inside one node; a0 * b0 = `Placement.block`."""
+    arrangement: Arrangement
+    """Who exchanges heads, and the grid of those that then hold the same heads. A ring of n ranks is a grid (1, n)."""
     head_groups: int
     """KV heads are processed in this many groups; one group's communication overlaps another's compute."""
     cost: Cost
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(a, b): queries are gathered over a ranks, KV over b."""
+        return self.arrangement.grid
+
+    @property
+    def inner(self) -> tuple[int, int]:
+        """(a0, b0): the part of the grid inside one node."""
+        return self.arrangement.inner
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that exchange heads."""
+        return self.arrangement.u
+
     def __str__(self) -> str:
+        rest = self.grid[0] * self.grid[1]
+        parts = [f"heads over {self._exchanging}"] if self.ulysses_size > 1 else []
         if self.schedule == "ring":
-            return "ring"
-        inside = f" ({_by(self.inner)} inside a node)" if self.inner != (1, 1) else ""
-        return f"grid {_by(self.grid)}{inside}" + (f" in {self.head_groups} head groups" * (self.head_groups > 1))
+            parts.append(f"ring of {rest}" if parts else "ring")
+        elif rest > 1 or not parts:
+            inside = f" ({_by(self.inner)} inside a node)" if self.inner != (1, 1) else ""
+            parts.append(f"grid {_by(self.grid)}{inside}")
+        return ", ".join(parts) + f" in {self.head_groups} head groups" * (self.head_groups > 1)
+
+    @property
+    def _exchanging(self) -> str:
+        across, inside = self.arrangement.heads
+        if self.arrangement.block == 1:
+            return f"{across} ranks"
+        return " x ".join([f"{across} nodes"] * (across > 1) + [f"{inside} ranks of a node"] * (inside > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +120,41 @@ class DecodePlan:
     """All candidates, fastest first."""
 
 
+RIVALS = ("ring", "KV gather", "pure tree", "Ulysses", "a2a+p2p", "all-reduce")
+"""What others use, and the paper: schedules that plans are compared with by name."""
+
+
+def rival_names(plan: PassPlan | Reduction) -> list[str]:
+    """The names in `RIVALS` of a candidate. "a2a+p2p": heads exchanged inside a node, a ring across."""
+    if isinstance(plan, Reduction):
+        name = {"allreduce": "all-reduce"}.get(plan.schedule, plan.schedule)
+        return [name] if name in RIVALS else []
+    (across, inside), (a, b) = plan.arrangement.heads, plan.grid
+    if plan.schedule == "ring":
+        return ["ring"] if across * inside == 1 else ["a2a+p2p"] if across == 1 and b > 1 else []
+    if across * inside > 1:
+        return ["Ulysses"] if a * b == 1 else []
+    return ["KV gather"] * (a == 1) + ["pure tree"] * (b == 1)
+
+
 def grids(world: int) -> list[tuple[int, int]]:
     """All grids (a, b) of `world` ranks, in ascending order of a."""
     return [(a, world // a) for a in range(1, world + 1) if world % a == 0]
 
 
-def check_grid(grid: tuple[int, int], world: int, name: str = "grid") -> None:
-    """Raise ``ValueError`` for a grid that does not have `world` cells."""
-    if grid[0] * grid[1] != world:
-        choices = ", ".join(_by(g) for g in grids(world))
+def check_grid(grid: tuple[int, int], cells: int, name: str = "grid", ulysses_size: int = 1) -> None:
+    """Raise ``ValueError`` for a grid that does not have `cells` cells."""
+    if grid[0] * grid[1] != cells:
+        choices = ", ".join(_by(g) for g in grids(cells))
+        exchange = f" after exchanging heads over ulysses_size={ulysses_size}" if ulysses_size > 1 else ""
         raise ValueError(
-            f"{name}={grid} has {grid[0] * grid[1]} cells but cp_group has {world} ranks: choose {choices}"
+            f"{name}={grid} has {grid[0] * grid[1]} cells but cp_group has {cells} ranks{exchange}: choose {choices}"
         )
+
+
+def head_splits(size: int, nodes: int, block: int) -> list[tuple[int, int]]:
+    """All ways (across, inside) to place `size` ranks that exchange heads on `nodes` nodes of `block` ranks."""
+    return [(size // n, n) for n in range(1, size + 1) if size % n == 0 and block % n == 0 and nodes % (size // n) == 0]
 
 
 def inner_grids(grid: tuple[int, int], block: int) -> list[tuple[int, int]]:

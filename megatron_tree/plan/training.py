@@ -1,86 +1,22 @@
-"""The predicted cost of one forward or backward on a grid of ranks, and of the ring it is compared with.
+"""The predicted cost of one forward or backward on an arrangement of ranks, and of the ring it is compared with.
 
-Position n * block + l is rank l of node n. The grid is nested: (a0, b0) cells inside a node, (a / a0, b / b0) nodes.
-A row or a column is therefore outer x inner positions. A gather over it first goes across nodes (one share to each of
-outer - 1 peers), then inside the node (outer shares to each of inner - 1 peers); a reduce-scatter runs in reverse.
+A row or a column of the grid is outer x inner positions. A gather over it first goes across nodes (one share to each of
+outer - 1 peers), then inside the node (outer shares to each of inner - 1 peers); a reduce-scatter runs in reverse. An
+exchange of heads sends a part of a share to each other rank of its team at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .cost import Phase, PlacedTopology, pipeline
-from .plans import Cost, PassPlan, Shape
-from .topology import Topology
-
-STATISTIC = 4  # bytes of lse or delta of one query and head
-
-
-def forward_words(grid: tuple[int, int], shape: Shape) -> int:
-    """Words per token of a share that a rank sends forward: (a-1)(|Q| + |O| + lse) + (b-1)(|K| + |V|)."""
-    a, b = grid
-    h, h_kv, d, d_v = shape
-    return (a - 1) * h * (d + d_v + 1) + (b - 1) * h_kv * (d + d_v)
-
-
-def backward_words(grid: tuple[int, int], shape: Shape) -> int:
-    """The same backward: down the column q, dout, lse, delta and then dq; along the row k, v and then dk, dv."""
-    a, b = grid
-    h, h_kv, d, d_v = shape
-    return (a - 1) * h * (2 * d + d_v + 2) + (b - 1) * h_kv * 2 * (d + d_v)
-
-
-class CallSizes(NamedTuple):
-    """Bytes of one rank's share of an attention call, and its compute."""
-
-    q: int
-    o: int
-    statistic: int
-    kv: int
-    flops: float
-    """Floating-point operations of one rank's forward."""
-    widening: float
-    """Bytes of the kernels' fp32 results per byte of what travels."""
-
-    @classmethod
-    def of(
-        cls,
-        world: int,
-        shape: Shape,
-        *,
-        batch: int,
-        seq_len: int,
-        bytes_per_word: int,
-        causal: bool,
-        seq_len_kv: int | None = None,
-        visible: float = 1.0,
-    ) -> CallSizes:
-        h, h_kv, d, d_v = shape
-        seq_len_kv = seq_len if seq_len_kv is None else seq_len_kv
-        tokens, tokens_kv = (batch * -(-s // world) for s in (seq_len, seq_len_kv))
-        pairs = visible * tokens * seq_len_kv * h / (2 if causal else 1)
-        return cls(
-            q=tokens * h * d * bytes_per_word,
-            o=tokens * h * d_v * bytes_per_word,
-            statistic=tokens * h * STATISTIC,
-            kv=tokens_kv * h_kv * (d + d_v) * bytes_per_word,
-            flops=2 * pairs * (d + d_v),
-            widening=max(1.0, 4 / bytes_per_word),
-        )
-
-    def column(self, backward: bool) -> tuple[int, int]:
-        """(gathered, reduced) bytes of a share that go down the column."""
-        return (self.q + self.o + 2 * self.statistic, self.q) if backward else (self.q, self.o + self.statistic)
-
-    def row(self, backward: bool) -> tuple[int, int]:
-        """(gathered, reduced) bytes of a share that go along the row."""
-        return self.kv, self.kv if backward else 0
-
-    def seconds(self, topology: Topology, backward: bool) -> float:
-        """Seconds of a rank's attention: two matrix products forward, five backward."""
-        return self.flops * (2.5 if backward else 1) / topology.flops
+from .arrangement import Arrangement, HeadSplit
+from .cost import Clock, Phase, PlacedTopology
+from .pipeline import run_groups
+from .plans import Cost, PassPlan
+from .sizes import CallSizes
 
 
 class Peers(NamedTuple):
@@ -99,61 +35,72 @@ class Peers(NamedTuple):
         return stages[::-1] if reduce else stages
 
 
-@lru_cache(maxsize=4096)
-def peers_of(
-    placed: PlacedTopology, grid: tuple[int, int], inner: tuple[int, int]
-) -> tuple[tuple[Peers, Peers, float], ...]:
-    """(row, column, fraction of the ranks that have these peers) on a nested grid."""
-    (a, b), (a0, b0) = grid, inner
-    a1, b1 = a // a0, b // b0
+Exchange = tuple[tuple[int, int, int], ...]
+"""(level, peers, ranks behind the port) of one position's team that exchanges heads."""
 
-    def peers_at(x: int, outer: int, inner: int, nodes, cells) -> Peers:
-        node = x // placed.block
-        if placed.block > 1:  # other nodes are in other units just below the top level
-            across = {placed.top: outer - 1} if outer > 1 else {}
-        else:
-            across = placed.count(x, nodes)
-        if placed.top > 1 and inner > 1:
-            inside = placed.count(x, (node * placed.block + c for c in cells))
-        else:
-            inside = {0: inner - 1} if inner > 1 else {}
-        port = [tuple((i, n, placed.behind(x, i)) for i, n in sorted(found.items())) for found in (across, inside)]
-        return Peers(outer, inner, *port)
+
+@lru_cache(maxsize=1 << 14)
+def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[Peers, Peers, Exchange, float], ...]:
+    """(row, column, exchange of heads, fraction of the ranks that have these peers) of an arrangement."""
+    (a1, b1), (a0, b0) = arrangement.outer, arrangement.inner
+
+    def with_ports(x: int, found: dict) -> tuple:
+        return tuple((i, n, placed.behind(x, i)) for i, n in sorted(found.items()))
+
+    def peers_at(x: int, outer: int, inner: int, positions) -> Peers:
+        """positions(x): of the row or the column, [place][node]."""
+        closed = placed.block > 1 and placed.top == 1  # other nodes are over level 1, the own one is level 0
+        across = {placed.top: outer - 1} if outer > 1 else {}
+        inside = {0: inner - 1} if inner > 1 else {}
+        if not closed and max(outer, inner) > 1:
+            places = positions(x)
+            own = next(i for i, place in enumerate(places) if x in place)
+            o = places[own].index(x)
+            across, inside = placed.count(x, places[own]), placed.count(x, (place[o] for place in places))
+        return Peers(outer, inner, with_ports(x, across), with_ports(x, inside))
 
     found = Counter()
     for x in placed.probes:
-        node, l = divmod(x, placed.block)
-        (i1, j1), (i0, j0) = divmod(node, b1), divmod(l, b0)
-        row = peers_at(x, b1, b0, (i1 * b1 + j for j in range(b1)), (i0 * b0 + j for j in range(b0)))
-        column = peers_at(x, a1, a0, (i * b1 + j1 for i in range(a1)), (i * b0 + j0 for i in range(a0)))
-        found[row, column] += 1
-    return tuple((*pair, n / len(placed.probes)) for pair, n in found.items())
+        row, column = peers_at(x, b1, b0, arrangement.row_of), peers_at(x, a1, a0, arrangement.column_of)
+        exchange = with_ports(x, placed.count(x, arrangement.holder_of(x))) if arrangement.u > 1 else ()
+        found[row, column, exchange] += 1
+    return tuple((*peers, n / len(placed.probes)) for peers, n in found.items())
 
 
-def _stage_seconds(
-    placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], *, gather: bool
-) -> list[float]:
-    """Seconds of the stages of some collectives (row's and column's) of one rank.
+def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], lane: str) -> list[dict]:
+    """The stages of collectives (the row's and the column's) of one rank that start together, for a `Clock`.
 
-    With the direct transport all collectives start together, stage by stage. Built-in collectives run one after another
-    on a stream; an all-gather passes shares from rank to rank, so its latencies add up.
+    With the direct transport all collectives run at once, stage by stage. Built-in collectives run one after another on
+    a stream, `lane`; an all-gather passes shares from rank to rank, so its latencies add up.
     """
     if placed.direct:
         stages = [[part[i] for part in collectives if i < len(part)] for i in range(2)]
     else:
         stages = [[stage] for part in collectives for stage in part]
-    times = []
+    busy = []
     for n, parts in enumerate(stages):
         phases: dict[int, Phase] = {}
         for peers, share in parts:
             for level, count, sharers in peers:
                 _, messages, size, *_ = phases.get(level, Phase(level, 0, 0.0))
-                hops = count if gather and not placed.direct else 1
+                hops = count if lane == "gather" and not placed.direct else 1
                 phases[level] = Phase(level, messages + count, size + count * share, sharers, hops)
         if phases:
-            posted = gather and n > 0  # receives of a gather's second stage are posted with the first
-            times.append(placed.time(phases.values(), None if placed.direct else 1, posted=posted))
-    return times if placed.direct else [sum(times)]
+            posted = lane == "gather" and n > 0  # receives of a gather's second stage are posted with the first
+            busy.append(placed.busy(phases.values(), None if placed.direct else 1, posted=posted))
+    if placed.direct or not busy:
+        return busy
+    levels = sorted({level for stage in busy for level in stage})
+    return [
+        {lane: sum(max(stage.values()) for stage in busy)}
+        | {level: sum(stage.get(level, 0.0) for stage in busy) for level in levels}
+    ]
+
+
+def _exchange_buffers(sizes: CallSizes, groups: int, backward: bool) -> float:
+    """Bytes sent and received by exchanges under way, and the joined tensors that stand beside their groups."""
+    before, after = sizes.exchanged(backward)
+    return 2 * (min(groups, 3) * before + min(groups, 2) * after) / groups + (after if backward else before + after)
 
 
 def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], groups: int, backward: bool) -> float:
@@ -162,9 +109,7 @@ def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], groups: int, backward
     if a == b == 1:
         return 0.0
     (down, up), (along, back) = sizes.column(backward), sizes.row(backward)
-    queries, keys = (
-        (sizes.q, sizes.kv) if backward else (sizes.o, 0)
-    )  # bytes of the results per share of queries, of keys
+    queries, keys = (sizes.q, sizes.kv) if backward else (sizes.o, 0)  # bytes of the results per share of each
     column, row = a > 1, b > 1
     gathered = a * down * column + b * along * row
     partial = a * up * column + b * back * row
@@ -174,52 +119,111 @@ def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], groups: int, backward
 
 
 def grid_plan(
-    placed: PlacedTopology, sizes: CallSizes, grid: tuple[int, int], inner: tuple[int, int], groups: int, backward: bool
+    placed: PlacedTopology, sizes: CallSizes, arrangement: Arrangement, split: HeadSplit, groups: int, backward: bool
 ) -> PassPlan:
-    """One pass on a nested grid, pipelined over head groups."""
+    """One pass on an arrangement, pipelined over head groups."""
+    u, (a, b) = arrangement.u, arrangement.grid
+    sizes = sizes.split(split) if u > 1 else sizes
     (down, up), (along, back) = sizes.column(backward), sizes.row(backward)
+    before, after = sizes.exchanged(backward)
     sent = [0.0] * len(placed.topology.levels)
-    times, steps = [], 0
+    probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
-    own = compute / placed.world
-    launch = placed.topology.overhead_s if placed.world > 1 else 0.0
-    for row, column, part in peers_of(placed, grid, inner):
+    own = compute / (a * b)
+    rest = (compute - own) / groups + (placed.topology.overhead_s if placed.world > 1 else 0.0)
+    for row, column, exchange, part in peers_of(placed, arrangement):
         gathers = [row.stages(along / groups, reduce=False), column.stages(down / groups, reduce=False)]
         reduces = [column.stages(up / groups, reduce=True), row.stages(back / groups, reduce=True)]
-        gather = _stage_seconds(placed, gathers, gather=True)
-        reduce = _stage_seconds(placed, reduces, gather=False)
-        times.append(pipeline(groups, gather, own, (compute - own) / groups + launch, reduce))
-        steps = max(steps, max(map(len, gathers)) + max(map(len, reduces)))
-        for peers, share in (stage for collective in gathers + reduces for stage in collective):
+        there, home = ([[(exchange, size / u / groups)]] if u > 1 else [] for size in (before, after))
+        lanes = zip((there, gathers, reduces, home), ("exchange", "gather", "reduce", "exchange"))
+        probes.append([_stages(placed, collectives, lane) for collectives, lane in lanes])
+        steps = max(steps, max(map(len, gathers)) + max(map(len, reduces)) + 2 * (u > 1))
+        for peers, share in (stage for collective in there + gathers + reduces + home for stage in collective):
             for level, n, _ in peers:
                 sent[level] += part * groups * n * share
+    buffers = _grid_buffers(sizes, arrangement.grid, groups, backward)
     cost = Cost(
-        time_s=max(times),
+        time_s=_seconds(max(probes, key=_network_seconds), groups, own, rest, together=u == 1),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=groups * steps,
-        peak_bytes=round(_grid_buffers(sizes, grid, groups, backward)),
+        peak_bytes=round(buffers + (_exchange_buffers(sizes, groups, backward) if u > 1 else 0)),
     )
-    return PassPlan(schedule="grid", grid=grid, inner=inner, head_groups=groups, cost=cost)
+    return PassPlan(schedule="grid", arrangement=arrangement, head_groups=groups, cost=cost)
 
 
-def ring_plan(placed: PlacedTopology, sizes: CallSizes, backward: bool) -> PassPlan:
-    """One pass of a fully overlapped ring: each shift runs while the current share is computed."""
-    p, compute = placed.world, sizes.seconds(placed.topology, backward)
+def _network_seconds(stages: list[list[dict]]) -> float:
+    return sum(max(stage.values()) for collective in stages for stage in collective)
+
+
+def _seconds(stages: list[list[dict]], groups: int, own: float, rest: float, *, together: bool) -> float:
+    """Seconds of a pass.
+
+    stages: of a group's exchange, gathers, reductions and exchange back. own, rest: seconds of attention on the own
+    share (all groups), and on what is gathered (one group). together: whether the own share is computed at once.
+    """
+    clock = Clock()
+    there, gathers, reductions, home = stages
+
+    def group(i: int) -> Generator:
+        exchange = clock.start(there)
+        yield
+        clock.wait(exchange)
+        gather = clock.start(gathers)
+        yield
+        clock.compute(own * (i == 0) if together else own / groups)
+        clock.wait(gather)
+        yield
+        clock.compute(rest)
+        reduction = clock.start(reductions)
+        yield
+        clock.advance(reduction)
+        yield
+        clock.wait(reduction)
+        back = clock.start(home)
+        yield
+        clock.wait(back)
+
+    run_groups([group(i) for i in range(groups)])
+    return clock.now
+
+
+def ring_plan(
+    placed: PlacedTopology, sizes: CallSizes, arrangement: Arrangement, split: HeadSplit, backward: bool
+) -> PassPlan:
+    """One pass of a fully overlapped ring: each shift runs while the current share is computed.
+
+    With heads exchanged before and after: not overlapped, since the ring needs all of them.
+    """
+    u, n = arrangement.u, arrangement.grid[1]
+    sizes = sizes.split(split) if u > 1 else sizes
+    compute, hops = sizes.seconds(placed.topology, backward), _hops(placed, arrangement)
     shifted = [sizes.kv, sizes.kv] if backward else [sizes.kv]
     results = sizes.q + sizes.kv if backward else sizes.o  # the running sum and this step's part
-    step, each = placed.shift(shifted)
-    time = (p - 1) * max(step, compute / p) + compute / p
-    sent = [(p - 1) * n for n in each]
-    if backward and p > 1:  # the gradient of KV goes one hop further than KV: home
-        home, last = placed.shift([sizes.kv])
-        time += home
+    sharers = arrangement.heads[1]
+    step, each = placed.shift(shifted, hops, sharers)
+    time = (n - 1) * max(step, compute / n) + compute / n
+    sent, steps = [(n - 1) * size for size in each], n - 1
+    if backward and n > 1:  # the gradient of KV goes one hop further than KV: home
+        home, last = placed.shift([sizes.kv], hops, sharers)
+        time, steps = time + home, steps + 1
         sent = [m + n for m, n in zip(sent, last)]
-    cost = Cost(
-        time_s=time,
-        compute_s=compute,
-        bytes_per_level=tuple(sent),
-        steps=(p - 1) + (backward and p > 1),
-        peak_bytes=round(2 * (sum(shifted) + results * sizes.widening)) if p > 1 else 0,
-    )
-    return PassPlan(schedule="ring", grid=(1, p), inner=(1, placed.block), head_groups=1, cost=cost)
+    buffers = 2 * (sum(shifted) + results * sizes.widening) if n > 1 else 0
+    if u > 1:
+        for size in sizes.exchanged(backward):
+            found = placed.exchange(lambda x: placed.count(x, arrangement.holder_of(x)), size / u)
+            time, sent = time + found[0], [m + n for m, n in zip(sent, found[1])]
+        steps, buffers = steps + 2, buffers + _exchange_buffers(sizes, 1, backward)
+    cost = Cost(time_s=time, compute_s=compute, bytes_per_level=tuple(sent), steps=steps, peak_bytes=round(buffers))
+    return PassPlan(schedule="ring", arrangement=arrangement, head_groups=1, cost=cost)
+
+
+@lru_cache(maxsize=1 << 10)
+def _hops(placed: PlacedTopology, arrangement: Arrangement) -> Counter:
+    """How many hops of all rings go over each level."""
+    if arrangement.u == 1:
+        return placed.hops
+    if arrangement.grid[1] == 1:
+        return Counter()
+    rings = {arrangement.places_of(x) for x in arrangement.holder_of(0)}
+    return Counter(placed.level(x, y) for ring in rings for x, y in zip(ring, ring[1:] + ring[:1]))

@@ -37,7 +37,10 @@ def _nested(rank, world, hosts, transport):
 
             def pinned(*args, inner=inner, **kwargs):
                 plan = plan_training(*args, **kwargs)
-                forward, backward = (dataclasses.replace(p, inner=inner) for p in (plan.forward, plan.backward))
+                forward, backward = (
+                    dataclasses.replace(p, arrangement=p.arrangement._replace(inner=inner))
+                    for p in (plan.forward, plan.backward)
+                )
                 return dataclasses.replace(plan, forward=forward, backward=backward)
 
             attend.plan_training = pinned

@@ -229,14 +229,17 @@ def test_plans_for_many_ranks(world, name):
     sizes = dict(batch=1, seq_len=tokens * world, bytes_per_word=2, topology=topology, placement=placement)
     plan = plan_training(world, shape, **sizes)
     for chosen in (plan.forward, plan.backward):
-        (a, b), (a_in, b_in) = chosen.grid, chosen.inner
-        assert a * b == world and a % a_in == b % b_in == 0 and a_in * b_in == placement.block
+        (a, b), (a_in, b_in), (across, inside) = chosen.grid, chosen.inner, chosen.arrangement.heads
+        assert a * b * across * inside == world and a % a_in == b % b_in == 0
+        assert a_in * b_in * inside == placement.block
         assert 0 < chosen.cost.time_s < math.inf and chosen.cost.steps > 0
     tables = zip(plan.candidates, (forward_words, backward_words))
     for c, words in ((c, words) for table, words in tables for c in table if c.schedule == "grid"):
-        whole = words(c.grid, shape) * tokens * 2
+        u = c.ulysses_size
+        whole = words(c.grid, shape, u) * tokens * 2
         statistics = (c.grid[0] - 1) * shape.num_heads * tokens * 2  # lse and delta: 4 bytes, not 2
-        assert c.cost.bytes == whole + statistics * (1 if words is forward_words else 2)
+        delta = (u - 1) / u * shape.num_heads * tokens * 2  # is exchanged in the backward
+        assert c.cost.bytes == pytest.approx(whole + (statistics if words is forward_words else 2 * statistics + delta))
     step = plan_decode(world, rows=64, head_dim_v=128, kv_bytes=None, topology=topology, placement=placement)
     assert 0 < step.cost.time_s < math.inf and step.schedule != "ring"
 

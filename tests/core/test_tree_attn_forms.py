@@ -256,11 +256,8 @@ def refusals():
         "ulysses_size=3 must divide the 2": lambda g: tree_attn_func(
             q, k, v, cp_group=g, config=TreeConfig(ulysses_size=3)
         ),
-        "ulysses_size=2 must divide the 3 query heads": lambda g: tree_attn_func(
-            q[:, :, :3], k[:, :, :1], v[:, :, :1], cp_group=g, config=TreeConfig(ulysses_size=2)
-        ),
-        "needs shards of equal length": lambda g: tree_attn_func(
-            q, k, v, cp_group=g, layout=(8, 8), config=TreeConfig(ulysses_size=2)
+        "ulysses_size=2 ranks can't share 1 query heads": lambda g: tree_attn_func(
+            q[:, :, :1], k[:, :, :1], v[:, :, :1], cp_group=g, config=TreeConfig(ulysses_size=2)
         ),
         "6 padded tokens": lambda g: tree_attn_varlen_func(*packed, cu_seqlens=torch.tensor([0, 6, 16]), cp_group=g),
     }

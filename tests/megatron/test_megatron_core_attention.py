@@ -26,8 +26,8 @@ causal, no_mask, padding = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskTy
     [
         (None, TreeConfig(backend="aten")),
         ("tree", TreeConfig(backend="aten")),
-        ("p2p", TreeConfig(backend="aten", schedule="ring")),
-        ("all_gather", TreeConfig(backend="aten", schedule="grid", grid=(1, 4))),
+        ("p2p", TreeConfig(backend="aten", schedule="ring", ulysses_size=1)),
+        ("all_gather", TreeConfig(backend="aten", schedule="grid", grid=(1, 4), ulysses_size=1)),
         ("a2a", TreeConfig(backend="aten", schedule="grid", ulysses_size=4)),
         ("a2a+tree", TreeConfig(backend="aten", ulysses_size=2)),
         ("a2a+p2p", TreeConfig(backend="aten", schedule="ring", ulysses_size=2)),

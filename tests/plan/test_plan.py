@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tree.plan import Shape, default_topology, known_topologies, load_topology, place, plan_training
-from megatron_tree.plan.cost import pipeline
 from megatron_tree.plan.planner import backward_words, forward_words, grids
 from megatron_tree.plan.plans import inner_grids
+from megatron_tree.plan.training import _seconds
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
 MHA, GQA4, GQA8 = Shape(32, 32, 128, 128), Shape(32, 8, 128, 128), Shape(64, 8, 128, 128)
+WORDS = forward_words, backward_words
 NETWORKS = {
     "flat": (ETHERNET, range(64)),
     "hosts": (ETHERNET, [n // 8 for n in range(64)]),
@@ -29,7 +30,7 @@ def training(world, shape, topology=ETHERNET, hosts=None, **options):
 
 
 def ring(plan):
-    return [next(c for c in table if c.schedule == "ring") for table in plan.candidates]
+    return [next(c for c in table if c.schedule == "ring" and c.ulysses_size == 1) for table in plan.candidates]
 
 
 def test_fewest_words():
@@ -49,23 +50,57 @@ def test_planner_chooses_the_smallest_volume(world, shape):
     """On a flat network that is the bottleneck, the fastest grid is the one that sends the fewest bytes."""
     slow = dataclasses.replace(ETHERNET, flops=1e18)
     plan = training(world, shape, slow, bytes_per_word=4)
-    for chosen, words in ((plan.forward, forward_words), (plan.backward, backward_words)):
-        least = min(words(g, shape) for g in grids(world))
-        assert words(chosen.grid, shape) <= 1.06 * least
-        assert chosen.cost.bytes == 1024 * 4 * words(chosen.grid, shape)
+    sizes = [u for u in range(1, min(world, shape.num_heads) + 1) if world % u == 0]
+    least = min(sum(min(words(g, shape, u) for g in grids(world // u)) for words in WORDS) for u in sizes)
+    u = plan.forward.ulysses_size
+    assert u == plan.backward.ulysses_size
+    sent = [words(chosen.grid, shape, u) for chosen, words in zip((plan.forward, plan.backward), WORDS)]
+    assert sum(sent) <= 1.06 * least
+    assert [plan.forward.cost.bytes, plan.backward.cost.bytes] == pytest.approx([1024 * 4 * n for n in sent])
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize(("shape", "limit"), [(MHA, 0.25), (GQA4, 0.43), (GQA8, 0.62)])
+@pytest.mark.parametrize(("shape", "limit"), [(MHA, 0.16), (GQA4, 0.6), (GQA8, 0.77)])
 @pytest.mark.parametrize("seq_len", [64 * 1024, 1 << 20])
 def test_64_ranks_send_a_fraction_of_the_rings_bytes(network, shape, limit, seq_len):
+    """Over the outermost level, where a ring of nodes sends 8 times less than one of single ranks."""
     topology, hosts = NETWORKS[network]
     plan = training(64, shape, topology, hosts, seq_len=seq_len)
-    sent = plan.forward.cost.bytes + plan.backward.cost.bytes
     rings = ring(plan)
     kv = 2 * seq_len // 64 * shape.num_heads_kv * 128 * 2
     assert rings[0].cost.bytes == pytest.approx(63 * kv) and rings[1].cost.bytes == pytest.approx((63 + 64) * kv)
-    assert sent <= limit * sum(r.cost.bytes for r in rings)
+    sent = sum(chosen.cost.bytes_per_level[1] for chosen in (plan.forward, plan.backward))
+    assert sent <= limit * sum(r.cost.bytes_per_level[1] for r in rings)
+
+
+TABLE = [  # heads, KV heads, nodes, ranks of a node, u: GB over the network for 1M tokens in bf16 (docs/planner.md)
+    (32, 32, 8, 8, 8, 0.94),
+    (32, 32, 32, 8, 32, 0.26),
+    (32, 8, 8, 8, 8, 0.59),
+    (32, 8, 32, 8, 32, 0.26),
+    (64, 8, 32, 8, 32, 0.39),
+    (32, 32, 16, 1, 16, 4.0),
+]
+
+
+@pytest.mark.parametrize(("h", "h_kv", "nodes", "ranks", "u", "gigabytes"), TABLE)
+def test_heads_across_nodes_and_the_grid_inside(h, h_kv, nodes, ranks, u, gigabytes):
+    """4 (u-1)/u (h + max(k, u)) words per head_dim and token of a share, and delta; less than half of any grid."""
+    hosts = [n // ranks for n in range(nodes * ranks)]
+    shape, tokens = Shape(h, h_kv, 128, 128), 1 << 20
+    across, grid = (training(len(hosts), shape, DGX, hosts, seq_len=tokens, ulysses_size=n) for n in (u, 1))
+    sent = sum(chosen.cost.bytes_per_level[1] for chosen in (across.forward, across.backward))
+    words = (u - 1) / u * (4 * 128 * (h + max(h_kv, u)) + 2 * h)
+    assert across.forward.arrangement.heads == (u, 1) or nodes == u == len(hosts)
+    assert sent == pytest.approx(words * 2 * tokens / len(hosts)) == pytest.approx(gigabytes * 1e9, rel=0.05)
+    assert sent < 0.5 * sum(chosen.cost.bytes_per_level[1] for chosen in (grid.forward, grid.backward))
+
+
+def test_an_mqa_model_gains_little_from_an_exchange_of_heads():
+    plan = training(64, Shape(16, 1, 128, 128), DGX, [n // 8 for n in range(64)], seq_len=1 << 20)
+    alone = training(64, Shape(16, 1, 128, 128), DGX, [n // 8 for n in range(64)], seq_len=1 << 20, ulysses_size=1)
+    across = [sum(p.cost.bytes_per_level[1] for p in (x.forward, x.backward)) for x in (plan, alone)]
+    assert across[0] <= across[1]
 
 
 @pytest.mark.parametrize("name", known_topologies())
@@ -155,7 +190,8 @@ def test_head_groups_overlap_communication_and_bound_memory():
 @settings(max_examples=300, deadline=None)
 def test_pipeline_bounds(groups, gather, reduce, own, compute):
     """Never faster than compute or the network alone, never slower than one after the other."""
-    time_s = pipeline(groups, gather, own, compute, reduce)
+    stages = [[], [{"network": x} for x in gather], [{"network": x} for x in reduce], []]
+    time_s = _seconds(stages, groups, own, compute, together=True)
     busy, network = own + groups * compute, groups * (sum(gather) + sum(reduce))
     assert max(busy, network) <= time_s * (1 + 1e-9) + 1e-9
     assert time_s <= busy + network + 1e-9
@@ -234,14 +270,22 @@ def test_the_ring_is_the_last_resort():
 
 def test_head_groups_keep_buffers_small_where_they_cost_no_time():
     computing = dataclasses.replace(ETHERNET, flops=1e9)  # compute hides everything
-    assert training(16, MHA, computing).forward.head_groups == 16
+    assert training(16, MHA, computing, ulysses_size=1).forward.head_groups == 16
     starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # messages cost more than what they carry
     assert training(16, MHA, starting).forward.head_groups == 1
 
 
+def test_pinned_head_groups_leave_out_what_they_do_not_divide():
+    plan = training(8, Shape(4, 4, 64, 64), head_groups=4)
+    assert plan.forward.head_groups == 4 and plan.forward.ulysses_size == 1
+    with pytest.raises(ValueError, match="head_groups=4 must divide num_heads_kv=2: choose one of"):
+        training(8, Shape(4, 4, 64, 64), head_groups=4, ulysses_size=2)
+
+
 def test_the_reason_names_the_choice_and_its_rivals():
     plan = training(64, GQA4, DGX, [n // 8 for n in range(64)])
-    for part in ("forward on grid 4x16 (", "inside a node)", "over infiniband", "ring", "KV gather", "backward on"):
+    rivals = ("ring", "KV gather", "pure tree", "a2a+p2p")
+    for part in ("forward on heads over ", "inside a node)", "over infiniband", "backward on", *rivals):
         assert part in plan.reason
 
 

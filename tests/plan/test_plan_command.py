@@ -22,8 +22,10 @@ def test_tables_for_all_passes(capsys):
         assert part in out
     chosen = [line for line in out.splitlines() if line.startswith("*")]
     assert len(chosen) == 3 and all(line.endswith("chosen") for line in chosen)
-    assert "training: forward on grid" in out and "\ndecode: " in out
-    assert max(len(line) for line in out.splitlines() if line.startswith((" ", "*"))) < 130
+    assert "heads over 2 nodes x 2 ranks of a node" in out and out.count(" more: --all") == 2
+    assert all(f"  {rival}" in out for rival in ("ring", "KV gather", "pure tree", "Ulysses", "a2a+p2p", "all-reduce"))
+    assert "training: forward on " and "\ndecode: " in out
+    assert max(len(line) for line in out.splitlines() if line.startswith((" ", "*"))) < 160
 
 
 @pytest.mark.parametrize("name", ["forward", "backward", "decode"])
@@ -50,7 +52,7 @@ def test_the_budget_marks_what_is_too_large(capsys, tmp_path):
 
 
 def test_csv_holds_all_candidates(capsys, tmp_path):
-    assert main([*SMALL, "--csv", str(tmp_path / "plan.csv")]) == 0
+    assert main([*SMALL, "--csv", str(tmp_path / "plan.csv"), "--all"]) == 0
     rows = list(csv.DictReader((tmp_path / "plan.csv").open()))
     printed = [line for line in capsys.readouterr().out.splitlines() if re.search(r" [mu]?s  ", line)]
     assert len(rows) == len(printed)

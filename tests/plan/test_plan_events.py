@@ -12,13 +12,16 @@ import itertools
 import pytest
 
 from megatron_tree.plan import default_topology, place
+from megatron_tree.plan.arrangement import Arrangement, HeadSplit
 from megatron_tree.plan.cost import placed_topology
 from megatron_tree.plan.decode import StepSizes, reductions
 from megatron_tree.plan.plans import Shape, grids, inner_grids
-from megatron_tree.plan.training import CallSizes, grid_plan, ring_plan
+from megatron_tree.plan.sizes import CallSizes
+from megatron_tree.plan.training import grid_plan, ring_plan
 from support.event_simulator import Step, run
 
 ROW = 4 * 129
+ALL = HeadSplit.of(8, 4, 1)  # every rank keeps its heads
 ETHERNET = dataclasses.replace(default_topology("gloo"), flops=1e30, memory_bandwidth=1e30)
 SHARED = dataclasses.replace(  # four ranks may send twice what their port takes
     ETHERNET, levels=(ETHERNET.levels[0], dataclasses.replace(ETHERNET.levels[1], port_bandwidth=2.4e9))
@@ -103,7 +106,8 @@ def test_ring(hosts, backward):
     placement = place(ETHERNET, HOSTS[hosts])
     p = len(HOSTS[hosts])
     sizes = CallSizes.of(p, Shape(8, 4, 64, 64), batch=1, seq_len=1024 * p, bytes_per_word=2, causal=True)
-    predicted = ring_plan(placed_topology(ETHERNET, placement), sizes, backward).cost.time_s
+    arrangement = Arrangement((1, 1), (1, p), (1, placement.block), placement.block)
+    predicted = ring_plan(placed_topology(ETHERNET, placement), sizes, arrangement, ALL, backward).cost.time_s
     programs = [[Step([((x + 1) % p, sizes.kv)] * (1 + backward), 1 + backward)] * (p - 1) for x in range(p)]
     if backward:
         programs = [[*steps, Step([((x + 1) % p, sizes.kv)], 1)] for x, steps in enumerate(programs)]
@@ -127,7 +131,8 @@ def test_grids(hosts, topology, tokens):
                 cell.append((i1, i0, j1, j0))
             programs = [_gathers_and_reduction(x, cell, sizes.kv, sizes.q, state) for x in range(p)]
             simulated = run(topology, placement, programs, posted=False)
-            predicted = grid_plan(placed, sizes, (a, b), (a0, b0), 1, False).cost.time_s
+            arrangement = Arrangement((1, 1), (a, b), (a0, b0), block)
+            predicted = grid_plan(placed, sizes, arrangement, ALL, 1, False).cost.time_s
             close(predicted, simulated + topology.overhead_s, 1.25 if tokens == 1 else 1.1)
 
 

@@ -12,6 +12,7 @@ from megatron_tree import TreeConfig, energy, tree_attn_func, tree_attn_varlen_f
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
 from megatron_tree.layout import Packed, positions_of, sequences_of, shard_positions, shard_segments
+from megatron_tree.plan import HeadSplit
 from megatron_tree.plan.planner import grids
 from support.fuzz import DTYPES, EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 
@@ -92,15 +93,14 @@ def masks(draw, cross):
 
 
 @st.composite
-def configs(draw, world, heads, equal_shares):
+def configs(draw, world, heads):
     """Valid items of TreeConfig for `world` ranks."""
     config = {"timeout_s": TIMEOUT_S, "check": draw(st.sampled_from(["first", "always", "never"]))}
     h, h_kv = heads
-    sizes = [u for u in range(1, world + 1) if world % u == 0 and h % u == 0 and (h_kv % u == 0 or u % h_kv == 0)]
-    u = draw(st.sampled_from(sizes)) if equal_shares else 1
-    if u > 1:
-        config["ulysses_size"] = u
+    u = draw(st.sampled_from([u for u in range(1, min(world, h) + 1) if world % u == 0]))
     kind = draw(st.sampled_from(["auto", "grid", "grid", "two grids", "ring"]))
+    if u > 1 or draw(st.booleans()):
+        config["ulysses_size"] = u
     if kind == "ring":
         config["schedule"] = "ring"
     if "grid" in kind:
@@ -108,7 +108,7 @@ def configs(draw, world, heads, equal_shares):
     if kind == "two grids":
         config["grid_backward"] = draw(st.sampled_from(grids(world // u)))
     if kind != "ring" and draw(st.booleans()):
-        local = max(1, h_kv // u)
+        local = HeadSplit.of(h, h_kv, u).n
         config["head_groups"] = draw(st.sampled_from([n for n in range(1, local + 1) if local % n == 0]))
     config["transport"] = draw(st.sampled_from(["auto", "direct", "builtin"]))
     config["comm_dtype"] = draw(st.sampled_from(["auto", "fp32"]))
@@ -141,14 +141,14 @@ def calls(draw, world):
     heads = h_kv * draw(st.sampled_from([1, 1, 2, 3, 4])), h_kv
     dims = draw(st.sampled_from([(4, 4), (8, 8), (8, 4), (3, 5), (1, 1), (6, 16)]))
     mask, dtype = draw(masks(cross)), draw(DTYPES)
-    config = draw(configs(world, heads, not isinstance(layout, tuple)))
+    config = draw(configs(world, heads))
     sinks, lse = draw(st.booleans()), draw(st.sampled_from(["not asked for", "returned", "in the loss"]))
     if dtype in (torch.bfloat16, torch.float16):  # what torch's own attention can be compared with
         mask = {name: x for name, x in mask.items() if name in ("causal", "window_size")}
         sinks, lse = False, "not asked for"
     backends = ["auto", "auto", "reference"]
-    # Ulysses brings every rank a gradient of a returned lse, zeros where the loss has none
-    flowing = lse == "in the loss" or (lse == "returned" and "ulysses_size" in config)
+    # exchanged heads bring every rank a gradient of a returned lse, zeros where the loss has none
+    flowing = lse == "in the loss" or (lse == "returned" and config.get("ulysses_size", 1) > 1)
     if not (mask.get("softcap") or mask.get("dropout_p") or mask.get("softmax_scale", 1.0) <= 0 or flowing):
         backends.append("aten")
     if dtype == torch.float32 and world < 3:  # Triton's interpreter takes its time

@@ -29,7 +29,8 @@ ATTENTION = (
     {"validate", "topology"},
     {"call", "finite"},
     {"grid", "ring", "heads", "decode_ring"},
-    {"autograd", "decode"},
+    {"passes", "decode"},
+    {"autograd"},
     {"functional", "cached", "sequences"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}

@@ -39,7 +39,7 @@ def register_sequence_parallel(
         model: a decoder-only causal language model, before `deepspeed.initialize`; its attention becomes "tree".
         sp_size: number of neighbouring ranks that share a sequence; default: all ranks. ranks / sp_size is the
             data-parallel size.
-        tree_config: of the attention; `TreeConfig(ulysses_size=2)` splits the heads over pairs of neighbours.
+        tree_config: of the attention; `TreeConfig(ulysses_size=2)` exchanges heads over pairs of ranks.
     Returns: the mpu for `deepspeed.initialize(mpu=...)`, with `shard_batch`.
     Raises: ValueError before any group is created: no process group yet, a size that doesn't divide the ranks, a model
         that can't be trained on shards.

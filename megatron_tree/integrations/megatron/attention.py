@@ -34,7 +34,8 @@ def tree_config_for(
     """The TreeConfig of a layer with this `cp_comm_type`.
 
     Args:
-        cp_comm_type: "tree" or None: `tree_config` unchanged (by default the planner chooses the grid); "p2p": KV
+        cp_comm_type: "tree" or None: `tree_config` unchanged (by default the planner chooses how many ranks exchange
+            heads, and the grid of the others); "p2p": KV
             circulates in a ring; "all_gather": KV is gathered and queries stay, the grid (1, cp); "a2a": heads are
             split over all ranks (Ulysses); "a2a+tree", "a2a+p2p": heads are split over the first of `cp_sizes`, and the
             second part joins the other ranks.
@@ -120,13 +121,14 @@ class TreeDotProductAttention(MegatronModule):
         two_parts = cp_comm_type is not None and "+" in cp_comm_type
         sizes = compat.hierarchical_sizes(config, self.cp_group) if two_parts else (1, cp_size)
         self.tree_config = tree_config_for(cp_comm_type, sizes, tree_config)
-        places = cp_size // self.tree_config.ulysses_size
+        ulysses_size = self.tree_config.ulysses_size or 1
+        places = cp_size // ulysses_size
         for name in ("grid", "grid_backward"):
             grid = getattr(self.tree_config, name)
             if grid is not None and math.prod(grid) != places:
                 raise ValueError(
                     f"{name}={grid} has {math.prod(grid)} places, but context_parallel_size={cp_size} leaves {places} "
-                    f"(ulysses_size={self.tree_config.ulysses_size})"
+                    f"(ulysses_size={ulysses_size})"
                 )
         _refuse_unsupported(config, attention_type)
         self.is_cross = attention_type == "cross"  # keys and queries may differ in length

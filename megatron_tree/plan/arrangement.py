@@ -1,0 +1,121 @@
+"""Where the ranks of a plan lie: u ranks exchange heads, an a x b grid joins those that then hold the same heads.
+
+Every dimension has a part across nodes and a part inside a node. Position n * block + l is rank l of node n.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Pair = tuple[int, int]
+
+
+class Coordinates(NamedTuple):
+    """One position, each as (node, place inside the node)."""
+
+    heads: Pair
+    row: Pair
+    column: Pair
+
+
+class Arrangement(NamedTuple):
+    """u x a x b ranks, nested by node."""
+
+    heads: Pair
+    """(across, inside): the factors of u."""
+    grid: Pair
+    """(a, b)."""
+    inner: Pair
+    """(a0, b0): the part of the grid inside a node."""
+    block: int
+    """Ranks of a node that the nesting knows; 1: not nested."""
+
+    @property
+    def u(self) -> int:
+        """Ranks that exchange heads."""
+        return self.heads[0] * self.heads[1]
+
+    @property
+    def outer(self) -> Pair:
+        """The part of the grid across nodes."""
+        return self.grid[0] // self.inner[0], self.grid[1] // self.inner[1]
+
+    def coordinates(self, x: int) -> Coordinates:
+        """Where a position lies. Neighbours exchange heads: their coordinate changes first."""
+        (node, w1), (place, w0) = (divmod(n, u) for n, u in zip(divmod(x, self.block), self.heads))
+        (i1, j1), (i0, j0) = divmod(node, self.outer[1]), divmod(place, self.inner[1])
+        return Coordinates((w1, w0), (i1, i0), (j1, j0))
+
+    def position(self, heads: Pair, row: Pair, column: Pair) -> int:
+        """The inverse of `coordinates`."""
+        node, place = ((i * b + j) * u + w for w, i, j, b, u in self._factors(heads, row, column))
+        return node * self.block + place
+
+    def _factors(self, heads: Pair, row: Pair, column: Pair):
+        return zip(heads, row, column, (self.outer[1], self.inner[1]), self.heads)
+
+    def row_of(self, x: int) -> tuple[tuple[int, ...], ...]:
+        """Positions of x's row, which gathers keys: those of place i on all nodes, for every place i."""
+        w, i, _ = self.coordinates(x)
+        outer, inner = self.outer[1], self.inner[1]
+        return tuple(tuple(self.position(w, i, (o, n)) for o in range(outer)) for n in range(inner))
+
+    def column_of(self, x: int) -> tuple[tuple[int, ...], ...]:
+        """The same of x's column, which gathers queries."""
+        w, _, j = self.coordinates(x)
+        outer, inner = self.outer[0], self.inner[0]
+        return tuple(tuple(self.position(w, (o, n), j) for o in range(outer)) for n in range(inner))
+
+    def holder_of(self, x: int) -> tuple[int, ...]:
+        """Positions that exchange heads with x, itself among them, in the order of their heads."""
+        _, i, j = self.coordinates(x)
+        across, inside = self.heads
+        return tuple(self.position((w1, w0), i, j) for w1 in range(across) for w0 in range(inside))
+
+    def places_of(self, x: int) -> tuple[int, ...]:
+        """Positions with the same heads as x, in rising order: the ring's."""
+        w = self.coordinates(x).heads
+        (a1, b1), (a0, b0) = self.outer, self.inner
+        nodes, places = ((i, j) for i in range(a1) for j in range(b1)), [(i, j) for i in range(a0) for j in range(b0)]
+        return tuple(self.position(w, (i1, i0), (j1, j0)) for i1, j1 in nodes for i0, j0 in places)
+
+
+class HeadSplit(NamedTuple):
+    """How u ranks share heads: in units of one KV head with some of its query heads, n units on each rank.
+
+    The units are padded to u * n. With fewer KV heads than ranks, a KV head belongs to several units with different
+    query heads; each rank is sent only the KV heads of its own units.
+    """
+
+    num_heads: int
+    num_heads_kv: int
+    u: int
+    copies: int
+    """Units to which a KV head belongs."""
+
+    @classmethod
+    def of(cls, num_heads: int, num_heads_kv: int, u: int) -> HeadSplit:
+        """The split with the least padding, then with the fewest copies of KV heads."""
+        queries = num_heads // num_heads_kv
+        splits = (cls(num_heads, num_heads_kv, u, r) for r in range(1, queries + 1) if queries % r == 0)
+        return min(splits, key=lambda split: (split.padding, split.copies))
+
+    @property
+    def n(self) -> int:
+        """Units of one rank, which are its KV heads."""
+        return -(-self.num_heads_kv * self.copies // self.u)
+
+    @property
+    def queries(self) -> int:
+        """Query heads of a unit."""
+        return self.num_heads // (self.num_heads_kv * self.copies)
+
+    @property
+    def padding(self) -> float:
+        """Query heads of all ranks with padding, per query head."""
+        return self.u * self.n * self.queries / self.num_heads
+
+    @property
+    def kv_padding(self) -> float:
+        """KV heads of all ranks with copies and padding, per KV head."""
+        return self.u * self.n / self.num_heads_kv

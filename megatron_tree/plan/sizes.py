@@ -1,0 +1,100 @@
+"""What one attention call moves and computes, in words, bytes and floating-point operations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .arrangement import HeadSplit
+from .plans import Shape
+from .topology import Topology
+
+STATISTIC = 4  # bytes of lse or delta of one query and head
+
+
+def forward_words(grid: tuple[int, int], shape: Shape, ulysses_size: int = 1) -> float:
+    """Words per token of a share that a rank sends forward: (u-1)/u (|Q| + |K| + |V| + |O|) to exchange heads, then
+    (a-1)(|Q| + |O| + lse) + (b-1)(|K| + |V|)."""
+    (a, b), u = grid, ulysses_size
+    q, o, kv, statistic = _words(shape, u)
+    return (a - 1) * (q + o + statistic) + (b - 1) * kv + (u - 1) * (q + kv + o) / u
+
+
+def backward_words(grid: tuple[int, int], shape: Shape, ulysses_size: int = 1) -> float:
+    """The same backward: dout, delta and then dq, dk, dv to exchange heads; down the column q, dout, lse, delta and
+    then dq; along the row k, v and then dk, dv."""
+    (a, b), u = grid, ulysses_size
+    q, o, kv, statistic = _words(shape, u)
+    return (a - 1) * (2 * q + o + 2 * statistic) + (b - 1) * 2 * kv + (u - 1) * (o + statistic + q + kv) / u
+
+
+def _words(shape: Shape, u: int) -> tuple[float, float, float, float]:
+    """Words of a token's q, o, k and v, and of one statistic, with the padding and copies of `HeadSplit`."""
+    h, h_kv, d, d_v = shape
+    split = HeadSplit.of(h, h_kv, u)
+    heads, kv_heads = round(h * split.padding), round(h_kv * split.kv_padding)
+    return heads * d, heads * d_v, kv_heads * (d + d_v), heads
+
+
+class CallSizes(NamedTuple):
+    """Bytes of one rank's share of an attention call, and its compute."""
+
+    q: float
+    o: float
+    statistic: float
+    kv: float
+    flops: float
+    """Floating-point operations of one rank's forward."""
+    widening: float
+    """Bytes of the kernels' fp32 results per byte of what travels."""
+
+    @classmethod
+    def of(
+        cls,
+        world: int,
+        shape: Shape,
+        *,
+        batch: int,
+        seq_len: int,
+        bytes_per_word: int,
+        causal: bool,
+        seq_len_kv: int | None = None,
+        visible: float = 1.0,
+    ) -> CallSizes:
+        h, h_kv, d, d_v = shape
+        seq_len_kv = seq_len if seq_len_kv is None else seq_len_kv
+        tokens, tokens_kv = (batch * -(-s // world) for s in (seq_len, seq_len_kv))
+        pairs = visible * tokens * seq_len_kv * h / (2 if causal else 1)
+        return cls(
+            q=tokens * h * d * bytes_per_word,
+            o=tokens * h * d_v * bytes_per_word,
+            statistic=tokens * h * STATISTIC,
+            kv=tokens_kv * h_kv * (d + d_v) * bytes_per_word,
+            flops=2 * pairs * (d + d_v),
+            widening=max(1.0, 4 / bytes_per_word),
+        )
+
+    def split(self, split: HeadSplit) -> CallSizes:
+        """The same after an exchange: as many bytes and operations, but for padding and copies of KV heads."""
+        return self._replace(
+            q=self.q * split.padding,
+            o=self.o * split.padding,
+            statistic=self.statistic * split.padding,
+            kv=self.kv * split.kv_padding,
+            flops=self.flops * split.padding,
+        )
+
+    def exchanged(self, backward: bool) -> tuple[float, float]:
+        """Bytes of a share that are exchanged before attention and back; each of u ranks sends (u - 1) / u of them."""
+        return (self.o + self.statistic, self.q + self.kv) if backward else (self.q + self.kv, self.o)
+
+    def column(self, backward: bool) -> tuple[int, int]:
+        """(gathered, reduced) bytes of a share that go down the column."""
+        return (self.q + self.o + 2 * self.statistic, self.q) if backward else (self.q, self.o + self.statistic)
+
+    def row(self, backward: bool) -> tuple[int, int]:
+        """(gathered, reduced) bytes of a share that go along the row."""
+        return self.kv, self.kv if backward else 0
+
+    def seconds(self, topology: Topology, backward: bool) -> float:
+        """Seconds of a rank's attention: two matrix products forward, five backward."""
+        return self.flops * (2.5 if backward else 1) / topology.flops

@@ -1,0 +1,213 @@
+"""Heads exchanged for tokens over u ranks, the grid or the ring among the others: exact, and what it sends."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import TreeConfig, comm, energy, shard_positions, tree_attn_func
+from megatron_tree.attention import call as attend
+from megatron_tree.config import AttnSpec
+from megatron_tree.plan import HeadSplit, default_topology, place
+from megatron_tree.plan.plans import grids, head_splits
+from support.attention import dense, make_inputs, make_sinks, oracle, run_one, worst_error
+from support.hosts import Hosts
+from support.ranks import largest, run_distributed
+
+HEADS = [(8, 8), (8, 2), (4, 1), (9, 3), (5, 5), (6, 2), (12, 3)]
+PLACES = {"4 ranks of 1 host": (0, 0, 0, 0), "2 x 2": (0, 1, 0, 1), "3 x 2": (0, 0, 1, 1, 2, 2)}
+
+
+@pytest.mark.parametrize(("num_heads", "num_heads_kv"), HEADS)
+@pytest.mark.parametrize("u", [1, 2, 3, 4, 8])
+def test_units_hold_every_head_once(num_heads, num_heads_kv, u):
+    split = HeadSplit.of(num_heads, num_heads_kv, u)
+    assert split.u * split.n * split.queries >= num_heads and split.n * u >= num_heads_kv * split.copies
+    assert num_heads_kv * split.copies * split.queries == num_heads
+    if num_heads % u == 0 and (num_heads_kv % u == 0 or u % num_heads_kv == 0):
+        assert split.padding == 1 and u * split.n == max(num_heads_kv, u)
+
+
+class Placed:
+    """The planner places the ranks that exchange heads like this, while the context is open."""
+
+    def __init__(self, heads):
+        self.heads, self.real = heads, attend.plan_training
+
+    def __enter__(self):
+        attend.plan_training = self._plan
+
+    def __exit__(self, *_):
+        attend.plan_training = self.real
+
+    def _plan(self, *args, **kwargs):
+        plan = self.real(*args, **kwargs)
+        found = []
+        for table, chosen in zip(plan.candidates, (plan.forward, plan.backward)):
+            like = (c for c in table if (c.schedule, c.grid) == (chosen.schedule, chosen.grid))
+            placed = next(c for c in like if c.arrangement.heads == self.heads)
+            found.append(dataclasses.replace(placed, head_groups=chosen.head_groups))
+        return dataclasses.replace(plan, forward=found[0], backward=found[1])
+
+
+def _placements(rank, world, hosts, transport):
+    """Every u and its places across nodes and inside them, with every schedule, against the oracle."""
+    worst, seen = 0.0, set()
+    block = place(default_topology("gloo"), hosts).block
+    with Hosts(hosts):
+        cases = itertools.product([u for u in range(2, world + 1) if world % u == 0], HEADS[:4])
+        for i, (u, heads) in enumerate(cases):
+            if u > heads[0]:
+                continue
+            inputs = make_inputs(4 * world, heads, d=6, d_v=4)
+            truth = oracle(*inputs)
+            n = HeadSplit.of(*heads, u).n
+            groups = max(g for g in range(1, 3) if n % g == 0)
+            options = [
+                dict(head_groups=groups),
+                dict(schedule="ring"),
+                dict(grid=(1, world // u), grid_backward=(world // u, 1)),
+            ]
+            for places in head_splits(u, world // block, block):
+                with Placed(places):
+                    config = TreeConfig(ulysses_size=u, transport=transport, timeout_s=30, **options[i % 3])
+                    worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
+                seen.add(places)
+    return worst, seen
+
+
+@pytest.mark.parametrize("transport", ["direct", "builtin"])
+@pytest.mark.parametrize("where", PLACES)
+def test_every_placement_matches_the_oracle(where, transport):
+    for worst, seen in run_distributed(_placements, len(PLACES[where]), PLACES[where], transport, timeout=300):
+        assert worst < 1e-12
+        if where == "2 x 2":
+            assert seen == {(2, 1), (1, 2), (2, 2)}
+
+
+def _any_heads(rank, world):
+    """Heads that ranks can't share evenly, uneven shares, sinks, windows, groups, ring and grids."""
+    found = {}
+    masks = [{}, dict(sinks=True), dict(window_size=(5, 0))]
+    layouts = ["zigzag", (3, 0, 6, 3)[:world] if world == 4 else tuple(range(1, world + 1))]
+    cases = itertools.product(HEADS, [u for u in range(2, world + 1) if world % u == 0])
+    for i, (heads, u) in enumerate(cases):
+        layout, mask = layouts[i % 2], masks[i % 3]
+        n = 4 * world if layout == "zigzag" else sum(layout)
+        inputs = make_inputs(n, heads)
+        truth = oracle(*inputs, **({**mask, "sinks": make_sinks(heads[0])} if "sinks" in mask else mask))
+        schedules = [dict(schedule="ring"), dict(grid=grids(world // u)[i % len(grids(world // u))]), {}]
+        config = TreeConfig(ulysses_size=u, **schedules[i % 3])
+        found[heads, u, str(layout), str(mask)] = worst_error(*run_one(inputs, layout, config, mask), truth)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_heads_that_do_not_divide_and_uneven_shares(world):
+    for found in run_distributed(_any_heads, world):
+        assert largest(found.values()) < 1e-12, found
+
+
+def _cross(rank, world, u):
+    inputs = make_inputs(2 * world, (6, 3))
+    keys = make_inputs(6 * world, (6, 3), seed=1)
+    q, dout, k, v = inputs[0], inputs[3], keys[1], keys[2]
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, causal=False)
+    keep = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    truth = (
+        *energy.attention(q, k, v, spec=spec, keep=keep),
+        *energy.attention_grads(q, k, v, dout, spec=spec, keep=keep),
+    )
+    q_rows, k_rows = (shard_positions(x.shape[1], rank, world) for x in (q, k))
+    leaves = [x[:, rows].clone().requires_grad_() for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
+    config = TreeConfig(ulysses_size=u)
+    out, lse = tree_attn_func(*leaves, cp_group=dist.group.WORLD, causal=False, config=config, return_lse=True)
+    dq, dk, dv = torch.autograd.grad((out * dout[:, q_rows]).sum(), leaves)
+    pairs = [(out, truth[0][:, q_rows]), (lse, truth[1][..., q_rows]), (dq, truth[2][:, q_rows])]
+    pairs += [(dk, truth[3][:, k_rows]), (dv, truth[4][:, k_rows])]
+    return largest(float((x - t).abs().max()) for x, t in pairs)
+
+
+@pytest.mark.parametrize(("world", "u"), [(2, 2), (4, 2)])
+def test_cross_attention(world, u):
+    assert largest(run_distributed(_cross, world, u)) < 1e-12
+
+
+def _low_precision(rank, world, dtype):
+    inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
+    out, _, *grads = oracle(*inputs)
+    truth = [out, *grads]
+    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
+    found = {}
+    for u in (2, 4):
+        rows, (out, _, *grads) = run_one(inputs, "zigzag", TreeConfig(ulysses_size=u), {})
+        errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
+        found[u] = [float(e / a) for e, a in zip(errors, allowed)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_keeps_the_rule(dtype):
+    for found in run_distributed(_low_precision, 4, dtype):
+        for u, (out, *grads) in found.items():
+            assert out <= 2 and largest(grads) <= 3, (u, out, grads)
+
+
+B, ROWS, D, D_V = 2, 6, 8, 4
+
+
+def _traffic(rank, world, heads):
+    h, h_kv = heads
+    q, k, v = (torch.randn(B, ROWS, *n, requires_grad=True) for n in ((h, D), (h_kv, D), (h_kv, D_V)))
+    found = {}
+    for u in (2, 4):
+        for cells in grids(world // u):
+            config = TreeConfig(ulysses_size=u, grid=cells, head_groups=1)
+            with comm.record() as forward:
+                out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
+            with comm.record() as backward:
+                out.backward(torch.ones_like(out))
+            found[u, cells] = [sum(sent.bytes for sent in log) for log in (forward, backward)]
+    return found
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (4, 1)])
+def test_it_sends_what_the_formulas_say(heads):
+    """docs/design.md, section 2: every rank is sent the KV heads that it needs, once."""
+    h, h_kv = heads
+    for found in run_distributed(_traffic, 4, heads):
+        for (u, (a, b)), (forward, backward) in found.items():
+            kv = max(h_kv, u) * (D + D_V)
+            exchanged = (u - 1) / u * (h * (D + D_V) + kv), (u - 1) / u * (h * (D + D_V + 1) + kv)
+            gathered = (a - 1) * h * (D + D_V + 1) + (b - 1) * kv, (a - 1) * h * (2 * D + D_V + 2) + (b - 1) * 2 * kv
+            assert [forward, backward] == [4 * B * ROWS * (x + y) for x, y in zip(exchanged, gathered)], (u, a, b)
+
+
+def _by_itself(rank, world):
+    """Where the planner prefers an exchange of heads, nobody has to ask for it."""
+    inputs = make_inputs(64 * world, (8, 8), d=16, d_v=16)
+    truth = oracle(*inputs)
+    rows = shard_positions(64 * world, rank, world)
+    plans, real = [], attend.plan_training
+
+    def spy(*args, **kwargs):
+        plans.append(real(*args, **kwargs))
+        return plans[-1]
+
+    attend.plan_training = spy
+    try:
+        with Hosts((0, 0, 1, 1)):
+            q, k, v = (x[:, rows].clone().requires_grad_() for x in inputs[:3])
+            out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=TreeConfig(check="always"))
+            grads = torch.autograd.grad((out * inputs[3][:, rows]).sum(), (q, k, v))
+    finally:
+        attend.plan_training = real
+    errors = [float((x - t[:, rows]).abs().max()) for x, t in zip((out, *grads), (truth[0], *truth[2:]))]
+    return largest(errors), plans[0].forward.ulysses_size, plans[0].forward.arrangement.heads
+
+
+def test_the_planner_exchanges_heads_by_itself():
+    for worst, u, heads in run_distributed(_by_itself, 4):
+        assert worst < 1e-12 and u > 1 and heads[0] == 2, (u, heads)  # across the two nodes
