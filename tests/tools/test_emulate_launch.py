@@ -4,6 +4,7 @@ import argparse
 import functools
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -130,12 +131,8 @@ def test_launch(tmp_path):
         (["--", "script.py", "--fail"], 7, ""),
         (["--", "-m", "script", "--raise"], 1, r"\[1\] ValueError: told to fail"),
         (["--timeout", "2s", "--", "script.py", "--wait"], 1, r"ranks \[0, 1\] had not finished after timeout_s=2"),
-        (["--", "nothing.py"], 2, "no such script: nothing.py"),
-        (["--nodes", "2"], 2, "no script given"),
-        (["--nodes", "0", "--", "script.py"], 2, "nodes=0: an emulated cluster has 1 to"),
-        (["--latency", "fast", "script.py"], 2, "--latency: 'fast' is not a time, for instance 200us or 1ms"),
     ],
-    ids=["status", "module", "timeout", "no such script", "no script", "nodes", "latency"],
+    ids=["status", "module", "timeout"],
 )
 def test_launch_fails(tmp_path, arguments, status, said):
     done = _launch(tmp_path, *arguments)
@@ -144,9 +141,30 @@ def test_launch_fails(tmp_path, arguments, status, said):
     assert "Traceback" not in done.stderr
 
 
-def test_launch_help(tmp_path):
-    done = _launch(tmp_path, "--help")
-    assert done.returncode == 0 and "examples" in done.stdout and "--latency" in done.stdout
+@emulated
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--", "nothing.py"], 2, "no such script: nothing.py"),
+        (["--nodes", "2"], 2, "no script given"),
+        (["--nodes", "0", "--", "script.py"], 2, "nodes=0: an emulated cluster has 1 to"),
+        (["--latency", "fast", "script.py"], 2, "--latency: 'fast' is not a time, for instance 200us or 1ms"),
+        (["--help"], 0, "--latency(?s:.*)examples:"),
+    ],
+    ids=["no such script", "no script", "nodes", "latency", "help"],
+)
+def test_launch_refuses(tmp_path, monkeypatch, capfd, arguments, status, said):
+    """In this process: what starts no ranks needs no new one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    main = runpy.run_path(str(REPO / "launch" / "emulate.py"))["main"]
+    try:
+        found = main(arguments)
+    except SystemExit as error:
+        found = error.code
+    output = "".join(capfd.readouterr())
+    assert found == status, output
+    assert re.search(said, output)
 
 
 def test_units():
