@@ -125,7 +125,7 @@ class Planner:
         if (row := serving.row) is None:
             handle = next(self._handles)
             self._steps.append(["add", handle])
-            serving.admit(handle, 0)
+            serving.handle = handle
             return
         shared = row.shared(serving.prompt)
         if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
@@ -134,7 +134,7 @@ class Planner:
         elif shared < len(row.tokens):
             self._steps.append(["crop", row.handle, shared])
         del row.tokens[shared:]
-        serving.admit(row.handle, shared)
+        serving.handle, serving.num_prefilled = row.handle, shared
 
     def cancel(self, serving: ServedRequest) -> None:
         """End a request that waits or is served."""

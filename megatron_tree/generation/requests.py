@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,18 +44,11 @@ class Request:
     """Use this row of the cache and leave it there; one request at a time, with n=1."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Of one answer; times in seconds from `submit` on."""
+class Usage(NamedTuple):
+    """Tokens of one answer, and of its prompt."""
 
     prompt_tokens: int
-    cached_tokens: int
-    """Of the prompt, those that its row held before."""
     completion_tokens: int
-    queued_s: float
-    first_token_s: float | None
-    """Until the request's first token; None: it ended without one."""
-    total_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +105,7 @@ class ServedRequest:
         self.row = request.row
         self.params = request.sampling.with_seed()
         self.handle: int | None = None  # of the prompt's row while it is prefilled
-        self.num_prefilled = self.num_reused = 0
+        self.num_prefilled = 0
         self.answers = [
             ActiveAnswer(
                 index=i,
@@ -121,8 +114,6 @@ class ServedRequest:
             )
             for i in range(request.n)
         ]
-        self._submitted = time.perf_counter()
-        self._admitted = self._first_token = 0.0
 
     @property
     def unfinished(self) -> list[ActiveAnswer]:
@@ -142,27 +133,12 @@ class ServedRequest:
         shared = _whole(len(self.prompt), page)
         return sum(_whole(a.length, page) - shared * a.forked for a in self.unfinished if a.handle is not None)
 
-    def admit(self, handle: int, num_reused: int) -> None:
-        """Its prompt gets a row, which holds some tokens of it already."""
-        self.handle, self._admitted = handle, time.perf_counter()
-        self.num_prefilled = self.num_reused = num_reused
-
     def tell(self, answer: ActiveAnswer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
         """Send an event of one answer, and record its end."""
-        now = time.perf_counter()
-        if choice is not None and not self._first_token:
-            self._first_token = now
         usage = None
         if finish_reason is not None:
             answer.finished = True
-            usage = Usage(
-                prompt_tokens=len(self.prompt),
-                cached_tokens=self.num_reused,
-                completion_tokens=answer.stopper.num_tokens,
-                queued_s=(self._admitted or now) - self._submitted,
-                first_token_s=self._first_token - self._submitted if self._first_token else None,
-                total_s=now - self._submitted,
-            )
+            usage = Usage(len(self.prompt), answer.stopper.num_tokens)
         if choice is not None:
             more |= {"token": choice.token, "logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
         self.sink(

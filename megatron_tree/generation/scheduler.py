@@ -37,8 +37,6 @@ class Load(NamedTuple):
     """Requests without a row."""
     served: int
     """Requests that are prefilled or decoded."""
-    rows: int
-    """Answers of these that are not finished."""
 
 
 class Scheduler:
@@ -186,8 +184,7 @@ class Scheduler:
     def load(self) -> Load:
         """From any thread of the leader."""
         with self._news:
-            waiting, served = len(self._waiting), [s for s in self._open.values() if s not in self._waiting]
-        return Load(waiting, len(served), sum(len(s.unfinished) for s in served))
+            return Load(len(self._waiting), len(self._open) - len(self._waiting))
 
     def run(self) -> None:
         """Serve until `stop`. On all ranks."""

@@ -166,11 +166,11 @@ def test_cancelled_requests_give_their_rows_back_at_once(model):
     ]
     for _ in range(3):
         scheduler.run_once()
-    assert len(runner.rows) == 2 and scheduler.load == Load(waiting=2, served=2, rows=2)
+    assert len(runner.rows) == 2 and scheduler.load == Load(waiting=2, served=2)
     assert scheduler.cancel(numbers[0]) and scheduler.cancel(numbers[1]) and scheduler.cancel(numbers[3])
     scheduler.run_once()  # one decodes, one is being prefilled, one waits
     assert [e[-1].finish_reason for e in events[:2] + events[3:]] == ["cancelled"] * 3
-    assert events[0][-1].token is None and events[0][-1].last and events[3][-1].usage.first_token_s is None
+    assert events[0][-1].token is None and events[0][-1].last and events[3][-1].usage.completion_tokens == 0
     assert len(runner.rows) == 1, "their rows were not freed by the next turn"
     scheduler.stop(grace_s=60.0)
     scheduler.run()
@@ -186,8 +186,6 @@ def test_a_request_waits_until_rows_and_cache_suffice(model, page_size):
     assert [tokens_of(e) for e in events] == [plain(model, prompt(1, a), b)[0][0].tolist() for a, b in lengths]
     assert max(len(call[1]) for call in runner.calls if call[0] == "step") >= 2
     assert 0 <= runner.least_free < 20
-    ends = [e[-1].usage for e in events]
-    assert ends[2].queued_s > ends[0].queued_s
     leftover = PlainRunner(model, capacity=64)
     scheduler = Scheduler(leftover, max_rows=8, max_waiting=2)
     with torch.no_grad():
@@ -272,7 +270,6 @@ def test_a_kept_row_is_continued_until_it_is_forgotten(model):
     scheduler.submit(Request(prompt=start + answer + [7, 8], **options), second.append)
     scheduler.run_until_idle()
     assert [call[2] for call in runner.calls if call[0] == "prefill"] == [[answer[2], 7, 8]]
-    assert (first[-1].usage.cached_tokens, second[-1].usage.cached_tokens) == (0, 22)
     alone, _ = make_scheduler(model)
     (expected,) = serve(alone, [Request(prompt=start + answer + [7, 8], sampling=SamplingParams(max_tokens=3))])
     assert tokens_of(second) == tokens_of(expected)

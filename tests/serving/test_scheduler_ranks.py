@@ -89,7 +89,7 @@ def _failing(rank, world, where):
 @pytest.mark.parametrize(("where", "name"), [("sink", "KeyError"), ("plan", "ZeroDivisionError")])
 def test_a_failure_of_the_leader_ends_all_ranks_at_once(where, name):
     with pytest.raises(Exception) as caught:
-        run_distributed(_failing, 2, where, timeout=30.0)
+        run_distributed(_failing, 2, where, timeout=60.0)
     failures = caught.value.failures
     assert set(failures) == {0, 1}, caught.value
     assert name in failures[0] and f"TreeError: rank 0 of the scheduler failed: {name}" in failures[1]

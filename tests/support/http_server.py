@@ -124,7 +124,7 @@ def until(condition, seconds=20):
 
 def is_idle(server):
     """No requests, and no rows in the cache."""
-    return server.scheduler.load == (0, 0, 0) and not server.runner.rows
+    return server.scheduler.load == (0, 0) and not server.runner.rows
 
 
 def raw(server, path, body, *, headers=(), read=True):

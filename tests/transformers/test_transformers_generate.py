@@ -194,6 +194,7 @@ def _end_tokens(rank, world):
     free, _ = plain(model, ids, NEW)
     end = [int(free[0, 2]), int(free[1, 4])]
     want, _ = plain(model, ids, NEW, eos_token_id=end, pad_token_id=end[0])
+    after = plain(model, torch.cat((ids, want, prompt(3, 4, seed=5)), 1), NEW)
     model.set_attn_implementation("tree")
     seen = []
 
@@ -213,6 +214,15 @@ def _end_tokens(rank, world):
     assert len(result.step_s) == want.shape[1] - 1
     assert 0 < result.prefill_s <= result.first_token_s
     assert result.logits == []
+    # a row that has ended is not run: the cache lacks what was only padded, and the next turn runs it
+    lengths = [next(i for i, token in enumerate(row, 1) if token in end or i == want.shape[1]) for row in want.tolist()]
+    assert len(set(lengths)) > 1
+    assert [cache.length(i) for i in range(3)] == [13 + n - 1 for n in lengths]
+    whole = torch.cat((ids, want, prompt(3, 4, seed=5)), 1)
+    _check(_generated(model, whole, cache)[0], after)
+    cache = tree_hf.TreeCache(model.config, cp_group=_group(world))
+    logits = torch.stack(_generated(model, ids, cache, eos_token_id=end)[1].logits, 1)
+    assert [int(row.isfinite().all(-1).sum()) for row in logits] == lengths
 
 
 @pytest.mark.parametrize("world", [1, 2])

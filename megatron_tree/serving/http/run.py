@@ -117,7 +117,7 @@ def serve(
         while not asked and scheduler.run_once():
             pass
         if asked:
-            waiting, served, _ = scheduler.load
+            waiting, served = scheduler.load
             logger.info("%s: %d requests wait and %d are served; they have %g s", asked[0], waiting, served, grace)
         scheduler.run()
     except BaseException as error:
