@@ -44,8 +44,7 @@ class GroupTopology(NamedTuple):
             return self
         hosts = comm.hosts(group, timeout_s=config.timeout_s)
         placed = self._replace(hosts=hosts, placement=place(self.topology, hosts))
-        if group is not None:
-            GroupState.of(group).topologies[self._key(device, config)] = placed
+        GroupState.of(group).topologies[self._key(device, config)] = placed
         return placed
 
     def placement_of(self, ranks: tuple[int, ...]) -> Placement:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -72,18 +75,21 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(f"k_cache holds {k_cache.shape[1]} slots and v_cache {v_cache.shape[1]}: they must be equal")
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str) -> None:
+def _check_heads(
+    q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str, *, pages: bool = False, eight_bits: bool = False
+) -> None:
+    """pages: the first axis of k and v is not the batch. eight_bits: their dtype is not q's."""
     for name, x in (("q", q), (k_name, k), (v_name, v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be a 4-D tensor [batch, sequence, heads, head_dim], got {seen}")
-        if x.dtype not in DTYPES:
+        if x.dtype not in DTYPES and not (eight_bits and x is not q):
             raise ValueError(f"{name} has dtype {x.dtype}: attention takes fp32, bf16, fp16 or fp64")
-        if x.dtype != q.dtype:
+        if x.dtype != q.dtype and not eight_bits:
             raise ValueError(f"{name} has dtype {x.dtype} but q has {q.dtype}: cast them to one dtype")
         if x.device != q.device:
             raise ValueError(f"{name} is on device {x.device} but q is on {q.device}: move them to one device")
-        if x.shape[0] != q.shape[0]:
+        if x.shape[0] != q.shape[0] and not pages:
             raise ValueError(f"{name} has batch size {x.shape[0]} but q has {q.shape[0]}")
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"{k_name} has {k.shape[2]} heads but {v_name} has {v.shape[2]}")
@@ -197,15 +203,36 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
     for name, scale, pages in (("k_scale", k_scale, k_cache), ("v_scale", v_scale, v_cache)):
         if scale is not None and (scale.shape != pages.shape[:3] or scale.dtype != torch.float32):
             raise ValueError(f"{name} {scale.dtype} {tuple(scale.shape)} must be fp32 {list(pages.shape[:3])}")
-    dtypes = [q.dtype if scaled[0] else x.dtype for x in (k_cache, v_cache)]
-    rows = [x.new_empty((), dtype=t).expand(q.shape[0], *x.shape[1:]) for x, t in zip((k_cache, v_cache), dtypes)]
-    _check_heads(q, *rows, "k_cache", "v_cache")
+    _check_heads(q, k_cache, v_cache, "k_cache", "v_cache", pages=True, eight_bits=scaled[0])
     # on an accelerator the values stay there: reading them would stall every step
     if q.device.type == "cpu" and isinstance(cache_seqlens, Tensor) and cache_seqlens.shape == (q.shape[0],):
-        used = torch.arange(block_table.shape[1]) * k_cache.shape[1] < cache_seqlens[:, None]
-        if bool((used & ((block_table < 0) | (block_table >= len(k_cache)))).any()):
-            raise ValueError(f"block_table={block_table.tolist()} names pages beyond the {len(k_cache)} of k_cache")
+        with _once((block_table, cache_seqlens), k_cache.shape[:2]) as unknown:
+            used = unknown and torch.arange(block_table.shape[1]) * k_cache.shape[1] < cache_seqlens[:, None]
+            if unknown and bool((used & ((block_table < 0) | (block_table >= len(k_cache)))).any()):
+                raise ValueError(f"block_table={block_table.tolist()} names pages beyond the {len(k_cache)} of k_cache")
     return PagedKV(block_table, k_scale, v_scale)
+
+
+_CHECKED = 64  # checks of values that are remembered
+_checked: dict[tuple, tuple] = {}
+
+
+@contextlib.contextmanager
+def _once(tensors: tuple[Tensor, ...], about: tuple) -> Iterator[bool]:
+    """Whether the values of these tensors are still to be checked: the layers of a step share block tables and lengths.
+    When the context ends without an error they are remembered, until a tensor is written to or freed."""
+    key = (about, *map(id, tensors))
+    tracked = not any(x.is_inference() for x in tensors)  # those have no version
+    versions = tuple(x._version for x in tensors) if tracked else ()
+    known = _checked.get(key)
+    if tracked and known and known[0] == versions and all(a() is b for a, b in zip(known[1], tensors)):
+        yield False
+        return
+    yield True
+    if tracked:
+        _checked[key] = versions, tuple(map(weakref.ref, tensors))
+        if len(_checked) > _CHECKED:
+            del _checked[next(iter(_checked))]
 
 
 def check_visible(q: Tensor, s_local: int, q_positions, cache_positions, cache_seqlens, spec: AttnSpec) -> Visible:
@@ -234,8 +261,11 @@ def check_visible(q: Tensor, s_local: int, q_positions, cache_positions, cache_s
         if cache_seqlens.device != q.device:
             raise ValueError(f"cache_seqlens is on device {cache_seqlens.device} but q is on {q.device}")
         # on an accelerator the values stay there: reading them would stall every step
-        if q.device.type == "cpu" and b and not 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= s_local:
-            raise ValueError(f"cache_seqlens={cache_seqlens.tolist()} must be within 0 and the cache's {s_local} slots")
+        if q.device.type == "cpu" and b:
+            with _once((cache_seqlens,), (s_local,)) as unknown:
+                if unknown and not 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= s_local:
+                    seen = cache_seqlens.tolist()
+                    raise ValueError(f"cache_seqlens={seen} must be within 0 and the cache's {s_local} slots")
     return Visible(lengths=cache_seqlens, q_positions=q_positions, k_positions=cache_positions)
 
 

@@ -236,3 +236,30 @@ def test_every_rank_is_told(what, message, by):
     for said in (other, own):
         assert said and re.search(message, said), said
     assert by == "all" or (other.startswith("rank 1 rejected") and other.endswith(own)), (other, own)
+
+
+def test_values_are_checked_once_until_they_change():
+    """The layers of a step share their block table and lengths: other values are other checks, in the same tensors too."""
+    q, pages = torch.randn(2, 1, 2, 8), torch.randn(6, 16, 2, 8)
+    table, lengths = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([32, 20])
+    call = dict(cp_group=None, block_table=table, cache_seqlens=lengths)
+    for _ in range(2):
+        tree_decode(q, pages, pages, **call)
+    table[1, 1] = 6
+    for _ in range(2):
+        with pytest.raises(ValueError, match="names pages beyond the 6"):
+            tree_decode(q, pages, pages, **call)
+    lengths[1] = 16  # not used any more
+    tree_decode(q, pages, pages, **call)
+    lengths[0] = 33
+    with pytest.raises(ValueError, match="within 0 and the cache's 32 slots"):
+        tree_decode(q, pages, pages, **call)
+    lengths[0] = 32
+    with pytest.raises(ValueError, match="names pages beyond the 1 of"):
+        tree_decode(q, pages[:1], pages[:1], **call)
+    with torch.inference_mode():  # tensors without a version
+        other = table.clone()
+        tree_decode(q, pages, pages, **{**call, "block_table": other})
+        other[0, 0] = -1
+        with pytest.raises(ValueError, match="names pages beyond the 6"):
+            tree_decode(q, pages, pages, **{**call, "block_table": other})
