@@ -239,7 +239,7 @@ def test_every_rank_is_told(what, message, by):
 
 
 def test_values_are_checked_once_until_they_change():
-    """The layers of a step share their block table and lengths: other values are other checks, in the same tensors too."""
+    """The layers of a step share their block table and lengths; other values in the same tensors are checked again."""
     q, pages = torch.randn(2, 1, 2, 8), torch.randn(6, 16, 2, 8)
     table, lengths = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([32, 20])
     call = dict(cp_group=None, block_table=table, cache_seqlens=lengths)
