@@ -42,35 +42,29 @@ class Accelerator:
         self.speed, self.late = speed, []
         self._results: dict[tuple, object] = {}
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> contextlib.AbstractContextManager:
         """Run the real kernels and record their results; drops earlier records."""
         self._results.clear()
+        return _replaced(self._record)
 
-        def record(name, run, args, options):
-            result = run(*args, **options)
-            self._results[_key(name, args, options)] = _copy(result)
-            return result
-
-        with _replaced(record):
-            yield
-
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> contextlib.AbstractContextManager:
         """Sleep instead of computing; return copies of the recorded results."""
+        return _replaced(self._replay)
 
-        def replay(name, run, args, options):
-            end = time.monotonic() + self.seconds(name, args, options)
-            key = _key(name, args, options)
-            if key not in self._results:
-                raise UnseenInput(f"{name} got queries or keys that the checked step did not have: {key[1]}")
-            result = _copy(self._results[key])
-            sleep_until(end)
-            self.late.append(time.monotonic() - end)
-            return result
+    def _record(self, name: str, run, args, options):
+        result = run(*args, **options)
+        self._results[_key(name, args, options)] = _copy(result)
+        return result
 
-        with _replaced(replay):
-            yield
+    def _replay(self, name: str, run, args, options):
+        end = time.monotonic() + self.seconds(name, args, options)
+        key = _key(name, args, options)
+        if key not in self._results:
+            raise UnseenInput(f"{name} got queries or keys that the checked step did not have: {key[1]}")
+        result = _copy(self._results[key])
+        sleep_until(end)
+        self.late.append(time.monotonic() - end)
+        return result
 
     def seconds(self, name: str, args, options) -> float:
         """Duration of one call: from the shard's bytes for decoding, from the visible pairs' flops for training."""

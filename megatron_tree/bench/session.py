@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import tempfile
@@ -109,27 +110,21 @@ def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
     if how.compute == "modelled" and (rivals := set(how.schedules) - bench.ours):
         raise ValueError(f"--schedules {' '.join(rivals)}: only our own kernels can be modelled; add --compute real")
     checked = "every schedule's result was checked on all ranks: worst error {worst} of what is allowed"
-
-    def run_case(case: Case, *machines) -> list[Measurement]:
-        return _attention_case(case, how, bench, *machines)
-
-    def time_limit(case: Case) -> float:
-        return _time_limit(case, how)
-
+    run_case, time_limit = functools.partial(_attention_case, how, bench), functools.partial(_time_limit, how)
     todo, title = cases(args, lengths), f"compute {how.compute}"
     run_cases(args, command, how, todo, run_case, time_limit, checked, title, compute=how.compute_text)
 
 
-def _time_limit(case: Case, how: Settings) -> float:
+def _time_limit(how: Settings, case: Case) -> float:
     """Several times what a case should take."""
     slow = case.kv_bytes * case.machines.ranks * 8 / (how.rate_bits / how.dilate) * 3  # a ring's forward and backward
     return SETUP_S + 600.0 + len(how.schedules) * (how.budget_s * 3 + 10 * slow)
 
 
-def _attention_case(case: Case, how: Settings, bench, ranks, topology: Topology, path: str) -> list[Measurement]:
+def _attention_case(how: Settings, bench, case: Case, ranks, topology: Topology, path: str) -> list[Measurement]:
     """All contenders of one case. Raises `WrongResult` if the result of one of them was wrong."""
     meeting, shared = Meeting(case.machines.ranks), bench.shared(case)
-    by_rank = ranks.run(_on_rank, case, how, bench, path, meeting, shared, timeout_s=_time_limit(case, how))
+    by_rank = ranks.run(_on_rank, case, how, bench, path, meeting, shared, timeout_s=_time_limit(how, case))
     local_s = by_rank[0][0]
     hosts = [r // case.machines.ranks_per_node for r in range(case.machines.ranks)]
     given = {**case._asdict(), "machines": case.machines.label, "ranks": case.machines.ranks}

@@ -23,13 +23,12 @@ import torch
 from megatron_tree.bench.results import metadata
 from megatron_tree.emulate import Cluster, Unavailable
 from megatron_tree.emulate.network import processes_in
-from megatron_tree.units import parse_count, parse_nodes_by_ranks
+from megatron_tree.units import parse_count, parse_nodes_by_ranks, parse_seconds
 
 from .checks import Check, accused, judge
 from .soak import Incarnation, Soak
 from .work import Generation, Training
 
-LIMIT_S = 10.0  # of every wait for other ranks
 PRELOADED = ("training.loop", "integrations.megatron", "serving.generate")  # so forked ranks start fast
 EXAMPLES = """\
 examples:
@@ -48,6 +47,7 @@ def main(argv: list[str]) -> int:
     add("--nodes", type=parse_nodes_by_ranks, default="2x2", metavar="NxM", help="(default: %(default)s)")
     add("--steps", type=parse_count, default=1000, help="of training in a round (default: %(default)s)")
     add("--requests", type=parse_count, default=400, help="prompts in a round (default: %(default)s)")
+    add("--time-limit", type=parse_seconds, default="10s", help="of every wait for other ranks (default: %(default)s)")
     add("--seed", type=int, default=1, help="of the data, the times and the ranks (default: %(default)s)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/soak.json"))
     args = parser.parse_args(argv)
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     for c in checks:
         print(f"{'ok   ' if c.ok else 'WRONG'} {c.name}: {c.found:.4g}, allowed {c.allowed:.4g}; {c.text}", flush=True)
     given = {name: value for name, value in vars(args).items() if name != "out"}
-    write(args.out, soak, checks, metadata("soak", **given, time_limit=LIMIT_S))
+    write(args.out, soak, checks, metadata("soak", **given))
     return 0 if all(check.ok for check in checks) else 1
 
 
@@ -80,13 +80,13 @@ def _soak(args: argparse.Namespace, home: pathlib.Path) -> Soak:
         for name in PRELOADED:
             importlib.import_module(f"megatron_tree.{name}")
     nodes, ranks_per_node = args.nodes
-    common = dict(ranks=nodes * ranks_per_node, limit_s=LIMIT_S, seed=args.seed)
+    common = dict(ranks=nodes * ranks_per_node, limit_s=args.time_limit, seed=args.seed)
     works = [Training(home, total=args.steps, **common), Generation(home, total=args.requests, **common)]
     gc.collect()
     gc.freeze()  # the ranks' collectors don't touch these objects, so their pages stay shared
     network = dict(latency_s=1e-3, rate_bits=1e9, lifetime_s=4 * 60 * args.minutes + 7200)
     with Cluster(nodes=nodes, ranks_per_node=ranks_per_node, **network) as cluster:
-        soak = Soak(cluster, works, limit_s=LIMIT_S, seed=args.seed)
+        soak = Soak(cluster, works, limit_s=args.time_limit, seed=args.seed)
         soak.run(home, 60 * args.minutes, args.every, lambda found: print(line(soak, found), flush=True))
         namespaces = cluster.namespaces
     soak.left = processes_in(namespaces)
