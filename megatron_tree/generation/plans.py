@@ -206,7 +206,7 @@ class Planner:
         piece = answer.stopper.add(choice.token)
         answer.token = choice.token
         if piece.finish_reason is None:
-            serving.tell(answer, choice, piece.text, None)
+            serving.send(answer, choice, piece.text, None)
         else:
             self._end(serving, answer, choice, piece.text, piece.finish_reason, stop_reason=piece.stop_reason)
 
@@ -227,7 +227,7 @@ class Planner:
             if serving in self.served:
                 self.served.remove(serving)
             self._on_end(serving)
-        serving.tell(answer, choice, text, reason, **more)
+        serving.send(answer, choice, text, reason, **more)
 
     def _remove(self, serving: ServedRequest, handle: int) -> None:
         if serving.row is None:

@@ -133,7 +133,7 @@ class ServedRequest:
         shared = _whole(len(self.prompt), page)
         return sum(_whole(a.length, page) - shared * a.forked for a in self.unfinished if a.handle is not None)
 
-    def tell(self, answer: ActiveAnswer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
+    def send(self, answer: ActiveAnswer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
         """Send an event of one answer, and record its end."""
         usage = None
         if finish_reason is not None:

@@ -95,7 +95,7 @@ class Scheduler:
         self._capacity, self._page = runner.free_tokens, runner.page_size
         self.executor, self._ended = executor or Executor(runner), False
         # what threads share, under the lock
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._open: dict[int, ServedRequest] = {}
         self._waiting: deque[ServedRequest] = deque()
         self._cancels: set[int] = set()
@@ -151,23 +151,23 @@ class Scheduler:
         if not self.is_leader:
             raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
         serving = ServedRequest(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink)
-        with self._news:
+        with self._changed:
             if self._deadline is not None or self._failure is not None:
-                raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it was told to stop'}")
+                raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it is stopping'}")
             if len(self._waiting) >= self.max_waiting:
                 raise QueueFull(f"max_waiting={self.max_waiting} requests wait already: try again later")
             serving.id = next(self._numbers)
             self._open[serving.id] = serving
             self._waiting.append(serving)
-            self._news.notify()
+            self._changed.notify()
         return serving.id
 
     def cancel(self, number: int) -> bool:
         """End a request; its rows are free by the next turn. False where it has ended already. From any thread."""
-        with self._news:
+        with self._changed:
             if number in self._open:
                 self._cancels.add(number)
-                self._news.notify()
+                self._changed.notify()
             return number in self._open
 
     def stop(self, *, grace_s: float = 0.0) -> None:
@@ -175,15 +175,15 @@ class Scheduler:
 
         From any thread, and in a signal handler. Another call can only shorten the time.
         """
-        with self._news:  # its lock is reentrant
+        with self._changed:  # its lock is reentrant
             deadline = time.monotonic() + grace_s
             self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-            self._news.notify()
+            self._changed.notify()
 
     @property
     def load(self) -> Load:
         """From any thread of the leader."""
-        with self._news:
+        with self._changed:
             return Load(len(self._waiting), len(self._open) - len(self._waiting))
 
     def run(self) -> None:
@@ -231,15 +231,15 @@ class Scheduler:
             self.executor.run(plan["steps"])
             self._ended = plan["stop"]
             return plan
-        with self._giving_up(tell=True):
+        with self._giving_up(broadcast=True):
             each_turn()
             if wait:
                 self._wait()
             plan = self._plan()
-        with self._giving_up(tell=False):  # the others fail, too, or notice that this rank is gone
+        with self._giving_up(broadcast=False):  # the others fail, too, or notice that this rank is gone
             plan = self._share(plan)
             logits = self.executor.run(plan["steps"])
-        with self._giving_up(tell=True):
+        with self._giving_up(broadcast=True):
             self._planner.digest(logits)
         self._ended = plan["stop"]
         return plan
@@ -248,7 +248,7 @@ class Scheduler:
         """Make the other ranks, which wait in `run_once`, fail too. The leader calls it in the thread of its loop."""
         if self._ended:
             return
-        with contextlib.suppress(type(error)), self._giving_up(tell=True):
+        with contextlib.suppress(type(error)), self._giving_up(broadcast=True):
             raise error
 
     def on_leader(self, check: Callable[[], Any]) -> Any:
@@ -259,13 +259,13 @@ class Scheduler:
         return share(plan, self._group, device=self._runner.device, timeout_s=self._timeout_s)
 
     @contextlib.contextmanager
-    def _giving_up(self, *, tell: bool):
+    def _giving_up(self, *, broadcast: bool):
         try:
             yield
         except BaseException as error:
             self._ended = True
             text = f"{type(error).__name__}: {error}"
-            with self._news:
+            with self._changed:
                 self._failure = text
                 left = list(self._open.values())
                 self._open.clear()
@@ -273,20 +273,20 @@ class Scheduler:
             for serving in left:
                 for answer in serving.unfinished:
                     try:
-                        serving.tell(answer, None, "", "error", error=text)
+                        serving.send(answer, None, "", "error", error=text)
                     except Exception:
                         logger.exception("the sink of request %d failed", serving.id)
-            if tell:
+            if broadcast:
                 self._share({"failed": text})
             raise
 
     def _wait(self) -> None:
-        with self._news:
+        with self._changed:
             if not self._planner.has_work and self._deadline is None:
-                self._news.wait_for(lambda: self._waiting or self._cancels or self._deadline, self._heartbeat_s)
+                self._changed.wait_for(lambda: self._waiting or self._cancels or self._deadline, self._heartbeat_s)
 
     def _plan(self) -> dict[str, Any]:
-        with self._news:
+        with self._changed:
             stop = self._deadline is not None and (not self._open or time.monotonic() >= self._deadline)
             if stop and self._open:
                 logger.info("the time to finish is over: %d requests are cancelled", len(self._open))
@@ -295,14 +295,14 @@ class Scheduler:
             self._cancels = set()
         for serving in cancelled:
             self._planner.cancel(serving)
-        with self._news:
+        with self._changed:
             while self._waiting and self._planner.has_room(self._waiting[0]):
                 self._planner.admit(self._waiting.popleft())
             idle = not self._open
         return {"steps": self._planner.plan(), "stop": stop, "idle": idle}
 
     def _forget(self, serving: ServedRequest) -> None:
-        with self._news:
+        with self._changed:
             del self._open[serving.id]
             if serving in self._waiting:
                 self._waiting.remove(serving)

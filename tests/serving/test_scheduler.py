@@ -228,7 +228,7 @@ def test_what_can_never_be_served_is_refused(model):
     with pytest.raises(QueueFull, match="max_waiting=2 requests wait already"):
         scheduler.submit(request(3, 3), print)
     scheduler.stop()
-    with pytest.raises(TreeError, match="takes no more requests: it was told to stop"):
+    with pytest.raises(TreeError, match="takes no more requests: it is stopping"):
         scheduler.submit(request(3, 3), print)
     scheduler.run()
     for options in ({"max_rows": 0}, {"max_waiting": 1.5}, {"heartbeat_s": 0}):

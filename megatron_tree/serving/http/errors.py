@@ -47,7 +47,7 @@ def stopping() -> ApiError:
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """413 for a body beyond the limit."""
+    """413 for a body that is too large."""
     return ApiError(
         413,
         f"the body is larger than this server's limit of {max_bytes:,} bytes: send less at once, or start the server "

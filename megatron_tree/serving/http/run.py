@@ -98,7 +98,7 @@ def serve(
     grace: float,
     ready: Callable[[Callable[[str], None]], None],
 ) -> None:
-    """Serve until told to stop. On the leader; the other ranks call `scheduler.run()`.
+    """Serve until a stop is asked for, see `ready`. On the leader; the other ranks call `scheduler.run()`.
 
     listener: from `bind`; it is closed at the end. ready: called as soon as requests are answered, with the function
     that begins to stop: it takes the reason, returns at once, and may be called in signal handlers and more than once.
