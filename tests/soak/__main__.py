@@ -25,7 +25,7 @@ from megatron_tree.emulate import Cluster, Unavailable
 from megatron_tree.emulate.network import processes_in
 from megatron_tree.units import parse_count, parse_nodes_by_ranks, parse_seconds
 
-from .checks import Check, accused, judge
+from .checks import accused, judge
 from .soak import Incarnation, Soak
 from .work import Generation, Training
 
@@ -66,8 +66,13 @@ def main(argv: list[str]) -> int:
     checks = judge(soak)
     for c in checks:
         print(f"{'ok   ' if c.ok else 'WRONG'} {c.name}: {c.found:.4g}, allowed {c.allowed:.4g}; {c.text}", flush=True)
-    given = {name: value for name, value in vars(args).items() if name != "out"}
-    write(args.out, soak, checks, metadata("soak", **given))
+    told = metadata("soak", **{name: value for name, value in vars(args).items() if name != "out"})
+    told["checks"] = [{**c._asdict(), "ok": c.ok} for c in checks]
+    told["faults"] = [{**f._asdict(), "survivors": [s._asdict() for s in f.survivors]} for f in soak.faults]
+    told["rows"] = [x._asdict() for x in soak.incarnations]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(told, indent=1))
+    print(f"written to {args.out}")
     return 0 if all(check.ok for check in checks) else 1
 
 
@@ -104,16 +109,6 @@ def line(soak: Soak, x: Incarnation) -> str:
             named = sum(accused(s.said) == {fault.rank} for s in fault.survivors)
             text += f", {named} of {len(fault.survivors)} named it" * bool(fault.survivors)
     return text + f"\n{x.failed}" * bool(x.failed)
-
-
-def write(path: pathlib.Path, soak: Soak, checks: list[Check], about: dict) -> None:
-    """What was found, as JSON."""
-    faults = [{**f._asdict(), "survivors": [s._asdict() for s in f.survivors]} for f in soak.faults]
-    checks = [{**c._asdict(), "ok": c.ok} for c in checks]
-    rows = [x._asdict() for x in soak.incarnations]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "checks": checks, "faults": faults, "rows": rows}, indent=1))
-    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_tree.emulate import Cluster
@@ -21,7 +21,6 @@ WARM_S = 20.0  # of work, before the counts of a process are taken
 SLACK_S = 5.0  # beyond the time limit, for survivors to end
 RECORDING_S = 5.0  # beyond that, to record how late they are
 QUIET_S = 120.0  # without a result the ranks count as stuck
-MOST_FAILURES = 3  # in a row that the soak did not cause
 KEPT_LINES, KEPT_TEXT = 400, 1500
 
 
@@ -57,22 +56,19 @@ class Soak:
         self._worked = self._due = 0.0
 
     def run(self, home: Path, seconds: float, every_s: float, report: Callable[[Incarnation], None]) -> None:
-        """A round of each work without faults; rounds with faults for so many seconds; the rest of what was begun."""
-        for work in self.works.values():
+        """Run incarnations, until the first failure that the soak did not cause."""
+        for work in self._turns(home, seconds, every_s):
             report(self._incarnate(work, home))
             if self.incarnations[-1].failed:
                 return
-        self._every_s, end, failures = every_s, time.monotonic() + seconds, 0
-        self._due = every_s
-        for work in itertools.cycle(self.works.values()):
-            if time.monotonic() > end or failures == MOST_FAILURES:
-                break
-            report(self._incarnate(work, home))
-            failures = failures + 1 if self.incarnations[-1].failed else 0
+
+    def _turns(self, home: Path, seconds: float, every_s: float) -> Iterator:
+        """A round of each work without faults; rounds with faults for so many seconds; the rest of what was begun."""
+        yield from self.works.values()
+        self._every_s, self._due, end = every_s, every_s, time.monotonic() + seconds
+        yield from itertools.takewhile(lambda _: time.monotonic() < end, itertools.cycle(self.works.values()))
         self._every_s = None
-        for work in self.works.values():
-            if self._folder(home, work).exists() and failures < MOST_FAILURES:
-                report(self._incarnate(work, home))
+        yield from (work for work in self.works.values() if self._folder(home, work).exists())
 
     def _folder(self, home: Path, work) -> Path:
         """Of the work's open round; it exists once the round has begun."""

@@ -15,7 +15,6 @@ from ..support.byte_tokens import byte_tokenizer
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch"
 SAVE_INTERVAL = 20
 PROMPT, ANSWER = (16, 400), (4, 48)  # tokens, at least and at most
-WORDS = 300
 
 
 def lines(path: Path) -> list[dict]:
@@ -39,9 +38,9 @@ class Training:
         self._text, self._damaged = home / "text", set()
         self._text.mkdir()
         rng = random.Random(seed)
-        words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 8))) for _ in range(WORDS)]
+        words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 8))) for _ in range(300)]
         for number in range(16):
-            text = " ".join(words[min(int(rng.expovariate(0.03)), WORDS - 1)] for _ in range(4000))
+            text = " ".join(rng.choices(words, [1 / (1 + i) for i in range(300)], k=4000))
             (self._text / f"{number:02d}.txt").write_text(text + "\n")
 
     def argv(self, folder: Path, number: int) -> list[str]:
