@@ -89,7 +89,9 @@ def _run_one(args: Namespace, ready: Started) -> None:
         )
         say("" if args.stream else result.text, flush=True)
     figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
-    figures["ranks"] = _gather_ranks(rank, result, conversation.runner.cache, ready.group)
+    cache = conversation.runner.cache
+    own = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
+    figures["ranks"] = share_all(own | {"prefill_s": result.prefill_s}, ready.group)
     if rank == 0:
         figures |= {"model": args.model, "dtype": str(ready.dtype), "device": ready.device.type}
         figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}
@@ -101,16 +103,6 @@ def _run_one(args: Namespace, ready: Started) -> None:
     if rank == 0 and args.json:
         write_json(args.json, figures)
     dist.barrier(group=ready.group)
-
-
-def _gather_ranks(rank: int, result: Answer, cache, group) -> list[dict]:
-    figures = {
-        "rank": rank,
-        "cached_tokens": cache.num_local_tokens,
-        "cache_bytes": cache.nbytes,
-        "prefill_s": result.prefill_s,
-    }
-    return share_all(figures, group)
 
 
 def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> None:
