@@ -21,6 +21,7 @@ from ..files import digest_of, read_json, whole_file
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 MANIFEST = "files.json"
+_DIGITS = 18  # of an iteration at most
 _PREFIX, _UNFINISHED, _REPLACED = "iter_", ".unfinished", ".replaced"
 
 
@@ -86,11 +87,11 @@ def newest(folder: str | Path) -> tuple[str | None, list[str]]:
     folder = Path(folder)
     _restore_replaced(folder)
     found, tracker, lines = _checkpoints(folder), folder / TRACKER, []
-    text = tracker.read_bytes().decode("ascii", "replace").strip() if tracker.is_file() else "9" * 18
-    if not text.isdecimal() or len(text) > 18:
+    text = tracker.read_bytes().decode("ascii", "replace").strip() if tracker.is_file() else None
+    if text is not None and not (text.isdecimal() and len(text) <= _DIGITS):
         raise ValueError(f"{tracker} holds {text[:40]!r} instead of a number: write the iteration to continue from")
     for path in found:
-        if _iteration(path) > int(text):
+        if text is not None and _iteration(path) > int(text):
             lines.append(f"{path} is ignored: {tracker} says {text}")
         elif (fault := fault_of(path)) is None:
             return str(path), lines
