@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-SCHEDULES = ("auto", "grid", "ring")
+SCHEDULES = ("auto", "grid", "cast", "ring")
 BACKENDS = ("auto", "triton", "native", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
@@ -25,8 +25,9 @@ class TreeConfig:
     """How tree attention is computed. The defaults suit most users; the result does not depend on these options."""
 
     schedule: str = "auto"
-    """Training and prefill: "grid" (gathers and tree reductions on an a x b grid), "ring" (KV passed around a ring, the
-    baseline), or "auto" (the grid that the planner chooses)."""
+    """Training and prefill: "grid" (gathers and tree reductions on an a x b grid), "cast" (each rank is sent only the
+    keys that its queries can see, as under a sliding window), "ring" (KV passed around a ring, the baseline), or "auto"
+    (the grid or, under a window, the cast: what the planner chooses)."""
 
     grid: tuple[int, int] | None = None
     """(a, b) with a * b = ranks: queries are gathered over a ranks, KV over b. (p, 1) is pure Tree Attention,
@@ -109,8 +110,10 @@ class TreeConfig:
         ok = isinstance(grid, (tuple, list)) and len(grid) == 2
         if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in grid):
             raise ValueError(f"{name}={grid!r} must be a pair (a, b) of positive integers, for instance (2, 4)")
-        if self.schedule == "ring":
-            raise ValueError(f"{name}={grid!r} has no meaning with schedule='ring': leave one of the two out")
+        if self.schedule in ("ring", "cast"):
+            raise ValueError(
+                f"{name}={grid!r} has no meaning with schedule={self.schedule!r}: leave one of the two out"
+            )
         return tuple(grid)
 
 

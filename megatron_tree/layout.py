@@ -206,6 +206,33 @@ class Sharding:
         return slice(start, start + (lengths[holder[0]] if n == 1 else n * self.rows))
 
 
+def visible_rows(
+    queries: tuple[Segment, ...], keys: tuple[Segment, ...], left: int | None, right: int | None
+) -> tuple[Segment, ...]:
+    """The parts of `keys` that some query sees, in the order of their rows. left, right: of the window; None: all."""
+    found = []
+    for k in keys:
+        end, spans = k.pos + k.length, []
+        for q in (q for q in queries if q.seq == k.seq):
+            first = k.pos if left is None else max(k.pos, q.pos - left)
+            last = end if right is None else min(end, q.pos + q.length + right)
+            spans += [(first, last)] if first < last else []
+        for first, last in _united(sorted(spans)):
+            found.append(Segment(k.row + first - k.pos, first, last - first, k.seq))
+    return tuple(found)
+
+
+def _united(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted ranges without overlaps."""
+    done: list[tuple[int, int]] = []
+    for first, last in spans:
+        if done and first <= done[-1][1]:
+            done[-1] = done[-1][0], max(done[-1][1], last)
+        else:
+            done.append((first, last))
+    return done
+
+
 @functools.lru_cache(maxsize=256)
 def gathered_segments(
     ranks: tuple[int | None, ...], seq_len: int, world: int, layout: Layout, stride: int

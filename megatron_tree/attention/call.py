@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,22 @@ from torch import Tensor
 from .. import comm
 from ..config import AttnSpec, TreeConfig
 from ..kernels import Backend
-from ..layout import Layout, Packed, Segment, Sharding
+from ..layout import Packed, Segment, Sharding, join, visible_rows
 from ..log import say_once
-from ..plan import PassPlan, Shape, TrainingPlan, plan_training
+from ..plan import Mask, PassPlan, Shape, TrainingPlan, plan_training
 from .topology import GroupTopology
+
+
+class Cast(NamedTuple):
+    """Which rows of keys travel between this rank and those with the same heads."""
+
+    team: comm.Team
+    sent: tuple[tuple[Segment, ...], ...]
+    """By rank of the team: segments of this rank's keys that its queries see; none for this rank itself."""
+    lengths: list[int]
+    """By rank of the team: how many rows it sends here."""
+    arrived: tuple[Segment, ...]
+    """Segments of the rows that arrive, one rank's after another's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,8 @@ class Cell:
     """Rows in which this rank's keys travel along the row."""
     query_rows: int
     """Rows in which its queries travel down the column."""
+    cast: Cast | None
+    """In the schedule "cast": which keys go to whom."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +82,8 @@ class AttnArgs:
             seq_len_kv=self.keys.seq_len,
             bytes_per_word=q.element_size(),
             causal=self.spec.causal,
-            visible=_visible(self.queries.layout),
+            visible=_visible(self),
+            mask=self._mask(),
             topology=net.topology,
             placement=net.placement,
             schedule=config.schedule,
@@ -89,6 +105,14 @@ class AttnArgs:
             backend=backend,
             wire_dtype=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
         )
+
+    def _mask(self) -> Mask | None:
+        """What the planner needs to know of the mask. A window over packed documents, which differ in every batch, is
+        planned only if the schedule is named."""
+        windowed = self.spec.left is not None and not isinstance(self.queries.layout, Packed)
+        if windowed or self.config.schedule == "cast":
+            return Mask(self.spec.left, self.spec.right, self.queries, self.keys)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +154,26 @@ class AttnCall(AttnArgs):
             own_query_rows=self.queries.rows_of(own[0], at=query_at),
             key_rows=arrangement.u * self.keys.rows,
             query_rows=arrangement.u * self.queries.rows,
+            cast=self._cast(plan) if plan.schedule == "cast" else None,
         )
 
     def ring(self, plan: PassPlan) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
         """The ranks of this rank's ring in their order, and the holder that each of them is."""
         places = plan.arrangement.places_of(self.order.index(self.rank))
         return tuple(self.order[x] for x in places), self._holders(plan, [places])
+
+    def _cast(self, plan: PassPlan) -> Cast:
+        order, holders = self.ring(plan)
+        own, spec = order.index(self.rank), self.spec
+        queries, keys = ([x.segments(holder) for holder in holders] for x in (self.queries, self.keys))
+        sent, lengths, arrived = [()] * len(order), [0] * len(order), []
+        for i in (i for i in range(len(order)) if i != own):
+            sent[i] = visible_rows(queries[i], keys[own], spec.left, spec.right)
+            for segment in visible_rows(queries[own], keys[i], spec.left, spec.right):
+                arrived.append(segment._replace(row=sum(lengths)))
+                lengths[i] += segment.length
+        places = plan.arrangement.places_of(self.order.index(self.rank))
+        return Cast(self._team("cast", plan, [(x,) for x in places]), tuple(sent), lengths, join(arrived))
 
     def _team(self, name: str, plan: PassPlan, positions) -> comm.Team:
         ranks = tuple(tuple(self.order[x] for x in place) for place in positions)
@@ -148,9 +186,14 @@ class AttnCall(AttnArgs):
         return [tuple(self.order[y] for y in holder) for holder in holders]
 
 
-def _visible(layout: Layout) -> float:
-    """Fraction of (query, key) pairs within one document, rounded to a power of two so that cached plans are reused."""
-    if not isinstance(layout, Packed) or not sum(layout.padded):
-        return 1.0
-    share = sum(n * n for n in layout.lengths) / sum(layout.padded) ** 2
-    return 2.0 ** round(math.log2(share)) if share else 1.0
+def _visible(args: AttnArgs) -> float:
+    """Fraction of (query, key) pairs within one document and the window, before the causal mask; of documents rounded
+    to a power of two so that cached plans are reused."""
+    layout, spec, share = args.queries.layout, args.spec, 1.0
+    if isinstance(layout, Packed) and sum(layout.padded):
+        inside = sum(n * n for n in layout.lengths) / sum(layout.padded) ** 2
+        share = 2.0 ** round(math.log2(inside)) if inside else 1.0
+    if spec.left is not None and args.keys.seq_len:
+        seen = spec.left + 1 + (args.keys.seq_len if spec.right is None else spec.right)
+        share = min(share, seen / args.keys.seq_len * (2 if spec.causal else 1))
+    return share

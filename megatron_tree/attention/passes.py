@@ -7,7 +7,7 @@ pair of all groups is then computed at once, while the first group is gathered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ..merge import bits_float, float_bits, merge_sinks, state_dtype
 from ..plan import HeadSplit, PassPlan
 from ..plan.pipeline import run_groups
 from .call import AttnCall
+from .cast import cast_bwd, cast_fwd
 from .grid import grid_bwd, grid_fwd
 from .heads import HeadExchange, Heads
 from .ring import ring_bwd, ring_fwd
@@ -105,6 +106,11 @@ class _Pass:
 
 
 class _Forward(_Pass):
+    @property
+    def attend(self) -> Callable[..., Generator]:
+        """The schedule, unless it is the ring."""
+        return grid_fwd if self.cell.cast is None else cast_fwd
+
     def own(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         """The state of the own queries over the own keys."""
         out, lse = self.call.backend.attn_fwd(q, k, v, **self.own_pair, spec=spec)
@@ -122,7 +128,7 @@ class _Forward(_Pass):
             yield
             shares = q[:, :, queries], k[:, :, kv], v[:, :, kv]
             own = lambda: (whole()[0][:, :, queries], whole()[1][:, queries])  # noqa: E731
-            yield from grid_fwd(*shares, own, self.cell, call, self.spec(i))
+            yield from self.attend(*shares, own, self.cell, call, self.spec(i))
 
         run_groups([group(i) for i in range(heads.groups)])
         return whole()
@@ -134,7 +140,7 @@ class _Forward(_Pass):
         if self.is_ring:
             out, lse = ring_fwd(q, k, v, call, spec)
         else:
-            out, lse = yield from grid_fwd(q, k, v, lambda: self.own(q, k, v, spec), self.cell, call, spec)
+            out, lse = yield from self.attend(q, k, v, lambda: self.own(q, k, v, spec), self.cell, call, spec)
         if sinks is not None:
             first = self.heads.first(i)
             of_group = F.pad(sinks, (0, max(0, first + q.shape[2] - len(sinks))))[first : first + q.shape[2]]
@@ -146,6 +152,11 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
+    @property
+    def attend(self) -> Callable[..., Generator]:
+        """The schedule, unless it is the ring."""
+        return grid_bwd if self.cell.cast is None else cast_bwd
+
     def own(self, dout: Tensor, share: Kept, delta: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the own queries over the own keys: (5) to (7)."""
         return self.call.backend.attn_bwd(dout, *share, delta, **self.own_pair, spec=spec)
@@ -162,7 +173,7 @@ class _Backward(_Pass):
             yield
             own = lambda: [x[:, :, n] for x, n in zip(whole(), (queries, kv, kv))]  # noqa: E731
             share = kept.part(queries, kv)
-            yield from grid_bwd(dout[:, :, queries], *share, delta[:, queries], own, self.cell, call, self.spec(i))
+            yield from self.attend(dout[:, :, queries], *share, delta[:, queries], own, self.cell, call, self.spec(i))
 
         run_groups([group(i) for i in range(heads.groups)])
         return whole()
@@ -177,6 +188,6 @@ class _Backward(_Pass):
             grads = ring_bwd(dout, *share, delta, call, spec)
         else:
             own = functools.partial(self.own, dout, share, delta, spec)
-            grads = yield from grid_bwd(dout, *share, delta, own, self.cell, call, spec)
+            grads = yield from self.attend(dout, *share, delta, own, self.cell, call, spec)
         dq, dk, dv = (x.to(call.wire_dtype) for x in grads)
         return (yield from self.exchange.to_heads((dq,), (dk, dv))), delta

@@ -17,7 +17,15 @@ is read through strides, without a copy.
 """
 
 from .calls import CollectiveCall, collective_call, shared_checks
-from .collectives import all_reduce, broadcast, gather_sequence, start_all_to_all, start_gather, start_reduce_scatter
+from .collectives import (
+    all_reduce,
+    broadcast,
+    gather_sequence,
+    start_all_to_all,
+    start_all_to_all_v,
+    start_gather,
+    start_reduce_scatter,
+)
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.watchdog import monitored
 from .machines import hosts
@@ -45,6 +53,7 @@ __all__ = [
     "resolve_transport",
     "shared_checks",
     "start_all_to_all",
+    "start_all_to_all_v",
     "start_gather",
     "start_reduce_scatter",
     "start_reduction",

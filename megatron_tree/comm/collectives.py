@@ -90,6 +90,43 @@ def start_all_to_all(x: Tensor, team: Team) -> Pending:
     return Pending(exchange(x, team, team.order, team.order.index(group_rank(team.group))), x.device, (x,), "exchange")
 
 
+def start_all_to_all_v(parts: list[Tensor], lengths: list[int], team: Team) -> Pending:
+    """parts[i] [n, ...] goes to the team's i-th rank, which expects n rows; returns [sum(lengths), ...], in the team's
+    order, of which lengths[i] rows came from its i-th rank. Nothing goes to ranks that expect no rows."""
+    note("all_to_all", team.size, sum(x.nbytes for x in parts))
+    start = _exchange_rows_direct if team.transport == "direct" else _exchange_rows_builtin
+    return Pending(start([x.contiguous() for x in parts], lengths, team), parts[0].device, tuple(parts), "gather")
+
+
+def _exchange_rows_direct(parts: list[Tensor], lengths: list[int], team: Team):
+    arrived = parts[0].new_empty((sum(lengths), *parts[0].shape[1:]))
+    mail = Mail("all_to_all", team.group, team.order, team.timeout_s)
+    arriving = [mail.receive(x, r) for x, r in zip(arrived.split(lengths), team.order) if len(x)]
+    own = team.order.index(group_rank(team.group))
+    for r in from_next(team.order, own):
+        if len(part := parts[team.order.index(r)]):
+            mail.send(part, r)
+    yield
+    mail.wait(*arriving)
+    mail.sent()
+    return arrived
+
+
+def _exchange_rows_builtin(parts: list[Tensor], lengths: list[int], team: Team):
+    ranks = team.order
+    rising = sorted(range(len(ranks)), key=ranks.__getitem__)
+    arrived = parts[0].new_empty((sum(lengths), *parts[0].shape[1:]))
+    sizes = [lengths[i] for i in rising], [len(parts[i]) for i in rising]
+    start = functools.partial(
+        dist.all_to_all_single, arrived, torch.cat([parts[i] for i in rising]), *sizes, async_op=True
+    )
+    yield from _builtin("all_to_all", team, ranks, start)
+    if rising == list(range(len(ranks))):
+        return arrived
+    by_rank = dict(zip(rising, arrived.split(sizes[0])))
+    return torch.cat([by_rank[i] for i in range(len(ranks))])
+
+
 def _exchange_direct(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
     """x[n] goes to ranks[n]; returns [n, ...] whose entry n came from ranks[n]."""
     arrived = torch.empty_like(x)

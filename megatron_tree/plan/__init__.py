@@ -2,6 +2,7 @@
 
 from ..units import parse_grid
 from .arrangement import Arrangement, HeadSplit
+from .cast import Mask
 from .planner import plan_decode, plan_training
 from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan
 from .topology import (
@@ -21,6 +22,7 @@ __all__ = [
     "DecodePlan",
     "HeadSplit",
     "Level",
+    "Mask",
     "PassPlan",
     "Placement",
     "Shape",

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from ..config import DECODE_SCHEDULES, SCHEDULES
 from ..files import whole_file
+from ..layout import Sharding, shard_lengths
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
+from .cast import Mask
 from .planner import plan_decode, plan_training
 from .plans import Cost, PassPlan, Reduction, Shape, rival_names
 from .topology import Placement, Topology, known_topologies, load_topology, place
@@ -22,6 +24,7 @@ examples:
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --csv plan.csv
   python -m megatron_tree.plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
   python -m megatron_tree.plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
 
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
 """
@@ -74,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim-v", type=parse_count, help="of values (default: --head-dim)")
     add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and the messages (default bf16)")
     add("--full", action="store_true", help="no causal mask")
+    add("--window", type=parse_count, help="keys that a query sees before itself (default: all)")
     add("--queries", type=parse_count, default=1, help="queries of a decode step (default 1)")
     add = parser.add_argument_group("the plan").add_argument
     add("--pass", dest="passes", choices=(*PASSES, "all"), default="all", help="what to plan (default all)")
@@ -137,6 +141,12 @@ def _check_schedule(schedule: str, passes: tuple[str, ...]) -> None:
 
 
 def _training(args, topology: Topology, placement: Placement, shape: Shape) -> tuple[dict[str, list[Entry]], str]:
+    visible, mask = 1.0, None
+    if args.window is not None:
+        shares = Sharding(seq_len=args.seq_len, world=len(placement.order), layout="zigzag")
+        shard_lengths(args.seq_len, shares.world, shares.layout)
+        mask = Mask(args.window, None if args.full else 0, shares, shares)
+        visible = min(1.0, (args.window + 1) / args.seq_len * (1 if args.full else 2))
     plan = plan_training(
         len(placement.order),
         shape,
@@ -144,6 +154,8 @@ def _training(args, topology: Topology, placement: Placement, shape: Shape) -> t
         seq_len=args.seq_len,
         bytes_per_word=BYTES[args.dtype],
         causal=not args.full,
+        visible=visible,
+        mask=mask,
         topology=topology,
         placement=placement,
         schedule=args.schedule,

@@ -6,14 +6,14 @@ All ranks compute the same plan from the same arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 from ..config import DECODE_SCHEDULES, SCHEDULES, check_choice
 from ..units import format_bytes, format_seconds
 from .arrangement import Arrangement, HeadSplit
+from .cast import Mask, cast_plan
+from .choice import Candidate, choose, choose_head_groups, choose_pair
 from .cost import PlacedTopology, placed_topology
 from .decode import StepSizes, reductions
 from .plans import (
@@ -49,13 +49,7 @@ __all__ = [
     "plan_training",
 ]
 
-BASELINES = ("allreduce", "ring")
-TIE = 1.05  # schedules whose predicted times differ by less count as equally fast
-SAME = 1.01  # the same for the numbers of head groups of one grid
-CLEARLY = 0.9  # a baseline is chosen only below this fraction of the best other time
 MAX_HEAD_GROUPS = 16
-
-Candidate = TypeVar("Candidate", PassPlan, Reduction)
 
 
 @lru_cache(maxsize=1024)
@@ -69,6 +63,7 @@ def plan_training(
     bytes_per_word: int,
     causal: bool = True,
     visible: float = 1.0,
+    mask: Mask | None = None,
     topology: Topology,
     placement: Placement,
     schedule: str = "auto",
@@ -92,10 +87,11 @@ def plan_training(
         shape: heads and their sizes on one rank.
         batch, seq_len: of the call; seq_len is that of the whole sequence.
         seq_len_kv: of cross attention's keys; default seq_len.
-        visible: fraction of the (query, key) pairs that lie within one document, before the causal mask.
+        visible: fraction of the (query, key) pairs within one document and the window, before the causal mask.
+        mask: who sees which keys; with it the cast is a candidate, too.
         bytes_per_word: of the inputs' dtype; messages use the same dtype.
         topology, placement: the machine, and the group's ranks in it.
-        schedule: "auto", "grid" or "ring".
+        schedule: "auto", "grid", "cast" or "ring".
         ulysses_size: pinned u; None: any that divides the ranks, but 1 with a pinned grid or the ring.
         grid, grid_backward: pinned grids (a, b) of world / u ranks; `grid` also applies to the backward unless
             `grid_backward` is given.
@@ -108,6 +104,8 @@ def plan_training(
     check_choice("schedule", schedule, SCHEDULES)
     if schedule == "ring" and (grid or grid_backward or head_groups):
         raise ValueError("grid, grid_backward and head_groups have no meaning with schedule='ring': leave them out")
+    if schedule == "cast" and (grid or grid_backward or mask is None):
+        raise ValueError("schedule='cast' has no grid and needs the mask: leave grid and grid_backward out")
     if ulysses_size is None and (schedule == "ring" or grid or grid_backward):
         ulysses_size = 1
     sizes = CallSizes.of(
@@ -120,16 +118,19 @@ def plan_training(
         causal=causal,
         visible=visible,
     )
-    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_groups, memory_budget)
+    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_groups, memory_budget, mask)
     splits = weigh.head_placements(ulysses_size)
-    grids_of, rings_of = [weigh.grids(heads) for heads in splits], [weigh.rings(heads) for heads in splits]
+    rings_of = [weigh.rings(heads) for heads in splits]
+    grids_of = [weigh.grids(heads, schedule) for heads in splits]
     options = rings_of if schedule == "ring" else grids_of
     if schedule == "auto" and ulysses_size in (None, 1) and not (grid or grid_backward or head_groups):
         options = [*grids_of, [[*of_pass, *ring] for of_pass, ring in zip(grids_of[0], rings_of[0])]]
-    chosen = _choose_pair(options, placed, memory_budget)
+    chosen = choose_pair(options, placed, memory_budget)
     rings = [passes for passes in rings_of if schedule == "ring" or passes[0][0].grid[1] > 1 or world == 1]
     tables = tuple(_by_time([c for passes in (*grids_of, *rings) for c in passes[n]]) for n in (0, 1))
-    asked = " (as asked for)" if grid or grid_backward or schedule == "ring" or (ulysses_size or 1) > 1 else ""
+    asked = (
+        " (as asked for)" if grid or grid_backward or schedule in ("ring", "cast") or (ulysses_size or 1) > 1 else ""
+    )
     reasons = [
         f"{name} on {best}{asked}: {_summary(best.cost, placed)}{_baselines(best, table)}"
         for name, best, table in zip(("forward", "backward"), chosen, tables)
@@ -152,6 +153,7 @@ class _Weigher:
     pinned: tuple[tuple[int, int] | None, tuple[int, int] | None]
     head_groups: int | None
     budget: int | None
+    mask: Mask | None
 
     def head_placements(self, ulysses_size: int | None) -> list[tuple[int, int]]:
         """(across nodes, inside a node) of the ranks that exchange heads, the smallest u first."""
@@ -163,10 +165,10 @@ class _Weigher:
             sizes = [ulysses_size]
         return [heads for u in sizes for heads in head_splits(u, placed.nodes, placed.block)]
 
-    def grids(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
-        """Of the forward and of the backward: every grid and nesting, in its best number of head groups."""
+    def grids(self, heads: tuple[int, int], schedule: str) -> list[list[PassPlan]]:
+        """Of forward and backward: every grid and nesting, and the cast, in the best number of head groups."""
         u, found = heads[0] * heads[1], []
-        split, cells = self._split(u), self.placed.world // u
+        split, cells, block = self._split(u), self.placed.world // u, self.placed.block
         groups = [n for n in range(1, MAX_HEAD_GROUPS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
         if self.head_groups:
             divisors = [n for n in range(1, split.n + 1) if split.n % n == 0]
@@ -178,15 +180,19 @@ class _Weigher:
         for backward, (name, pinned) in enumerate(zip(("grid", "grid_backward"), self.pinned)):
             if pinned is not None:
                 check_grid(pinned, cells, name, u)
+            casts = self.mask is not None and cells > 1 and pinned is None and schedule != "grid"
             arrangements = (
-                Arrangement(heads, grid, inner, self.placed.block)
+                Arrangement(heads, grid, inner, block)
                 for grid in ([pinned] if pinned else grids(cells))
-                for inner in inner_grids(grid, self.placed.block // heads[1])
+                for inner in inner_grids(grid, block // heads[1])
+                if not (casts and schedule == "cast")
             )
-            weighed = (
-                [grid_plan(self.placed, self.sizes, a, split, n, bool(backward)) for n in groups] for a in arrangements
-            )
-            found.append([_head_groups(variants, self.budget) for variants in weighed])
+            call = self.placed, self.sizes
+            weighed = [[grid_plan(*call, a, split, n, bool(backward)) for n in groups] for a in arrangements]
+            if casts:
+                row = Arrangement(heads, (1, cells), (1, block // heads[1]), block)
+                weighed.append([cast_plan(*call, row, split, n, bool(backward), self.mask) for n in groups])
+            found.append([choose_head_groups(variants, self.budget) for variants in weighed])
         return found
 
     def rings(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
@@ -240,7 +246,7 @@ def plan_decode(
         weighed = [r for r in weighed if r.schedule != "two_level"]
     never = ("ring", "allreduce") if deterministic else ("ring",)
     allowed = [r for r in weighed if (r.schedule not in never if schedule == "auto" else r.schedule == schedule)]
-    best = _choose(allowed, placed, memory_budget, "decode step")
+    best = choose(allowed, placed, memory_budget, "decode step")
     table = _by_time(weighed)
     asked = "" if schedule == "auto" else " (as asked for)"
     return DecodePlan(
@@ -256,65 +262,6 @@ def _placed(world: int, topology: Topology, placement: Placement) -> PlacedTopol
     if world != len(placement.order):
         raise ValueError(f"world={world} but placement holds {len(placement.order)} ranks: place() the group itself")
     return placed_topology(topology, placement)
-
-
-def _choose_pair(
-    options: Sequence[Sequence[Sequence[PassPlan]]], placed: PlacedTopology, budget: int | None
-) -> tuple[PassPlan, PassPlan]:
-    """The best forward and backward of one option; an option is the candidates of both that may stand together."""
-    pairs = []
-    for passes in options:
-        if all(any(_fits(c, budget) for c in candidates) for candidates in passes):
-            pairs.append(tuple(_choose(candidates, placed, budget, "") for candidates in passes))
-    if not pairs:  # each pass may fit on its own, with another exchange of heads
-        least = min(options, key=lambda passes: max(min(c.cost.peak_bytes for c in of_pass) for of_pass in passes))
-        for name, candidates in zip(("forward", "backward"), least):
-            _choose(candidates, placed, budget, name)
-    return min(_tied(pairs), key=lambda pair: _traffic(pair, placed))
-
-
-def _choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | None, name: str) -> Candidate:
-    """The best candidate by the rule in the planners' docstrings; the first one if several are equal."""
-    fitting = [c for c in allowed if _fits(c, budget)]
-    if not fitting:
-        need = min(c.cost.peak_bytes for c in allowed)
-        raise ValueError(
-            f"memory_budget={budget} bytes is too small for the {name}'s communication buffers: the least that "
-            f"{'any schedule' if len(allowed) > 1 else 'this schedule'} needs is {need} bytes ({format_bytes(need)})"
-        )
-    (best,) = min(_tied([(c,) for c in fitting]), key=lambda one: _traffic(one, placed))
-    return best
-
-
-def _tied(options: Sequence[tuple[Candidate, ...]]) -> list[tuple[Candidate, ...]]:
-    """Options whose time is within `TIE` of the best; those with a baseline only if that is clearly faster."""
-
-    def time_of(option: tuple[Candidate, ...]) -> float:
-        return sum(c.cost.time_s for c in option)
-
-    trees = [option for option in options if not any(c.schedule in BASELINES for c in option)]
-    limit = CLEARLY * min(map(time_of, trees), default=float("inf"))
-    found = [option for option in options if option not in trees and time_of(option) < limit] or trees
-    least = min(map(time_of, found))
-    return [option for option in found if time_of(option) <= TIE * least]
-
-
-def _traffic(option: tuple[Candidate, ...], placed: PlacedTopology) -> tuple[float, int]:
-    """Bytes over the outermost level, and all bytes."""
-    return sum(c.cost.bytes_per_level[placed.top] for c in option), sum(round(c.cost.bytes) for c in option)
-
-
-def _head_groups(variants: list[PassPlan], budget: int | None) -> PassPlan:
-    """Among plans that differ in head groups only: the smallest buffers within `SAME` of the best time."""
-    fitting = [v for v in variants if _fits(v, budget)]
-    if not fitting:
-        return min(variants, key=lambda v: v.cost.peak_bytes)
-    least = min(v.cost.time_s for v in fitting)
-    return min((v for v in fitting if v.cost.time_s <= SAME * least), key=lambda v: (v.cost.peak_bytes, v.head_groups))
-
-
-def _fits(candidate: Candidate, budget: int | None) -> bool:
-    return budget is None or candidate.cost.peak_bytes <= budget
 
 
 def _by_time(weighed: list[Candidate]) -> tuple[Candidate, ...]:

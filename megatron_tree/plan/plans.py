@@ -43,7 +43,7 @@ class PassPlan:
     """One forward or one backward."""
 
     schedule: str
-    """"grid" or "ring"."""
+    """"grid", "cast" or "ring"."""
     arrangement: Arrangement
     """Who exchanges heads, and the grid of those that then hold the same heads. A ring of n ranks is a grid (1, n)."""
     head_groups: int
@@ -70,6 +70,8 @@ class PassPlan:
         parts = [f"heads over {self._exchanging}"] if self.ulysses_size > 1 else []
         if self.schedule == "ring":
             parts.append(f"ring of {rest}" if parts else "ring")
+        elif self.schedule == "cast":
+            parts.append(f"cast among {rest}")
         elif rest > 1 or not parts:
             inside = f" ({_by(self.inner)} inside a node)" if self.inner != (1, 1) else ""
             parts.append(f"grid {_by(self.grid)}{inside}")
@@ -132,6 +134,8 @@ def rival_names(plan: PassPlan | Reduction) -> list[str]:
     (across, inside), (a, b) = plan.arrangement.heads, plan.grid
     if plan.schedule == "ring":
         return ["ring"] if across * inside == 1 else ["a2a+p2p"] if across == 1 and b > 1 else []
+    if plan.schedule == "cast":
+        return []
     if across * inside > 1:
         return ["Ulysses"] if a * b == 1 else []
     return ["KV gather"] * (a == 1) + ["pure tree"] * (b == 1)

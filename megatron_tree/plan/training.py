@@ -35,17 +35,14 @@ class Peers(NamedTuple):
         return stages[::-1] if reduce else stages
 
 
-Exchange = tuple[tuple[int, int, int], ...]
-"""(level, peers, ranks behind the port) of one position's team that exchanges heads."""
+def _with_ports(placed: PlacedTopology, x: int, found: dict) -> tuple[tuple[int, int, int], ...]:
+    return tuple((i, n, placed.behind(x, i)) for i, n in sorted(found.items()))
 
 
 @lru_cache(maxsize=1 << 14)
-def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[Peers, Peers, Exchange, float], ...]:
-    """(row, column, exchange of heads, fraction of the ranks that have these peers) of an arrangement."""
+def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[int, Peers, Peers, float], ...]:
+    """(position, row, column, fraction of the ranks that have these peers) of an arrangement."""
     (a1, b1), (a0, b0) = arrangement.outer, arrangement.inner
-
-    def with_ports(x: int, found: dict) -> tuple:
-        return tuple((i, n, placed.behind(x, i)) for i, n in sorted(found.items()))
 
     def peers_at(x: int, outer: int, inner: int, positions) -> Peers:
         """positions(x): of the row or the column, [place][node]."""
@@ -57,14 +54,13 @@ def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[Pe
             own = next(i for i, place in enumerate(places) if x in place)
             o = places[own].index(x)
             across, inside = placed.count(x, places[own]), placed.count(x, (place[o] for place in places))
-        return Peers(outer, inner, with_ports(x, across), with_ports(x, inside))
+        return Peers(outer, inner, _with_ports(placed, x, across), _with_ports(placed, x, inside))
 
-    found = Counter()
+    found: dict[tuple[Peers, Peers], list[int]] = {}
     for x in placed.probes:
         row, column = peers_at(x, b1, b0, arrangement.row_of), peers_at(x, a1, a0, arrangement.column_of)
-        exchange = with_ports(x, placed.count(x, arrangement.holder_of(x))) if arrangement.u > 1 else ()
-        found[row, column, exchange] += 1
-    return tuple((*peers, n / len(placed.probes)) for peers, n in found.items())
+        found.setdefault((row, column), []).append(x)
+    return tuple((xs[0], *peers, len(xs) / len(placed.probes)) for peers, xs in found.items())
 
 
 def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], lane: str) -> list[dict]:
@@ -97,7 +93,7 @@ def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]]
     ]
 
 
-def _exchange_buffers(sizes: CallSizes, groups: int, backward: bool) -> float:
+def exchange_buffers(sizes: CallSizes, groups: int, backward: bool) -> float:
     """Bytes sent and received by exchanges under way, and the joined tensors that stand beside their groups."""
     before, after = sizes.exchanged(backward)
     return 2 * (min(groups, 3) * before + min(groups, 2) * after) / groups + (after if backward else before + after)
@@ -118,6 +114,29 @@ def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], groups: int, backward
     return alive * (gathered + partial) + partial / groups + (results / groups + queries + keys) * sizes.widening
 
 
+def exchanges(
+    placed: PlacedTopology,
+    arrangement: Arrangement,
+    sizes: CallSizes,
+    groups: int,
+    backward: bool,
+    x: int,
+    sent: list[float],
+    part: float,
+) -> tuple[list[dict], list[dict]]:
+    """Stages of one group's exchange of heads before and after attention, at position x; adds `part` of all groups'
+    bytes to `sent`."""
+    u = arrangement.u
+    if u == 1:
+        return [], []
+    peers = _with_ports(placed, x, placed.count(x, arrangement.holder_of(x)))
+    shares = [size / u for size in sizes.exchanged(backward)]
+    for level, n, _ in peers:
+        sent[level] += part * n * sum(shares)
+    there, home = (_stages(placed, [[(peers, share / groups)]], "exchange") for share in shares)
+    return there, home
+
+
 def grid_plan(
     placed: PlacedTopology, sizes: CallSizes, arrangement: Arrangement, split: HeadSplit, groups: int, backward: bool
 ) -> PassPlan:
@@ -125,29 +144,28 @@ def grid_plan(
     u, (a, b) = arrangement.u, arrangement.grid
     sizes = sizes.split(split) if u > 1 else sizes
     (down, up), (along, back) = sizes.column(backward), sizes.row(backward)
-    before, after = sizes.exchanged(backward)
     sent = [0.0] * len(placed.topology.levels)
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
     own = compute / (a * b)
     rest = (compute - own) / groups + (placed.topology.overhead_s if placed.world > 1 else 0.0)
-    for row, column, exchange, part in peers_of(placed, arrangement):
+    for x, row, column, part in peers_of(placed, arrangement):
         gathers = [row.stages(along / groups, reduce=False), column.stages(down / groups, reduce=False)]
         reduces = [column.stages(up / groups, reduce=True), row.stages(back / groups, reduce=True)]
-        there, home = ([[(exchange, size / u / groups)]] if u > 1 else [] for size in (before, after))
-        lanes = zip((there, gathers, reduces, home), ("exchange", "gather", "reduce", "exchange"))
-        probes.append([_stages(placed, collectives, lane) for collectives, lane in lanes])
+        there, home = exchanges(placed, arrangement, sizes, groups, backward, x, sent, part)
+        stages = (_stages(placed, gathers, "gather"), _stages(placed, reduces, "reduce"))
+        probes.append([there, *stages, home])
         steps = max(steps, max(map(len, gathers)) + max(map(len, reduces)) + 2 * (u > 1))
-        for peers, share in (stage for collective in there + gathers + reduces + home for stage in collective):
+        for peers, share in (stage for collective in gathers + reduces for stage in collective):
             for level, n, _ in peers:
                 sent[level] += part * groups * n * share
     buffers = _grid_buffers(sizes, arrangement.grid, groups, backward)
     cost = Cost(
-        time_s=_seconds(max(probes, key=_network_seconds), groups, own, rest, together=u == 1),
+        time_s=seconds_of_pass(probes, groups, own, rest, together=u == 1),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=groups * steps,
-        peak_bytes=round(buffers + (_exchange_buffers(sizes, groups, backward) if u > 1 else 0)),
+        peak_bytes=round(buffers + (exchange_buffers(sizes, groups, backward) if u > 1 else 0)),
     )
     return PassPlan(schedule="grid", arrangement=arrangement, head_groups=groups, cost=cost)
 
@@ -156,14 +174,15 @@ def _network_seconds(stages: list[list[dict]]) -> float:
     return sum(max(stage.values()) for collective in stages for stage in collective)
 
 
-def _seconds(stages: list[list[dict]], groups: int, own: float, rest: float, *, together: bool) -> float:
-    """Seconds of a pass.
+def seconds_of_pass(probes: list[list[list[dict]]], groups: int, own: float, rest: float, *, together: bool) -> float:
+    """Seconds of a pass on the slowest of the probes.
 
-    stages: of a group's exchange, gathers, reductions and exchange back. own, rest: seconds of attention on the own
-    share (all groups), and on what is gathered (one group). together: whether the own share is computed at once.
+    probes: of each probe the stages of a group's exchange, gathers, reductions and exchange back. own, rest: seconds of
+    attention on the own share (all groups), and on what is gathered (one group). together: whether the own share is
+    computed at once.
     """
     clock = Clock()
-    there, gathers, reductions, home = stages
+    there, gathers, reductions, home = max(probes, key=_network_seconds)
 
     def group(i: int) -> Generator:
         exchange = clock.start(there)
@@ -213,7 +232,7 @@ def ring_plan(
         for size in sizes.exchanged(backward):
             found = placed.exchange(lambda x: placed.count(x, arrangement.holder_of(x)), size / u)
             time, sent = time + found[0], [m + n for m, n in zip(sent, found[1])]
-        steps, buffers = steps + 2, buffers + _exchange_buffers(sizes, 1, backward)
+        steps, buffers = steps + 2, buffers + exchange_buffers(sizes, 1, backward)
     cost = Cost(time_s=time, compute_s=compute, bytes_per_level=tuple(sent), steps=steps, peak_bytes=round(buffers))
     return PassPlan(schedule="ring", arrangement=arrangement, head_groups=1, cost=cost)
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree.plan import Shape, default_topology, known_topologies, load_topology, place, plan_training
+from megatron_tree.layout import Sharding
+from megatron_tree.plan import Mask, Shape, default_topology, known_topologies, load_topology, place, plan_training
 from megatron_tree.plan.planner import backward_words, forward_words, grids
 from megatron_tree.plan.plans import inner_grids
-from megatron_tree.plan.training import _seconds
+from megatron_tree.plan.training import seconds_of_pass
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
 MHA, GQA4, GQA8 = Shape(32, 32, 128, 128), Shape(32, 8, 128, 128), Shape(64, 8, 128, 128)
@@ -191,7 +192,7 @@ def test_head_groups_overlap_communication_and_bound_memory():
 def test_pipeline_bounds(groups, gather, reduce, own, compute):
     """Never faster than compute or the network alone, never slower than one after the other."""
     stages = [[], [{"network": x} for x in gather], [{"network": x} for x in reduce], []]
-    time_s = _seconds(stages, groups, own, compute, together=True)
+    time_s = seconds_of_pass([stages], groups, own, compute, together=True)
     busy, network = own + groups * compute, groups * (sum(gather) + sum(reduce))
     assert max(busy, network) <= time_s * (1 + 1e-9) + 1e-9
     assert time_s <= busy + network + 1e-9
@@ -217,7 +218,7 @@ def test_pinned_options_are_honoured():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(schedule="tree"), "schedule='tree' is unknown: choose one of 'auto', 'grid', 'ring'"),
+        (dict(schedule="tree"), "schedule='tree' is unknown: choose one of 'auto', 'grid', 'cast', 'ring'"),
         (dict(grid=(3, 5)), r"grid=\(3, 5\) has 15 cells but cp_group has 16 ranks: choose 1x16, 2x8"),
         (dict(grid_backward=(3, 5)), r"grid_backward=\(3, 5\) has 15 cells"),
         (dict(head_groups=3), r"head_groups=3 must divide num_heads_kv=8: choose one of \[1, 2, 4, 8\]"),
@@ -273,6 +274,31 @@ def test_head_groups_keep_buffers_small_where_they_cost_no_time():
     assert training(16, MHA, computing, ulysses_size=1).forward.head_groups == 16
     starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # messages cost more than what they carry
     assert training(16, MHA, starting).forward.head_groups == 1
+
+
+def windowed(window, seq_len, shape, world=64, hosts=8, **options):
+    """A window layer on zigzag shares."""
+    shares = Sharding(seq_len=seq_len, world=world, layout="zigzag")
+    mask = Mask(window, 0, shares, shares)
+    visible = min(1.0, 2 * (window + 1) / seq_len)
+    return training(
+        world, shape, DGX, [n // hosts for n in range(world)], seq_len=seq_len, mask=mask, visible=visible, **options
+    )
+
+
+@pytest.mark.parametrize(("shape", "window", "megabytes"), [(Shape(64, 8, 64, 64), 127, 1.6), (GQA4, 1023, 25)])
+def test_a_window_layer_sends_as_much_at_any_length(shape, window, megabytes):
+    """GPT-OSS's and a Gemma-like layer at 64 ranks: the ends of two chunks, twice, and their gradients once."""
+    sent = []
+    for seq_len in (1 << 18, 1 << 20):
+        plan = windowed(window, seq_len, shape)
+        assert plan.forward.schedule == plan.backward.schedule == "cast", str(plan.forward)
+        sent.append(plan.forward.cost.bytes + plan.backward.cost.bytes)
+    _, h_kv, d, d_v = shape
+    ends = 3 * 2 * window * h_kv * (d + d_v) * 2
+    assert 0.9 * ends < sent[0] == sent[1] <= ends == pytest.approx(megabytes * 1e6, rel=0.03)
+    alone = windowed(window, 1 << 20, shape, schedule="grid", ulysses_size=1)
+    assert sent[1] < 0.05 * (alone.forward.cost.bytes + alone.backward.cost.bytes)
 
 
 def test_pinned_head_groups_leave_out_what_they_do_not_divide():

@@ -74,7 +74,7 @@ def test_csv_holds_all_candidates(capsys, tmp_path):
         ([*SMALL, "--memory-budget", "1"], "memory_budget=1 bytes is too small"),
         (
             [*SMALL, "--schedule", "scatter"],
-            "--schedule scatter does not apply to the forward: choose auto, grid, ring",
+            "--schedule scatter does not apply to the forward: choose auto, grid, cast, ring",
         ),
         ([*SMALL, "--csv", "/nowhere/plan.csv"], "No such file or directory"),
     ],

@@ -98,11 +98,11 @@ def configs(draw, world, heads):
     config = {"timeout_s": TIMEOUT_S, "check": draw(st.sampled_from(["first", "always", "never"]))}
     h, h_kv = heads
     u = draw(st.sampled_from([u for u in range(1, min(world, h) + 1) if world % u == 0]))
-    kind = draw(st.sampled_from(["auto", "grid", "grid", "two grids", "ring"]))
+    kind = draw(st.sampled_from(["auto", "grid", "grid", "two grids", "cast", "ring"]))
     if u > 1 or draw(st.booleans()):
         config["ulysses_size"] = u
-    if kind == "ring":
-        config["schedule"] = "ring"
+    if kind in ("cast", "ring"):
+        config["schedule"] = kind
     if "grid" in kind:
         config["grid"] = draw(st.sampled_from(grids(world // u)))
     if kind == "two grids":

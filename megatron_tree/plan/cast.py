@@ -1,0 +1,104 @@
+"""The predicted cost of the cast: every rank is sent only the keys that its queries can see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..layout import Sharding, visible_rows
+from .arrangement import Arrangement, HeadSplit
+from .cost import Phase, PlacedTopology, spread
+from .plans import Cost, PassPlan
+from .sizes import CallSizes
+from .training import exchange_buffers, exchanges, seconds_of_pass
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees, and who holds them."""
+
+    left: int | None
+    right: int | None
+    queries: Sharding
+    keys: Sharding
+
+
+class Flow(NamedTuple):
+    """What one position sends and receives: rows and messages by level."""
+
+    sent: Counter
+    messages: Counter
+    received: int
+    returned: Counter
+    """Rows whose gradients it sends back."""
+
+
+@lru_cache(maxsize=256)
+def flows(placed: PlacedTopology, arrangement: Arrangement, mask: Mask) -> tuple[tuple[int, Flow], ...]:
+    """(position, its flow) of some positions."""
+    order = placed.placement.order
+
+    def segments(x: int) -> tuple:
+        holder = tuple(order[y] for y in arrangement.holder_of(x))
+        return mask.queries.segments(holder), mask.keys.segments(holder)
+
+    found, held = [], {}
+    for x in spread(placed.world):  # who sends what differs even where all ranks have the same links
+        places = arrangement.places_of(x)
+        held |= {y: segments(y) for y in places if y not in held}
+        sent, messages, returned = Counter(), Counter(), Counter()
+        for y in (y for y in places if y != x):
+            level = placed.level(x, y)
+            to, back = (
+                sum(s.length for s in visible_rows(held[q][0], held[k][1], mask.left, mask.right))
+                for q, k in ((y, x), (x, y))
+            )
+            sent[level] += to
+            returned[level] += back
+            messages[level] += to > 0
+        found.append((x, Flow(sent, messages, sum(returned.values()), returned)))
+    return tuple(found)
+
+
+def cast_plan(
+    placed: PlacedTopology,
+    sizes: CallSizes,
+    arrangement: Arrangement,
+    split: HeadSplit,
+    groups: int,
+    backward: bool,
+    mask: Mask,
+) -> PassPlan:
+    """One pass of the cast, pipelined over head groups."""
+    u = arrangement.u
+    sizes = sizes.split(split) if u > 1 else sizes
+    row_bytes = sizes.kv / u / max(1, mask.keys.rows)  # of a KV row, with the heads of this rank
+    compute = sizes.seconds(placed.topology, backward)
+    own = compute / (arrangement.grid[0] * arrangement.grid[1])
+    sent, probes, most = [0.0] * len(placed.topology.levels), [], 0
+    found = flows(placed, arrangement, mask)
+    part = 1 / len(found)
+    for x, flow in found:
+        there, home = exchanges(placed, arrangement, sizes, groups, backward, x, sent, part)
+        casts = []
+        for rows in (flow.sent, flow.returned if backward else Counter()):
+            stage = [
+                Phase(i, flow.messages[i], n * row_bytes / groups, placed.behind(x, i)) for i, n in rows.items() if n
+            ]
+            busy = placed.busy(stage, None if placed.direct else 1, posted=False)
+            casts.append([busy | ({} if placed.direct else {"gather": max(busy.values())})] if busy else [])
+            for i, n in rows.items():
+                sent[i] += part * n * row_bytes
+        probes.append([there, casts[0], casts[1], home])
+        most = max(most, flow.received)
+    launch = placed.topology.overhead_s
+    alive = min(groups, 2) / groups
+    buffers = most * row_bytes * (alive * (2 if backward else 1) + (sizes.widening / groups if backward else 0))
+    cost = Cost(
+        time_s=seconds_of_pass(probes, groups, own, (compute - own) / groups + launch, together=u == 1),
+        compute_s=compute,
+        bytes_per_level=tuple(sent),
+        steps=groups * (1 + backward + 2 * (u > 1)),
+        peak_bytes=round(buffers + (exchange_buffers(sizes, groups, backward) if u > 1 else 0)),
+    )
+    return PassPlan(schedule="cast", arrangement=arrangement, head_groups=groups, cost=cost)

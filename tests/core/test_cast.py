@@ -1,0 +1,103 @@
+"""The cast: a rank is sent only the keys that its queries can see. Exact, and no byte too many."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import TreeConfig, comm, packed_layout, shard_positions, tree_attn_func, tree_attn_varlen_func
+from megatron_tree.layout import Segment, shard_segments, visible_rows
+from support.attention import make_inputs, make_sinks, oracle, run_one, worst_error
+from support.ranks import largest, run_distributed
+
+
+@pytest.mark.parametrize("window", [(0, 0), (3, 0), (2, 5), (None, 0), (4, None), (None, None)])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", packed_layout([0, 16, 16, 48])])
+def test_visible_rows_are_those_that_some_query_sees(layout, window):
+    left, right = window
+    world, n = 4, 48
+    for a, b in itertools.product(range(world), repeat=2):
+        queries, keys = shard_segments(n, a, world, layout), shard_segments(n, b, world, layout)
+        found = visible_rows(queries, keys, left, right)
+        seen = set()
+        for q, k in itertools.product(queries, keys):
+            for i, j in itertools.product(range(q.length), range(k.length)):
+                apart = q.pos + i - (k.pos + j)
+                if q.seq == k.seq and (left is None or apart <= left) and (right is None or -apart <= right):
+                    seen.add((k.row + j, k.pos + j, k.seq))
+        assert sorted(seen) == sorted((s.row + i, s.pos + i, s.seq) for s in found for i in range(s.length))
+
+
+def test_overlapping_queries_ask_for_a_row_once():
+    queries = (Segment(0, 4, 4), Segment(4, 6, 4))
+    assert visible_rows(queries, (Segment(0, 0, 16),), 1, 0) == (Segment(3, 3, 7),)
+
+
+def _masks(rank, world, transport):
+    found = {}
+    masks = [
+        {},
+        dict(window_size=(3, 0)),
+        dict(window_size=(5, 2), causal=False),
+        dict(causal=False),
+        dict(window_size=(0, 0), sinks=True),
+    ]
+    layouts = ["zigzag", tuple(range(1, world + 1)), (0,) * (world - 1) + (9,)]
+    options = [dict(), dict(ulysses_size=world), dict(head_groups=2, ulysses_size=1), dict(ulysses_size=1)]
+    if world == 4:
+        options.append(dict(ulysses_size=2))
+    for i, (mask, layout) in enumerate(itertools.product(masks, layouts)):
+        for option in options[i % 2 :: 2]:
+            n = 6 * world if layout == "zigzag" else sum(layout)
+            inputs = make_inputs(n, (8, 4), d=6, d_v=4)
+            config = TreeConfig(schedule="cast", transport=transport, **option)
+            dlse = torch.linspace(-1, 1, n, dtype=torch.float64).expand(2, 8, n) if i % 3 == 0 else None
+            truth = oracle(*inputs, dlse, **(mask | ({"sinks": make_sinks(8)} if "sinks" in mask else {})))
+            found[str((mask, layout, option))] = worst_error(*run_one(inputs, layout, config, mask, dlse), truth)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["direct", "builtin"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_masks_and_layouts_match_the_oracle(world, transport):
+    for found in run_distributed(_masks, world, transport):
+        assert largest(found.values()) < 1e-12, found
+
+
+def _bytes(rank, world, window, rows):
+    q, k, v = (torch.randn(1, rows, h, 4, requires_grad=True) for h in (4, 2, 2))
+    sent = []
+    for config in (TreeConfig(schedule="cast", ulysses_size=1), TreeConfig()):
+        with comm.record() as log:
+            out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, window_size=(window, 0), config=config)
+            out.backward(torch.ones_like(out))
+        sent.append(sum(x.bytes for x in log))
+    return sent
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_a_window_sends_the_ends_of_chunks(rows):
+    """Twice keys and values of `window` rows before each of the receiver's chunks, and once their gradients."""
+    window, world, kv_row = 5, 4, 2 * 2 * 4 * 4
+    sent = run_distributed(_bytes, world, window, rows)
+    # 2 p chunks have 2 p - 1 ends that the next chunk's rank needs; of zigzag's, chunks p - 1 and p are on one rank
+    assert sum(cast for cast, _ in sent) == 3 * (2 * world - 2) * window * kv_row
+    assert all(auto <= cast for cast, auto in sent), "the planner takes the cast or something that sends less"
+
+
+def _packed(rank, world):
+    cu_seqlens = torch.tensor([0, 16, 16, 48, 64])
+    inputs = make_inputs(64, (4, 2), batch=1)
+    rows = shard_positions(64, rank, world, packed_layout(cu_seqlens))
+    results = []
+    for config in (TreeConfig(schedule="cast", ulysses_size=1), TreeConfig(grid=(1, world))):
+        leaves = [x[0, rows].clone().requires_grad_() for x in inputs[:3]]
+        options = dict(cu_seqlens=cu_seqlens, cp_group=dist.group.WORLD, window_size=(6, 0), config=config)
+        out = tree_attn_varlen_func(*leaves, **options)
+        results.append([out, *torch.autograd.grad((out * inputs[3][0, rows]).sum(), leaves)])
+    return largest(float((x - y).abs().max()) for x, y in zip(*results))
+
+
+def test_packed_documents():
+    assert largest(run_distributed(_packed, 4)) < 1e-12
