@@ -7,13 +7,15 @@ strips with an explicit mask. The kernels' backward reads `out` only to form del
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import AttnSpec
 from ..merge import NEG_INF, empty_state, merge_into, state_dtype
-from .blocks import DIAGONAL, MASKED, Block, split
+from .blocks import DIAGONAL, FULL, MASKED, Block, split
 from .masks import Visible, visible
 from .paged import PagedKV, decode_masked
 
@@ -59,11 +61,31 @@ def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: A
     if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
         return _block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
     out, lse = empty_state((b, s_q, h, v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
-    for block in blocks:
+    for same_rows in _together(blocks, q, k, v):
+        block = same_rows[0]
         rows, mask = block.q_rows, _mask(block, q, spec)
-        o, l = _block_fwd(q[:, rows], k[:, block.k_rows], v[:, block.k_rows], block, mask, spec)
+        keys, values = (
+            torch.cat([x[:, b.k_rows] for b in same_rows], 1) if len(same_rows) > 1 else x[:, block.k_rows]
+            for x in (k, v)
+        )
+        o, l = _block_fwd(q[:, rows], keys, values, block, mask, spec)
         merge_into((out[:, rows], lse[..., rows]), (o, l))
     return out, lse
+
+
+def _together(blocks: list[Block], q: Tensor, k: Tensor, v: Tensor) -> list[list[Block]]:
+    """The blocks; on a CPU fully visible ones of the same rows in one list where copying their keys side by side takes
+    less memory traffic than merging their states."""
+    found: dict[tuple, list[Block]] = {}
+    for block in blocks:
+        full = block.kind == FULL and q.device.type == "cpu"
+        found.setdefault((block.q_row, block.q_len) if full else block, []).append(block)
+    joined = []
+    for same in found.values():
+        numbers = sum(block.k_len for block in same) * k.shape[2] * (k.shape[3] + v.shape[3])
+        merged = (len(same) - 1) * same[0].q_len * q.shape[2] * v.shape[3]
+        joined += [same] if numbers <= 2 * merged else [[block] for block in same]
+    return joined
 
 
 def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
@@ -158,10 +180,15 @@ def _widen(d: int, *tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
-def _block_fwd(q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """out [b, q, h, d_v] in the inputs' dtype, lse [b, h, q] with -inf for rows that see nothing."""
+def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True) -> tuple[Tensor, Tensor]:
+    """out [b, q, h, d_v] in the inputs' dtype, lse [b, h, q] with -inf for rows that see nothing.
+
+    empty_rows: the mask may leave rows that see nothing.
+    """
     d_v = v.shape[-1]
     causal = block is not None and block.kind == DIAGONAL
+    if causal and q.device.type == "cpu" and q.shape[1] > _strip_rows(q.shape[1]):
+        return _diagonal_fwd(q, k, v, spec)
     q, k, v = _widen(max(q.shape[-1], d_v), q, k, v)
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -173,9 +200,36 @@ def _block_fwd(q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=spec.softmax_scale
         )
         lse = lse[..., : q.shape[1]]
-    if mask is not None:  # torch's CPU kernel writes lse 0 where a row sees nothing
+    if mask is not None and empty_rows:  # torch's CPU kernel writes lse 0 where a row sees nothing
         lse = torch.where((mask == NEG_INF).all(-1), NEG_INF, lse)
     return out[..., :d_v], lse
+
+
+def _strip_rows(num_rows: int) -> int:
+    return 64 if num_rows <= 768 else 256  # from there on the kernel takes 256 rows at a time
+
+
+def _diagonal_fwd(q, k, v, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """`_block_fwd` of a square on the diagonal, in strips of rows with a mask.
+
+    The kernel's own causal mask leaves out only whole pieces of 512 keys: up to twice the work.
+    """
+    n, parts = q.shape[1], []
+    step = _strip_rows(n)
+    steps = _steps(n, step, q.dtype)
+    for i in range(0, n, step):
+        end = min(i + step, n)
+        mask = steps[None, None, : end - i, n - i : n + end - i]  # row r sees columns up to i + r
+        parts.append(_block_fwd(q[:, i:end], k[:, :end], v[:, :end], None, mask, spec, empty_rows=False))
+    out, lse = zip(*parts)
+    return torch.cat(out, 1), torch.cat(lse, -1)
+
+
+@functools.lru_cache(maxsize=8)
+def _steps(num_keys: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """[rows, num_keys + rows]: row r is 0 up to column num_keys + r, and then -inf."""
+    keep = torch.ones(rows, num_keys + rows, dtype=torch.bool).tril(num_keys)
+    return _additive(keep, dtype)
 
 
 def _block_bwd(dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -185,6 +185,36 @@ def test_any_strides_and_masks(memory, backend):
     assert not out.any() and (lse == NEG_INF).all() and lse.shape == (3, 4, 11)
 
 
+@pytest.mark.parametrize(("heads", "n", "calls"), [((8, 2), 20, 1), ((2, 2), 5, 3)])
+def test_scattered_keys_are_copied_where_that_is_cheaper(heads, n, calls, monkeypatch):
+    """Pieces of keys that all of the same queries see: one call, if the keys are fewer than the states to be merged."""
+    count, kernel, spec = [], aten._block_fwd, AttnSpec(softmax_scale=0.3)
+    monkeypatch.setattr(aten, "_block_fwd", lambda q, k, *rest: count.append(k.shape[1]) or kernel(q, k, *rest))
+    q, k, v, _ = inputs(n, 90, heads)
+    segments = [Segment(20 * i + 5, 10 * i, 10) for i in range(3)]
+    options = dict(q_segments=(Segment(0, 100, n),), k_segments=segments, spec=spec)
+    found = aten.attn_fwd(q, k, v, **options)
+    assert len(count) == calls and sum(count) == 30
+    torch.testing.assert_close(found, reference.attn_fwd(q, k, v, **options), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [64, 65, 200, 768, 1030])
+def test_long_diagonals_in_strips(n):
+    """torch's causal mask is replaced by strips of rows, each computed against no key behind the strip."""
+    spec, whole = AttnSpec(softmax_scale=0.3), (Segment(0, 0, n),)
+    q, k, v, _ = inputs(n, n)
+    calls, kernel = [], aten._widen
+    aten._widen = lambda d, *x: calls.append((x[0].shape[1], x[1].shape[1])) or kernel(d, *x)
+    try:
+        out, lse = aten.attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec)
+    finally:
+        aten._widen = kernel
+    expected = energy.attention(q, k, v, spec=spec, keep=torch.ones(n, n, dtype=torch.bool).tril())
+    torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
+    step = 64 if n <= 768 else 256
+    assert calls == [(min(step, n - i), min(i + step, n)) for i in range(0, n, step)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_backward_from_delta_alone(dtype):
     """aten gets an `out` made from delta: gradients stay within 3x the error of the same kernel given the true out."""
