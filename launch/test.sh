@@ -9,8 +9,8 @@
 # By default the tests marked slow do not run: "bash launch/test.sh -m slow" runs only those, "bash launch/test.sh -m ''"
 # runs all. Example: bash launch/test.sh tests/core/test_decode.py -k ring -x
 #
-# The tests run in parallel, in one process for every two cores, at most 8: "-n 4" sets another number, and "-n 0" runs them
-# one by one, for a debugger. A machine with fewer than four cores runs them one by one.
+# The tests run in parallel, in one process for every two cores, at least two, at most 8: "-n 4" sets another number, and
+# "-n 0" runs them one by one, for a debugger. A machine with one core runs them one by one.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -37,9 +37,8 @@ if [ "$lint" = 1 ]; then
     ruff format --check . || die "the files above are not formatted: run 'make format'"
 fi
 [ "$tests" = 1 ] || exit 0
-# Most tests start 2 to 4 ranks, which wait actively: with a process per core they slow each other down.
-workers=$(($(num_cores) / 2))
-[ "$workers" -gt 1 ] || workers=0
-[ "$workers" -le 8 ] || workers=8
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(num_cores) / (workers ? workers : 1)))}" TOKENIZERS_PARALLELISM=false
+# Half of the tests start 2 to 4 ranks. Two processes keep two cores busy; with more cores, one for every two is enough.
+cores="$(num_cores)"
+workers=$((cores < 2 ? 0 : cores < 4 ? 2 : cores > 16 ? 8 : cores / 2))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores / (workers ? workers : 1)))}" TOKENIZERS_PARALLELISM=false
 exec python -m pytest -n "$workers" --dist loadgroup -m 'not slow' --durations=15 --durations-min=5 "$@"

@@ -1,5 +1,7 @@
 from support import triton_interpreter  # noqa: F401, I001  first: see its docstring
 
+import gc
+
 import pytest
 import torch
 
@@ -36,6 +38,10 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_protocol(item):
     with turns.turn(alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # all that was imported: collections leave it alone
 
 
 def pytest_sessionfinish(session):

@@ -21,15 +21,13 @@ print(json.dumps([resources.usage(k, resources.WIDTHS[w], a, *d)._asdict() for k
 """
 FAST = [
     ("fwd", 128, "sm90"),
-    ("dkdv", 128, "sm90"),
-    ("fwd+dropout", 128, "sm90"),
     ("dq+dropout", 128, "sm90"),
     ("dkdv+dropout", 128, "sm90"),
     ("decode", 128, "sm90"),
     ("merge", 128, "sm90"),
     ("dq", 64, "gfx942"),
     ("dkdv", 256, "sm86"),
-    ("dkdv", 256, "sm90", "fp32"),
+    ("fwd", 256, "sm90", "fp32"),
     ("decode", 256, "sm86", "fp32"),
 ]
 
