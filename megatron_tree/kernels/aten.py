@@ -84,7 +84,7 @@ def _together(blocks: list[Block], q: Tensor, k: Tensor, v: Tensor) -> list[list
     for same in found.values():
         numbers = sum(block.k_len for block in same) * k.shape[2] * (k.shape[3] + v.shape[3])
         merged = (len(same) - 1) * same[0].q_len * q.shape[2] * v.shape[3]
-        joined += [same] if numbers <= 2 * merged else [[block] for block in same]
+        joined += [same] if numbers <= 4 * merged else [[block] for block in same]
     return joined
 
 
