@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from ..config import AttnSpec, TreeConfig
 from ..kernels import Backend
 from ..layout import Packed, Segment, Sharding, join, visible_rows
 from ..log import say_once
-from ..plan import Mask, PassPlan, Shape, TrainingPlan, plan_training
+from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
 from .topology import GroupTopology
 
 
@@ -24,7 +25,7 @@ class Cast(NamedTuple):
     team: comm.Team
     sent: tuple[tuple[Segment, ...], ...]
     """By rank of the team: segments of this rank's keys that its queries see; none for this rank itself."""
-    lengths: list[int]
+    lengths: tuple[int, ...]
     """By rank of the team: how many rows it sends here."""
     arrived: tuple[Segment, ...]
     """Segments of the rows that arrive, one rank's after another's."""
@@ -136,54 +137,92 @@ class AttnCall(AttnArgs):
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
-        x, arrangement = self.order.index(self.rank), plan.arrangement
-        rows, columns = arrangement.row_of(x), arrangement.column_of(x)
-        row, column = self._team("row", plan, rows), self._team("column", plan, columns)
+        at, u = _neighbours(self.order, self.rank, plan.arrangement), plan.arrangement.u
+        row, column = self._team("row", plan, at.row), self._team("column", plan, at.column)
         key_at, query_at = row.order.index(self.rank), column.order.index(self.rank)
-        own, keys, queries = (self._holders(plan, positions) for positions in (((x,),), rows, columns))
         return Cell(
-            heads=self._team("heads", plan, [(y,) for y in arrangement.holder_of(x)]) if arrangement.u > 1 else None,
+            heads=self._team("heads", plan, tuple((r,) for r in at.holder)) if u > 1 else None,
             row=row,
             column=column,
-            own_queries=self.queries.segments(*own),
-            own_keys=self.keys.segments(*own),
-            all_keys=self.keys.segments(*keys),
-            other_keys=self.keys.segments(*keys, skip=key_at),
-            other_queries=self.queries.segments(*queries, skip=query_at),
-            own_key_rows=self.keys.rows_of(own[0], at=key_at),
-            own_query_rows=self.queries.rows_of(own[0], at=query_at),
-            key_rows=arrangement.u * self.keys.rows,
-            query_rows=arrangement.u * self.queries.rows,
+            own_queries=self.queries.segments(at.holder),
+            own_keys=self.keys.segments(at.holder),
+            all_keys=self.keys.segments(*at.row_holders),
+            other_keys=self.keys.segments(*at.row_holders, skip=key_at),
+            other_queries=self.queries.segments(*at.column_holders, skip=query_at),
+            own_key_rows=self.keys.rows_of(at.holder, at=key_at),
+            own_query_rows=self.queries.rows_of(at.holder, at=query_at),
+            key_rows=u * self.keys.rows,
+            query_rows=u * self.queries.rows,
             cast=self._cast(plan) if plan.schedule == "cast" else None,
         )
 
-    def ring(self, plan: PassPlan) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    def ring(self, plan: PassPlan) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """The ranks of this rank's ring in their order, and the holder that each of them is."""
-        places = plan.arrangement.places_of(self.order.index(self.rank))
-        return tuple(self.order[x] for x in places), self._holders(plan, [places])
+        return _ring(self.order, self.rank, plan.arrangement)
 
     def _cast(self, plan: PassPlan) -> Cast:
-        order, holders = self.ring(plan)
-        own, spec = order.index(self.rank), self.spec
-        queries, keys = ([x.segments(holder) for holder in holders] for x in (self.queries, self.keys))
-        sent, lengths, arrived = [()] * len(order), [0] * len(order), []
-        for i in (i for i in range(len(order)) if i != own):
-            sent[i] = visible_rows(queries[i], keys[own], spec.left, spec.right)
-            for segment in visible_rows(queries[own], keys[i], spec.left, spec.right):
-                arrived.append(segment._replace(row=sum(lengths)))
-                lengths[i] += segment.length
-        places = plan.arrangement.places_of(self.order.index(self.rank))
-        return Cast(self._team("cast", plan, [(x,) for x in places]), tuple(sent), lengths, join(arrived))
+        ranks, holders = self.ring(plan)
+        window = self.spec.left, self.spec.right
+        rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, *window)
+        return Cast(self._team("cast", plan, tuple((r,) for r in ranks)), *rows)
 
-    def _team(self, name: str, plan: PassPlan, positions) -> comm.Team:
-        ranks = tuple(tuple(self.order[x] for x in place) for place in positions)
-        options = (self.transport, self.config.timeout_s, (name, *plan.arrangement))
-        return comm.Team(self.group, ranks, *options)
+    def _team(self, name: str, plan: PassPlan, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
+        return comm.Team(self.group, ranks, self.transport, self.config.timeout_s, (name, *plan.arrangement))
 
-    def _holders(self, plan: PassPlan, positions) -> list[tuple[int, ...]]:
-        """Whose shards the ranks at these positions have once heads are exchanged."""
-        holders = (plan.arrangement.holder_of(x) for place in positions for x in place)
-        return [tuple(self.order[y] for y in holder) for holder in holders]
+
+class _Neighbours(NamedTuple):
+    """Whom a rank works with. A holder: whose shards a rank has once heads are exchanged."""
+
+    row: tuple[tuple[int, ...], ...]
+    column: tuple[tuple[int, ...], ...]
+    holder: tuple[int, ...]
+    row_holders: tuple[tuple[int, ...], ...]
+    """In the order of what the row gathers."""
+    column_holders: tuple[tuple[int, ...], ...]
+
+
+# What follows is the same in every layer and takes milliseconds among hundreds of ranks.
+
+
+@functools.lru_cache(maxsize=256)
+def _neighbours(order: tuple[int, ...], rank: int, arrangement: Arrangement) -> _Neighbours:
+    x = order.index(rank)
+    rows, columns = arrangement.row_of(x), arrangement.column_of(x)
+    row, column = (tuple(tuple(order[y] for y in place) for place in places) for places in (rows, columns))
+    holders = (_holders(order, arrangement, [y for place in places for y in place]) for places in (rows, columns))
+    return _Neighbours(row, column, *_holders(order, arrangement, [x]), *holders)
+
+
+@functools.lru_cache(maxsize=256)
+def _ring(
+    order: tuple[int, ...], rank: int, arrangement: Arrangement
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    places = arrangement.places_of(order.index(rank))
+    return tuple(order[x] for x in places), _holders(order, arrangement, places)
+
+
+def _holders(order: tuple[int, ...], arrangement: Arrangement, positions) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(order[y] for y in arrangement.holder_of(x)) for x in positions)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_of_cast(
+    holders: tuple[tuple[int, ...], ...],
+    own: int,
+    queries: Sharding,
+    keys: Sharding,
+    left: int | None,
+    right: int | None,
+) -> tuple[tuple[tuple[Segment, ...], ...], tuple[int, ...], tuple[Segment, ...]]:
+    """The fields of `Cast` but for its team, for the holder at index `own`."""
+    of_queries, of_keys = ([x.segments(holder) for holder in holders] for x in (queries, keys))
+    sent, lengths, arrived = [()] * len(holders), [0] * len(holders), []
+    for i in (i for i in range(len(holders)) if i != own):
+        sent[i] = visible_rows(of_queries[i], of_keys[own], left, right)
+        for segment in visible_rows(of_queries[own], of_keys[i], left, right):
+            arrived.append(segment._replace(row=sum(lengths)))
+            lengths[i] += segment.length
+    return tuple(sent), tuple(lengths), join(arrived)
 
 
 def _visible(args: AttnArgs) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,7 @@ def start_all_to_all(x: Tensor, team: Team) -> Pending:
     return Pending(exchange(x, team, team.order, team.order.index(group_rank(team.group))), x.device, (x,), "exchange")
 
 
-def start_all_to_all_v(parts: list[Tensor], lengths: list[int], team: Team) -> Pending:
+def start_all_to_all_v(parts: list[Tensor], lengths: Sequence[int], team: Team) -> Pending:
     """parts[i] [n, ...] goes to the team's i-th rank, which expects n rows; returns [sum(lengths), ...], in the team's
     order, of which lengths[i] rows came from its i-th rank. Nothing goes to ranks that expect no rows."""
     note("all_to_all", team.size, sum(x.nbytes for x in parts))
@@ -98,10 +99,10 @@ def start_all_to_all_v(parts: list[Tensor], lengths: list[int], team: Team) -> P
     return Pending(start([x.contiguous() for x in parts], lengths, team), parts[0].device, tuple(parts), "gather")
 
 
-def _exchange_rows_direct(parts: list[Tensor], lengths: list[int], team: Team):
+def _exchange_rows_direct(parts: list[Tensor], lengths: Sequence[int], team: Team):
     arrived = parts[0].new_empty((sum(lengths), *parts[0].shape[1:]))
     mail = Mail("all_to_all", team.group, team.order, team.timeout_s)
-    arriving = [mail.receive(x, r) for x, r in zip(arrived.split(lengths), team.order) if len(x)]
+    arriving = [mail.receive(x, r) for x, r in zip(arrived.split(tuple(lengths)), team.order) if len(x)]
     own = team.order.index(group_rank(team.group))
     for r in from_next(team.order, own):
         if len(part := parts[team.order.index(r)]):
@@ -112,7 +113,7 @@ def _exchange_rows_direct(parts: list[Tensor], lengths: list[int], team: Team):
     return arrived
 
 
-def _exchange_rows_builtin(parts: list[Tensor], lengths: list[int], team: Team):
+def _exchange_rows_builtin(parts: list[Tensor], lengths: Sequence[int], team: Team):
     ranks = team.order
     rising = sorted(range(len(ranks)), key=ranks.__getitem__)
     arrived = parts[0].new_empty((sum(lengths), *parts[0].shape[1:]))
