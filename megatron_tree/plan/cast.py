@@ -11,7 +11,7 @@ from .arrangement import Arrangement, HeadSplit
 from .cost import Phase, PlacedTopology, spread
 from .plans import Cost, PassPlan
 from .sizes import CallSizes
-from .training import exchange_buffers, exchanges, seconds_of_pass
+from .training import exchange_buffers, exchanges, packing_seconds, seconds_of_pass
 
 
 class Mask(NamedTuple):
@@ -94,8 +94,11 @@ def cast_plan(
     launch = placed.topology.overhead_s
     alive = min(groups, 2) / groups
     buffers = most * row_bytes * (alive * (2 if backward else 1) + (sizes.widening / groups if backward else 0))
+    packing = packing_seconds(placed, sizes, groups, backward) if u > 1 else 0.0
     cost = Cost(
-        time_s=seconds_of_pass(probes, groups, own, (compute - own) / groups + launch, together=u == 1),
+        time_s=seconds_of_pass(
+            probes, groups, own, (compute - own) / groups + launch, together=u == 1, packing=packing
+        ),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=groups * (1 + backward + 2 * (u > 1)),

@@ -160,8 +160,9 @@ def grid_plan(
             for level, n, _ in peers:
                 sent[level] += part * groups * n * share
     buffers = _grid_buffers(sizes, arrangement.grid, groups, backward)
+    packing = packing_seconds(placed, sizes, groups, backward) if u > 1 else 0.0
     cost = Cost(
-        time_s=seconds_of_pass(probes, groups, own, rest, together=u == 1),
+        time_s=seconds_of_pass(probes, groups, own, rest, together=u == 1, packing=packing),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=groups * steps,
@@ -174,17 +175,26 @@ def _network_seconds(stages: list[list[dict]]) -> float:
     return sum(max(stage.values()) for collective in stages for stage in collective)
 
 
-def seconds_of_pass(probes: list[list[list[dict]]], groups: int, own: float, rest: float, *, together: bool) -> float:
+def packing_seconds(placed: PlacedTopology, sizes: CallSizes, groups: int, backward: bool) -> float:
+    """Seconds in which a rank packs one group's heads for the exchange, and again those of its results: everything is
+    read and written once before its exchange, and once after it."""
+    return 2 * sum(sizes.exchanged(backward)) / groups / placed.topology.memory_bandwidth
+
+
+def seconds_of_pass(
+    probes: list[list[list[dict]]], groups: int, own: float, rest: float, *, together: bool, packing: float = 0.0
+) -> float:
     """Seconds of a pass on the slowest of the probes.
 
     probes: of each probe the stages of a group's exchange, gathers, reductions and exchange back. own, rest: seconds of
     attention on the own share (all groups), and on what is gathered (one group). together: whether the own share is
-    computed at once.
+    computed at once. packing: seconds of one group before its exchange, and again after it.
     """
     clock = Clock()
     there, gathers, reductions, home = max(probes, key=_network_seconds)
 
     def group(i: int) -> Generator:
+        clock.compute(packing)
         exchange = clock.start(there)
         yield
         clock.wait(exchange)
@@ -199,6 +209,7 @@ def seconds_of_pass(probes: list[list[list[dict]]], groups: int, own: float, res
         clock.advance(reduction)
         yield
         clock.wait(reduction)
+        clock.compute(packing)
         back = clock.start(home)
         yield
         clock.wait(back)
