@@ -18,6 +18,8 @@ COLOURS = {
     "two_level": "tab:blue",
     "kv_gather": "tab:orange",
     "pure_tree": "tab:purple",
+    "grid": "tab:blue",
+    "ulysses": "tab:green",
     "auto": "black",
     "plain": "tab:green",
 }

@@ -1,4 +1,5 @@
-"""Attention forward and backward over a sharded sequence: ring, KV gather, pure tree and the planner's grid."""
+"""Attention forward and backward over a sharded sequence: ring, KV gather, pure tree, the best grid without an exchange
+of heads, Ulysses, and the planner's choice."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ PINS = {
     "ring": lambda world: dict(schedule="ring"),
     "kv_gather": lambda world: dict(grid=(1, world)),
     "pure_tree": lambda world: dict(grid=(world, 1)),
+    "grid": lambda world: dict(ulysses_size=1),
+    "ulysses": lambda world: dict(ulysses_size=world),
     "auto": lambda world: {},
 }
 """Our schedules, by name: options of `TreeConfig` and of the planner for so many ranks."""

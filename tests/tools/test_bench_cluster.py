@@ -132,6 +132,7 @@ def test_train_on_local_ranks(tmp_path, capfd):
             ("ring", 2 * kv, 2 * kv + 2 * 2 * kv),
             ("kv_gather", 2 * kv, 2 * kv + 2 * kv),
             ("pure_tree", 2 * q + lse, 2 * q + 2 * lse + q),
+            ("ulysses", (2 * q + 2 * kv) // 2, (2 * q + 2 * kv + lse) // 2),
         ):
             found = [int(rows[h_kv, schedule, part]["sent_bytes"]) for part in ("forward", "backward", "total")]
             assert found == [(p - 1) * forward, (p - 1) * backward, (p - 1) * (forward + backward)], schedule
