@@ -48,11 +48,9 @@ class Arrangement(NamedTuple):
 
     def position(self, heads: Pair, row: Pair, column: Pair) -> int:
         """The inverse of `coordinates`."""
-        node, place = ((i * b + j) * u + w for w, i, j, b, u in self._factors(heads, row, column))
-        return node * self.block + place
-
-    def _factors(self, heads: Pair, row: Pair, column: Pair):
-        return zip(heads, row, column, (self.outer[1], self.inner[1]), self.heads)
+        (w1, w0), (i1, i0), (j1, j0), (u1, u0) = heads, row, column, self.heads
+        node = (i1 * self.outer[1] + j1) * u1 + w1
+        return node * self.block + (i0 * self.inner[1] + j0) * u0 + w0
 
     def row_of(self, x: int) -> tuple[tuple[int, ...], ...]:
         """Positions of x's row, which gathers keys: those of place i on all nodes, for every place i."""
