@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import zlib
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ class GroupTopology(NamedTuple):
     topology: Topology
     digest: str
     """Name and checksum of the topology: files with the same name may differ between hosts."""
-    hosts: tuple[str, ...] = ()
     placement: Placement | None = None
 
     @classmethod
@@ -43,15 +41,9 @@ class GroupTopology(NamedTuple):
         if self.placement is not None:
             return self
         hosts = comm.hosts(group, timeout_s=config.timeout_s)
-        placed = self._replace(hosts=hosts, placement=place(self.topology, hosts))
+        placed = self._replace(placement=place(self.topology, hosts))
         GroupState.of(group).topologies[self._key(device, config)] = placed
         return placed
-
-    def placement_of(self, ranks: tuple[int, ...]) -> Placement:
-        """The placement of some of the group's ranks, numbered from 0."""
-        if len(ranks) == len(self.hosts):
-            return self.placement
-        return _place(self.topology, tuple(self.hosts[r] for r in ranks))
 
     @property
     def transport(self) -> str:
@@ -61,6 +53,3 @@ class GroupTopology(NamedTuple):
     @staticmethod
     def _key(device: torch.device, config: TreeConfig) -> tuple:
         return config.topology, config.transport, device.type
-
-
-_place = functools.lru_cache(maxsize=64)(place)

@@ -11,7 +11,7 @@ from megatron_tree.attention import call as attend
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.plan import default_topology, place
 from megatron_tree.plan.plans import grids, inner_grids
-from support.attention import dense, make_inputs, oracle, run_one, worst_error
+from support.attention import low_precision, make_inputs, oracle, run_one, worst_error
 from support.hosts import Hosts
 from support.ranks import largest, run_distributed
 
@@ -80,17 +80,8 @@ def test_uneven_shares_on_nested_grids():
 
 
 def _low_precision(rank, world, dtype):
-    inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
-    out, _, *grads = oracle(*inputs)
-    truth = [out, *grads]
-    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
-    found = {}
     with Hosts((0, 0, 1, 1)):
-        for grid in grids(world):
-            rows, (out, _, *grads) = run_one(inputs, "zigzag", TreeConfig(grid=grid, head_groups=2), {})
-            errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
-            found[grid] = [float(e / a) for e, a in zip(errors, allowed)]
-    return found
+        return low_precision(world, dtype, [(grid, TreeConfig(grid=grid, head_groups=2)) for grid in grids(world)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -12,7 +12,7 @@ from megatron_tree.attention import call as attend
 from megatron_tree.config import AttnSpec
 from megatron_tree.plan import HeadSplit, default_topology, place
 from megatron_tree.plan.plans import grids, head_splits
-from support.attention import dense, make_inputs, make_sinks, oracle, run_one, worst_error
+from support.attention import low_precision, make_inputs, make_sinks, oracle, run_one, worst_error
 from support.hosts import Hosts
 from support.ranks import largest, run_distributed
 
@@ -136,16 +136,7 @@ def test_cross_attention(world, u):
 
 
 def _low_precision(rank, world, dtype):
-    inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
-    out, _, *grads = oracle(*inputs)
-    truth = [out, *grads]
-    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
-    found = {}
-    for u in (2, 4):
-        rows, (out, _, *grads) = run_one(inputs, "zigzag", TreeConfig(ulysses_size=u), {})
-        errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
-        found[u] = [float(e / a) for e, a in zip(errors, allowed)]
-    return found
+    return low_precision(world, dtype, [(u, TreeConfig(ulysses_size=u)) for u in (2, 4)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import shard_positions, shard_sequence, tree_attn_func, unshard_sequence
-from support.attention import configs, dense, make_inputs, make_sinks, oracle, run_one, worst_error
+from support.attention import configs, low_precision, make_inputs, make_sinks, oracle, run_one, worst_error
 from support.ranks import largest, run_distributed
 
 WORLDS = (1, 2, 3, 4, 6)
@@ -85,16 +85,7 @@ def test_gradient_flows_through_lse(world):
 
 
 def _low_precision(rank, world, dtype):
-    inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
-    out, _, *grads = oracle(*inputs)
-    truth = [out, *grads]
-    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
-    found = {}
-    for label, config in configs(world):
-        rows, (out, _, *grads) = run_one(inputs, "zigzag", config, {})
-        errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
-        found[label] = [float(e / a) for e, a in zip(errors, allowed)]
-    return found
+    return low_precision(world, dtype, configs(world))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -82,3 +82,17 @@ def dense(q, k, v, dout):
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     grads = torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2))
     return [x.detach().transpose(1, 2) for x in (out, *grads)]
+
+
+def low_precision(world, dtype, configs):
+    """By label of `configs`: errors of out, dq, dk and dv as fractions of those of dense attention in `dtype`."""
+    inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
+    out, _, *grads = oracle(*inputs)
+    truth = [out, *grads]
+    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
+    found = {}
+    for label, config in configs:
+        rows, (out, _, *grads) = run_one(inputs, "zigzag", config, {})
+        errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
+        found[label] = [float(e / a) for e, a in zip(errors, allowed)]
+    return found
