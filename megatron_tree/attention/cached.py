@@ -6,6 +6,8 @@ and partial results, not the cache. Bad input raises errors as in functional.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from ..log import say_once
 from ..plan import plan_decode
 from . import decode
 from .finite import check_finite_cache
+from .head_shares import all_heads_of, check_head_shares
 from .topology import GroupTopology
 from .validate import (
     check_cache,
@@ -45,6 +48,7 @@ def tree_decode(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    head_shares: Sequence[int] | None = None,
     schedule: str = "auto",
     config: TreeConfig | None = None,
     return_lse: bool = False,
@@ -64,38 +68,44 @@ def tree_decode(
             i's slots are those of the pages block_table[i], in order: s_local = n * page_size. Needs cache_seqlens.
         k_scale, v_scale: fp32 [pages, page_size, h_kv], for pages in int8 or fp8 (`cache.quantize`).
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
+        head_shares: query heads of every rank of cp_group, in rank order. q, sinks and the results are then those of
+            this rank's heads (possibly none): q is gathered here, and "scatter" ends after its first half, in which
+            each rank merges what it keeps. For weights that are split over the ranks of the cache.
         schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
             (inside nodes first), "ring" (baseline).
         config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s, check and deterministic are used.
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
-    Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks.
+    Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks that return a head.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_decode", cp_group, config) as call, torch.no_grad():
         check_decode_schedule(schedule, config)
-        paged = check_paged(q, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
+        head_shares = check_head_shares(head_shares, q, cp_group)
+        whole = all_heads_of(q, head_shares)
+        paged = check_paged(whole, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
         if paged is None:
-            check_cache(q, k_cache, v_cache)
+            check_cache(whole, k_cache, v_cache)
         spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
         masked = visible.needs_mask(paged is not None)
-        backend = kernels.choose(q, k_cache, v_cache, spec, config.backend, masked=masked, decodes=True)
+        backend = kernels.choose(whole, k_cache, v_cache, spec, config.backend, masked=masked, decodes=True)
         if paged is not None:
             backend.check_pages(k_cache)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
         net = GroupTopology.of(cp_group, q.device, config)
         call.agree(
-            q=q.shape,
+            q=whole.shape,
             num_heads_kv=v_cache.shape[2],
             head_dim_v=v_cache.shape[3],
             dtype=q.dtype,
             spec=spec,
             sinks=sinks is not None,
+            head_shares=head_shares,
             schedule=schedule,
             positions=q_positions is not None,
             paged=paged is not None,
@@ -105,8 +115,9 @@ def tree_decode(
         net, world = net.placed(cp_group, q.device, config), comm.group_size(cp_group)
         plan = plan_decode(
             world,
-            rows=q.shape[:3].numel(),
+            rows=whole.shape[:3].numel(),
             head_dim_v=v_cache.shape[3],
+            own_heads=head_shares is not None,
             kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
             topology=net.topology,
             placement=net.placement,
@@ -131,6 +142,7 @@ def tree_decode(
             backend=backend,
             timeout_s=config.timeout_s,
             paged=paged,
+            head_shares=head_shares,
         )
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
 
@@ -147,6 +159,7 @@ def tree_prefill(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    head_shares: Sequence[int] | None = None,
     config: TreeConfig | None = None,
 ) -> Tensor:
     """Exact causal attention of a chunk of a prompt over a cache, both sharded. Collective; no gradients.
@@ -160,6 +173,8 @@ def tree_prefill(
         key_segments: the positions of this rank's keys; without a window, keys before the chunk may be in any order.
             Or a list of these for every group rank: then keys are gathered instead of queries, which sends less while
             there are few keys.
+        head_shares: as in `tree_decode`: the queries' heads are sharded then, not their tokens. q holds all queries of
+            the chunk, shares has one entry for them, and key_segments are this rank's.
         Others as in `tree_decode`; comm_dtype of config is used as well.
     Returns: out [b, n, h, d_v] in q's dtype.
     Raises: as `tree_decode`.
@@ -167,29 +182,40 @@ def tree_prefill(
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_prefill", cp_group, config) as call, torch.no_grad():
-        check_cache(q, k_cache, v_cache)
+        head_shares = check_head_shares(head_shares, q, cp_group)
+        whole = all_heads_of(q, head_shares)
+        check_cache(whole, k_cache, v_cache)
         spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
         num_queries = [sum(count for _, count in runs) for runs in shares]
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
-        if len(shares) != world or num_queries[rank] != q.shape[1]:
+        if head_shares is not None and num_queries != [q.shape[1]]:
+            raise ValueError(
+                f"q has {q.shape[1]} queries, but shares={num_queries}: with head_shares one entry for all"
+            )
+        if head_shares is None and (len(shares) != world or num_queries[rank] != q.shape[1]):
             raise ValueError(f"q has {q.shape[1]} queries, but shares={num_queries} for {world} ranks")
         gathers_keys = bool(key_segments) and isinstance(key_segments[0], list)
+        if gathers_keys and head_shares is not None:
+            raise ValueError(
+                "key_segments of all ranks gather the keys, but head_shares gathers queries: pass one's own"
+            )
         own = key_segments[rank] if gathers_keys else key_segments
         if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache has {k_cache.shape[1]} keys, but key_segments describes a different number")
-        backend = kernels.choose(q, k_cache, v_cache, spec, config.backend)
+        backend = kernels.choose(whole, k_cache, v_cache, spec, config.backend)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         net = GroupTopology.of(cp_group, q.device, config)
         call.agree(
             batch=q.shape[0],
-            num_heads=q.shape[2],
+            num_heads=whole.shape[2],
             num_heads_kv=k_cache.shape[2],
             head_dim=q.shape[3],
             head_dim_v=v_cache.shape[3],
             dtype=q.dtype,
             spec=spec,
             sinks=sinks is not None,
+            head_shares=head_shares,
             shares=str(shares),
             gathered="keys" if gathers_keys else "queries",
             config=config,
@@ -208,8 +234,11 @@ def tree_prefill(
             out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **options)
         else:
             wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
-            options.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments)
-            out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, wire=wire, **options)
+            options.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments, wire=wire)
+            if head_shares is None:
+                out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, **options)
+            else:
+                out, _ = decode.prefill_of_heads(q, k_cache, v_cache, sinks, head_shares=head_shares, **options)
     return out.to(q.dtype)
 
 

@@ -10,23 +10,33 @@ from ..config import AttnSpec
 from ..merge import StateReducer, merge_sinks, pack_state, state_dtype, unpack_state
 from ..plan import Placement
 from .decode_ring import decode_ring
+from .head_shares import by_owner, gather_heads, own_heads, slice_of
 
 
 def decode(
     q, k, v, sinks, *, visible: kernels.Visible, spec: AttnSpec, group, schedule: str, across: str, transport: str,
     placement: Placement, backend: kernels.Backend, timeout_s: float, paged: kernels.PagedKV | None = None,
+    head_shares: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q [b, s_q, h, d] over every rank's k, v [b, s_local, h_kv, d], or pages of them.
 
+    head_shares: heads of every rank; q and the result are then of this rank's heads.
     Returns out [b, s_q, h, d_v] and lse [b, h, s_q], fp32, the same bits on every rank.
     """
-    if schedule == "ring" and comm.group_size(group) > 1:
+    num_heads, world = q.shape[2], comm.group_size(group)
+    head_shares = None if world == 1 else head_shares
+    shape = (*q.shape[:2], num_heads if head_shares is None else sum(head_shares), v.shape[-1] + 1)
+    keeps_own = head_shares is not None and schedule == "scatter"
+    if keeps_own:
+        schedule, shape = "own_share", (world, max(head_shares), *q.shape[:2], shape[-1])
+    if schedule == "ring" and world > 1:
+        q = q if head_shares is None else gather_heads(q, head_shares, _team(group, transport, timeout_s))
         options = dict(group=group, order=placement.order, backend=backend, timeout_s=timeout_s, paged=paged)
         state = decode_ring(q, k, v, visible=visible, spec=spec, **options)
     else:
         # receives are posted before the local attention, so that gloo announces the buffers to the senders during it
         reduction = comm.start_reduction(
-            (*q.shape[:3], v.shape[-1] + 1),
+            shape,
             state_dtype(q.dtype),
             q.device,
             group,
@@ -37,8 +47,13 @@ def decode(
             block=placement.block,
             across=across,
         )
+        q = q if head_shares is None else gather_heads(q, head_shares, _team(group, transport, timeout_s))
         state = backend.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)
-        state = reduction.finish(state)
+        state = reduction.finish(by_owner(state, head_shares) if keeps_own else state)
+    if keeps_own:
+        state = own_heads(state, num_heads)
+    elif head_shares is not None:
+        state = state[:, :, slice_of(head_shares, comm.group_rank(group))]
     out, lse = unpack_state(state, state_dtype(q.dtype))
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
 
@@ -57,7 +72,7 @@ def prefill(
     Returns out [b, n, h, d_v] and lse [b, h, n], fp32.
     """
     n, longest = q.shape[1], max(num_queries)
-    team = comm.Team.flat(group, transport=transport, timeout_s=timeout_s)
+    team = _team(group, transport, timeout_s)
     if team.size > 1:
         padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, longest - n)).transpose(0, 1)
         q = comm.start_gather(padded.contiguous(), team).wait().transpose(0, 1)
@@ -78,7 +93,7 @@ def prefill_gathered(
     Args: k_segments[r] rank r's keys; q_segments this rank's queries.
     """
     longest = max(sum(segment.length for segment in segments) for segments in k_segments)
-    team = comm.Team.flat(group, transport=transport, timeout_s=timeout_s)
+    team = _team(group, transport, timeout_s)
     d = k.shape[-1]
     if team.size > 1:
         both = torch.nn.functional.pad(torch.cat((k, v), -1), (0, 0, 0, 0, 0, longest - k.shape[1]))
@@ -87,3 +102,25 @@ def prefill_gathered(
     segments = [s._replace(row=s.row + r * longest) for r, own in enumerate(k_segments) for s in own]
     out, lse = backend.attn_fwd(q, k, v, q_segments=q_segments, k_segments=segments, spec=spec)
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+
+def prefill_of_heads(
+    q, k, v, sinks, *, head_shares: tuple[int, ...], q_segments, k_segments, spec: AttnSpec, group, transport: str,
+    wire: torch.dtype, backend: kernels.Backend, timeout_s: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`prefill` of queries whose heads are sharded, not their tokens: q [b, n, h_local, d] of all n tokens.
+
+    The heads are gathered, and the partial states reduced so that every rank ends with those of its own heads.
+    """
+    num_heads, team = q.shape[2], _team(group, transport, timeout_s)
+    q = gather_heads(q, head_shares, team)
+    out, lse = backend.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
+    if team.size > 1:
+        packed, dtype = by_owner(pack_state(out, lse, wire), head_shares).flatten(0, 1), state_dtype(q.dtype)
+        state = comm.start_reduce_scatter(packed, team, StateReducer(wire, dtype)).wait()
+        out, lse = unpack_state(own_heads(state, num_heads), dtype)
+    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+
+def _team(group, transport: str, timeout_s: float) -> comm.Team:
+    return comm.Team.flat(group, transport=transport, timeout_s=timeout_s)

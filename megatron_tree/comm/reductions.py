@@ -1,4 +1,4 @@
-"""Decode's reductions: one packed state per rank is merged, and every rank gets the same bits.
+"""Decode's reductions: one packed state per rank is merged, and every rank gets the same bits (or its own share).
 
 `start_reduction` posts the receives, the caller computes its state meanwhile, and `finish` sends and merges. Every
 schedule merges in one fixed order, or merges once and copies (docs/design.md, section 3).
@@ -6,6 +6,7 @@ schedule merges in one fixed order, or merges once and copies (docs/design.md, s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Generator
@@ -94,7 +95,8 @@ def start_reduction(
 ) -> Reduction:
     """Begin to reduce states of `shape` [..., d + 1] over the group: every rank calls it, then `Reduction.finish`.
 
-    Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level"; transport "direct" or "builtin";
+    Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level", or "own_share": `shape` is then
+    [ranks, ..., d + 1], and each rank gets only its own entry [..., d + 1] back; transport "direct" or "builtin";
     order, block: the ranks by node and how many a node has (`plan.Placement`), default: every rank is its own node;
     across: how two_level's leaders exchange, "direct" or "butterfly".
     """
@@ -214,40 +216,61 @@ class _Packed:
         return state
 
 
+def _own_share_builtin(args: ReduceArgs) -> Steps:
+    state = yield
+    return start_reduce_scatter(state.flatten(0, 1), args.team(args.ranks), _Packed).wait().view(args.shape[1:])
+
+
+def _own_share_direct(args: ReduceArgs) -> Steps:
+    """Entry i of the state goes to rank i, which merges the entries of all ranks in rank order."""
+    parts, mail, r = args.empty(), args.mail("all_to_all"), args.rank
+    arriving = [mail.receive(parts[s], s) for s in args.ranks if s != r]
+    state = yield
+    note("all_to_all", len(args.ranks), (len(args.ranks) - 1) * state[0].nbytes)
+    for s in from_next(args.ranks, r):
+        mail.send(state[s], s)
+    parts[r] = state[r]
+    mail.wait(*arriving)
+    merged = merge_packed(parts)
+    mail.sent()
+    return merged
+
+
 def _scatter_builtin(args: ReduceArgs) -> Steps:
-    shares, team = _row_shares((yield), len(args.ranks)), args.team(args.ranks)
-    mine = start_reduce_scatter(shares.flatten(0, 1), team, _Packed).wait()
-    return _whole_rows(start_gather(mine, team).wait(), args.shape)
+    """Each rank merges its share of the rows, and sends it to all."""
+    first, share = _own_rows(args, _own_share_builtin)
+    mine = _finish(first, _row_shares((yield), share))
+    return _whole_rows(start_gather(mine, args.team(args.ranks)).wait(), args.shape)
 
 
 def _scatter_direct(args: ReduceArgs) -> Steps:
-    """Each rank merges its share of the rows, and sends it to all."""
+    """The same; the receives of both halves are posted at once."""
     n, r = len(args.ranks), args.rank
-    rows = -(-math.prod(args.shape[:-1]) // n)
-    shares, whole = (args.empty(n, shape=(rows, args.shape[-1])) for _ in range(2))
-    first, second = args.mail("all_to_all"), args.mail("all_gather")
-    arriving = [first.receive(shares[s], s) for s in args.ranks if s != r]
-    finished = [second.receive(whole[s], s) for s in args.ranks if s != r]
-    mine = _row_shares((yield), n)
-    note("all_to_all", n, (n - 1) * mine[0].nbytes)
-    for s in from_next(args.ranks, r):
-        first.send(mine[s], s)
-    shares[r] = mine[r]
-    first.wait(*arriving)
-    whole[r] = merge_packed(shares)
+    first, share = _own_rows(args, _own_share_direct)
+    whole, mail = args.empty(shape=share), args.mail("all_gather")
+    arriving = [mail.receive(whole[s], s) for s in args.ranks if s != r]
+    whole[r] = _finish(first, _row_shares((yield), share))
     note("all_gather", n, (n - 1) * whole[r].nbytes)
     for s in from_next(args.ranks, r):
-        second.send(whole[r], s)
-    second.wait(*finished)
-    first.sent()
-    second.sent()
+        mail.send(whole[r], s)
+    mail.wait(*arriving)
+    mail.sent()
     return _whole_rows(whole.flatten(0, 1), args.shape)
 
 
-def _row_shares(state: Tensor, n: int) -> Tensor:
+def _own_rows(args: ReduceArgs, own_share) -> tuple[Steps, tuple[int, ...]]:
+    """The first half of "scatter", its receives posted; and the shape [n, rows, d + 1] that it takes."""
+    n = len(args.ranks)
+    shape = (n, -(-math.prod(args.shape[:-1]) // n), args.shape[-1])
+    steps = own_share(dataclasses.replace(args, shape=shape))
+    next(steps)
+    return steps, shape
+
+
+def _row_shares(state: Tensor, shape: tuple[int, ...]) -> Tensor:
     """state [..., d + 1] as [n, rows, d + 1], padded with zeros."""
     rows = state.flatten(0, -2)
-    return F.pad(rows, (0, 0, 0, -rows.shape[0] % n)).unflatten(0, (n, -1))
+    return F.pad(rows, (0, 0, 0, shape[0] * shape[1] - len(rows))).view(shape)
 
 
 def _whole_rows(rows: Tensor, shape) -> Tensor:
@@ -303,6 +326,8 @@ _SCHEDULES = {
     ("butterfly", "direct"): _butterfly_direct,
     ("scatter", "builtin"): _scatter_builtin,
     ("scatter", "direct"): _scatter_direct,
+    ("own_share", "builtin"): _own_share_builtin,
+    ("own_share", "direct"): _own_share_direct,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

@@ -138,12 +138,14 @@ def _butterfly(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
     return total, kept * step.state
 
 
-def _scatter(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
-    """Rows split over the ranks; each merges its own and sends the result to all."""
+def _scatter(placed: PlacedTopology, step: StepSizes, own_heads: bool) -> tuple[_Sum, int]:
+    """Rows split over the ranks; each merges its own and sends the result to all, or keeps it if it has its heads."""
     total = _Sum(placed)
     share = -(-step.rows // placed.world) * step.row_bytes
     _all_to_all(total, share)
     total.merge(placed.world, share)
+    if own_heads:
+        return total, placed.world * share
     if placed.direct:
         _all_to_all(total, share)
     else:
@@ -188,15 +190,15 @@ def _ring(placed: PlacedTopology, step: StepSizes) -> tuple[float, list[float], 
     return (p - 1) * max(shift, compute) + compute, [(p - 1) * n for n in each], p - 1, 2 * step.kv_bytes
 
 
-def reductions(placed: PlacedTopology, step: StepSizes) -> list[Reduction]:
-    """Every schedule with its predicted cost, the simpler ones first."""
+def reductions(placed: PlacedTopology, step: StepSizes, own_heads: bool = False) -> list[Reduction]:
+    """Every schedule with its predicted cost, the simpler ones first. own_heads: see `plan_decode`."""
     compute = step.kv_bytes / placed.topology.memory_bandwidth
     ready = placed.topology.levels[placed.top].latency_s if placed.direct and placed.world > 1 else 0.0
     start = max(compute, ready)  # receivers report that they are ready meanwhile
     found = [
         ("allgather", "direct", _allgather),
         ("butterfly", "direct", _butterfly),
-        ("scatter", "direct", _scatter),
+        ("scatter", "direct", partial(_scatter, own_heads=own_heads)),
         ("two_level", "direct", partial(_two_level, across="direct")),
         ("two_level", "butterfly", partial(_two_level, across="butterfly")),
         ("allreduce", "direct", _allreduce),

@@ -135,3 +135,11 @@ def test_the_reason_names_the_choice_and_its_rivals():
     reason = decode([n // 4 for n in range(16)]).reason
     for part in ("two_level (", "over ethernet", "against ring", "all-reduce", "predicted for lan"):
         assert part in reason
+
+
+def test_own_heads_need_the_first_half_of_scatter():
+    hosts = range(4)
+    whole, half = (costs(decode(hosts, own_heads=own))["scatter", "direct"] for own in (False, True))
+    assert (half.bytes, half.steps) == (whole.bytes / 2, 1)
+    assert half.time_s < whole.time_s
+    assert decode(hosts, own_heads=True).schedule == "scatter"

@@ -28,7 +28,7 @@ LAYERS = (
 ATTENTION = (
     {"validate", "topology"},
     {"call", "finite"},
-    {"grid", "cast", "ring", "heads", "decode_ring"},
+    {"grid", "cast", "ring", "heads", "head_shares", "decode_ring"},
     {"passes", "decode"},
     {"autograd"},
     {"functional", "cached", "sequences"},

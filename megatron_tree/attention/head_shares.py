@@ -1,0 +1,73 @@
+"""Queries whose heads are split over the ranks of a cache: heads are gathered, and each rank gets its own ones back.
+
+`shares` holds the number of heads of every rank, in rank order. In a message every rank's heads are padded to the
+longest share, so that all messages are of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import comm
+
+
+def check_head_shares(shares: Sequence[int] | None, q: Tensor, group) -> tuple[int, ...] | None:
+    """The shares as a tuple; ``ValueError`` unless there is one for each rank, and q has this rank's heads."""
+    if shares is None:
+        return None
+    world, rank = comm.group_size(group), comm.group_rank(group)
+    shares = tuple(shares)
+    if len(shares) != world or any(not isinstance(n, int) or n < 0 for n in shares) or not sum(shares):
+        raise ValueError(f"head_shares={list(shares)} must hold the number of query heads of each of the {world} ranks")
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[2] != shares[rank]:
+        seen = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(
+            f"q must be [batch, sequence, {shares[rank]} heads, head_dim], since head_shares={list(shares)} gives "
+            f"rank {rank} of cp_group {shares[rank]} heads; got {seen}"
+        )
+    return shares
+
+
+def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
+    """A stand-in of the shape that q [b, s, h_local, d] has when all heads are gathered, without memory of its own."""
+    return q if shares is None else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
+
+
+def gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Tensor:
+    """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order."""
+    if team.size == 1:
+        return q
+    longest = max(shares)
+    mine = _heads_first(q, longest)  # [longest, b, s, d]
+    whole = comm.start_gather(mine, team).wait()
+    if min(shares) < longest:
+        whole = torch.cat([part[:n] for part, n in zip(whole.split(longest), shares)])
+    return whole.permute(1, 2, 0, 3)
+
+
+def by_owner(state: Tensor, shares: tuple[int, ...]) -> Tensor:
+    """state [b, s, h, w] as [ranks, longest share, b, s, w]: what is meant for each rank."""
+    longest = max(shares)
+    if min(shares) == longest:
+        return state.permute(2, 0, 1, 3).unflatten(0, (len(shares), longest)).contiguous()
+    return torch.stack([_heads_first(part, longest) for part in state.split(shares, 2)])
+
+
+def own_heads(merged: Tensor, num_heads: int) -> Tensor:
+    """This rank's entry of `by_owner`, reduced, [longest share, b, s, w] -> [b, s, num_heads, w]."""
+    return merged[:num_heads].permute(1, 2, 0, 3)
+
+
+def slice_of(shares: tuple[int, ...], rank: int) -> slice:
+    """Where a rank's heads are among all heads."""
+    first = sum(shares[:rank])
+    return slice(first, first + shares[rank])
+
+
+def _heads_first(x: Tensor, longest: int) -> Tensor:
+    x = x.permute(2, 0, 1, 3)
+    return F.pad(x, (0, 0, 0, 0, 0, 0, 0, longest - len(x))).contiguous()

@@ -1,0 +1,195 @@
+"""tree_decode and tree_prefill with query heads split over the ranks of the cache, against the float64 oracle."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
+from megatron_tree.cache import quantize
+from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.kernels import gather_row
+from support.decoding import cache_of, decode_inputs, decode_oracle
+from support.ranks import largest, run_distributed
+
+FORMS = {  # heads, head_dim, head_dim_v, options of the call
+    "gqa": ((12, 3), 8, 8, {}),
+    "mqa, wide values": ((9, 1), 8, 12, {}),
+    "softcap": ((9, 3), 8, 8, {"softcap": 2.0}),
+    "sinks": ((12, 4), 8, 8, {"sinks": torch.linspace(-1, 1, 12)}),
+    "window": ((9, 3), 8, 4, {"window_size": (5, 0)}),
+    "fewer heads than ranks": ((2, 1), 8, 8, {"sinks": torch.linspace(-1, 1, 2)}),
+}
+LENGTHS = (0, 3, 17, 40)
+
+
+def shares_of(heads, world):
+    return [heads // world + (r < heads % world) for r in range(world)]
+
+
+def own(x, shares, rank, dim):
+    return x.split(shares, dim)[rank]
+
+
+def _truth(q, k, v, first, window_size=(-1, -1), softcap=0.0, sinks=None):
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap, window_size=window_size)
+    keep = energy.visible(torch.arange(first, first + q.shape[1]), torch.arange(k.shape[1]), spec)
+    sinks = None if sinks is None else sinks.double()
+    return energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, sinks=sinks)
+
+
+def _own_options(options, shares, rank):
+    sinks = options.get("sinks")
+    return options if sinks is None else options | {"sinks": own(sinks, shares, rank, 0)}
+
+
+def _pages(rank, world, page_size):
+    """Rows of different lengths in pages, three queries each: the worst error by form, dtype and schedule."""
+    n, worst = 3, {}
+    for form, ((heads, heads_kv), d, d_v, options) in FORMS.items():
+        shares = shares_of(heads, world)
+        mine = _own_options(options, shares, rank)
+        for dtype in ("auto", "int8", "fp8") if form == "gqa" else ("auto",):
+            q, k, v = decode_inputs(4, n, max(LENGTHS) + n, (heads, heads_kv), d, d_v, torch.float32)
+            cache, first_row = cache_of(rank, world, options, page_size, dtype)
+            rows = [first_row, *(cache.book.add() for _ in LENGTHS[1:])]
+            for i, length in enumerate(LENGTHS):
+                if length:
+                    cache.write(0, cache.append(rows[i : i + 1], length), k[[i], :length], v[[i], :length])
+            new = torch.tensor(LENGTHS)[:, None] + torch.arange(n)
+            at = new[..., None, None]
+            cache.write(0, cache.append(rows, n), *(x.gather(1, at.expand(-1, -1, *x.shape[2:])) for x in (k, v)))
+            view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
+            if dtype != "auto":
+                stored = torch.int8 if dtype == "int8" else torch.float8_e4m3fn
+                k, v = (y.double() * scale[..., None] for y, scale in (quantize(x, stored) for x in (k, v)))
+            truth = [_truth(q[[i]], k[[i], : m + n], v[[i], : m + n], m, **options) for i, m in enumerate(LENGTHS)]
+            out, lse = (own(torch.cat(x), shares, rank, dim) for x, dim in zip(zip(*truth), (2, 1)))
+            for schedule in DECODE_SCHEDULES:
+                o, l = tree_decode(
+                    own(q, shares, rank, 2),
+                    pages.k,
+                    pages.v,
+                    cp_group=dist.group.WORLD,
+                    block_table=view.block_table,
+                    cache_seqlens=view.lengths,
+                    k_scale=pages.k_scale,
+                    v_scale=pages.v_scale,
+                    q_positions=new,
+                    cache_positions=view.positions,
+                    head_shares=shares,
+                    schedule=schedule,
+                    return_lse=True,
+                    **mine,
+                )
+                assert o.shape == (4, n, shares[rank], d_v) and l.shape == (4, shares[rank], n)
+                if shares[rank]:
+                    errors = (o - out).abs().max(), (l - lse).abs().max()
+                    worst[form, dtype, schedule] = largest((worst.get((form, dtype, schedule), 0.0), *errors))
+    return worst
+
+
+@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 4), (3, 1), (4, 16)])
+def test_decode_from_pages(world, page_size):
+    for worst in run_distributed(_pages, world, page_size):
+        assert worst and largest(worst.values()) < 3e-6, worst
+
+
+def _same_bits(rank, world):
+    """Own heads of "scatter" against the same heads of a call in which every rank has all of them."""
+    q, k, v = decode_inputs(2, 1, 8 * world, (6, 2), dtype=torch.float32)
+    shares, mine = shares_of(6, world), slice(8 * rank, 8 * rank + 8)
+    call = dict(cp_group=dist.group.WORLD, schedule="scatter")
+    whole = tree_decode(q, k[:, mine], v[:, mine], **call)
+    for transport in ("direct", "builtin"):
+        config = TreeConfig(transport=transport)
+        out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, config=config, **call)
+        assert torch.equal(out, own(whole, shares, rank, 2)), transport
+    out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, cp_group=dist.group.WORLD)
+    return float((out - own(decode_oracle(q, k, v, None)[0], shares, rank, 2)).abs().max())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_same_bits_as_with_all_heads_everywhere(world):
+    assert largest(run_distributed(_same_bits, world)) < 2e-6
+
+
+def _bf16(rank, world):
+    q, k, v = decode_inputs(2, 1, 64 * world, heads=(8, 2), d=32, d_v=32, dtype=torch.bfloat16)
+    out, _ = decode_oracle(q, k, v, None)
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+    allowed = (dense.transpose(1, 2).double() - out).abs().max()
+    shares, mine = shares_of(8, world), slice(64 * rank, 64 * rank + 64)
+    mine_of_q = own(q, shares, rank, 2)
+    o = tree_decode(mine_of_q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, head_shares=shares)
+    assert o.dtype == torch.bfloat16
+    return float((o.double() - own(out, shares, rank, 2)).abs().max() / allowed)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bf16_within_the_rule(world):
+    assert largest(run_distributed(_bf16, world)) <= 2
+
+
+def _prefill(rank, world, page_size):
+    """A prompt in chunks whose queries are all on every rank, of its own heads."""
+    worst = 0.0
+    for (heads, heads_kv), d, d_v, options in FORMS.values():
+        shares = shares_of(heads, world)
+        mine = _own_options(options, shares, rank)
+        q, k, v = decode_inputs(1, 59, 59, (heads, heads_kv), d, d_v, torch.float32)
+        cache, row = cache_of(rank, world, options, page_size)
+        for begin, end in ((0, 7), (7, 37), (37, 38), (38, 59)):
+            append = cache.append([row], end - begin)
+            cache.write(0, append, k[:, begin:end], v[:, begin:end])
+            view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
+            held = int(view.lengths[0])
+            out = tree_prefill(
+                own(q[:, begin:end], shares, rank, 2),
+                *gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype),
+                cp_group=dist.group.WORLD,
+                shares=[[(begin, end - begin)]],
+                key_segments=cache.book.key_segments(row, 0, begin),
+                head_shares=shares,
+                **mine,
+            )
+            truth = own(_truth(q[:, begin:end], k[:, :end], v[:, :end], begin, **options)[0], shares, rank, 2)
+            assert out.shape == truth.shape
+            worst = largest((worst, (out - truth).abs().max())) if shares[rank] else worst
+    return worst
+
+
+@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 4), (3, 1), (4, 16)])
+def test_prefill_in_chunks(world, page_size):
+    assert largest(run_distributed(_prefill, world, page_size)) < 3e-6
+
+
+def _refusals(rank, world):
+    q, k, v = decode_inputs(1, 1, 8, (4, 2), dtype=torch.float32)
+    said = []
+    for shares, heads in (([4], 4), ([3, 1], 2), ([2, 3], 2 + rank), ([0, 0], 0), ([2.0, 2.0], 2)):
+        with pytest.raises(ValueError) as error:
+            tree_decode(q[:, :, :heads], k, v, cp_group=dist.group.WORLD, head_shares=shares)
+        said.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        tree_decode(q[:, :, :2], k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], sinks=torch.zeros(4))
+    said.append(str(error.value))
+    tokens = dict(shares=[[(0, 1)]] * 2, key_segments=[])
+    with pytest.raises(ValueError) as error:
+        tree_prefill(q[:, :, :2], k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], **tokens)
+    said.append(str(error.value))
+    return said
+
+
+def test_refusals_name_the_shares():
+    expected = (
+        "head_shares=[4] must hold the number of query heads of each of the 2 ranks",
+        "head_shares=[3, 1] gives rank",
+        "q has 5 heads and k_cache 2: the number of KV heads must divide the query heads",
+        "head_shares=[0, 0] must hold",
+        "head_shares=[2.0, 2.0] must hold",
+        "one logit per query head, [2]",
+        "with head_shares one entry for all",
+    )
+    for said in run_distributed(_refusals, 2):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
