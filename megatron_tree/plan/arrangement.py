@@ -52,30 +52,35 @@ class Arrangement(NamedTuple):
         node = (i1 * self.outer[1] + j1) * u1 + w1
         return node * self.block + (i0 * self.inner[1] + j0) * u0 + w0
 
-    def row_of(self, x: int) -> tuple[tuple[int, ...], ...]:
+    def row_of(self, x: int) -> tuple[range, ...]:
         """Positions of x's row, which gathers keys: those of place i on all nodes, for every place i."""
         w, i, _ = self.coordinates(x)
-        outer, inner = self.outer[1], self.inner[1]
-        return tuple(tuple(self.position(w, i, (o, n)) for o in range(outer)) for n in range(inner))
+        return self._line(self.position(w, i, (0, 0)), self.outer[1], self.inner[1], strides=(1, 1))
 
-    def column_of(self, x: int) -> tuple[tuple[int, ...], ...]:
+    def column_of(self, x: int) -> tuple[range, ...]:
         """The same of x's column, which gathers queries."""
         w, _, j = self.coordinates(x)
-        outer, inner = self.outer[0], self.inner[0]
-        return tuple(tuple(self.position(w, (o, n), j) for o in range(outer)) for n in range(inner))
+        strides = self.outer[1], self.inner[1]
+        return self._line(self.position(w, (0, 0), j), self.outer[0], self.inner[0], strides=strides)
+
+    def _line(self, first: int, nodes: int, places: int, strides: Pair) -> tuple[range, ...]:
+        """`places` ranges of positions, each with one on each of `nodes` nodes; strides: between cells of the grid."""
+        far, near = strides[0] * self.heads[0] * self.block, strides[1] * self.heads[1]
+        return tuple(range(start, start + nodes * far, far) for start in range(first, first + places * near, near))
 
     def holder_of(self, x: int) -> tuple[int, ...]:
         """Positions that exchange heads with x, itself among them, in the order of their heads."""
         _, i, j = self.coordinates(x)
-        across, inside = self.heads
-        return tuple(self.position((w1, w0), i, j) for w1 in range(across) for w0 in range(inside))
+        first, (across, inside) = self.position((0, 0), i, j), self.heads
+        starts = range(first, first + across * self.block, self.block)
+        return tuple(y for start in starts for y in range(start, start + inside))
 
     def places_of(self, x: int) -> tuple[int, ...]:
         """Positions with the same heads as x, in rising order: the ring's."""
-        w = self.coordinates(x).heads
+        first, (across, inside) = self.position(self.coordinates(x).heads, (0, 0), (0, 0)), self.heads
         (a1, b1), (a0, b0) = self.outer, self.inner
-        nodes, places = ((i, j) for i in range(a1) for j in range(b1)), [(i, j) for i in range(a0) for j in range(b0)]
-        return tuple(self.position(w, (i1, i0), (j1, j0)) for i1, j1 in nodes for i0, j0 in places)
+        starts = range(first, first + a1 * b1 * across * self.block, across * self.block)
+        return tuple(y for start in starts for y in range(start, start + a0 * b0 * inside, inside))
 
 
 class HeadSplit(NamedTuple):

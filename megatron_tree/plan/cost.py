@@ -13,6 +13,7 @@ distances to their peers have the same cost, so the costs of a few probes are en
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class PlacedTopology:
         self.direct = topology.transport == "direct"
         self.units = [placement.units[r] for r in placement.order]
         self.population = [Counter(unit[i] for unit in self.units) for i in range(len(topology.levels))]
+        self._first = [dict(zip(n, itertools.accumulate(n.values(), initial=0))) for n in self.population]
+        self._levels: dict[int, list[int | None]] = {}  # of positions asked for, which are few
         self.alike = self.top == 0 or (self.top == 1 and len(set(self.population[0].values())) == 1)
         """Whether every rank has equally many peers at each distance."""
         self.probes = (0,) if self.alike else spread(self.block if self.block > 1 else self.world)
@@ -65,7 +68,20 @@ class PlacedTopology:
 
     def count(self, x: int, peers: Iterable[int]) -> Counter:
         """How many of `peers` position x reaches over each level."""
-        return Counter(self.level(x, y) for y in peers if y != x)
+        found = Counter(map(self._levels_from(x).__getitem__, peers))
+        del found[None]
+        return found
+
+    def _levels_from(self, x: int) -> list[int | None]:
+        """`level(x, y)` of every position y, None of x itself."""
+        if x not in self._levels:
+            levels: list[int | None] = [self.top] * self.world
+            for i in reversed(range(self.top)):  # units are contiguous: the smaller ones are written over the larger
+                first, size = self._first[i][self.units[x][i]], self.population[i][self.units[x][i]]
+                levels[first : first + size] = [i] * size
+            levels[x] = None
+            self._levels[x] = levels
+        return self._levels[x]
 
     def everyone(self, x: int) -> Counter:
         """How many of all others position x reaches over each level."""
