@@ -1,4 +1,4 @@
-"""Which candidate is taken: the fastest, then the one that sends least; baselines only where they clearly win."""
+"""Which candidate is taken: of those that are nearly as fast as the fastest, a baseline last, then what sends least."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .plans import PassPlan, Reduction
 BASELINES = ("allreduce", "ring")
 TIE = 1.05  # schedules whose predicted times differ by less count as equally fast
 SAME = 1.01  # the same for the numbers of head groups of one grid
-CLEARLY = 0.9  # a baseline is chosen only below this fraction of the best other time
 
 Candidate = TypeVar("Candidate", PassPlan, Reduction)
 
@@ -20,16 +19,27 @@ Candidate = TypeVar("Candidate", PassPlan, Reduction)
 def choose_pair(
     options: Sequence[Sequence[Sequence[PassPlan]]], placed: PlacedTopology, budget: int | None
 ) -> tuple[PassPlan, PassPlan]:
-    """The best forward and backward of one option; an option is the candidates of both that may stand together."""
-    pairs = []
-    for passes in options:
-        if all(any(fits(c, budget) for c in candidates) for candidates in passes):
-            pairs.append(tuple(choose(candidates, placed, budget, "") for candidates in passes))
-    if not pairs:  # each pass may fit on its own, with another exchange of heads
+    """The best forward and backward of one option; an option is the candidates of both that may stand together.
+
+    Of an option that is faster than need be, both passes may be slower than their fastest candidates by one factor.
+    """
+    fitting = [[[c for c in candidates if fits(c, budget)] for candidates in passes] for passes in options]
+    fitting = [passes for passes in fitting if all(passes)]
+    if not fitting:  # each pass may fit on its own, with another exchange of heads
         least = min(options, key=lambda passes: max(min(c.cost.peak_bytes for c in of_pass) for of_pass in passes))
         for name, candidates in zip(("forward", "backward"), least):
             choose(candidates, placed, budget, name)
-    return min(_tied(pairs), key=lambda pair: _traffic(pair, placed))
+    bests = [sum(_least(candidates) for candidates in passes) for passes in fitting]
+    limit = TIE * min(bests)
+    pairs = [
+        tuple(
+            _best([c for c in candidates if c.cost.time_s * best <= limit * _least(candidates)], placed)
+            for candidates in passes
+        )
+        for passes, best in zip(fitting, bests)
+        if best <= limit
+    ]
+    return min(pairs, key=lambda pair: _order(pair, placed))
 
 
 def choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | None, name: str) -> Candidate:
@@ -41,26 +51,21 @@ def choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | N
             f"memory_budget={budget} bytes is too small for the {name}'s communication buffers: the least that "
             f"{'any schedule' if len(allowed) > 1 else 'this schedule'} needs is {need} bytes ({format_bytes(need)})"
         )
-    (best,) = min(_tied([(c,) for c in fitting]), key=lambda one: _traffic(one, placed))
-    return best
+    return _best([c for c in fitting if c.cost.time_s <= TIE * _least(fitting)], placed)
 
 
-def _tied(options: Sequence[tuple[Candidate, ...]]) -> list[tuple[Candidate, ...]]:
-    """Options whose time is within `TIE` of the best; those with a baseline only if that is clearly faster."""
-
-    def time_of(option: tuple[Candidate, ...]) -> float:
-        return sum(c.cost.time_s for c in option)
-
-    trees = [option for option in options if not any(c.schedule in BASELINES for c in option)]
-    limit = CLEARLY * min(map(time_of, trees), default=float("inf"))
-    found = [option for option in options if option not in trees and time_of(option) < limit] or trees
-    least = min(map(time_of, found))
-    return [option for option in found if time_of(option) <= TIE * least]
+def _least(candidates: Sequence[Candidate]) -> float:
+    return min(c.cost.time_s for c in candidates)
 
 
-def _traffic(option: tuple[Candidate, ...], placed: PlacedTopology) -> tuple[float, int]:
-    """Bytes over the outermost level, and all bytes."""
-    return sum(c.cost.bytes_per_level[placed.top] for c in option), sum(round(c.cost.bytes) for c in option)
+def _best(tied: Sequence[Candidate], placed: PlacedTopology) -> Candidate:
+    return min(tied, key=lambda c: _order((c,), placed))
+
+
+def _order(passes: Sequence[Candidate], placed: PlacedTopology) -> tuple[int, float, int]:
+    """Baselines, then bytes over the outermost level, then all bytes."""
+    baselines = sum(c.schedule in BASELINES for c in passes)
+    return baselines, sum(c.cost.bytes_per_level[placed.top] for c in passes), sum(round(c.cost.bytes) for c in passes)
 
 
 def choose_head_groups(variants: list[PassPlan], budget: int | None) -> PassPlan:

@@ -75,13 +75,12 @@ def plan_training(
 ) -> TrainingPlan:
     """The plan of one attention call and its gradient over `world` ranks.
 
-    u ranks exchange heads, a grid a x b joins the others. For each u and each way to place it on nodes, the grid and
-    nesting with the lowest predicted time wins, forward and backward on their own. Among those within 5 % of it, the
-    one wins that sends the fewest bytes over the outermost level, then the one that sends the fewest bytes overall.
-    Among the numbers of head groups within 1 % of a grid's best time, the one with the smallest buffers is taken. Then
-    u is chosen by the same rule for both passes together, since the backward uses what the forward has exchanged. The
-    ring is taken if it is requested, if its predicted time is below 0.9 of the best grid's, or if nothing else fits the
-    memory budget.
+    u ranks exchange heads, a grid a x b or a ring joins the others. Every u, every way to place it on nodes, and every
+    grid and nesting is a candidate, forward and backward on their own; u is the same for both, since the backward uses
+    what the forward has exchanged. Among those that take at most 5 % longer than the fastest, both passes together, a
+    ring is taken last; then the one wins that sends the fewest bytes over the outermost level, then the one that sends
+    the fewest bytes overall. Of the numbers of head groups within 1 % of a grid's best time, the one with the smallest
+    buffers is taken.
 
     Args:
         shape: heads and their sizes on one rank.
@@ -123,8 +122,9 @@ def plan_training(
     rings_of = [weigh.rings(heads) for heads in splits]
     grids_of = [weigh.grids(heads, schedule) for heads in splits]
     options = rings_of if schedule == "ring" else grids_of
-    if schedule == "auto" and ulysses_size in (None, 1) and not (grid or grid_backward or head_groups):
-        options = [*grids_of, [[*of_pass, *ring] for of_pass, ring in zip(grids_of[0], rings_of[0])]]
+    if schedule == "auto" and not (grid or grid_backward or head_groups):
+        mixed = [[[*of_pass, *ring] for of_pass, ring in zip(*both)] for both in zip(grids_of, rings_of)]
+        options = [*grids_of, *mixed]
     chosen = choose_pair(options, placed, memory_budget)
     rings = [passes for passes in rings_of if schedule == "ring" or passes[0][0].grid[1] > 1 or world == 1]
     tables = tuple(_by_time([c for passes in (*grids_of, *rings) for c in passes[n]]) for n in (0, 1))
@@ -221,10 +221,9 @@ def plan_decode(
 ) -> DecodePlan:
     """The plan of one decode step over `world` ranks.
 
-    The reduction with the lowest predicted time wins. Among those within 5 % of it, the one that sends the fewest bytes
-    over the outermost level wins, then the one that sends the fewest bytes overall, then the simpler one. "allreduce",
-    the paper's schedule, is a baseline: "auto" takes it only if its predicted time is below 0.9 of the best other time,
-    or if nothing else fits the memory budget. "auto" never takes the ring, which moves the cache itself.
+    Among the reductions that take at most 5 % longer than the fastest one, "allreduce" is taken last, the paper's
+    schedule; then the one wins that sends the fewest bytes over the outermost level, then the one that sends the fewest
+    bytes overall, then the simpler one. "auto" never takes the ring, which moves the cache itself.
 
     Args:
         rows: b * s_q * h, the rows of a partial state.

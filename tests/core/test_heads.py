@@ -31,10 +31,13 @@ def test_units_hold_every_head_once(num_heads, num_heads_kv, u):
 
 
 class Placed:
-    """The planner places the ranks that exchange heads like this, while the context is open."""
+    """The planner places the ranks that exchange heads like this, while the context is open.
 
-    def __init__(self, heads):
-        self.heads, self.real = heads, attend.plan_training
+    schedules: of forward and backward; default: the chosen ones.
+    """
+
+    def __init__(self, heads, schedules=(None, None)):
+        self.heads, self.schedules, self.real = heads, schedules, attend.plan_training
 
     def __enter__(self):
         attend.plan_training = self._plan
@@ -45,10 +48,13 @@ class Placed:
     def _plan(self, *args, **kwargs):
         plan = self.real(*args, **kwargs)
         found = []
-        for table, chosen in zip(plan.candidates, (plan.forward, plan.backward)):
-            like = (c for c in table if (c.schedule, c.grid) == (chosen.schedule, chosen.grid))
-            placed = next(c for c in like if c.arrangement.heads == self.heads)
-            found.append(dataclasses.replace(placed, head_groups=chosen.head_groups))
+        for table, chosen, schedule in zip(plan.candidates, (plan.forward, plan.backward), self.schedules):
+            placed = [c for c in table if c.arrangement.heads == self.heads]
+            if schedule:
+                found.append(next(c for c in placed if c.schedule == schedule))
+            else:
+                like = next(c for c in placed if (c.schedule, c.grid) == (chosen.schedule, chosen.grid))
+                found.append(dataclasses.replace(like, head_groups=chosen.head_groups))
         return dataclasses.replace(plan, forward=found[0], backward=found[1])
 
 
@@ -85,6 +91,22 @@ def test_every_placement_matches_the_oracle(where, transport):
         assert worst < 1e-12
         if where == "2 x 2":
             assert seen == {(2, 1), (1, 2), (2, 2)}
+
+
+def _ring_and_grid(rank, world):
+    worst = 0.0
+    for i, (schedules, heads) in enumerate(itertools.product((("ring", "grid"), ("grid", "ring")), HEADS[:4])):
+        inputs = make_inputs(4 * world, heads)
+        with Hosts((0, 0, 1, 1)), Placed(((1, 2), (2, 1))[i % 2], schedules):
+            errors = worst_error(
+                *run_one(inputs, "zigzag", TreeConfig(ulysses_size=2, timeout_s=30), {}), oracle(*inputs)
+            )
+        worst = largest((worst, errors))
+    return worst
+
+
+def test_one_pass_may_be_a_ring_and_the_other_a_grid():
+    assert largest(run_distributed(_ring_and_grid, 4)) < 1e-12
 
 
 def _any_heads(rank, world):

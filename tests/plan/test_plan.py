@@ -1,7 +1,6 @@
 """The planner: what it counts, what it chooses, what it refuses. No ranks are started."""
 
 import dataclasses
-import time
 from fractions import Fraction
 
 import pytest
@@ -9,29 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tree.layout import Sharding
-from megatron_tree.plan import Mask, Shape, default_topology, known_topologies, load_topology, place, plan_training
+from megatron_tree.plan import Mask, Shape, known_topologies, load_topology, place, plan_training
 from megatron_tree.plan.planner import backward_words, forward_words, grids
 from megatron_tree.plan.plans import inner_grids
 from megatron_tree.plan.training import seconds_of_pass
+from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, ring, training
 
-DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
-MHA, GQA4, GQA8 = Shape(32, 32, 128, 128), Shape(32, 8, 128, 128), Shape(64, 8, 128, 128)
 WORDS = forward_words, backward_words
 NETWORKS = {
     "flat": (ETHERNET, range(64)),
     "hosts": (ETHERNET, [n // 8 for n in range(64)]),
     "dgx": (DGX, [n // 8 for n in range(64)]),
 }
-
-
-def training(world, shape, topology=ETHERNET, hosts=None, **options):
-    placement = place(topology, list(hosts or range(world)))
-    options = {"batch": 1, "seq_len": 1024 * world, "bytes_per_word": 2, **options}
-    return plan_training(world, shape, topology=topology, placement=placement, **options)
-
-
-def ring(plan):
-    return [next(c for c in table if c.schedule == "ring" and c.ulysses_size == 1) for table in plan.candidates]
 
 
 def test_fewest_words():
@@ -61,11 +49,13 @@ def test_planner_chooses_the_smallest_volume(world, shape):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize(("shape", "limit"), [(MHA, 0.16), (GQA4, 0.6), (GQA8, 0.89)])
+@pytest.mark.parametrize(("shape", "limits"), [(MHA, (0.24, 0.15)), (GQA4, (0.89, 0.38)), (GQA8, (0.89, 0.67))])
 @pytest.mark.parametrize("seq_len", [64 * 1024, 1 << 20])
-def test_64_ranks_send_a_fraction_of_the_rings_bytes(network, shape, limit, seq_len):
-    """Over the outermost level, where a ring of nodes sends 8 times less than one of single ranks."""
+def test_64_ranks_send_a_fraction_of_the_rings_bytes(network, shape, limits, seq_len):
+    """Over the outermost level, where a ring of nodes sends 8 times less than one of single ranks. limits: for the
+    short sequence, where what sends least takes longer, and for the long one."""
     topology, hosts = NETWORKS[network]
+    limit = limits[seq_len == 1 << 20]
     plan = training(64, shape, topology, hosts, seq_len=seq_len)
     rings = ring(plan)
     kv = 2 * seq_len // 64 * shape.num_heads_kv * 128 * 2
@@ -236,15 +226,6 @@ def test_the_placement_must_be_the_groups():
         plan_training(8, GQA4, batch=1, seq_len=8, bytes_per_word=2, topology=DGX, placement=place(DGX, [0] * 4))
 
 
-def test_the_memory_budget_excludes_candidates():
-    starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # few head groups are fast, and take more memory
-    free = training(16, MHA, starting)
-    budget = max(free.forward.cost.peak_bytes, free.backward.cost.peak_bytes) - 1
-    tight = training(16, MHA, starting, memory_budget=budget)
-    assert max(tight.forward.cost.peak_bytes, tight.backward.cost.peak_bytes) <= budget
-    assert (tight.forward, tight.backward) != (free.forward, free.backward)
-
-
 def test_the_ring_hides_what_takes_less():
     """Each shift runs under a share's compute, and the slower of the two counts, not their sum."""
     fast = dataclasses.replace(ETHERNET, flops=1e18)
@@ -255,18 +236,6 @@ def test_the_ring_hides_what_takes_less():
     assert long.time_s == pytest.approx(long.compute_s), "all shifts are hidden"
     assert short.compute_s / 8 < shifts.time_s / 7
     assert short.time_s == pytest.approx(shifts.time_s + short.compute_s / 8), "all compute but the last share's is"
-
-
-def test_the_ring_is_the_last_resort():
-    one = Shape(1, 1, 128, 128)  # nothing to divide into head groups
-    kv = 2 * 1024 * 128 * 2
-    least = 2 * (2 * kv + 3 * kv)  # the backward's KV and its gradient twice each, and two fp32 dq, dk, dv
-    plan = training(16, one, memory_budget=least)
-    assert plan.backward.schedule == "ring"
-    with pytest.raises(ValueError, match=f"the least that any schedule needs is {least} bytes"):
-        training(16, one, memory_budget=least - 1)
-    with pytest.raises(ValueError, match=f"the least that this schedule needs is {4 * kv} bytes"):
-        training(16, one, schedule="ring", memory_budget=4 * kv - 1)
 
 
 def test_head_groups_keep_buffers_small_where_they_cost_no_time():
@@ -306,21 +275,3 @@ def test_pinned_head_groups_leave_out_what_they_do_not_divide():
     assert plan.forward.head_groups == 4 and plan.forward.ulysses_size == 1
     with pytest.raises(ValueError, match="head_groups=4 must divide num_heads_kv=2: choose one of"):
         training(8, Shape(4, 4, 64, 64), head_groups=4, ulysses_size=2)
-
-
-def test_the_reason_names_the_choice_and_its_rivals():
-    plan = training(64, GQA4, DGX, [n // 8 for n in range(64)])
-    rivals = ("ring", "KV gather", "pure tree", "a2a+p2p")
-    for part in ("forward on heads over ", "inside a node)", "over infiniband", "backward on", *rivals):
-        assert part in plan.reason
-
-
-def test_plans_are_cached_and_fast():
-    hosts = [n // 8 for n in range(64)]
-    options = dict(batch=1, bytes_per_word=2, topology=DGX, placement=place(DGX, hosts))
-    first = plan_training(64, MHA, seq_len=1 << 16, **options)
-    assert plan_training(64, MHA, seq_len=1 << 16, **options) is first
-    large = dict(options, placement=place(DGX, [n // 7 for n in range(4096)]))  # uneven hosts: nothing is symmetric
-    start = time.perf_counter()
-    plan_training(4096, MHA, seq_len=1 << 22, **large)
-    assert time.perf_counter() - start < 20  # usually 0.4; a loaded machine is no reason to fail

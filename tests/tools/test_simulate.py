@@ -72,7 +72,7 @@ def test_the_trees_latency_flattens_where_the_rings_grows():
     for nodes in paper.NODES:
         ring, tree = (found[8 * nodes, last, s] / found[8 * nodes, first, s] for s in ("ring", "allreduce"))
         assert ring > 1.5 * tree
-        assert all(found[8 * nodes, s, "auto"] <= found[8 * nodes, s, "allreduce"] / 0.9 for s in paper.SEQ_LENS)
+        assert all(found[8 * nodes, s, "auto"] <= 1.05 * found[8 * nodes, s, "allreduce"] for s in paper.SEQ_LENS)
     assert (
         found[128, last, "ring"] > found[8, last, "ring"]
         and found[128, last, "allreduce"] < found[8, last, "allreduce"]

@@ -1,0 +1,90 @@
+"""Which candidate the planner takes, and how long it needs."""
+
+import dataclasses
+import time
+
+import pytest
+
+from megatron_tree.plan import Shape, load_topology, place, plan_training
+from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, MQA, training
+
+
+def fastest_pair(plan, allowed=lambda candidate: True):
+    """Least time of a forward and a backward that exchange heads over the same ranks."""
+    least = [{}, {}]
+    for found, table in zip(least, plan.candidates):
+        for c in filter(allowed, table):
+            heads = c.arrangement.heads
+            found[heads] = min(c.cost.time_s, found.get(heads, c.cost.time_s))
+    return min((least[0][heads] + least[1][heads] for heads in least[0]), default=float("inf"))
+
+
+RANKS = {"dgx_h100": (64, 4096), "ethernet": (64, 512), "gb200_nvl72": (72,)}
+
+
+@pytest.mark.parametrize("shape", [MHA, GQA4, GQA8, MQA], ids=("MHA", "GQA 4:1", "GQA 8:1", "MQA"))
+@pytest.mark.parametrize(("name", "world"), [(name, world) for name in RANKS for world in RANKS[name]])
+def test_no_rival_is_faster_by_more_than_5_percent(name, world, shape):
+    topology = load_topology(name)
+    hosts = [n // topology.host_size for n in range(world)]
+    slower = []
+    for seq_len in (1 << 15, 1 << 18, 1 << 21):
+        plan = training(world, shape, topology, hosts, seq_len=seq_len)
+        time_s = plan.forward.cost.time_s + plan.backward.cost.time_s
+        assert plan.forward.arrangement.heads == plan.backward.arrangement.heads
+        assert time_s <= 1.05 * (1 + 1e-9) * fastest_pair(plan)
+        slower += [sum(c.cost.time_s for c in pair) > 1.05 * time_s for pair in zip(*plan.candidates)]
+    assert any(slower), "all candidates took as long: this test shows nothing"
+
+
+def test_a_ring_is_taken_only_where_all_others_take_5_percent_longer():
+    hosts, taken = [n // 8 for n in range(512)], []
+    for seq_len in (1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 20):
+        plan = training(512, GQA4, ETHERNET, hosts, seq_len=seq_len)
+        trees = fastest_pair(plan, lambda c: c.schedule != "ring")
+        is_ring = "ring" in (plan.forward.schedule, plan.backward.schedule)
+        assert is_ring == (1.05 * fastest_pair(plan) < trees)
+        taken.append(is_ring)
+    assert True in taken and False in taken
+
+
+def test_the_memory_budget_excludes_candidates():
+    starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # few head groups are fast, and take more memory
+    free = training(16, MHA, starting)
+    budget = max(free.forward.cost.peak_bytes, free.backward.cost.peak_bytes) - 1
+    tight = training(16, MHA, starting, memory_budget=budget)
+    assert max(tight.forward.cost.peak_bytes, tight.backward.cost.peak_bytes) <= budget
+    assert (tight.forward, tight.backward) != (free.forward, free.backward)
+
+
+def test_the_ring_is_the_last_resort():
+    one = Shape(1, 1, 128, 128)  # nothing to divide into head groups
+    kv = 2 * 1024 * 128 * 2
+    least = 2 * (2 * kv + 3 * kv)  # the backward's KV and its gradient twice each, and two fp32 dq, dk, dv
+    plan = training(16, one, memory_budget=least)
+    assert plan.backward.schedule == "ring"
+    with pytest.raises(ValueError, match=f"the least that any schedule needs is {least} bytes"):
+        training(16, one, memory_budget=least - 1)
+    with pytest.raises(ValueError, match=f"the least that this schedule needs is {4 * kv} bytes"):
+        training(16, one, schedule="ring", memory_budget=4 * kv - 1)
+
+
+def test_the_reason_names_the_choice_and_its_rivals():
+    plan = training(64, GQA4, DGX, [n // 8 for n in range(64)], seq_len=1 << 20)
+    rivals = ("ring", "KV gather", "pure tree", "a2a+p2p")
+    for part in ("forward on heads over ", "inside a node)", "over infiniband", "backward on", *rivals):
+        assert part in plan.reason
+
+
+def test_plans_are_cached():
+    options = dict(batch=1, bytes_per_word=2, topology=DGX, placement=place(DGX, [n // 8 for n in range(64)]))
+    first = plan_training(64, MHA, seq_len=1 << 16, **options)
+    assert plan_training(64, MHA, seq_len=1 << 16, **options) is first
+
+
+@pytest.mark.parametrize("ranks", [8, 7])  # 4,096 ranks on nodes of 7 leave one for the last node: nothing is alike
+def test_4096_ranks_are_planned_within_a_second(ranks):
+    hosts = [n // ranks for n in range(4096)]
+    start = time.process_time()
+    training(4096, Shape(128, 128, 128, 128), DGX, hosts, seq_len=1 << 22)
+    assert time.process_time() - start < 3  # usually 0.5 and 0.2; a loaded machine is no reason to fail
