@@ -20,6 +20,7 @@ from ..emulate import network_bytes
 from ..integrations.transformers import models, plain
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
+from ..integrations.transformers.rope import num_positions
 from ..integrations.transformers.runner import Runner
 from ..units import parse_count
 from . import runs, session
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_model(args) -> None:
     config = models.load_config(models.model_folder(args.model)).get_text_config(decoder=True)
-    limit, longest = getattr(config, "max_position_embeddings", None), max(args.prompt_tokens) + args.new_tokens
+    limit, longest = num_positions(config), max(args.prompt_tokens) + args.new_tokens
     if limit is not None and longest > limit:
         raise ValueError(f"--prompt-tokens and --new-tokens: {longest} exceed the {limit} positions of {args.model}")
     if args.cache == "made-up":

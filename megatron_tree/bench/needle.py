@@ -19,6 +19,7 @@ from .. import comm
 from ..integrations.transformers import models
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
+from ..integrations.transformers.rope import num_positions
 from ..units import parse_count
 from .figures import figure, label
 from .ranks import LocalRanks, join
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     if outside := [depth for depth in args.depths if not 0 <= depth <= 100]:
         raise ValueError(f"--depths {outside[0]:g}: a depth is 0 to 100 percent")
     folder = models.model_folder(args.model)
-    limit = getattr(models.load_config(folder).get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = num_positions(models.load_config(folder))
     if limit is not None and max(args.lengths) + args.new_tokens > limit:
         raise ValueError(f"--lengths {max(args.lengths)} and --new-tokens exceed the model's {limit} positions")
     texts = list(itertools.product(sorted(set(args.lengths)), sorted(set(args.depths))))

@@ -44,6 +44,8 @@ class Row:
     """By kind: positions below this have left the window."""
     version: int = 0
     """Changes whenever the row's pages change."""
+    note: object = None
+    """What a runner remembers of the row; a fork's is the same."""
 
 
 class Rows(dict):
@@ -314,6 +316,7 @@ class RowBook:
         row, copy_id = self.rows[row_id], self.add()
         copy = self.rows[copy_id]
         copy.length, copy.owners, copy.forgotten = row.length, list(row.owners), list(row.forgotten)
+        copy.note = row.note
         copy.blocks = [list(blocks) for blocks in row.blocks]
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
         for owner in copy.owners:

@@ -99,7 +99,9 @@ class RowRunner:
         return (self.capacity_tokens // self._book.page_size - sum(self._book.loads)) * self._book.page_size
 
     @torch.no_grad()
-    def prefill(self, row: int, tokens: Tensor, *, sharded: bool = True, progress=None) -> Tensor:
+    def prefill(
+        self, row: int, tokens: Tensor, *, sharded: bool = True, row_length: int | None = None, progress=None
+    ) -> Tensor:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
@@ -108,6 +110,7 @@ class RowRunner:
 
         Args:
             tokens: int64 [n], n >= 1.
+            row_length: tokens that the row will have with the rest of its prompt, if these are not the last of it.
             progress: called as progress(tokens done, all of them) while the ranks work, layer by layer.
         Returns: fp32 logits [vocab_size] of the last token, the same on all ranks of the cache's group.
         Raises: ValueError for tokens of another shape or dtype, more than the model has positions for, or ranks that
@@ -116,7 +119,12 @@ class RowRunner:
         with collective_call("prefill", self.token_group, self.config) as call:
             self._check([row], tokens, dims=1)
             tokens = tokens.to(self.device)
-            self._agree_on_prompt(call, row, tokens)
+            row_length = max(self.length(row) + len(tokens), row_length or 0)
+            self._agree_on_prompt(call, row, tokens, row_length)
+            tokens = self._begin(row, tokens, row_length)
+        return self._prefill(row, tokens, sharded, progress)
+
+    def _prefill(self, row: int, tokens: Tensor, sharded: bool = True, progress=None) -> Tensor:
         total, world = tokens.shape[0], self._book.world
         for begin in range(0, total, self.chunk_size):
             chunk = tokens[begin : begin + self.chunk_size]
@@ -141,8 +149,20 @@ class RowRunner:
         """
         with shared_checks("step", self.cp_group):
             self._check(rows, tokens, dims=2)
+            tokens, n = tokens.to(self.device), tokens.shape[1]
+            whole = {row: self._begin(row, own, self.length(row) + n) for row, own in zip(rows, tokens, strict=True)}
+        for row, own in whole.items():
+            if len(own) > n:
+                self._prefill(row, own[:-n])
         with self._forward_pass(rows, tokens.shape[1]) as forward:
-            return self._run(forward, tokens.to(self.device), self._positions(forward), keep=None).float()
+            return self._run(forward, tokens, self._positions(forward), keep=None).float()
+
+    def _begin(self, row: int, tokens: Tensor, row_length: int) -> Tensor:
+        """Called before tokens are appended to a row that is to have row_length of them, with the rest of its prompt.
+
+        Returns: the tokens to run: these, or more, if what the cache held of the row had to go.
+        """
+        return tokens
 
     def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
         """Run the model over tokens [b, n] at positions [b, n], int64; its attention layers call `forward.attend`.
@@ -189,9 +209,10 @@ class RowRunner:
                 "or build the model for longer sequences"
             )
 
-    def _agree_on_prompt(self, call: CollectiveCall, row: int, tokens: Tensor) -> None:
+    def _agree_on_prompt(self, call: CollectiveCall, row: int, tokens: Tensor, row_length: int) -> None:
         digest = ""
         if group_size(self.token_group) > 1:
             digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]
         values = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
+        values["row_length"] = row_length
         call.agree(**values, **{"digest of tokens": digest})

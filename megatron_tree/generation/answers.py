@@ -90,12 +90,12 @@ class Recorder(Executor):
         if self._keep_logits:
             answer.logits.append(self._last[handle])
 
-    def prefill(self, handle: int, tokens: Tensor) -> Tensor:
+    def prefill(self, handle: int, tokens: Tensor, **options) -> Tensor:
         if self._total is None:  # the rows are cropped by now
             for number, answer in self._answers.items():
                 answer.new_tokens = answer.prompt_tokens - self.length(number)
             self._total = sum(answer.new_tokens for answer in self._answers.values())
-        options, start, before = {}, self._now(), self._done
+        start, before = self._now(), self._done
         if self._progress is not None:
             options["progress"] = lambda done, _: self._progress(before + done, self._total)
         logits = super().prefill(handle, tokens, **options)

@@ -59,8 +59,9 @@ class Executor:
                 case "step", [handles, tokens]:
                     tokens = torch.tensor(tokens, device=runner.device)[:, None]
                     logits.append(runner.step([rows[handle] for handle in handles], tokens)[:, -1])
-                case "prefill", [handle, tokens]:
-                    logits.append(self.prefill(handle, torch.tensor(tokens, device=runner.device)))
+                case "prefill", [handle, tokens, row_length]:
+                    tokens = torch.tensor(tokens, device=runner.device)
+                    logits.append(self.prefill(handle, tokens, row_length=row_length))
                 case "end", _:
                     pass  # for those who follow the answers in kept rows
                 case _:
@@ -163,7 +164,7 @@ class Planner:
             # chunks don't depend on other requests, so that logits don't
             chunk = serving.prompt[serving.num_prefilled :][:size]
             if serving.handle is not None and len(chunk) <= left:
-                steps.append(["prefill", serving.handle, chunk.tolist()])
+                steps.append(["prefill", serving.handle, chunk.tolist(), len(serving.prompt)])
                 self._prefilled.append((serving, len(chunk)))
                 left -= len(chunk)
         return steps

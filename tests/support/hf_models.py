@@ -19,6 +19,7 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+SWITCH = 24  # longrope and dynamic NTK: longer rows have other rotary embeddings
 WINDOWED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 CONFIGS = {
@@ -47,6 +48,21 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, query_pre_attn_scalar=8, **WINDOWED),
     "phi3": lambda: transformers.Phi3Config(
         **{name: value for name, value in SHAPE.items() if name != "head_dim"}, sliding_window=9
+    ),
+    "phi3_longrope": lambda: transformers.Phi3Config(
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"},
+        original_max_position_embeddings=SWITCH,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 4.0, 8.0, 16.0],
+            "original_max_position_embeddings": SWITCH,
+        },
+    ),
+    "llama_dynamic": lambda: transformers.LlamaConfig(
+        **SHAPE | {"max_position_embeddings": SWITCH},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
     ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB,

@@ -23,7 +23,8 @@ class PlainRunner:
         self.calls.append(("add", self._next))
         return self._next
 
-    def prefill(self, row, tokens):
+    def prefill(self, row, tokens, row_length=0):
+        assert not row_length or row_length >= self.length(row) + len(tokens)
         assert tokens.dtype == torch.int64 and tokens.dim() == 1
         self.calls.append(("prefill", row, tokens.tolist()))
         return self._run(row, tokens)[-1]

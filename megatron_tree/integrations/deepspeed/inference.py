@@ -25,6 +25,7 @@ from ...files import read_deepspeed_config
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
+from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
 
 REFUSED = {
@@ -127,7 +128,7 @@ def init_inference(
     if dtype not in DTYPES or dtype not in get_accelerator().supported_dtypes():
         raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {get_accelerator().device_name()} supports")
     options = _merge_options(config, options)
-    options.setdefault("max_out_tokens", getattr(model_config, "max_position_embeddings", 1024))
+    options.setdefault("max_out_tokens", num_positions(model_config) or 1024)
     cache_options = {
         "block_size": block_size,
         "dtype": cache_dtype,

@@ -15,6 +15,7 @@ from ...cache.files import load_rows, save_rows
 from ...cache.forward import ForwardPass, forward_pass
 from ...comm import group_rank, group_size
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
+from .rope import keep_cache_in_generate, rope_rule
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -122,6 +123,13 @@ class TreeCache(Cache):
         # latent attention stores latents, from which the model computes keys and values: it needs all of them back
         self.returns_all = getattr(text, "kv_lora_rank", None) is not None
         self._forward = self._batch_forward = None
+        self.rope = rope_rule(config)
+        self.rope_kinds: list[int] = []
+        """Of the batch of Transformers' own `generate`: `RopeRule.kind` of every row, ..."""
+        self.rope_slots = 0
+        """... and its slots, padding included, after the run that they are for."""
+        if self.rope is not None:
+            keep_cache_in_generate(config)
         super().__init__(layers=[TreeCacheLayer(self, i) for i in range(len(windows))])
 
     @contextlib.contextmanager
@@ -164,10 +172,23 @@ class TreeCache(Cache):
                 self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
             if len(self.rows) != key_states.shape[0]:
                 raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {key_states.shape[0]}")
+            self._check_rope(key_states.shape[2])
             append = self.store.append(self.rows, key_states.shape[2])
             forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append)
             self._batch_forward = forward
         return forward
+
+    def _check_rope(self, num_tokens: int) -> None:
+        """For models that are not run by `generate`, which runs rows again."""
+        held = self.get_seq_length()
+        if self.rope is None or not held or held + num_tokens == self.rope_slots:
+            return
+        if self.rope.kind(held) != self.rope.kind(held + num_tokens):
+            raise ValueError(
+                f"the cache holds {held} tokens and {num_tokens} more are run, but beyond {self.rope.switches} tokens "
+                "this model (rope_type='longrope') has another rotary embedding, also for the tokens in the cache: "
+                "call cache.reset() and run the whole text, or use generate, which does that"
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; during a run of the model those before it."""
@@ -204,15 +225,20 @@ class TreeCache(Cache):
         if tokens_to_remove:
             lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
             for row, kept in zip(self.rows, lengths, strict=True):
-                self.store.book.check_crop(
-                    row, kept
-                )  # before any row changes: before any row changes: all rows or none
+                self.store.book.check_crop(row, kept)  # before any row changes: all rows or none
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.crop(row, kept)
             self._batch_forward = None
 
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
         """Write the batch to files; see `cache.files.save_rows`."""
+        for row in self.rows:
+            held = self.store.book.rows[row]
+            if held.note is not None and held.note.kind != self.rope.kind(held.length):
+                raise ValueError(
+                    f"a row was cropped to {held.length} tokens, which are in the cache with the rotary embedding of "
+                    "longer sequences (longrope): run it before it is saved"
+                )
         save_rows(self.store, self.rows, folder, tokens, cp_group=self.cp_group, fingerprint=fingerprint)
 
     def load(self, folder, *, fingerprint: str, device="cpu") -> list[Tensor]:
@@ -221,7 +247,15 @@ class TreeCache(Cache):
             raise ValueError(f"the cache holds a batch of {len(self.rows)} rows already: call reset() before load()")
         options = dict(cp_group=self.cp_group, fingerprint=fingerprint, device=device)
         self.rows, tokens = load_rows(self.store, folder, **options)
+        self.note_tokens(tokens)
         return tokens
+
+    def note_tokens(self, tokens: list[Tensor]) -> None:
+        """Tell what the rows of the batch hold, where they may have to be run again; int64 [n] each, or more."""
+        for row_id, own in zip(self.rows, tokens, strict=True):
+            row = self.store.book.rows[row_id]
+            if self.rope is not None and row.length and row.note is None:
+                row.note = self.rope.note(own[: row.length], row.length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i of the batch by row beam_idx[i]; rows that are selected more than once share their pages."""

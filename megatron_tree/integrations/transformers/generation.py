@@ -18,6 +18,7 @@ from ...generation.requests import Request, prompt_tensor
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
 from .attention import TreeCache, agree_on_prompt, check_model
+from .rope import num_positions
 from .runner import CHUNK_SIZE, Runner
 
 PREFILLS = ("sharded", "replicated")
@@ -99,6 +100,7 @@ def generate(
         )
     agree_on_prompt(cache, input_ids, "generate", prefill=prefill, max_new_tokens=max_new_tokens)
     cache.rows = cache.rows or [runner.add() for _ in prompts]
+    cache.note_tokens(prompts)
     params = SamplingParams(max_tokens=max_new_tokens)
     kept = [scheduler.keep(row, prompt[: runner.length(row)].tolist()) for row, prompt in zip(cache.rows, prompts)]
     requests = [Request(prompt=prompt, sampling=params, row=row) for prompt, row in zip(prompts, kept, strict=True)]
@@ -171,7 +173,7 @@ def _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, voca
 
 def check_length(config, num_tokens: int, max_new_tokens: int) -> None:
     """Raise ``ValueError`` when a prompt and its answer are longer than the model's positions."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = num_positions(config)
     if limit is not None and num_tokens + max_new_tokens > limit:
         raise ValueError(
             f"{num_tokens} prompt tokens and max_new_tokens={max_new_tokens} exceed the model's {limit} positions: "

@@ -10,11 +10,14 @@ Every rank calls the same methods in the same order with the same arguments.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 from ...cache.runner import CHUNK_SIZE, RowRunner
 from .attention import TreeCache, check_model
+from .rope import RowNote, follow_whole_rows, num_positions, rows_of
 
 __all__ = ["CHUNK_SIZE", "Runner"]
 
@@ -47,23 +50,53 @@ class Runner(RowRunner):
             token_group=cache.cp_group if token_group is None else token_group,
             device=model.get_input_embeddings().weight.device,
             vocab_size=text.vocab_size,
-            max_positions=getattr(text, "max_position_embeddings", None),
+            max_positions=num_positions(text),
             chunk_size=chunk_size,
             capacity_tokens=capacity_tokens,
             schedule=cache.schedule,
             config=cache.tree_config,
         )
         self.model, self.cache = model, cache
+        follow_whole_rows(model)
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         return self.cache.forward_pass(rows, num_tokens, sharded=sharded, progress=progress)
 
+    def _begin(self, row: int, tokens: Tensor, row_length: int) -> Tensor:
+        rule, held = self.cache.rope, self._book.rows[row]
+        if rule is None:
+            return tokens
+        known = tokens.new_zeros(0) if held.note is None else held.note.tokens.to(tokens.device)[: held.length]
+        before, after = rule.kind(held.length) if held.note is None else held.note.kind, rule.kind(row_length)
+        if held.length and before != after:
+            if len(known) < held.length:
+                raise ValueError(
+                    f"row {row} grows to {row_length} tokens and needs another rotary embedding (rope_type='longrope', "
+                    f"more than {rule.switches} tokens), but its {held.length} tokens are not known: start a new row "
+                    "with the whole text"
+                )
+            self.crop(row, 0)
+            tokens = torch.cat((known, tokens))
+            held.note = rule.note(tokens, row_length)
+        elif len(known) == held.length:
+            held.note = rule.note(torch.cat((known, tokens)), row_length)
+        else:
+            held.note = RowNote(after, known, row_length)
+        return tokens
+
     def _run(self, forward, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=0 if keep is None else torch.tensor([keep], device=self.device),
-        )
+        with self._whole_rows(forward):
+            output = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=0 if keep is None else torch.tensor([keep], device=self.device),
+            )
         return output.logits
+
+    def _whole_rows(self, forward):
+        if self.cache.rope is None:
+            return contextlib.nullcontext()
+        lengths = [self._book.rows[row].note.length for row in forward.rows]
+        return rows_of(torch.tensor(lengths, device=self.device)[:, None])

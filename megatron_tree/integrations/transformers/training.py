@@ -29,6 +29,7 @@ from ...comm import all_reduce, group_size
 from ...config import TreeConfig
 from ...layout import packed_layout
 from .cache import TreeCache, check_layers
+from .rope import follow_whole_rows, row_lengths
 
 IGNORED = -100  # Transformers' label of a token that has no loss
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -46,6 +47,8 @@ class SequenceShard:
     documents: tuple[list[int], list[int]] | None
     """(cu_seqlens, cu_seqlens_padded) of a packed batch, for all ranks together; None: one sequence per row."""
     dropout_seed: str | None
+    row_lengths: Tensor
+    """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
     used_by: set = field(default_factory=set)
     """Numbers of the layers that have used this shard, and "loss"."""
 
@@ -75,7 +78,7 @@ def shard_batch(
         a multiple of twice the ranks (packed: [1, ...], every document rounded up); `sequence_shard`; use_cache=False.
     Raises: ValueError for unknown keys, wrong shapes, and padding that is not on the right.
     """
-    ids, labels, positions, lengths = _checked(batch)
+    ids, labels, positions, lengths, ends = _checked(batch)
     packed = len(lengths) > 1
     rows, padded = _own_rows(lengths, cp_group, ids.device)
 
@@ -93,13 +96,17 @@ def shard_batch(
         num_tokens=len(rows),
         documents=(_bounds(lengths), _bounds(padded)) if packed else None,
         dropout_seed=dropout_seed,
+        row_lengths=share(ends) if packed else ends[:, :1],
     )
     # with a mask of ones Transformers does not read the shard's positions as packed documents
     return made | {"attention_mask": torch.ones_like(made["input_ids"]), "use_cache": False, "sequence_shard": shard}
 
 
-def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, list[int]]:
-    """input_ids, labels, position_ids, all [b, s], and the lengths of the documents ([s] unless packed)."""
+def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, list[int], Tensor]:
+    """input_ids, labels, position_ids, all [b, s], the lengths of the documents ([s] unless packed), ends [b, s].
+
+    ends: for every token the last position of its row (or document), without padding, plus one.
+    """
     unknown = sorted(set(batch) - set(BATCH_KEYS))
     if unknown:
         raise ValueError(f"batch has {unknown}: only {', '.join(BATCH_KEYS)} can be sharded; leave the others out")
@@ -128,9 +135,12 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
                 "padding: leave out the mask; packed documents need no padding"
             )
     if not begins.any():
-        return ids, labels, positions, [ids.shape[1]]
+        real = positions if mask is None else positions * mask
+        return ids, labels, positions, [ids.shape[1]], (real.amax(1, keepdim=True) + 1).expand(ids.shape)
     starts = F.pad(begins, (1, 0), value=True).flatten().nonzero().flatten().tolist()
-    return ids, labels, positions, [end - start for start, end in pairwise([*starts, ids.numel()])]
+    lengths = [end - start for start, end in pairwise([*starts, ids.numel()])]
+    ends = torch.cat([part[-1:].expand(len(part)) for part in positions.flatten().split(lengths)]) + 1
+    return ids, labels, positions, lengths, ends.view(ids.shape)
 
 
 def _own_rows(lengths: list[int], cp_group, device) -> tuple[Tensor, list[int]]:
@@ -227,8 +237,10 @@ def train_on_shards(model: PreTrainedModel) -> None:
     model.loss_function = loss_over_all_ranks
     if not getattr(model, "trains_on_shards", False):
         model.trains_on_shards = True
+        follow_whole_rows(model)
         model.register_forward_pre_hook(_check_call, with_kwargs=True)
         model.register_forward_hook(_check_use, with_kwargs=True)
+        model.register_forward_hook(_end_rows, always_call=True)
 
 
 def _check_call(model, args, kwargs) -> None:
@@ -237,6 +249,12 @@ def _check_call(model, args, kwargs) -> None:
             f"this {type(model).__name__} trains on shards: call it with the result of shard_batch, or with "
             "past_key_values=TreeCache(model.config, ...)"
         )
+    if kwargs.get("sequence_shard") is not None:
+        row_lengths.set(kwargs["sequence_shard"].row_lengths)
+
+
+def _end_rows(model, args, output) -> None:
+    row_lengths.set(None)
 
 
 def _check_use(model, args, kwargs, output) -> None:

@@ -16,6 +16,7 @@ import uvicorn
 from ... import comm
 from ...errors import TreeError
 from ...generation.scheduler import Scheduler
+from ...integrations.transformers.rope import num_positions
 from ...log import logger
 from ..start import Started, start
 from .app import Service, create_app
@@ -178,7 +179,7 @@ def _bound(args: Namespace) -> socket.socket | None:
 
 
 def _max_model_len(args: Namespace, config) -> int:
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    positions = num_positions(config)
     if args.max_model_len is None and positions is None:
         raise ValueError("the model's configuration names no limit of length: pass --max-model-len")
     return min(limit for limit in (args.max_model_len, positions) if limit is not None)
