@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .grammars import Grammars
 from .sampling import Choice, Sampler, SamplingParams
 from .stopping import Stopper
 
@@ -99,17 +100,27 @@ class ServedRequest:
     """A request that waits or is served. On the leader only."""
 
     def __init__(
-        self, number: int, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink
+        self,
+        number: int,
+        request: Request,
+        prompt: Tensor,
+        tokenizer,
+        end_tokens: Collection[int],
+        sink: EventSink,
+        grammars: Grammars,
     ):
         self.id, self.prompt, self.sink = number, prompt, sink
         self.row = request.row
         self.params = request.sampling.with_seed()
+        ends = () if self.params.ignore_eos else end_tokens
         self.handle: int | None = None  # of the prompt's row while it is prefilled
         self.num_prefilled = 0
         self.answers = [
             ActiveAnswer(
                 index=i,
-                sampler=Sampler(self.params, prompt, sample=i),
+                sampler=Sampler(
+                    self.params, prompt, sample=i, end_tokens=ends, matcher=grammars.matcher(self.params.grammar)
+                ),
                 stopper=Stopper(tokenizer, self.params, end_tokens),
             )
             for i in range(request.n)

@@ -8,25 +8,17 @@ import re
 import reprlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-
 from ..errors import TreeError
+from .grammars import Matcher
+from .processors import processors
 
-MIN_TEMPERATURE = 1e-3  # below it fp32 logits divided by it may overflow
+MAX_BIAS = 100.0
 MAX_LOGPROBS = 100
 MAX_PENALTY = 100.0  # far beyond useful values; much larger ones make fp32 logits overflow
 MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
@@ -57,18 +49,33 @@ def _fault(error: Mapping[str, Any]) -> str:
     return f"{place} {message}" if place else message
 
 
-def _not_tiny(temperature: float) -> float:
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"must be 0 (greedy), or {MIN_TEMPERATURE} or more")
-    return temperature
+def _seed(value: Any) -> Any:
+    """-1 is "draw one", as in vLLM and llama.cpp; OpenAI takes any 64-bit number."""
+    if type(value) is not int or not -SEEDS <= value < 0:
+        return value
+    return None if value == -1 else value % SEEDS
+
+
+def _all_tokens(top_k: Any) -> Any:
+    return 0 if type(top_k) is int and top_k == -1 else top_k
+
+
+def _numbered(bias: Any) -> Any:
+    """JSON has no numbers as keys."""
+    if not isinstance(bias, dict):
+        return bias
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key: x for key, x in bias.items()
+    }
 
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
 
 
-Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_not_tiny)]
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
@@ -79,8 +86,8 @@ class Sampling(Strict):
 
     temperature: Temperature = 0.0
     """0: always the most likely token (greedy); otherwise logits are divided by it."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from this many most likely tokens (more if logits are equal at the limit); 0: from all."""
+    top_k: Annotated[int, Field(ge=0), BeforeValidator(_all_tokens)] = 0
+    """Sample from this many most likely tokens (more if logits are equal at the limit); 0 or -1: from all."""
     top_p: Annotated[Fraction, Field(gt=0)] = 1.0
     """Sample from the most likely tokens whose probabilities add up to this; 1: from all."""
     min_p: Fraction = 0.0
@@ -92,14 +99,28 @@ class Sampling(Strict):
     """Subtracted from the logit of every token that occurs in the answer, from -100 to 100."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for every time it occurs in the answer, from -100 to 100."""
-    seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
-    """0 <= seed < 2**63: the same request gives the same tokens. None: a random one."""
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_numbered)
+    ] = {}
+    """Added to the logits of these tokens, from -100 to 100 each."""
+    seed: Annotated[Annotated[int, Field(ge=0, lt=SEEDS)] | None, BeforeValidator(_seed)] = None
+    """64 bits: the same request gives the same tokens. None or -1: a random one."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """No end token, token of `stop_token_ids` or text of `stop` ends the answer before it has this many tokens."""
     stop: StopTexts = []
     """Texts that end the answer, or one of them; they are not part of it."""
     stop_token_ids: Annotated[list[TokenId], BeforeValidator(_listed)] = []
     """Tokens that end the answer, in addition to the model's."""
     ignore_eos: bool = False
     """Ignore the model's end tokens; `stop` and `stop_token_ids` still end the answer."""
+
+
+class Grammar(Strict):
+    """What an answer must look like; see `Grammars`."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+    """A JSON schema as JSON, a regular expression, or a grammar in llguidance's form of Lark."""
 
 
 class SamplingParams(Sampling):
@@ -113,6 +134,8 @@ class SamplingParams(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probabilities, before penalties and temperature, of the chosen token and of this many
     most likely tokens."""
+    grammar: Grammar | None = None
+    """The answer's form: only tokens that keep to it are chosen, and it ends with it."""
 
     def __init__(self, **options):
         try:
@@ -150,42 +173,40 @@ class Choice(NamedTuple):
     """(token, logprob) of the most likely tokens, in falling order."""
 
 
-class CountPenalty(LogitsProcessor):
-    """Presence and frequency penalties as OpenAI's API defines them, for the tokens of input_ids int64 [1, n] from
-    position `first` on: the answer."""
-
-    def __init__(self, presence: float, frequency: float, first: int):
-        self.presence, self.frequency, self.first = presence, frequency, first
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0, self.first :], minlength=scores.shape[-1]).to(scores.dtype)
-        return scores - (counts * self.frequency + (counts > 0) * self.presence)[None]
-
-
 class Sampler:
     """Chooses the tokens of one answer. They depend on its parameters, prompt and logits, not on other requests.
 
     It draws one number per token from its own generator on the CPU; that is its only state.
 
     Args: params: with a seed unless greedy. prompt: int64 [n], for the repetition penalty. sample: the number of this
-        answer among several to one prompt.
+        answer among several to one prompt. end_tokens: the model's, for `min_tokens`. matcher: of `params.grammar`.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Tensor | None = None, *, sample: int = 0):
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Tensor | None = None,
+        *,
+        sample: int = 0,
+        end_tokens: Iterable[int] = (),
+        matcher: Matcher | None = None,
+    ):
         assert params.seed is not None or params.temperature == 0
-        self.params = params
+        assert (matcher is None) == (params.grammar is None)
+        self.params, self._matcher = params, matcher
         self._generator = torch.Generator()
         if params.temperature > 0:
             self._generator.manual_seed(derived_seed(params.seed, sample))
         empty = torch.empty(0, dtype=torch.int64)
         self._tokens = empty if prompt is None or params.repetition_penalty == 1 else prompt.unique()
         """What penalties look at: the prompt's tokens, each once, and the answer's."""
-        self._processors = _processors(params, len(self._tokens))
+        self._processors = processors(params, len(self._tokens), {*end_tokens, *params.stop_token_ids})
 
     @property
     def is_plain(self) -> bool:
         """Whether the token is simply the most likely one, and nothing else is asked for."""
-        return self.params.temperature == 0 and self.params.logprobs is None and not self._processors
+        special = self._processors or self._matcher or self.params.logprobs is not None
+        return self.params.temperature == 0 and not special
 
     def choose(self, logits: Tensor) -> Choice:
         """The next token after logits fp32 [vocab]. Raises: `TreeError` when they hold no finite largest value."""
@@ -197,7 +218,10 @@ class Sampler:
     def choose_finite(self, logits: Tensor) -> Choice:
         """As `choose`, for logits that are known to hold a finite largest value. Raises: `TreeError` where penalties or
         the temperature make them overflow."""
-        scores = self._processors(self._tokens.to(logits.device)[None], logits.float()[None])[0]
+        scores = logits.float()
+        if self._matcher is not None:
+            scores = scores.masked_fill(~self._matcher.allowed().to(scores.device), -math.inf)
+        scores = self._processors(self._tokens.to(logits.device)[None], scores[None])[0]
         if not math.isfinite(value := scores.max().item()):
             raise _not_finite(value)
         return self.took(int(scores.argmax()) if self.params.temperature == 0 else self._draw(scores), logits)
@@ -211,6 +235,8 @@ class Sampler:
 
     def took(self, token: int, logits: Tensor) -> Choice:
         """Record a token of this answer, chosen from logits [vocab]; returns it with its log-probabilities."""
+        if self._matcher is not None:
+            self._matcher.take(token)
         if self._processors:
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
         if self.params.logprobs is None:
@@ -220,26 +246,6 @@ class Sampler:
         top = torch.topk(logprobs, min(self.params.logprobs, logprobs.shape[-1]))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist()))
         return Choice(token, logprobs[token].item(), pairs)
-
-
-def _processors(params: SamplingParams, num_prompt_tokens: int) -> LogitsProcessorList:
-    """In the order of Transformers' own generate."""
-    found = LogitsProcessorList()
-    if params.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
-    if params.presence_penalty or params.frequency_penalty:
-        found.append(CountPenalty(params.presence_penalty, params.frequency_penalty, num_prompt_tokens))
-    if params.temperature == 0:
-        return found
-    if params.temperature != 1:
-        found.append(TemperatureLogitsWarper(float(params.temperature)))
-    if params.top_k:
-        found.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        found.append(TopPLogitsWarper(params.top_p))
-    if params.min_p:
-        found.append(MinPLogitsWarper(params.min_p))
-    return found
 
 
 def choose_tokens(samplers: Iterable[Sampler], logits: Tensor) -> list[Choice | TreeError]:

@@ -22,6 +22,7 @@ from ..comm import group_rank
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
+from .grammars import Grammars
 from .plans import Executor, Planner
 from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
 
@@ -88,6 +89,7 @@ class Scheduler:
             end = getattr(tokenizer, "eos_token_id", None)
             end_tokens = () if end is None else (end,)
         self._runner, self._tokenizer, self._end_tokens = runner, tokenizer, frozenset(end_tokens)
+        self._grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, end_tokens=self._end_tokens)
         self.max_rows, self.max_waiting = max_rows, max_waiting
         self._group = runner.token_group if plan_group is None else plan_group
         self.is_leader = group_rank(self._group) == 0
@@ -118,14 +120,20 @@ class Scheduler:
             raise ValueError(f"n={request.n!r} must be from 1 to max_rows={self.max_rows}: ask for fewer answers")
         if request.row is not None and request.n > 1:
             raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
-        if any(token >= runner.vocab_size for token in params.stop_token_ids):
-            raise ValueError(
-                f"stop_token_ids={params.stop_token_ids}: the model has tokens 0 to {runner.vocab_size - 1}"
-            )
+        for name in ("stop_token_ids", "logit_bias"):
+            value = getattr(params, name)
+            if any(token >= runner.vocab_size for token in value):
+                raise ValueError(f"{name}={value}: the model has tokens 0 to {runner.vocab_size - 1}")
+        if params.min_tokens > params.max_tokens:
+            raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}: ask for less")
         if params.stop and self._tokenizer is None:
             raise ValueError(
                 f"stop={params.stop!r} needs a tokenizer: give one to the scheduler, or use stop_token_ids"
             )
+        if params.grammar is not None:
+            if params.ignore_eos or params.min_tokens:
+                raise ValueError("ignore_eos and min_tokens: an answer with a grammar ends with it: leave them out")
+            self._grammars.check(params.grammar)
         length = len(prompt) + params.max_tokens
         asked = f"{len(prompt):,} prompt tokens and max_tokens={params.max_tokens:,}"
         if runner.max_positions is not None and length > runner.max_positions:
@@ -150,7 +158,8 @@ class Scheduler:
         """
         if not self.is_leader:
             raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
-        serving = ServedRequest(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink)
+        serving = ServedRequest(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink,
+                                self._grammars)  # fmt: skip
         with self._changed:
             if self._deadline is not None or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it is stopping'}")

@@ -90,7 +90,7 @@ class Stopper:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._texts = StopTexts(params.stop)
         self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(end_tokens))
-        self._max_tokens = params.max_tokens
+        self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
         self.num_tokens = 0
 
     def add(self, token: int) -> Piece:
@@ -100,7 +100,9 @@ class Stopper:
             return Piece(self.flush(), "stop", token)
         text, found = "", None
         if self._detokenizer is not None:
-            text, found = self._texts.add(self._detokenizer.add(token))
+            text = self._detokenizer.add(token)
+            if self.num_tokens >= self._min_tokens:
+                text, found = self._texts.add(text)
         if found is not None:
             return Piece(text, "stop", found)
         if self.num_tokens < self._max_tokens:

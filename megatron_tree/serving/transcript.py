@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..files import check_text
 
 
-def chat_tokens(tokenizer, messages: list[dict[str, str]]) -> list[int]:
+def chat_tokens(tokenizer, messages: list[dict[str, Any]], /, **options) -> list[int]:
     """The tokens that the model's chat template makes of messages, up to where the answer begins.
 
+    options: for the template, such as tools.
     Raises: ValueError for invalid Unicode, and for whatever the template, code that comes with the model, refuses.
     """
-    for message in messages:
-        for value in message.values():
-            check_text("messages", value)
+    options = {"add_generation_prompt": True, **options}
+    waiting = [messages, options]
+    while waiting:
+        value = waiting.pop()
+        check_text("messages", value)
+        if isinstance(value, dict | list):
+            waiting += [*value, *value.values()] if isinstance(value, dict) else value
     try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     except Exception as error:  # each template has errors of its own
         raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
     return list(encoded["input_ids"])

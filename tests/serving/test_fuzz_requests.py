@@ -17,7 +17,8 @@ pytest.importorskip("uvicorn")
 import h11
 
 from megatron_tree.serving.http.app import create_app
-from megatron_tree.serving.http.protocol import REFUSED, ChatRequest, CompletionRequest
+from megatron_tree.serving.http.fields import IGNORED, REFUSED
+from megatron_tree.serving.http.protocol import ChatRequest, CompletionRequest
 from support.damage import chances, damaged, examples
 from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, serving, until
 
@@ -131,7 +132,7 @@ def _check(status, body, what):
 def _with_value(body, schema, chance):
     """JSON text of a body in which one field has an odd value, in place of what was there or beside it."""
     text, value = dict(body), chance.choice(VALUES)
-    name = chance.choice([*schema.model_fields, *REFUSED, "extra", "\ud800"])
+    name = chance.choice([*schema.model_fields, *REFUSED, *IGNORED, "extra", "\ud800"])
     if name in text and chance.random() < 0.2:
         del text[name]
     else:

@@ -17,9 +17,10 @@ import openai
 from megatron_tree.launching import parse_with_config
 from megatron_tree.serving.http.arguments import KEY_VARIABLE, build_parser, check_arguments
 from megatron_tree.serving.http.errors import ApiError
+from megatron_tree.serving.http.fields import REFUSED
 from megatron_tree.serving.http.guard import is_loopback
 from megatron_tree.serving.http.prompts import Prompts
-from megatron_tree.serving.http.protocol import REFUSED, ChatRequest
+from megatron_tree.serving.http.protocol import ChatRequest
 from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
 
 TOKENIZER = byte_tokenizer()
@@ -54,14 +55,13 @@ BAD = [
     ("completion", {"model": 3}, "model", "valid string"),
     ("completion", {"temperature": 2.5}, "temperature", "less than or equal to 2"),
     ("completion", {"temperature": "0.5"}, "temperature", "valid number"),
-    ("completion", {"temperature": 1e-6}, "temperature", "must be 0 (greedy), or 0.001"),
     ("completion", {"top_p": 0}, "top_p", "greater than 0"),
-    ("completion", {"top_k": 0}, "top_k", "greater than or equal to 1"),
+    ("completion", {"top_k": -2}, "top_k", "greater than or equal to 0"),
     ("completion", {"min_p": 2}, "min_p", "less than or equal to 1"),
     ("completion", {"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
     ("completion", {"repetition_penalty": 1e-45}, "repetition_penalty", "greater than or equal to 0.01"),
     ("completion", {"repetition_penalty": 1e300}, "repetition_penalty", "less than or equal to 100"),
-    ("completion", {"seed": -1}, "seed", "greater than or equal to 0"),
+    ("completion", {"seed": -(2**64)}, "seed", "greater than or equal to 0"),
     ("completion", {"seed": 2**70}, "seed", "less than 92233"),
     ("completion", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ("completion", {"max_tokens": True}, "max_tokens", "valid integer"),
@@ -90,14 +90,14 @@ BAD = [
     ("chat", {"messages": []}, "messages", "at least 1 item"),
     ("chat", {"messages": "hello"}, "messages", "valid list"),
     ("chat", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "unpaired UTF-16 surrogate"),
-    ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "[0].role"),
-    ("chat", {"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages", "unknown field"),
-    ("chat", {"messages": [{"role": "user"}]}, "messages", "[0].content"),
+    ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages", "[0].role"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "nonsense": "me"}]}, "messages", "unknown field"),
+    ("chat", {"messages": [{"role": "user"}]}, "messages", "[0] has no content"),
     (
         "chat",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages",
-        "must be 'text'",
+        "'text', 'refusal'",
     ),
     ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, "messages", "assistants do not begin"),
     ("chat", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),

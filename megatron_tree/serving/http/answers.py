@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from ...generation.requests import Event
+from .tools import ToolText
 
 
 class TokenTexts:
@@ -107,24 +110,48 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    """/v1/chat/completions."""
+    """/v1/chat/completions. tools: makes what finds the tool calls in one answer, or None."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *, tools: Callable[[], ToolText] | None = None, **options):
+        super().__init__(**options)
+        self._tools: defaultdict[int, ToolText] | None = None if tools is None else defaultdict(tools)
 
     def opening(self, choice: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": _text(events), "refusal": None}
-        return {"index": index, "message": message, **self._end(events)}
+        text, calls = self._read(index, events)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {"index": index, "message": message, **self._end(events, calls)}
 
     def _delta(self, index: int, event: Event) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": event.text} if event.text else {}, **self._end([event])}
+        text, calls = self._read(index, [event])
+        delta = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        return {"index": index, "delta": delta, **self._end([event], calls)}
 
-    def _end(self, events: list[Event]) -> dict[str, Any]:
+    def _read(self, index: int, events: list[Event]) -> tuple[str, list[dict[str, Any]]]:
+        """(text, tool calls)."""
+        text = _text(events)
+        if self._tools is None:
+            return text, []
+        found = self._tools[index]
+        text = found.add(text)
+        if events[-1].finish_reason is None:
+            return text, []
+        rest, calls = found.finish()
+        return text + rest, calls
+
+    def _end(self, events: list[Event], calls: list[dict[str, Any]]) -> dict[str, Any]:
         logprobs = self.tokens.chat(events) if self.wants_logprobs else None
-        return {"logprobs": logprobs, "finish_reason": events[-1].finish_reason}
+        reason = events[-1].finish_reason
+        return {"logprobs": logprobs, "finish_reason": "tool_calls" if calls and reason == "stop" else reason}
 
 
 def _text(events: list[Event]) -> str:

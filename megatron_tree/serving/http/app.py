@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ from .guard import Guard
 from .prompts import Prompts
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .respond import respond
+from .tools import ToolText
 
 MAX_BODY_BYTES = 32 << 20
 
@@ -78,7 +81,7 @@ def create_app(service: Service) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check_model(service, body.model)
         prompts = [await service.prompts.of_chat(body)]
-        return await _answer(service, request, body, prompts, ChatForm)
+        return await _answer(service, request, body, prompts, ChatForm, tools=_tool_text(body))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -98,13 +101,23 @@ def _check_model(service: Service, name: str) -> None:
 
 
 async def _answer(
-    service: Service, request: Request, body: GenerationRequest, prompts: list[list[int]], form: type[Form]
+    service: Service, request: Request, body: GenerationRequest, prompts: list[list[int]], form: type[Form], **options
 ) -> Response:
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
     ticket = service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n)
-    made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None)
+    made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
+                **options)  # fmt: skip
     return await respond(request, ticket, made, stream=body.stream, include_usage=body.include_usage,
                          timeout=service.request_timeout)  # fmt: skip
+
+
+def _tool_text(body: ChatRequest) -> Callable[[], ToolText] | None:
+    """Makes what finds tool calls in one answer."""
+    if not body.active_tools:
+        return None
+    names = [tool.function.name for tool in body.active_tools]
+    options = {"most": None if body.parallel_tool_calls else 1, "forced": body.calls_are_forced}
+    return functools.partial(ToolText, names, **options)
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:

@@ -95,7 +95,7 @@ class Frontend:
         except ValueError as error:
             ticket.close()
             name = str(error).partition("=")[0]  # as in "n=9 must be ..."
-            param = name if name in ("n", "stop_token_ids") else None
+            param = name if name in ("n", *SamplingParams.model_fields) else None
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
         return ticket
 

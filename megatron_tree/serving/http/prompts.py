@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import inspect
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ...files import check_text
 from ..transcript import chat_tokens
 from .answers import TokenTexts
 from .errors import ApiError, bad_value
 from .protocol import ChatRequest, CompletionRequest
+
+# Parameters of apply_chat_template that a request does not choose, or by fields of its own
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 class Prompts:
@@ -36,7 +43,9 @@ class Prompts:
                 param="messages",
                 code="no_chat_template",
             )
-        return await self._run(self._apply_template, [message.for_template() for message in body.messages])
+        self._check_template(body)
+        messages = [message.for_template() for message in body.messages]
+        return await self._run(self._apply_template, messages, body.template_options)
 
     async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
         """Every prompt as tokens. Raises: ApiError (400) for empty prompts and tokens that the model does not have."""
@@ -76,9 +85,20 @@ class Prompts:
     async def _run(self, function, *args):
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
+    def _check_template(self, body: ChatRequest) -> None:
+        """Raises: ApiError (400) for what the template does not read, and for what is not its business."""
+        text = str(self._tokenizer.chat_template)  # or several of them
+        if body.active_tools and "tools" not in text:
+            raise bad_value("tools", "the model's chat template takes no tools: describe them in the messages")
+        if body.reasoning_effort is not None and "reasoning_effort" not in text:
+            raise bad_value("reasoning_effort", "the model's chat template takes none: ask for it in the messages")
+        reserved = sorted(RESERVED & set(body.chat_template_kwargs))
+        if reserved:
+            raise bad_value("chat_template_kwargs", f"can't set {', '.join(reserved)}: leave it out")
+
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         with _of_parameter("messages"):
-            return chat_tokens(self._tokenizer, messages)
+            return chat_tokens(self._tokenizer, messages, **options)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         with _of_parameter("prompt"):

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API as this server takes them: every field is supported or refused by name, none is ignored."""
+"""Requests of OpenAI's API as this server takes them: a field that matters is honoured, or else refused by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ...generation.sampling import Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
+from ...generation.sampling import Grammar, Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
 from .errors import bad_value, refused
+from .fields import IGNORED, REFUSED
+from .forms import GUIDED, ResponseFormat, StructuredOutputs, forced_calls
+from .messages import Message, Tool, ToolChoice, tools_for
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -15,46 +18,13 @@ MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
-_NO_TOOLS = "this server calls no tools: leave the field out, and describe functions in the messages"
-_TEXT_ONLY = "this server reads and writes text only: leave the field out"
-_NO_STORE = "nothing is stored between requests: leave the field out"
-# Unsupported fields of OpenAI's API: (values that change nothing, besides null; why, and what to do instead)
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "audio": ((), _TEXT_ONLY),
-    "best_of": ((), "candidates are not ranked here: ask for n choices with logprobs and rank them yourself"),
-    "echo": ((False,), "the prompt is not repeated in the answer: put it in front yourself"),
-    "function_call": (("none",), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "logit_bias": (({},), "tokens can't be biased one by one: use top_k, top_p or min_p"),
-    "metadata": (({},), _NO_STORE),
-    "modalities": ((["text"],), _TEXT_ONLY),
-    "moderation": ((), "answers are not moderated here: leave the field out"),
-    "parallel_tool_calls": ((), _NO_TOOLS),
-    "prediction": ((), "predicted outputs are not used here: leave the field out"),
-    "prompt_cache_key": ((), "prompts are not cached by key: leave the field out"),
-    "prompt_cache_options": ((), "prompts are not cached between requests: leave the field out"),
-    "prompt_cache_retention": ((), "prompts are not cached between requests: leave the field out"),
-    "reasoning_effort": ((), "the effort can't be set: ask for it in the messages, or limit max_completion_tokens"),
-    "response_format": (
-        ({"type": "text"},),
-        "answers are plain text: ask for JSON in the prompt and check it yourself",
-    ),
-    "safety_identifier": ((), "users are not distinguished here: leave the field out"),
-    "service_tier": (("auto", "default"), "there is one tier only: leave the field out"),
-    "store": ((False,), _NO_STORE),
-    "suffix": ((), "text can't be inserted: put what follows into the prompt"),
-    "tool_choice": (("none",), _NO_TOOLS),
-    "tools": (([],), _NO_TOOLS),
-    "verbosity": ((), "the verbosity can't be set: ask for it in the messages"),
-    "web_search_options": ((), "this server searches nothing: leave the field out"),
-}
-
 
 class StreamOptions(Strict):
     """`stream_options`."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None  # against those who count bytes: this server adds none
+    continuous_usage_stats: Literal[False] | None = None
 
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -69,13 +39,13 @@ class GenerationRequest(Sampling):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # OpenAI's label of the caller for its own records: there are none here
     # OpenAI's ranges and defaults
     temperature: Annotated[Temperature, Field(le=2)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     stop: StopTexts = Field(default_factory=list, max_length=MAX_STOPS)
-    top_k: Annotated[int, Field(ge=1)] = 0
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -85,8 +55,15 @@ class GenerationRequest(Sampling):
         for name, (neutral, why) in REFUSED.items():
             if data.get(name) is not None and not any(type(data[name]) is type(x) and data[name] == x for x in neutral):
                 raise refused(name, why)
-        default = {*REFUSED, *(name for name, field in cls.model_fields.items() if not field.is_required())}
-        return {name: x for name, x in data.items() if name not in REFUSED and not (x is None and name in default)}
+        default = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        known = {name: x for name, x in data.items() if name not in IGNORED and name not in REFUSED}
+        guided = {name.removeprefix("guided_"): known.pop(name) for name in GUIDED if name in known}
+        guided = {name: x for name, x in guided.items() if x is not None}
+        if guided and known.get("structured_outputs") is not None:
+            raise bad_value(f"guided_{min(guided)}", "an older form of structured_outputs: pass one of the two")
+        if guided:
+            known["structured_outputs"] = guided
+        return {name: x for name, x in known.items() if not (x is None and name in default)}
 
     @model_validator(mode="after")
     def _combinations(self):
@@ -102,7 +79,17 @@ class GenerationRequest(Sampling):
     def sampling(self, max_tokens: int) -> SamplingParams:
         """How to answer a prompt, with this many tokens at most."""
         fields = self.model_dump(include=set(Sampling.model_fields))
-        return SamplingParams(**fields, max_tokens=max_tokens, logprobs=self.top_logprobs_wanted)
+        fields |= {"logprobs": self.top_logprobs_wanted, "grammar": self.grammar}
+        return SamplingParams(**fields, max_tokens=max_tokens)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like. Raises: `ApiError` (400) for more than one such wish."""
+        wishes = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
+        found = {name: wish.grammar for name, wish in wishes.items() if wish is not None and wish.grammar is not None}
+        if len(found) > 1:
+            raise bad_value("structured_outputs", "response_format says another form: pass one of the two")
+        return next(iter(found.values()), None)
 
     @property
     def limit(self) -> int | None:
@@ -139,25 +126,6 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)
 
 
-class TextPart(Strict):
-    """A part of a message's content; only text can be read."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def for_template(self) -> dict[str, str]:
-        """In the form of chat templates: "developer" is OpenAI's newer name of "system"; parts of text are joined."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
@@ -165,9 +133,25 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    # not OpenAI's: for the chat template
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _chat_combinations(self):
+        if "tool_choice" in self.model_fields_set or self.tools:
+            tools_for(self.tools, self.tool_choice)
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise bad_value("continue_final_message", "needs add_generation_prompt to be false")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_value("top_logprobs", "needs logprobs: set that to true, or leave this out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -181,3 +165,34 @@ class ChatRequest(GenerationRequest):
     @property
     def top_logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def active_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return tools_for(self.tools, self.tool_choice)
+
+    @property
+    def calls_are_forced(self) -> bool:
+        """Whether the answer consists of tool calls."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        wish = super().grammar
+        if not self.active_tools:
+            return wish
+        if wish is not None:
+            raise bad_value("response_format", "an answer of this form can't call tools: set tool_choice to 'none'")
+        return forced_calls(self.tools, self.tool_choice, self.parallel_tool_calls) if self.calls_are_forced else None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template gets besides the messages."""
+        options = dict(self.chat_template_kwargs)
+        options |= {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        options |= {"tools": [tool.for_template() for tool in self.active_tools]} if self.active_tools else {}
+        generation_prompt = self.add_generation_prompt and not self.continue_final_message
+        return options | {
+            "add_generation_prompt": generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }

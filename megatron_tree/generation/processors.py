@@ -1,0 +1,96 @@
+"""What changes the scores of the next token before one is chosen: biases, penalties, temperature, cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+if TYPE_CHECKING:
+    from .sampling import SamplingParams
+
+MIN_TEMPERATURE = 1e-3  # below it fp32 logits divided by it may overflow: the largest is subtracted first
+LEAST_TEMPERATURE = 1e-30  # smaller ones would be subnormal or 0 in fp32
+
+
+class CountPenalty(LogitsProcessor):
+    """Presence and frequency penalties as OpenAI's API defines them, for the tokens of input_ids int64 [1, n] from
+    position `first` on: the answer."""
+
+    def __init__(self, presence: float, frequency: float, first: int):
+        self.presence, self.frequency, self.first = presence, frequency, first
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.bincount(input_ids[0, self.first :], minlength=scores.shape[-1]).to(scores.dtype)
+        return scores - (counts * self.frequency + (counts > 0) * self.presence)[None]
+
+
+class LogitBias(LogitsProcessor):
+    """Adds numbers to the scores of some tokens."""
+
+    def __init__(self, bias: Mapping[int, float]):
+        self.tokens, self.values = torch.tensor(list(bias)), torch.tensor(list(bias.values()), dtype=torch.float32)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_add(1, self.tokens.to(scores.device), self.values.to(scores.device)[None])
+
+
+class NoEndBefore(LogitsProcessor):
+    """Bans end tokens until input_ids int64 [1, n] have this many."""
+
+    def __init__(self, length: int, end_tokens: Iterable[int]):
+        self.length, self.end_tokens = length, torch.tensor(sorted(end_tokens), dtype=torch.int64)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.length:
+            return scores
+        return scores.index_fill(1, self.end_tokens.to(scores.device), -math.inf)
+
+
+class LowTemperature(LogitsProcessor):
+    """Divides scores by a temperature near 0; the largest becomes 0, so that none overflows."""
+
+    def __init__(self, temperature: float):
+        self.temperature = max(temperature, LEAST_TEMPERATURE)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return (scores - scores.amax(-1, keepdim=True)) / self.temperature
+
+
+def processors(params: SamplingParams, num_prompt_tokens: int, end_tokens: set[int]) -> LogitsProcessorList:
+    """In the order of Transformers' own generate."""
+    found = LogitsProcessorList()
+    if params.logit_bias:
+        found.append(LogitBias(params.logit_bias))
+    if params.min_tokens and end_tokens:
+        found.append(NoEndBefore(num_prompt_tokens + params.min_tokens, end_tokens))
+    if params.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    if params.presence_penalty or params.frequency_penalty:
+        found.append(CountPenalty(params.presence_penalty, params.frequency_penalty, num_prompt_tokens))
+    if params.temperature == 0:
+        return found
+    if params.temperature < MIN_TEMPERATURE:
+        found.append(LowTemperature(params.temperature))
+    elif params.temperature != 1:
+        found.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        found.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        found.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        found.append(MinPLogitsWarper(params.min_p))
+    return found

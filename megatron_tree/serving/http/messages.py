@@ -1,0 +1,158 @@
+"""The messages and tools of a chat: what OpenAI's clients send, in the form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ...generation.sampling import Strict
+from .errors import bad_value, refused
+
+# Fields of messages and their parts that clients send back or add, and that no template reads
+IGNORED = frozenset({"annotations", "cache_control", "provider_specific_fields"})
+REFUSED = {
+    "audio": "this server reads and writes text only: send the words as content",
+    "function_call": "an older form of tool_calls: send that",
+}
+
+
+class Lenient(Strict):
+    """null is the same as nothing, and fields that no template reads are left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: x for name, x in data.items() if x is not None and name not in IGNORED}
+
+
+class TextPart(Lenient):
+    """A part of a message's content; only text can be read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Lenient):
+    """What a model said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class CalledFunction(Strict):
+    """The function that a model called. arguments: JSON, as text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Lenient):
+    """A call in an earlier answer."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int = 0  # of streams; some clients send it back
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates take the arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments  # what the model wrote, JSON or not
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Message(Lenient):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        for name, why in REFUSED.items():
+            if isinstance(data, dict) and data.get(name) is not None:
+                raise refused("messages", f"{name}: {why}")
+        return data
+
+    @model_validator(mode="after")
+    def _complete(self):
+        if self.content is None and self.role != "assistant":
+            raise ValueError("has no content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """In the form of chat templates: "developer" is OpenAI's newer name of "system"; parts of text are joined."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        message = {"role": "system" if self.role == "developer" else self.role}
+        message["content"] = (self.refusal or "") if content is None else content
+        more = {name: getattr(self, name) for name in ("name", "reasoning_content", "tool_call_id")}
+        message |= {name: x for name, x in more.items() if x is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class Function(Lenient):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
+
+
+class Tool(Lenient):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    """`tool_choice`: this function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def tools_for(tools: list[Tool], choice: ToolChoice) -> list[Tool]:
+    """The tools that may be called. Raises: `ApiError` (400) for a choice that is not among them."""
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_value("tools", f"names must differ, got {', '.join(names)}")
+    if choice == "none":
+        return []
+    if not tools and choice != "auto":
+        raise bad_value("tool_choice", "needs tools: pass them, or leave this out")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise bad_value("tool_choice", f"there is no tool {choice.function.name!r}, only {', '.join(map(repr, names))}")
+    return tools

@@ -1,0 +1,282 @@
+"""What programs written for OpenAI's client do: answers sent back, tools, forms of answers, other servers' options."""
+
+import json
+import re
+from typing import Literal
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("transformers")
+
+import openai
+import pydantic
+
+from megatron_tree.serving.http.fields import IGNORED
+from megatron_tree.serving.http.tools import ToolText
+from support.http_server import NAME, byte_model, byte_tokenizer, serving
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name else '' }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if thinking %}(thinking){% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOKENIZER = byte_tokenizer(TEMPLATE)
+ASK = [{"role": "user", "content": "why?"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "it rains", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time"}},
+]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(byte_model(), TOKENIZER, max_model_len=256) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def chat(server):
+    def create(messages=ASK, **options):
+        options = {"max_tokens": 5, "temperature": 0} | options
+        return server.client().chat.completions.create(model=NAME, messages=messages, **options)
+
+    return create
+
+
+@pytest.fixture(scope="module")
+def complete(server):
+    def create(**options):
+        options = {"prompt": "go", "max_tokens": 8, "temperature": 0} | options
+        return server.client().completions.create(model=NAME, **options)
+
+    return create
+
+
+def _bad(create, words, **options):
+    with pytest.raises(openai.BadRequestError, match=words) as error:
+        create(**options)
+    return error.value
+
+
+@pytest.mark.parametrize("dump", [lambda message: message, lambda message: message.model_dump()])
+def test_answers_are_sent_back_as_they_came(chat, server, dump):
+    messages = list(ASK)
+    for _ in range(3):
+        answer = chat(messages)
+        prompt = "".join(f"<{m['role']}>{m['content']}\n" for m in map(dict, messages)) + "<assistant>"
+        assert answer.usage.prompt_tokens == len(prompt.encode())
+        messages += [dump(answer.choices[0].message), {"role": "user", "content": "and then?"}]
+
+
+def test_fields_of_messages(chat):
+    plain = chat([{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]).usage.prompt_tokens
+    null = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "annotations": [], "audio": None}]
+    assert chat(null).usage.prompt_tokens == plain
+    refusal = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "refusal": "no"}]
+    assert chat(refusal).usage.prompt_tokens == plain + 2
+    refusal[1] = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    assert chat(refusal).usage.prompt_tokens == plain + 2
+    assert chat([{"role": "user", "content": "x", "name": "me"}]).usage.prompt_tokens == len("<user me>x\n<assistant>")
+    error = _bad(chat, "function_call: an older form of tool_calls", messages=[{"role": "assistant", "function_call": {
+        "name": "f", "arguments": ""}}])  # fmt: skip
+    assert error.param == "messages"
+
+
+def test_tools_go_through_the_template(chat):
+    plain = chat().usage.prompt_tokens
+    assert chat(tools=TOOLS).usage.prompt_tokens == plain + len("[weather][time]")
+    assert chat(tools=TOOLS, tool_choice="none").usage.prompt_tokens == plain
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    text = "<user>why?\n<assistant>weather(Rome)\n<tool>rain\n<assistant>"
+    assert chat(messages).usage.prompt_tokens == len(text)
+    _bad(chat, "names must differ", tools=[TOOLS[0], TOOLS[0]])
+    _bad(chat, "no tool 'x', only 'weather', 'time'", tools=TOOLS, tool_choice={
+        "type": "function", "function": {"name": "x"}})  # fmt: skip
+    _bad(chat, "tool_choice: needs tools", tool_choice="required")
+    _bad(chat, "set tool_choice to 'none'", tools=TOOLS, response_format={"type": "json_object"})
+
+
+def test_a_template_without_tools_says_so():
+    with serving(byte_model(), byte_tokenizer()) as server:
+        create = server.client().chat.completions.create
+        _bad(create, "the model's chat template takes no tools", model=NAME, messages=ASK, tools=TOOLS)
+        _bad(create, "reasoning_effort: the model's", model=NAME, messages=ASK, reasoning_effort="low")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_ordinary_loop_of_tools(chat, stream):
+    pytest.importorskip("llguidance")
+    messages, options = list(ASK), {"tools": TOOLS, "tool_choice": "required", "max_tokens": 120, "seed": 3}
+    options |= {"temperature": 1.0, "parallel_tool_calls": False}
+    if stream:
+        chunks = list(chat(messages, stream=True, **options))
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert call.index == 0 and not any(chunk.choices[0].delta.content for chunk in chunks)
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call.model_dump()]})
+    else:
+        choice = chat(messages, **options).choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        messages.append(choice.message)
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "weather":
+        assert arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
+    assert call.function.name in ("weather", "time") and call.id.startswith("call_")
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "ok"})
+    assert chat(messages, tools=TOOLS).choices[0].message.role == "assistant"
+    named = {"type": "function", "function": {"name": "weather"}}
+    (call,) = chat(**options | {"tool_choice": named}).choices[0].message.tool_calls
+    assert call.function.name == "weather"
+
+
+def _in_pieces(text, size, **options):
+    found = ToolText(["f", "g"], **options)
+    sent = "".join(found.add(text[i : i + size]) for i in range(0, len(text), size))
+    rest, calls = found.finish()
+    return sent + rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "options", "want"),
+    [
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', {}, ("", [("f", {"a": 1})])),
+        ('let me <tool_call>{"name": "f"}</tool_call>', {}, ("let me ", [("f", {})])),
+        ('<tool_call>[{"name": "f"}, {"name": "g"}]', {}, ("", [("f", {}), ("g", {})])),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}</tool_call>', {"most": 1}, ("", [("f", {})])),
+        ('{"name": "g", "parameters": {"b": [2]}}', {}, ("", [("g", {"b": [2]})])),
+        ('{"name": "unknown"}', {}, ('{"name": "unknown"}', [])),
+        ('{"a": "<tool_call>"}', {}, ('{"a": "<tool_call>"}', [])),
+        ("<tool_call>{broken</tool_call>", {}, ("<tool_call>{broken</tool_call>", [])),
+        ("a < b <tool", {}, ("a < b <tool", [])),
+        ('[{"name": "f", "arguments": {}}]', {"forced": True}, ("", [("f", {})])),
+        ('[{"name": "f", "argum', {"forced": True}, ('[{"name": "f", "argum', [])),
+    ],
+)
+def test_calls_in_what_a_model_writes(text, options, want, size):
+    assert _in_pieces(text, size, **options) == want
+
+
+class Trip(pydantic.BaseModel):
+    city: Literal["Rome", "Oslo"]
+    nights: Literal[1, 2, 3]
+
+
+def test_answers_of_a_given_form(server, chat, complete):
+    pytest.importorskip("llguidance")
+    sampled = {"temperature": 1.0, "seed": 4, "max_tokens": 100}
+    parsed = server.client().chat.completions.parse(model=NAME, messages=ASK, response_format=Trip, n=8, **sampled)
+    trips = [choice.message.parsed for choice in parsed.choices]
+    assert all(isinstance(trip, Trip) for trip in trips) and len({trip.model_dump_json() for trip in trips}) > 1
+    assert {choice.finish_reason for choice in parsed.choices} == {"stop"}
+    text = chat(response_format={"type": "json_object"}, **sampled | {"logit_bias": {"93": 100}}).choices[0]
+    assert text.message.content.startswith("{")
+    for body in ({"regex": "[ab]{3}c+d"}, {"grammar": "start: /[ab]{3}c+d/"}):
+        answer = complete(extra_body={"structured_outputs": body}, **sampled).choices[0]
+        assert re.fullmatch("[ab]{3}c+d", answer.text) and answer.finish_reason == "stop"
+    answer = chat(response_format={"type": "regex", "value": "[0-9]-[0-9]"}, **sampled).choices[0]
+    assert re.fullmatch("[0-9]-[0-9]", answer.message.content)
+    assert complete(extra_body={"guided_choice": ["a.c", "xyz"]}, **sampled).choices[0].text in ("a.c", "xyz")
+    assert json.loads(complete(extra_body={"guided_json": {"enum": [7, 8]}}).choices[0].text) in (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "json_schema belongs to the type"),
+        ({"structured_outputs": {}}, "one of json, regex, choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of json, regex, choice"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "another form"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "an older form of structured_outputs"),
+    ],
+)
+def test_forms_that_contradict(complete, options, words):
+    _bad(complete, words, extra_body=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "unclosed group"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}},
+            "type: y",
+        ),
+        ({"structured_outputs": {"json": "{"}}, "EOF"),
+        ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/x"}}}, "does not fetch"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ends with it"),
+    ],
+)
+def test_forms_that_are_not_valid(complete, options, words):
+    pytest.importorskip("llguidance")
+    assert _bad(complete, words, extra_body=options).code == "invalid_value"
+
+
+def test_bias(complete):
+    free = complete(logprobs=2).choices[0]
+    token = TOKENIZER("Q").input_ids[0]
+    assert complete(logit_bias={str(token): 100}).choices[0].text == "Q" * 8
+    first = TOKENIZER(free.text[0]).input_ids[0]
+    other = complete(logit_bias={str(first): -100}, logprobs=2).choices[0]
+    assert other.text[0] != free.text[0] and free.text[0] not in other.text
+    assert other.logprobs.top_logprobs[0] == free.logprobs.top_logprobs[0], "log-probabilities are the model's own"
+    _bad(complete, "logit_bias=.*0 to 256", logit_bias={"300": 1})
+    assert _bad(complete, "less than or equal to 100", logit_bias={"3": 101}).param == "logit_bias"
+
+
+def test_min_tokens(complete):
+    end = {"logit_bias": {"0": 100}}
+    assert complete(**end).usage.completion_tokens == 1
+    answer = complete(extra_body={"min_tokens": 5}, **end)
+    assert answer.usage.completion_tokens == 6 and answer.choices[0].finish_reason == "stop"
+    text = complete().choices[0].text
+    assert complete(stop=[text[1]], extra_body={"min_tokens": 8}).choices[0].text == text
+    _bad(complete, "min_tokens=9 exceeds max_tokens=8", extra_body={"min_tokens": 9})
+
+
+def test_options_as_others_take_them(complete):
+    greedy = complete().choices[0].text
+    for temperature in (1e-6, 1e-40, 1e-3 / 2):
+        assert complete(temperature=temperature, seed=2).choices[0].text == greedy
+    sampled = {"temperature": 1.0, "seed": 5}
+    free = complete(**sampled).choices[0].text
+    assert all(complete(extra_body={"top_k": k}, **sampled).choices[0].text == free for k in (-1, 0))
+    assert len({complete(temperature=2.0, seed=-1).choices[0].text for _ in range(4)}) > 1, "-1 draws a seed"
+    same = [complete(temperature=1.0, seed=-7).choices[0].text for _ in range(2)]
+    assert same[0] == same[1] and complete(best_of=1).choices[0].text == greedy
+
+
+def test_options_for_the_template(chat):
+    plain = chat().usage.prompt_tokens
+    think = {"chat_template_kwargs": {"thinking": True}}
+    assert chat(extra_body=think).usage.prompt_tokens == plain + len("(thinking)")
+    without = chat(extra_body={"add_generation_prompt": False})
+    assert without.usage.prompt_tokens == plain - len("<assistant>")
+    begun = [*ASK, {"role": "assistant", "content": "becau"}]
+    assert chat(begun, extra_body={"continue_final_message": True}).usage.prompt_tokens == len(
+        "<user>why?\n<assistant>becau"
+    )
+    for name in ("tokenize", "chat_template", "tools", "messages"):
+        _bad(chat, f"can't set {name}", extra_body={"chat_template_kwargs": {name: "x"}})
+
+
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_fields_without_effect_on_the_answer(chat, name):
+    assert chat(extra_body={name: {"any": "thing"}}).choices[0].message == chat().choices[0].message
