@@ -2,10 +2,10 @@
 
 from .attention.cached import tree_decode, tree_prefill
 from .attention.functional import tree_attn_func, tree_attn_varlen_func
-from .attention.sequences import shard_sequence, unshard_sequence
-from .config import TreeConfig
+from .attention.sequences import dispatch_documents, shard_sequence, unshard_sequence
+from .config import AttnSlice, TreeConfig
 from .errors import CommError, TreeError
-from .layout import packed_layout, shard_positions
+from .layout import document_positions, packed_layout, shard_positions
 
 __version__ = "0.1.0"
 
@@ -18,9 +18,12 @@ def init_inference(model, **options):
 
 
 __all__ = [
+    "AttnSlice",
     "CommError",
     "TreeConfig",
     "TreeError",
+    "dispatch_documents",
+    "document_positions",
     "init_inference",
     "packed_layout",
     "shard_positions",

@@ -131,6 +131,59 @@ class Dropout(NamedTuple):
     """Global index of the tensors' head 0."""
 
 
+SLICES = ("full", "causal", "inverse", "bidirectional")
+
+
+class AttnSlice(NamedTuple):
+    """A part of an attention mask: queries at positions q_range see keys at positions k_range.
+
+    Ranges are (first, one past the last). Positions count from the start of the whole sequence.
+    """
+
+    q_range: tuple[int, int]
+    k_range: tuple[int, int]
+    kind: str = "full"
+    """"full": every query sees every key. "causal": aligned at the ends, as in flash-attn: the last query sees the last
+    key, the one before it all but the last. "inverse": aligned at the beginnings: the first query sees all keys, the
+    second all but the first. "bidirectional": both, a band. (MagiAttention's AttnMaskType names the same four.)"""
+
+    @property
+    def left(self) -> int | None:
+        """Query i sees keys from i - left on; None: from the first on."""
+        return self.q_range[0] - self.k_range[0] if self.kind in ("inverse", "bidirectional") else None
+
+    @property
+    def right(self) -> int | None:
+        """Query i sees keys up to i + right; None: up to the last."""
+        return self.k_range[1] - self.q_range[1] if self.kind in ("causal", "bidirectional") else None
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs."""
+        queries, keys = (last - first for first, last in (self.q_range, self.k_range))
+        if self.kind == "full":
+            return queries * keys
+        if self.kind == "bidirectional":
+            return queries * max(0, keys - queries + 1)
+        rows = min(queries, keys)
+        return rows * keys - rows * (rows - 1) // 2
+
+    def touches(self, other: AttnSlice) -> bool:
+        """Whether both have a query, or both have a key."""
+        return any(a[0] < b[1] and b[0] < a[1] for a, b in zip(self[:2], other[:2]))
+
+
+class Visibility(NamedTuple):
+    """Which keys a query sees, by their positions."""
+
+    left: int | None = None
+    """As far as this many positions before its own; None: all."""
+    right: int | None = None
+    """As far as this many positions after its own; None: all."""
+    slices: tuple[AttnSlice, ...] | None = None
+    """If given, the union of these instead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttnSpec:
     """The mathematics of one attention call, identical on every rank and for every block of it."""
@@ -144,6 +197,12 @@ class AttnSpec:
     dropout: Dropout | None = None
     deterministic: bool = False
     """As `TreeConfig.deterministic`."""
+    ranges: tuple[AttnSlice, ...] | None = None
+    """The mask as slices that don't overlap; then causal is False and there is no window."""
+
+    @property
+    def sees(self) -> Visibility:
+        return Visibility(self.left, self.right, self.ranges)
 
     def heads_from(self, first: int) -> AttnSpec:
         """The same call for tensors whose head 0 is this call's query head `first`."""

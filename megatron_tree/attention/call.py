@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import AttnSpec, TreeConfig
+from ..config import AttnSpec, TreeConfig, Visibility
 from ..kernels import Backend
-from ..layout import Packed, Segment, Sharding, join, visible_rows
+from ..layout import Dispatched, Packed, Segment, Sharding, join, visible_rows
 from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
 from .topology import GroupTopology
@@ -108,11 +108,12 @@ class AttnArgs:
         )
 
     def _mask(self) -> Mask | None:
-        """What the planner needs to know of the mask. A window over packed documents, which differ in every batch, is
-        planned only if the schedule is named."""
+        """What the planner needs to know of the mask, where it may hide much of the keys. A window over documents that
+        are all spread over all ranks is planned only if the schedule is named: they differ in every batch."""
         windowed = self.spec.left is not None and not isinstance(self.queries.layout, Packed)
-        if windowed or self.config.schedule == "cast":
-            return Mask(self.spec.left, self.spec.right, self.queries, self.keys)
+        dispatched = isinstance(self.queries.layout, Dispatched)
+        if windowed or dispatched or self.spec.ranges is not None or self.config.schedule == "cast":
+            return Mask(self.spec.sees, self.queries, self.keys)
         return None
 
 
@@ -162,8 +163,7 @@ class AttnCall(AttnArgs):
 
     def _cast(self, plan: PassPlan) -> Cast:
         ranks, holders = self.ring(plan)
-        window = self.spec.left, self.spec.right
-        rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, *window)
+        rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, self.spec.sees)
         return Cast(self._team("cast", plan, tuple((r,) for r in ranks)), *rows)
 
     def _team(self, name: str, plan: PassPlan, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
@@ -211,15 +211,14 @@ def _rows_of_cast(
     own: int,
     queries: Sharding,
     keys: Sharding,
-    left: int | None,
-    right: int | None,
+    sees: Visibility,
 ) -> tuple[tuple[tuple[Segment, ...], ...], tuple[int, ...], tuple[Segment, ...]]:
     """The fields of `Cast` but for its team, for the holder at index `own`."""
     of_queries, of_keys = ([x.segments(holder) for holder in holders] for x in (queries, keys))
     sent, lengths, arrived = [()] * len(holders), [0] * len(holders), []
     for i in (i for i in range(len(holders)) if i != own):
-        sent[i] = visible_rows(of_queries[i], of_keys[own], left, right)
-        for segment in visible_rows(of_queries[own], of_keys[i], left, right):
+        sent[i] = visible_rows(of_queries[i], of_keys[own], sees)
+        for segment in visible_rows(of_queries[own], of_keys[i], sees):
             arrived.append(segment._replace(row=sum(lengths)))
             lengths[i] += segment.length
     return tuple(sent), tuple(lengths), join(arrived)
@@ -229,9 +228,10 @@ def _visible(args: AttnArgs) -> float:
     """Fraction of (query, key) pairs within one document and the window, before the causal mask; of documents rounded
     to a power of two so that cached plans are reused."""
     layout, spec, share = args.queries.layout, args.spec, 1.0
-    if isinstance(layout, Packed) and sum(layout.padded):
-        inside = sum(n * n for n in layout.lengths) / sum(layout.padded) ** 2
-        share = 2.0 ** round(math.log2(inside)) if inside else 1.0
+    if spec.ranges is not None:
+        return sum(piece.pairs for piece in spec.ranges) / max(1, args.queries.seq_len * args.keys.seq_len)
+    if isinstance(layout, (Packed, Dispatched)) and layout.pairs:
+        share = 2.0 ** round(math.log2(layout.pairs / args.queries.seq_len**2))
     if spec.left is not None and args.keys.seq_len:
         seen = spec.left + 1 + (args.keys.seq_len if spec.right is None else spec.right)
         share = min(share, seen / args.keys.seq_len * (2 if spec.causal else 1))

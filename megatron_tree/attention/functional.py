@@ -9,15 +9,27 @@ the same ``ValueError``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import TreeConfig
-from ..layout import Layout, Sharding, check_layout, packed_layout, shard_lengths
+from ..config import AttnSlice, TreeConfig, check_choice
+from ..layout import (
+    LAYOUTS,
+    Dispatched,
+    Layout,
+    Packed,
+    Sharding,
+    check_layout,
+    documents_over,
+    packed_layout,
+    shard_lengths,
+)
 from .autograd import tree_attention
 from .call import AttnArgs
 from .finite import check_finite_shares
+from .slices import make_slices
 from .topology import GroupTopology
 from .validate import (
     check_cross_documents,
@@ -37,9 +49,10 @@ def tree_attn_func(
     v: Tensor,
     *,
     cp_group,
-    causal: bool = True,
+    causal: bool | None = None,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    ranges: Sequence[AttnSlice] | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -53,18 +66,22 @@ def tree_attn_func(
     Args:
         q: [b, s/p, h, d], this rank's shard of the queries; any strides, fp32, bf16, fp16 or fp64.
         k, v: [b, s/p, h_kv, d] and [b, s/p, h_kv, d_v]; h_kv divides h (GQA, MQA). In cross attention (causal=False, no
-            window) the shard of another sequence, of any length.
+            window) the shard of another sequence, of any length; with ranges, too.
         cp_group: the process group over which the sequence is sharded; None for one rank.
-        causal: a query sees keys at its own and earlier positions.
+        causal: a query sees keys at its own and earlier positions. Default True, without ranges.
         softmax_scale: default 1 / sqrt(d).
         window_size: (left, right) keys seen to either side of the query's own position; -1 is unbounded.
+        ranges: any other mask, as `AttnSlice`s that don't overlap; instead of causal and window_size. The same on all
+            ranks. Positions count from the start of the whole sequence, whatever the layout. Only what is visible is
+            sent where that is fastest; a layout that balances the work is up to the caller.
         softcap: logits become softcap * tanh(logits / softcap); 0 turns it off.
         sinks: [h] logits with value 0 that join every query's softmax. Their gradient is this rank's part: sum it over
             cp_group as for any replicated parameter.
         dropout_p: probability that a weight is dropped. The mask depends only on dropout_seed, batch row, head and
             positions: it is the same for any number of ranks, schedule and backend. lse is computed without dropout.
         dropout_seed: an integer, the same on all ranks, different in every call.
-        layout: "zigzag" (Megatron's), "contiguous" (equal lengths), or a tuple of every rank's length (contiguous).
+        layout: "zigzag" (Megatron's), "contiguous" (equal lengths), a tuple of every rank's length (contiguous), or a
+            `Dispatched` of one document: any chunks on any rank.
         config: `TreeConfig`; the default lets the planner choose.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
 
@@ -75,10 +92,13 @@ def tree_attn_func(
     """
     config = config or _DEFAULT
     with comm.collective_call("tree_attn_func", cp_group, config) as call:
-        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
+        dropout, exact = (dropout_p, dropout_seed), config.deterministic
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, *dropout, exact, ranges=ranges is not None)
         cross = spec.left is None and spec.right is None
         check_qkv(q, k, v, cross=cross)
         queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
+        if ranges is not None:
+            spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
         out, lse = _attend(call, q, k, v, sinks, args, return_lse)
     return (out, lse) if return_lse else out
@@ -89,36 +109,41 @@ def tree_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
     max_seqlen: int | None = None,
     cp_group,
-    causal: bool = True,
+    causal: bool | None = None,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
+    layout: str | Dispatched = "documents",
     config: TreeConfig | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tree_attn_func` for documents packed one after another: no query sees a key of another document.
 
-    Every document is sharded zigzag on its own, as in Megatron and TransformerEngine: padded to a multiple of 2p tokens
-    and cut into 2p chunks, of which rank r holds chunks r and 2p-1-r. `shard_sequence` with `packed_layout(...)` makes
-    these shards. Documents may be empty.
+    By default every document is sharded zigzag on its own, as in Megatron and TransformerEngine: padded to a multiple
+    of 2p tokens and cut into 2p chunks, of which rank r holds chunks r and 2p-1-r. `shard_sequence` with
+    `packed_layout(...)` makes these shards. Documents may be empty.
 
     Args:
         q: [t/p, h, d], this rank's shard of all t rows, including padding. k: [t/p, h_kv, d], v: [t/p, h_kv, d_v].
-        cu_seqlens: integers [n + 1], from 0: the boundaries of the documents without padding.
+        cu_seqlens: integers [n + 1], from 0: the boundaries of the documents without padding. Not needed with a layout
+            from `dispatch_documents`.
         cu_seqlens_padded: the boundaries of the documents with their padding; default: no padding. Rows after the last
             document are padding.
         cu_seqlens_kv, cu_seqlens_kv_padded: of k and v in cross attention (causal=False, no window), where document i
             of q sees document i of k; default: those of q.
         max_seqlen: length of the longest document of q; optional, checked if given.
+        layout: "documents" (above); what `dispatch_documents` returns: short documents whole on one rank, without
+            padding, and only what is needed is sent; or "zigzag" or "contiguous": the packed rows are cut as a whole,
+            wherever documents begin (t a multiple of 2p; Megatron's inter-document masking).
         Others as in `tree_attn_func`.
 
     Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing but a sink; their out and gradients are 0.
@@ -129,13 +154,15 @@ def tree_attn_varlen_func(
     with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call:
         check_packed(q, k, v)
         world = comm.group_size(cp_group)
-        documents = packed_layout(cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world)
+        documents = _documents(layout, cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world, world=world)
         longest = max(documents.lengths, default=0)
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(f"max_seqlen={max_seqlen} is less than the longest document of cu_seqlens, {longest}")
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
         of_keys = documents
         if cu_seqlens_kv is not None:
+            if not isinstance(documents, Packed):
+                raise ValueError(f"cu_seqlens_kv needs layout='documents', not {layout!r}: leave one of the two out")
             of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[0] * world)
             check_cross_documents(documents, of_keys, spec)
         q, k, v = (x[None] for x in (q, k, v))
@@ -144,6 +171,26 @@ def tree_attn_varlen_func(
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
         out, lse = _attend(call, q, k, v, sinks, args, return_lse)
     return (out[0], lse[0]) if return_lse else out[0]
+
+
+def _documents(
+    layout: str | Dispatched, cu_seqlens, cu_seqlens_padded, *, num_rows: int, world: int
+) -> Packed | Dispatched:
+    """The layout of packed documents that have num_rows rows on all ranks together."""
+    if isinstance(layout, Dispatched):
+        if cu_seqlens is not None and packed_layout(cu_seqlens, cu_seqlens_padded).lengths != layout.lengths:
+            raise ValueError(
+                f"cu_seqlens has other documents than the layout, which was made for {layout!r}: call "
+                "dispatch_documents with this batch's cu_seqlens, or leave cu_seqlens out"
+            )
+        return layout
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens is missing: pass the documents' boundaries, or a layout from dispatch_documents")
+    documents = packed_layout(cu_seqlens, cu_seqlens_padded, num_rows=num_rows)
+    if layout == "documents":
+        return documents
+    check_choice("layout", layout, ("documents", *LAYOUTS))
+    return documents_over(documents.lengths, documents.padded, world, layout)
 
 
 def _attend(

@@ -103,15 +103,20 @@ def _check_heads(
 
 def make_spec(
     q: Tensor,
-    causal: bool,
+    causal: bool | None,
     softmax_scale: float | None,
     window_size,
     softcap: float,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     deterministic: bool = False,
+    *,
+    ranges: bool = False,
 ) -> AttnSpec:
-    """The call's `AttnSpec` from checked arguments; softmax_scale defaults to 1 / sqrt(head_dim)."""
+    """The call's `AttnSpec` from checked arguments; softmax_scale defaults to 1 / sqrt(head_dim), causal to True.
+
+    ranges: the mask is given as ranges, which leave nothing to causal and window_size.
+    """
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if (
@@ -125,12 +130,18 @@ def make_spec(
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not is_pair or any(not isinstance(n, int) or isinstance(n, bool) or n < -1 for n in window_size):
         raise ValueError(f"window_size={window_size!r} must be (left, right), each an integer >= 0 or -1 for unbounded")
+    dropout = _dropout(dropout_p, dropout_seed)
+    if ranges and (causal is not None or tuple(window_size) != (-1, -1) or dropout):
+        raise ValueError(
+            f"ranges are the whole mask: leave causal={causal} and window_size={tuple(window_size)} out"
+            + (f"; and dropout_p={dropout_p} can't be combined with ranges: set it to 0" if dropout else "")
+        )
     return AttnSpec(
         softmax_scale=float(softmax_scale),
-        causal=bool(causal),
+        causal=not ranges and (causal is None or bool(causal)),
         window_size=tuple(window_size),
         softcap=float(softcap),
-        dropout=_dropout(dropout_p, dropout_seed),
+        dropout=dropout,
         deterministic=deterministic,
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..config import AttnSpec
 from ..log import say_once
+from . import ranges
 from .masks import Visible
 from .paged import PagedKV
 
@@ -38,7 +39,8 @@ class Backend:
         rows, and rows of no segment are padding. Returns the state (out [b, s_q, h, d_v] in the inputs' dtype or fp32,
         lse [b, h, s_q] fp32, natural log); a row that sees nothing has out 0 and lse -inf.
         """
-        return self.module.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
+        attend = self.module.attn_fwd if spec.ranges is None else functools.partial(ranges.attn_fwd, self.module)
+        return attend(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
 
     def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
         """This block's share of the gradients, equations (5) to (7), from the *global* statistics: sums over blocks are
@@ -47,8 +49,9 @@ class Backend:
         Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse.
         Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
         """
+        derive = self.module.attn_bwd if spec.ranges is None else functools.partial(ranges.attn_bwd, self.module)
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
-        return self.module.attn_bwd(dout, q, k, v, lse, delta, **call)
+        return derive(dout, q, k, v, lse, delta, **call)
 
     def attn_decode(
         self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None
@@ -104,7 +107,9 @@ def _unsupported(name: str, q, k, v, spec: AttnSpec, flowing_lse: bool, masked: 
     """Why a backend can't take a call, or None if it can."""
     if _module(name) is None:
         return "anything: triton is not installed (pip install triton)"
-    return _module(name).unsupported(q, k, v, spec, flowing_lse=flowing_lse, masked=masked, decodes=decodes)
+    asked = functools.partial(_module(name).unsupported, flowing_lse=flowing_lse, masked=masked, decodes=decodes)
+    specs = [spec] if spec.ranges is None else [layer.spec for layer in ranges.layers(spec)]
+    return next(filter(None, (asked(q, k, v, of_layer) for of_layer in specs)), None)
 
 
 @functools.lru_cache

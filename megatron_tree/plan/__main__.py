@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import DECODE_SCHEDULES, SCHEDULES
+from ..config import DECODE_SCHEDULES, SCHEDULES, Visibility
 from ..files import whole_file
 from ..layout import Sharding, shard_lengths
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
@@ -145,7 +145,7 @@ def _training(args, topology: Topology, placement: Placement, shape: Shape) -> t
     if args.window is not None:
         shares = Sharding(seq_len=args.seq_len, world=len(placement.order), layout="zigzag")
         shard_lengths(args.seq_len, shares.world, shares.layout)
-        mask = Mask(args.window, None if args.full else 0, shares, shares)
+        mask = Mask(Visibility(args.window, None if args.full else 0), shares, shares)
         visible = min(1.0, (args.window + 1) / args.seq_len * (1 if args.full else 2))
     plan = plan_training(
         len(placement.order),

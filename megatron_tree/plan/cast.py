@@ -6,6 +6,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..config import Visibility
 from ..layout import Sharding, visible_rows
 from .arrangement import Arrangement, HeadSplit
 from .cost import Phase, PlacedTopology, spread
@@ -17,8 +18,7 @@ from .training import exchange_buffers, exchanges, packing_seconds, seconds_of_p
 class Mask(NamedTuple):
     """Which keys a query sees, and who holds them."""
 
-    left: int | None
-    right: int | None
+    sees: Visibility
     queries: Sharding
     keys: Sharding
 
@@ -50,8 +50,7 @@ def flows(placed: PlacedTopology, arrangement: Arrangement, mask: Mask) -> tuple
         for y in (y for y in places if y != x):
             level = placed.level(x, y)
             to, back = (
-                sum(s.length for s in visible_rows(held[q][0], held[k][1], mask.left, mask.right))
-                for q, k in ((y, x), (x, y))
+                sum(s.length for s in visible_rows(held[q][0], held[k][1], mask.sees)) for q, k in ((y, x), (x, y))
             )
             sent[level] += to
             returned[level] += back

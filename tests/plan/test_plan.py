@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_tree.config import Visibility
 from megatron_tree.layout import Sharding
 from megatron_tree.plan import Mask, Shape, known_topologies, load_topology, place, plan_training
 from megatron_tree.plan.planner import backward_words, forward_words, grids
@@ -248,7 +249,7 @@ def test_head_groups_keep_buffers_small_where_they_cost_no_time():
 def windowed(window, seq_len, shape, world=64, hosts=8, **options):
     """A window layer on zigzag shares."""
     shares = Sharding(seq_len=seq_len, world=world, layout="zigzag")
-    mask = Mask(window, 0, shares, shares)
+    mask = Mask(Visibility(window, 0), shares, shares)
     visible = min(1.0, 2 * (window + 1) / seq_len)
     return training(
         world, shape, DGX, [n // hosts for n in range(world)], seq_len=seq_len, mask=mask, visible=visible, **options

@@ -1,9 +1,11 @@
 """Training attention on ranks: inputs, this rank's call, and what the float64 oracle has for the whole sequence."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, shard_positions, tree_attn_func
+from megatron_tree import AttnSlice, TreeConfig, energy, shard_positions, tree_attn_func
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import shard_lengths
 from megatron_tree.plan.planner import grids
@@ -33,6 +35,17 @@ def oracle(q, k, v, dout, dlse=None, *, causal=True, window_size=(-1, -1), softc
     out, lse = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks)
     grads = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks, dlse=dlse)
     return out, lse, *grads
+
+
+def seen_in(slices, seq_len, seq_len_kv):
+    """bool [seq_len, seq_len_kv]: what a mask of slices shows, pair by pair from the definition of the kinds."""
+    keep = torch.zeros(seq_len, seq_len_kv, dtype=torch.bool)
+    for (q_first, q_end), (k_first, k_end), kind in (AttnSlice(*piece) for piece in slices):
+        for i, j in itertools.product(range(q_first, q_end), range(k_first, k_end)):
+            from_end = (q_end - i) <= (k_end - j) or kind in ("full", "inverse")
+            from_start = (i - q_first) <= (j - k_first) or kind in ("full", "causal")
+            keep[i, j] |= from_end and from_start
+    return keep
 
 
 def run_one(inputs, layout, config, mask, dlse=None):

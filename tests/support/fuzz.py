@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from megatron_tree.layout import Packed
+from megatron_tree.layout import Dispatched, Packed
 from support.hosts import Hosts
 from support.ranks import DistributedTestError, run_distributed
 
@@ -95,9 +95,10 @@ def told(case):
 
 
 def _python(value):
-    """repr of what a case holds; that of `Packed` is too short to make one from."""
-    if isinstance(value, Packed):
-        return f"Packed({value.lengths}, {value.padded})"
+    """repr of what a case holds; that of documents is too short to make them from."""
+    if isinstance(value, (Packed, Dispatched)):
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return f"{type(value).__name__}({', '.join(map(repr, fields))})"
     if isinstance(value, tuple):
         return f"({''.join(f'{_python(x)}, ' for x in value)})"
     return repr(value)

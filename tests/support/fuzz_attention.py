@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from megatron_tree import TreeConfig, energy, tree_attn_func, tree_attn_varlen_func
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
-from megatron_tree.layout import Packed, positions_of, sequences_of, shard_positions, shard_segments
+from megatron_tree.layout import Dispatched, Packed, positions_of, sequences_of, shard_segments
 from megatron_tree.plan import HeadSplit
 from megatron_tree.plan.planner import grids
+from support.attention import seen_in
 from support.fuzz import DTYPES, EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
+from support.fuzz_layouts import dispatched, documents, on_one_rank, padding_of, rows_of, slices
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
@@ -24,7 +26,7 @@ class Call:
     """One call of tree_attn_func, or with documents of tree_attn_varlen_func, and its gradient."""
 
     layout: object
-    """"zigzag", "contiguous", a tuple of lengths, or `Packed`."""
+    """"zigzag", "contiguous", a tuple of lengths, `Packed` or `Dispatched`."""
     seq_len: int
     """Rows of all ranks together."""
     keys: tuple | None = None
@@ -34,7 +36,7 @@ class Call:
     batch: int = 1
     dtype: torch.dtype = torch.float64
     mask: tuple = ()
-    """Items of causal, window_size, softcap, dropout_p, dropout_seed, softmax_scale."""
+    """Items of causal, window_size, ranges, softcap, dropout_p, dropout_seed, softmax_scale."""
     sinks: bool = False
     lse: str = "not asked for"
     """Or "returned", or "in the loss"."""
@@ -54,8 +56,7 @@ class Call:
         shapes = [(b, s, h, d), (b, n, h_kv, d), (b, n, h_kv, d_v), (b, s, h, d_v)]
         tensors = [randn(self.seed + i, *shape, dtype=self.dtype) for i, shape in enumerate(shapes)]
         dlse = randn(self.seed + 4, b, h, s, dtype=torch.promote_types(self.dtype, torch.float32))
-        if isinstance(self.layout, Packed):  # rows of padding give no gradients, not even a sink's
-            dlse = dlse.masked_fill(sequences_of(shard_segments(s, 0, 1, self.layout), s) < 0, 0.0)
+        dlse = dlse.masked_fill(padding_of(self.layout, s), 0.0)  # gives no gradients, not even a sink's
         return *tensors, dlse, randn(self.seed + 5, h) if self.sinks else None
 
     @property
@@ -63,16 +64,6 @@ class Call:
         """(layout, rows) of queries and keys."""
         mine = self.layout, self.seq_len
         return mine, self.keys or mine
-
-
-@st.composite
-def documents(draw, world, count=None):
-    """`Packed` documents, some empty, some all padding; on one rank any padding."""
-    unit = 2 * world if world > 1 else 1
-    n = draw(st.integers(1, 4)) if count is None else count
-    padded = [unit * draw(st.integers(0, 3)) for _ in range(n)]
-    lengths = [m - min(m, draw(st.sampled_from([0, 0, 1, 2, m]))) for m in padded]
-    return Packed(tuple(lengths), tuple(padded))
 
 
 @st.composite
@@ -118,7 +109,8 @@ def configs(draw, world, heads):
 @st.composite
 def calls(draw, world):
     """A valid call on `world` ranks."""
-    form = draw(st.sampled_from(["zigzag", "contiguous", "uneven", "packed", "cross", "packed cross"]))
+    forms = ["zigzag", "contiguous", "uneven", "packed", "dispatched", "cross", "packed cross"]
+    form = draw(st.sampled_from(forms))
     cross, count = "cross" in form, draw(st.integers(0, 4))
     keys = None
     if "packed" in form:
@@ -127,6 +119,9 @@ def calls(draw, world):
         if cross:
             of_keys = draw(documents(world, len(layout.padded)))
             keys = of_keys, sum(of_keys.padded)
+    elif form == "dispatched":
+        layout, batch = draw(dispatched(world)), 1
+        seq_len = layout.num_rows * world
     else:
         batch = draw(st.integers(1, 2))
         layout, seq_len = form, count * (2 * world if form == "zigzag" and world > 1 else world)
@@ -141,10 +136,13 @@ def calls(draw, world):
     heads = h_kv * draw(st.sampled_from([1, 1, 2, 3, 4])), h_kv
     dims = draw(st.sampled_from([(4, 4), (8, 8), (8, 4), (3, 5), (1, 1), (6, 16)]))
     mask, dtype = draw(masks(cross)), draw(DTYPES)
+    if not isinstance(layout, (Packed, Dispatched)) and draw(st.integers(0, 3)) == 0:
+        mask = {name: x for name, x in mask.items() if name in ("softcap", "softmax_scale")}
+        mask["ranges"] = draw(slices(seq_len, seq_len if keys is None else keys[1]))
     config = draw(configs(world, heads))
     sinks, lse = draw(st.booleans()), draw(st.sampled_from(["not asked for", "returned", "in the loss"]))
     if dtype in (torch.bfloat16, torch.float16):  # what torch's own attention can be compared with
-        mask = {name: x for name, x in mask.items() if name in ("causal", "window_size")}
+        mask = {name: x for name, x in mask.items() if name in ("causal", "window_size", "ranges")}
         sinks, lse = False, "not asked for"
     backends = ["auto", "auto", "reference"]
     # exchanged heads bring every rank a gradient of a returned lse, zeros where the loss has none
@@ -206,11 +204,9 @@ def _laid_out(x, memory):
 def run(rank, world, call):
     """{result: tensor} of this rank, or the text of its ValueError."""
     q, k, v, dout, dlse, sinks = call.inputs()
-    rows, cols = (shard_positions(n, rank, world, layout) for layout, n in call.shardings)
-    for x, (layout, n) in ((q, call.shardings[0]), (k, call.shardings[1]), (v, call.shardings[1])):
-        if isinstance(layout, Packed):
-            padding = sequences_of(shard_segments(n, 0, 1, layout), n) < 0
-            x[:, padding] = float("nan")  # nothing may come of what lies in padding
+    rows, cols = (rows_of(*sharding, rank, world) for sharding in call.shardings)
+    for x, sharding in ((q, call.shardings[0]), (k, call.shardings[1]), (v, call.shardings[1])):
+        x[:, padding_of(*sharding)] = float("nan")  # nothing may come of what lies in padding
     leaves = [_laid_out(x[:, at], call.memory).requires_grad_() for x, at in ((q, rows), (k, cols), (v, cols))]
     options = dict(call.mask, cp_group=dist.group.WORLD, return_lse=call.lse != "not asked for")
     if sinks is not None:
@@ -229,6 +225,9 @@ def run(rank, world, call):
 
 def _called(call, q, k, v, options):
     """(out,) or (out, lse)."""
+    if isinstance(call.layout, Dispatched):
+        found = tree_attn_varlen_func(q[0], k[0], v[0], layout=call.layout, **options)
+        return tuple(x[None] for x in (found if options["return_lse"] else (found,)))
     if not isinstance(call.layout, Packed):
         found = tree_attn_func(q, k, v, layout=call.layout, **options)
         return found if options["return_lse"] else (found,)
@@ -247,12 +246,13 @@ def truth(call):
     """({result: float64 tensor of the whole sequence}, what may be seen [s_q, s_k])."""
     q, k, v, dout, dlse, sinks = call.inputs()
     mask = dict(call.mask)
-    p, seed = mask.pop("dropout_p", 0.0), mask.pop("dropout_seed", None)
+    p, seed, drawn = mask.pop("dropout_p", 0.0), mask.pop("dropout_seed", None), mask.pop("ranges", None)
     mask.setdefault("softmax_scale", q.shape[-1] ** -0.5)
     spec = AttnSpec(**mask, dropout=Dropout(p, seed) if p else None)
-    places = [(shard_segments(n, 0, 1, layout), n) for layout, n in _whole(call)]
+    places = [(shard_segments(n, 0, 1, on_one_rank(layout, n)), n) for layout, n in call.shardings]
     (q_pos, k_pos), (q_seq, k_seq) = ([of(*x) for x in places] for of in (positions_of, sequences_of))
-    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
+    keep = energy.visible(q_pos, k_pos, spec) if drawn is None else seen_in(drawn, len(q_pos), len(k_pos))
+    keep &= (q_seq[:, None] == k_seq) & (k_seq >= 0)
     weights = None
     if p:
         positions = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=q_seq)
@@ -262,11 +262,6 @@ def truth(call):
     out, lse = energy.attention(*exact[:3], **options)
     grads = energy.attention_grads(*exact, **options, dlse=dlse.double() if call.lse == "in the loss" else None)
     return dict(zip(("out", "lse", *GRADIENTS), (out, lse, *grads))), keep
-
-
-def _whole(call):
-    """The shardings on one rank."""
-    return [(x if isinstance(x, Packed) else (n,), n) for x, n in call.shardings]
 
 
 def check(call, results):
@@ -281,7 +276,7 @@ def check(call, results):
     allowed = _allowed(call, expected, keep)
     world = len(results)
     for rank, found in enumerate(results):
-        rows, cols = (shard_positions(n, rank, world, layout) for layout, n in call.shardings)
+        rows, cols = (rows_of(*sharding, rank, world) for sharding in call.shardings)
         for name, x in found.items():
             if name != "dsinks":
                 t = expected[name]

@@ -1,0 +1,89 @@
+"""A mask of slices in layers that any backend computes: the states of layers are merged, their gradients added.
+
+Inside a layer no two slices share a query or a key. So a layer is like packed documents, one per slice, and its keys'
+positions are shifted until causality or a window describes what a slice shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import AttnSlice, AttnSpec
+from ..layout import Segment
+from ..merge import empty_state, merge_into, state_dtype
+
+
+class Layer(NamedTuple):
+    """Slices that are computed together, and their mask once their keys are shifted."""
+
+    spec: AttnSpec
+    slices: tuple[AttnSlice, ...]
+
+    def segments(self, queries: tuple[Segment, ...], keys: tuple[Segment, ...]) -> dict | None:
+        """The parts of segments that are in the layer's slices; None if no slice has queries and keys of them."""
+        of_queries, of_keys = _cut(self, queries, keys)
+        return dict(q_segments=of_queries, k_segments=of_keys) if of_queries and of_keys else None
+
+
+@functools.lru_cache(maxsize=64)
+def layers(spec: AttnSpec) -> tuple[Layer, ...]:
+    """The layers of a mask of slices: slices of the same kind, each in the first layer where it touches no other."""
+    found: dict[tuple, list[list[AttnSlice]]] = {}
+    for piece in sorted(piece for piece in spec.ranges if piece.pairs):
+        left, right = piece.left, piece.right
+        window = (-1 if left is None else left + right if right is not None else 0, -1 if right is None else 0)
+        same = found.setdefault(window, [])
+        layer = next((layer for layer in same if not any(map(piece.touches, layer))), None)
+        same.append([piece]) if layer is None else layer.append(piece)
+    return tuple(
+        Layer(dataclasses.replace(spec, ranges=None, causal=window[1] == 0, window_size=window), tuple(layer))
+        for window, same in found.items()
+        for layer in same
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def _cut(
+    layer: Layer, queries: tuple[Segment, ...], keys: tuple[Segment, ...]
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    found: tuple[list[Segment], list[Segment]] = ([], [])
+    for seq, piece in enumerate(layer.slices):
+        parts = [[s.part(*span) for s in side] for side, span in ((queries, piece.q_range), (keys, piece.k_range))]
+        parts = [[s._replace(seq=seq) for s in side if s.length] for side in parts]
+        if not all(parts):
+            continue
+        shift = piece.right if piece.right is not None else -piece.left if piece.left is not None else 0
+        base = max(0, shift - piece.k_range[0])  # no position becomes negative
+        for side, add, into in zip(parts, (base, base - shift), found):
+            into.extend(s._replace(pos=s.pos + add) for s in side)
+    return tuple(sorted(found[0])), tuple(sorted(found[1]))
+
+
+def attn_fwd(
+    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec
+) -> tuple[Tensor, Tensor]:
+    """See `Backend.attn_fwd`."""
+    state = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
+    for layer in layers(spec):
+        if segments := layer.segments(tuple(q_segments), tuple(k_segments)):
+            merge_into(state, backend.attn_fwd(q, k, v, **segments, spec=layer.spec))
+    return state
+
+
+def attn_bwd(
+    backend: ModuleType, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Backend.attn_bwd`."""
+    grads = tuple(torch.zeros(x.shape, dtype=state_dtype(q.dtype), device=q.device) for x in (q, k, v))
+    for layer in layers(spec):
+        if segments := layer.segments(tuple(q_segments), tuple(k_segments)):
+            parts = backend.attn_bwd(dout, q, k, v, lse, delta, **segments, spec=layer.spec)
+            for total, part in zip(grads, parts):
+                total += part
+    return grads

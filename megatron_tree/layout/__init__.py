@@ -1,0 +1,40 @@
+"""Which rank holds which tokens: layouts, positions, and the segments that kernels work on."""
+
+from .dispatch import spread_documents
+from .documents import Dispatched, Packed, document_bounds, packed_layout
+from .segments import Segment, join, positions_of, sequences_of, visible_rows
+from .shards import (
+    LAYOUTS,
+    Layout,
+    Sharding,
+    check_layout,
+    document_positions,
+    documents_over,
+    gathered_segments,
+    shard_lengths,
+    shard_positions,
+    shard_segments,
+)
+
+__all__ = [
+    "LAYOUTS",
+    "Dispatched",
+    "Layout",
+    "Packed",
+    "Segment",
+    "Sharding",
+    "check_layout",
+    "document_bounds",
+    "document_positions",
+    "documents_over",
+    "gathered_segments",
+    "join",
+    "packed_layout",
+    "positions_of",
+    "sequences_of",
+    "shard_lengths",
+    "shard_positions",
+    "shard_segments",
+    "spread_documents",
+    "visible_rows",
+]

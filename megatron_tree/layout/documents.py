@@ -1,0 +1,227 @@
+"""Packed documents, and which rank holds which part of them.
+
+- `Packed`: every document is cut zigzag on its own. This is Megatron's packed (thd) layout.
+- `Dispatched`: every rank holds any runs of rows, for instance whole documents (`dispatch.py`), or the zigzag chunks of
+  the whole sequence, whatever documents lie in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .segments import Segment, join
+
+Run = tuple[int, int]
+"""(first row, number of rows) of the packed sequence."""
+
+
+class _Documents:
+    """Documents of `lengths` tokens one after another, each padded at its end to the entry of `padded`."""
+
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    def _check_lengths(self) -> None:
+        if len(self.lengths) != len(self.padded) or any(not 0 <= n <= m for n, m in zip(self.lengths, self.padded)):
+            raise ValueError(
+                f"cu_seqlens and cu_seqlens_padded give documents of {shown(self.lengths)} and {shown(self.padded)} "
+                "rows: they must have equally many, none longer than its padded length"
+            )
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first row of every document in the packed sequence, and the number of all rows."""
+        return (0, *itertools.accumulate(self.padded))
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs within one document."""
+        return sum(n * n for n in self.lengths)
+
+    @cached_property
+    def _text(self) -> str:
+        # vars() holds what was cached, too
+        fields = [getattr(self, name) for name in self.__dataclass_fields__]
+        return f"{len(self.lengths)} documents ({zlib.crc32(str(fields).encode()):08x})"
+
+    def _pieces(self, runs: Iterable[Run]) -> Iterator[tuple[int, Segment]]:
+        """(first row in the packed sequence, segment) of these runs' tokens, one run after another."""
+        row = 0
+        for first, count in runs:
+            end = first + count
+            while first < end:
+                seq = bisect_right(self.starts, first) - 1
+                pos, rows = first - self.starts[seq], min(end, self.starts[seq + 1]) - first
+                yield first, Segment(row, pos, max(0, min(rows, self.lengths[seq] - pos)), seq)
+                first, row = first + rows, row + rows
+
+
+@dataclass(frozen=True, repr=False)
+class Packed(_Documents):
+    """Documents of `lengths` tokens, each padded at its end to the entry of `padded`. Zeros are allowed in both."""
+
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    def __post_init__(self):
+        self._check_lengths()
+
+    def __repr__(self) -> str:
+        """Short and, through the checksum, different for different documents: ranks compare it."""
+        return self._text
+
+    def check(self, world: int) -> None:
+        """Raise ``ValueError`` if the documents can't be cut zigzag over `world` ranks."""
+        bad = next((n for n in self.padded if n % (2 * world)), 0) if world > 1 else 0
+        if bad:
+            raise ValueError(
+                f"a packed document of {bad} padded tokens can't be sharded zigzag over {world} ranks: every document "
+                f"must be padded to a multiple of 2 * {world} = {2 * world}; pass the padded boundaries as "
+                "cu_seqlens_padded, or use a layout that needs no padding (dispatch_documents, or layout='zigzag' of "
+                "tree_attn_varlen_func)"
+            )
+
+    def rows(self, world: int) -> int:
+        """Rows of one rank."""
+        return self.starts[-1] // world
+
+    def segments(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """Two chunks of every document, without its padding; whole documents if there is only one rank."""
+        return join(piece for _, piece in self._pieces(self._runs(rank, world)))
+
+    def source(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """The rank's rows, padding too; positions are rows of the packed sequence."""
+        row, found = 0, []
+        for first, count in self._runs(rank, world):
+            found.append(Segment(row, first, count))
+            row += count
+        return join(found)
+
+    def _runs(self, rank: int, world: int) -> Iterator[Run]:
+        if world == 1:
+            yield 0, self.starts[-1]
+            return
+        for start, padded in zip(self.starts, self.padded):
+            c = padded // (2 * world)
+            yield start + rank * c, c
+            yield start + (2 * world - 1 - rank) * c, c
+
+
+@dataclass(frozen=True, repr=False)
+class Dispatched(_Documents):
+    """Packed documents of which every rank holds any runs of rows.
+
+    A rank's rows are its runs one after another, and padding up to `num_rows`, so that all ranks have equally many.
+
+    Args:
+        lengths, padded: as of `Packed`, but no rank's share depends on the padding.
+        shares: of every rank: (first row, number of rows) of its runs; every row of the packed sequence is in one.
+        num_rows: of every rank.
+    Raises: ValueError if a row is in no share or in two, or a share has more rows than num_rows.
+    """
+
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+    shares: tuple[tuple[Run, ...], ...]
+    num_rows: int
+
+    def __post_init__(self):
+        self._check_lengths()
+        end = 0
+        for first, count in sorted(run for share in self.shares for run in share if run[1]):
+            if first != end or count < 0:
+                raise ValueError(
+                    f"the shares of packed documents must hold each of the {self.starts[-1]} rows once: row "
+                    f"{min(first, end)} is in {'no share' if first > end else 'two'}"
+                )
+            end += count
+        most = max((sum(count for _, count in share) for share in self.shares), default=0)
+        if end != self.starts[-1] or most > self.num_rows:
+            raise ValueError(
+                f"the shares of packed documents hold {end} of {self.starts[-1]} rows, at most {most} on a rank: they "
+                f"must hold all of them, and at most num_rows={self.num_rows} on a rank"
+            )
+
+    def __repr__(self) -> str:
+        """Short and, through the checksum, different for different shares: ranks compare it."""
+        return self._text
+
+    def __hash__(self) -> int:
+        return self._hash  # shares are long: hashed once
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.lengths, self.shares, self.num_rows))
+
+    def check(self, world: int) -> None:
+        """Raise ``ValueError`` unless there is a share for each of `world` ranks."""
+        if len(self.shares) != world:
+            raise ValueError(
+                f"the documents were dispatched over {len(self.shares)} ranks, but cp_group has {world}: call "
+                "dispatch_documents with the cp_group of the attention call"
+            )
+
+    def rows(self, world: int) -> int:
+        """Rows of one rank."""
+        return self.num_rows
+
+    def segments(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """The rank's parts of documents, without padding."""
+        return join(piece for _, piece in self._pieces(self.shares[rank]))
+
+    def source(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """The rank's rows that hold a row of the packed sequence; positions are those rows."""
+        counts = itertools.accumulate((count for _, count in self.shares[rank]), initial=0)
+        return join(Segment(row, first, count) for row, (first, count) in zip(counts, self.shares[rank]))
+
+
+# cu_seqlens -> (its version, its values): all layers pass the same tensor, and reading it from a GPU is slow
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def packed_layout(cu_seqlens, cu_seqlens_padded=None, *, num_rows: int | None = None) -> Packed:
+    """The layout of packed documents from their boundaries.
+
+    Args:
+        cu_seqlens: integers [n + 1], list or tensor, that start at 0 and do not decrease, as in flash-attn.
+        cu_seqlens_padded: the same including each document's padding. Default: no padding.
+        num_rows: rows on all ranks together; those after the last document are padding.
+
+    Raises: ``ValueError`` for boundaries that are not as described.
+    """
+    bounds = document_bounds("cu_seqlens", cu_seqlens)
+    padded = bounds if cu_seqlens_padded is None else document_bounds("cu_seqlens_padded", cu_seqlens_padded)
+    lengths = [[b - a for a, b in itertools.pairwise(x)] for x in (bounds, padded)]
+    if num_rows is not None and padded[-1] != num_rows:
+        if padded[-1] > num_rows:
+            raise ValueError(f"the documents end at row {padded[-1]}, but q has {num_rows} on all ranks together")
+        lengths = [lengths[0] + [0], lengths[1] + [num_rows - padded[-1]]]
+    return Packed(*map(tuple, lengths))
+
+
+def document_bounds(name: str, values) -> list[int]:
+    """The integers of cu_seqlens, a list or tensor; `name` is the argument's. Raises ``ValueError``."""
+    if isinstance(values, Tensor):
+        known = _read.get(values)
+        if known is None or known[0] != values._version:
+            known = _read[values] = values._version, values.flatten().tolist()
+        found = known[1]
+    else:
+        found = list(values)
+    sorted_integers = all(isinstance(n, int) for n in found) and all(a <= b for a, b in itertools.pairwise(found))
+    if not found or found[0] != 0 or not sorted_integers:
+        raise ValueError(f"{name}={shown(tuple(found))} must be integers that start at 0 and do not decrease")
+    return found
+
+
+def shown(lengths: tuple[int, ...]) -> str:
+    """Numbers in messages: the first of many."""
+    return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"

@@ -1,0 +1,222 @@
+"""Packed documents that need no padding: dispatched over ranks, or anywhere in a sequence that is cut as a whole."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tree import (
+    TreeConfig,
+    comm,
+    dispatch_documents,
+    document_positions,
+    energy,
+    packed_layout,
+    shard_sequence,
+    tree_attn_varlen_func,
+    unshard_sequence,
+)
+from megatron_tree.config import AttnSpec
+from megatron_tree.layout import Dispatched, documents_over, shard_lengths, shard_positions, spread_documents
+from support.attention import make_inputs, make_sinks
+from support.ranks import largest, run_distributed
+
+
+def _work(layout, rank, world):
+    """Visible (query, key) pairs of a rank's queries under a causal mask."""
+    return sum(sum(range(s.pos + 1, s.pos + s.length + 1)) for s in layout.segments(rank, world))
+
+
+def _two_hundred():
+    draw = random.Random(0)
+    return tuple(draw.randint(1, 4096) for _ in range(200))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 64])
+def test_two_hundred_documents_are_balanced(world):
+    layout = spread_documents(_two_hundred(), world)
+    work = [_work(layout, r, world) for r in range(world)]
+    assert max(work) <= 1.1 * sum(work) / world
+    assert layout.num_rows == -(-sum(layout.lengths) // world), "no rank has more tokens than its share"
+    runs = [len(share) for share in layout.shares]
+    assert sum(runs) <= len(layout.lengths) + 20 * world, "few documents are cut"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 60), max_size=12), st.integers(1, 6), st.sampled_from([1, 2, 8]))
+def test_every_token_lies_on_one_rank(lengths, world, multiple_of):
+    layout = spread_documents(tuple(lengths), world, multiple_of=multiple_of)
+    total = sum(lengths)
+    assert layout.num_rows % multiple_of == 0 and 0 <= world * layout.num_rows - total < world * multiple_of
+    rows = [shard_positions(world * layout.num_rows, r, world, layout) for r in range(world)]
+    assert sorted(n for x in rows for n in x.tolist() if n >= 0) == list(range(total))
+    inside = torch.cat([torch.arange(n) for n in lengths]) if lengths else torch.zeros(0, dtype=torch.int64)
+    for r, x in enumerate(rows):
+        assert torch.equal(document_positions(layout, r, world)[x >= 0], inside[x[x >= 0]])
+
+
+def test_a_long_document_is_spread_and_short_ones_are_not():
+    layout = spread_documents((100_000, *[500] * 100), 4)
+    holders = [{s.seq for s in layout.segments(r, 4)} for r in range(4)]
+    assert all(0 in held for held in holders)
+    short = sorted(seq for held in holders for seq in held if seq)
+    assert len(short) <= 102, "a short document lies on one rank, but for what makes the numbers of tokens equal"
+    work = [_work(layout, r, 4) for r in range(4)]
+    assert max(work) <= 1.01 * sum(work) / 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dispatched((4, 4), (4, 4), (((0, 3),), ((4, 4),)), 4), "row 3 is in no share"),
+        (lambda: Dispatched((4, 4), (4, 4), (((0, 5),), ((4, 4),)), 5), "row 4 is in two"),
+        (lambda: Dispatched((4, 4), (4, 4), (((0, 5),), ((5, 3),)), 4), "at most 5 on a rank.*num_rows=4"),
+        (lambda: Dispatched((4, 4), (4, 4), (((0, 4),), ()), 4), "hold 4 of 8 rows"),
+        (lambda: Dispatched((5,), (4,), (((0, 4),),), 4), "none longer than its padded length"),
+        (lambda: spread_documents((8,), 2).check(3), "dispatched over 2 ranks, but cp_group has 3"),
+        (lambda: dispatch_documents([0, 8, 4], None), "do not decrease"),
+        (lambda: dispatch_documents([0, 8], None, multiple_of=0), "multiple_of=0 must be a positive integer"),
+        (lambda: shard_sequence(torch.zeros(7), None, 0, spread_documents((8,), 1)), "has 7 tokens.*documents have 8"),
+    ],
+)
+def test_bad_shares(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_reprs_differ_and_are_short():
+    a, b = spread_documents((8, 4), 2), spread_documents((4, 8), 2)
+    assert repr(a) != repr(b) and len(repr(a)) < 40 and repr(a) == repr(spread_documents((8, 4), 2))
+    assert hash(a) == hash(spread_documents((8, 4), 2)) and a == spread_documents((8, 4), 2)
+
+
+def _truth(inputs, lengths, mask):
+    """(out, lse, dq, dk, dv[, dsinks]) of the packed documents in float64."""
+    q, k, v, dout = inputs
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, causal=mask.get("causal", True), window_size=mask["window_size"])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    seq = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    keep = energy.visible(positions, positions, spec) & (seq[:, None] == seq)
+    sinks = make_sinks(q.shape[2]) if mask.get("sinks") else None
+    out, lse = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks)
+    return out, lse, *energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks)
+
+
+LENGTHS = (5, 1, 0, 23, 8, 2, 9)  # 48 tokens
+MASKS = [
+    dict(window_size=(-1, -1)),
+    dict(window_size=(3, 0)),
+    dict(window_size=(-1, -1), causal=False, sinks=True),
+]
+OPTIONS = [
+    {},
+    dict(ulysses_size=1, schedule="cast"),
+    dict(schedule="ring"),
+    dict(schedule="grid", head_groups=1),
+    dict(comm_dtype="fp32", transport="builtin"),
+]
+
+
+def _exact(rank, world):
+    inputs = make_inputs(sum(LENGTHS), (4, 2), batch=1)
+    cu_seqlens, found = [0, *itertools.accumulate(LENGTHS)], {}
+    dispatched = dispatch_documents(cu_seqlens, dist.group.WORLD, multiple_of=5)
+    unit = 2 * world
+    cases = [("dispatched", dispatched, {}), ("given twice", dispatched, dict(cu_seqlens=cu_seqlens))]
+    if sum(LENGTHS) % unit == 0:
+        cases.append(("zigzag", documents_over(LENGTHS, LENGTHS, world), dict(cu_seqlens=cu_seqlens, layout="zigzag")))
+    if sum(LENGTHS) % world == 0:
+        whole = documents_over(LENGTHS, LENGTHS, world, "contiguous")
+        cases.append(("contiguous", whole, dict(cu_seqlens=cu_seqlens, layout="contiguous")))
+    for mask in MASKS:
+        truth = _truth(inputs, LENGTHS, mask)
+        for (name, layout, also), option in itertools.product(cases, [*OPTIONS, dict(ulysses_size=world)]):
+            rows = shard_positions(layout.num_rows * world, rank, world, layout)
+            leaves = [shard_sequence(x[0], dist.group.WORLD, 0, layout, padding=float("nan")) for x in inputs[:3]]
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            dout = shard_sequence(inputs[3][0], dist.group.WORLD, 0, layout)
+            sinks = make_sinks(4).requires_grad_() if mask.get("sinks") else None
+            call = dict(dict(layout=layout) | also, window_size=mask["window_size"], causal=mask.get("causal"))
+            config = TreeConfig(**option)
+            out, lse = tree_attn_varlen_func(
+                *leaves, **call, sinks=sinks, cp_group=dist.group.WORLD, config=config, return_lse=True
+            )
+            grads = torch.autograd.grad(out, leaves, dout)
+            here, worst = rows >= 0, 0.0
+            for x, t in zip((out, *grads), (truth[0], *truth[2:5])):
+                worst = largest((worst, float((x[here] - t[0, rows[here]]).abs().max()) if here.any() else 0.0))
+                assert not x[~here].any(), "rows of padding are 0"
+            error = (lse[:, here] - truth[1][0][:, rows[here]]).abs()
+            found[str((mask, name, option))] = largest((worst, float(error.max()) if error.numel() else 0.0))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_documents_match_the_oracle(world):
+    for found in run_distributed(_exact, world):
+        assert len(found) >= 30 and largest(found.values()) < 1e-12, found
+
+
+def _sequences(rank, world):
+    tokens = torch.arange(1, 49)[None]
+    layout = dispatch_documents([0, 5, 6, 29, 48], dist.group.WORLD, multiple_of=4)
+    shard = shard_sequence(tokens, dist.group.WORLD, 1, layout, padding=-100)
+    rows = shard_lengths(world * layout.num_rows, world, layout)[rank]
+    assert shard.shape == (1, rows) and int((shard == -100).sum()) == rows - int((shard > 0).sum())
+    return unshard_sequence(shard, dist.group.WORLD, 1, layout)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_dispatched_tokens_come_back(world):
+    for whole in run_distributed(_sequences, world):
+        assert torch.equal(whole, torch.arange(1, 49)[None])
+
+
+def _bytes(rank, world, lengths):
+    """Bytes sent in forward and backward: zigzag of every document, and dispatched."""
+    cu_seqlens, unit = [0, *itertools.accumulate(lengths)], 2 * world
+    padded = [0, *itertools.accumulate(-(-n // unit) * unit for n in lengths)]
+    dispatched, sent = dispatch_documents(cu_seqlens, dist.group.WORLD), []
+    for rows, call in (
+        (padded[-1] // world, dict(cu_seqlens=cu_seqlens, cu_seqlens_padded=padded)),
+        (dispatched.num_rows, dict(layout=dispatched)),
+    ):
+        q, k, v = (torch.randn(rows, h, 4, requires_grad=True) for h in (4, 2, 2))
+        with comm.record() as log:
+            out = tree_attn_varlen_func(q, k, v, cp_group=dist.group.WORLD, **call)
+            out.backward(torch.ones_like(out))
+        sent.append(sum(x.bytes for x in log))
+    return sent
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_documents_on_one_rank_send_nothing(world):
+    lengths = tuple(1 + n // 16 for n in _two_hundred())  # the same proportions, faster
+    found = run_distributed(_bytes, world, lengths)
+    zigzag, dispatched = (sum(x) for x in zip(*found))
+    assert dispatched <= zigzag / 100, "at most a third is asked for"
+
+
+def test_what_is_missing_or_differs_is_said():
+    q = k = v = torch.zeros(8, 2, 4)
+    layout = dispatch_documents([0, 5, 8], None)
+    with pytest.raises(ValueError, match="cu_seqlens is missing"):
+        tree_attn_varlen_func(q, k, v, cp_group=None)
+    with pytest.raises(ValueError, match="other documents than the layout"):
+        tree_attn_varlen_func(q, k, v, cp_group=None, layout=layout, cu_seqlens=[0, 4, 8])
+    with pytest.raises(ValueError, match="layout='spread' is unknown"):
+        tree_attn_varlen_func(q, k, v, cp_group=None, layout="spread", cu_seqlens=[0, 4, 8])
+    options = dict(cu_seqlens=[0, 5, 8], cu_seqlens_kv=[0, 5, 8], causal=False)
+    with pytest.raises(ValueError, match="cu_seqlens_kv needs layout='documents'"):
+        tree_attn_varlen_func(q, k, v, cp_group=None, layout="zigzag", **options)
+    with pytest.raises(ValueError, match="8 rows, the sequence 6"):
+        tree_attn_varlen_func(q[:6], k[:6], v[:6], cp_group=None, layout=layout)
+
+
+def test_packed_documents_without_padding_name_the_way_out():
+    with pytest.raises(ValueError, match="dispatch_documents, or layout='zigzag'"):
+        shard_positions(16, 0, 2, packed_layout([0, 7, 16]))
