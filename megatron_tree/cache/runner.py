@@ -140,17 +140,19 @@ class RowRunner:
         return logits.float()
 
     @torch.no_grad()
-    def step(self, rows: list[int], tokens: Tensor) -> Tensor:
+    def step(self, rows: list[int], tokens: Tensor, *, row_length: int | None = None) -> Tensor:
         """Append tokens to some rows, each at its own end. Collective; a failure removes them again.
 
-        Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation.
+        Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation, and for the
+            logits of all tokens of a prompt, with row_length as in `prefill`.
         Returns: fp32 logits [len(rows), n, vocab_size].
         Raises: ValueError as `prefill`, and for another number of rows.
         """
         with shared_checks("step", self.cp_group):
             self._check(rows, tokens, dims=2)
             tokens, n = tokens.to(self.device), tokens.shape[1]
-            whole = {row: self._begin(row, own, self.length(row) + n) for row, own in zip(rows, tokens, strict=True)}
+            lengths = {row: max(self.length(row) + n, row_length or 0) for row in rows}
+            whole = {row: self._begin(row, own, lengths[row]) for row, own in zip(rows, tokens, strict=True)}
         for row, own in whole.items():
             if len(own) > n:
                 self._prefill(row, own[:-n])

@@ -11,7 +11,9 @@ from torch import Tensor
 from ..cache.runner import RowRunner
 from ..errors import TreeError
 from .requests import ActiveAnswer, ServedRequest
-from .sampling import Choice, choose_tokens
+from .sampling import Choice, choose_tokens, with_logprobs
+
+SCORED_CHUNK = 128  # tokens of a prompt whose logits are all kept at the same time
 
 
 class Executor:
@@ -44,7 +46,8 @@ class Executor:
 
     @torch.no_grad()
     def run(self, steps: list[list]) -> list[Tensor]:
-        """Logits of every "step" (fp32 [rows, vocab]) and "prefill" (fp32 [vocab]) of a plan, in its order."""
+        """Logits of every "step" (fp32 [rows, vocab]), "prefill" (fp32 [vocab]) and "score" (fp32 [tokens, vocab]) of a
+        plan, in its order."""
         runner, rows, logits = self.runner, self._rows, []
         for name, *arguments in steps:
             match name, arguments:
@@ -62,6 +65,9 @@ class Executor:
                 case "prefill", [handle, tokens, row_length]:
                     tokens = torch.tensor(tokens, device=runner.device)
                     logits.append(self.prefill(handle, tokens, row_length=row_length))
+                case "score", [handle, tokens, row_length]:
+                    tokens = torch.tensor(tokens, device=runner.device)[None]
+                    logits.append(runner.step([rows[handle]], tokens, row_length=row_length)[0])
                 case "end", _:
                     pass  # for those who follow the answers in kept rows
                 case _:
@@ -162,9 +168,10 @@ class Planner:
         size = left = self._runner.chunk_size
         for serving in self.served:
             # chunks don't depend on other requests, so that logits don't
-            chunk = serving.prompt[serving.num_prefilled :][:size]
+            scored = serving.params.prompt_logprobs is not None
+            chunk = serving.prompt[serving.num_prefilled :][: min(size, SCORED_CHUNK) if scored else size]
             if serving.handle is not None and len(chunk) <= left:
-                steps.append(["prefill", serving.handle, chunk.tolist(), len(serving.prompt)])
+                steps.append(["score" if scored else "prefill", serving.handle, chunk.tolist(), len(serving.prompt)])
                 self._prefilled.append((serving, len(chunk)))
                 left -= len(chunk)
         return steps
@@ -181,8 +188,17 @@ class Planner:
             if serving.row is not None:
                 serving.row.tokens += serving.prompt[serving.num_prefilled :][:num_tokens].tolist()
             serving.num_prefilled += num_tokens
+            if serving.params.prompt_logprobs is not None:
+                self._score(serving, num_tokens, last)
+                last = last[-1]
             if serving.num_prefilled == len(serving.prompt):
                 self._begin(serving, last)
+
+    def _score(self, serving: ServedRequest, num_tokens: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the tokens that follow a chunk's, by its logits [n, vocab]."""
+        following = serving.prompt[serving.num_prefilled - num_tokens + 1 :][:num_tokens].tolist()
+        if following:
+            serving.scored += with_logprobs(logits[: len(following)], following, serving.params.prompt_logprobs)
 
     def _begin(self, serving: ServedRequest, logits: Tensor) -> None:
         """The prompt is in the cache: first tokens, and a row for every answer that continues."""

@@ -65,6 +65,8 @@ class Event:
     """What this adds to the answer's text; an incomplete character adds nothing yet."""
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: tuple[Choice, ...] | None = None
+    """With an answer's first event, if asked for: of the prompt's tokens but the first."""
     finish_reason: str | None = None
     """"stop", "length", "cancelled", or "error"; None: it continues."""
     stop_reason: int | str | None = None
@@ -115,6 +117,7 @@ class ServedRequest:
         ends = () if self.params.ignore_eos else end_tokens
         self.handle: int | None = None  # of the prompt's row while it is prefilled
         self.num_prefilled = 0
+        self.scored: list[Choice] = []  # tokens of the prompt but the first
         self.answers = [
             ActiveAnswer(
                 index=i,
@@ -151,6 +154,8 @@ class ServedRequest:
             answer.finished = True
             usage = Usage(len(self.prompt), answer.stopper.num_tokens)
         if choice is not None:
+            if self.params.prompt_logprobs is not None and answer.stopper.num_tokens == 1:
+                more["prompt_logprobs"] = tuple(self.scored)
             more |= {"token": choice.token, "logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
         self.sink(
             Event(

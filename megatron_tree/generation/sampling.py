@@ -134,6 +134,8 @@ class SamplingParams(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probabilities, before penalties and temperature, of the chosen token and of this many
     most likely tokens."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The same of every token of the prompt but the first; the prompt is run on every rank then, in small chunks."""
     grammar: Grammar | None = None
     """The answer's form: only tokens that keep to it are chosen, and it ends with it."""
 
@@ -241,11 +243,19 @@ class Sampler:
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
         if self.params.logprobs is None:
             return Choice(token)
-        scores = logits.double() if logits.device.type == "cpu" else logits.float()
-        logprobs = torch.log_softmax(scores, -1).clamp(min=MIN_LOGPROB)
-        top = torch.topk(logprobs, min(self.params.logprobs, logprobs.shape[-1]))
-        pairs = tuple(zip(top.indices.tolist(), top.values.tolist()))
-        return Choice(token, logprobs[token].item(), pairs)
+        return with_logprobs(logits[None], [token], self.params.logprobs)[0]
+
+
+def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Choice]:
+    """Tokens with their log-probabilities, and those of the num_top most likely ones, by logits [n, vocab]."""
+    scores = logits.double() if logits.device.type == "cpu" else logits.float()
+    logprobs = torch.log_softmax(scores, -1).clamp(min=MIN_LOGPROB)
+    top = torch.topk(logprobs, min(num_top, logprobs.shape[-1]))
+    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    return [
+        Choice(token, logprob, tuple(zip(indices, values)))
+        for token, logprob, indices, values in zip(tokens, own, top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
 
 
 def choose_tokens(samplers: Iterable[Sampler], logits: Tensor) -> list[Choice | TreeError]:

@@ -63,7 +63,7 @@ BAD = [
     ("completion", {"repetition_penalty": 1e300}, "repetition_penalty", "less than or equal to 100"),
     ("completion", {"seed": -(2**64)}, "seed", "greater than or equal to 0"),
     ("completion", {"seed": 2**70}, "seed", "less than 92233"),
-    ("completion", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ("completion", {"max_tokens": 0}, "max_tokens", "0 is for echo only"),
     ("completion", {"max_tokens": True}, "max_tokens", "valid integer"),
     ("completion", {"max_tokens": 400}, "max_tokens", "limit of 256 tokens together"),
     ("completion", {"prompt": "x" * 256, "max_tokens": 1}, None, "a prompt of 256 tokens"),

@@ -55,10 +55,10 @@ class GatedRunner(PlainRunner):
         self.gate, self.at_gate = threading.Event(), threading.Event()
         self.gate.set()
 
-    def step(self, rows, tokens):
+    def step(self, rows, tokens, **options):
         self.at_gate.set()
         assert self.gate.wait(60)
-        return super().step(rows, tokens)
+        return super().step(rows, tokens, **options)
 
 
 class Server:

@@ -29,7 +29,7 @@ class PlainRunner:
         self.calls.append(("prefill", row, tokens.tolist()))
         return self._run(row, tokens)[-1]
 
-    def step(self, rows, tokens):
+    def step(self, rows, tokens, row_length=None):
         assert tokens.dtype == torch.int64 and tokens.shape[0] == len(rows) == len(set(rows))
         self.calls.append(("step", list(rows), tokens.tolist()))
         return torch.stack([self._run(row, own) for row, own in zip(rows, tokens)])
