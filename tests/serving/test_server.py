@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import json
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -226,6 +228,41 @@ def test_a_queue_that_is_full(model):
             assert " 200 OK" in first.result() and " 200 OK" in second.result()
         # a client that waits as Retry-After says gets its answer in the end
         assert server.client(max_retries=2).completions.create(**body).choices[0].text
+
+
+def test_metrics(model):
+    with serving(model, TOKENIZER) as server:
+
+        def told():
+            return dict(line.rsplit(" ", 1) for line in _page(server) if not line.startswith("#"))
+
+        before = told()
+        assert before["megatron_tree_generation_tokens_total"] == "0"
+        body = {"model": NAME, "prompt": ["abc", "d"], "max_tokens": 5, "n": 2, "extra_body": {"ignore_eos": True}}
+        server.client().completions.create(**body)
+        after = told()
+        assert set(after) == set(before)
+        assert after["megatron_tree_prompt_tokens_total"] == "4"
+        assert after["megatron_tree_generation_tokens_total"] == "20"
+        assert after['megatron_tree_answers_total{finish_reason="length"}'] == "4"
+        assert after["megatron_tree_time_to_first_token_seconds_count"] == "4"
+        assert after['megatron_tree_time_per_output_token_seconds_bucket{le="+Inf"}'] == "16"
+        assert after["megatron_tree_requests_waiting"] == after["megatron_tree_requests_served"] == "0"
+        counts = [int(n) for name, n in after.items() if name.startswith("megatron_tree_answer_seconds_bucket")]
+        assert counts == sorted(counts) and counts[-1] == 4
+        kinds = [line.split()[2:] for line in _page(server) if line.startswith("# TYPE ")]
+        assert {kind for _, kind in kinds} == {"gauge", "counter", "histogram"}
+        assert all(any(name.startswith(kind[0]) for kind in kinds) for name in after)
+    with serving(model, TOKENIZER, api_key="a-key-for-tests") as server:
+        assert "API key" in "".join(_page(server))
+
+
+def _page(server):
+    try:
+        with urllib.request.urlopen(f"{server.url}/metrics") as page:
+            return page.read().decode().splitlines()
+    except urllib.error.HTTPError as error:
+        return error.read().decode().splitlines()
 
 
 def test_a_request_that_takes_too_long_is_cancelled(model):

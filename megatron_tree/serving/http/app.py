@@ -19,6 +19,7 @@ from .answers import ChatForm, CompletionForm, Form
 from .errors import ApiError, failed, stopping, too_large
 from .frontend import Frontend
 from .guard import Guard
+from .metrics import CONTENT_TYPE
 from .prompts import Prompts
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .respond import respond
@@ -67,6 +68,10 @@ def create_app(service: Service) -> FastAPI:
     async def health() -> Response:
         state = service.frontend.state
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.frontend.metrics(), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

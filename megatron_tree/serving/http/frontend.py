@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from ...generation.requests import Event, Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import QueueFull, Scheduler
 from .errors import ApiError, bad_value, failed, stopping
+from .metrics import Metrics
 
 RETRY_AFTER_S = 2
 
@@ -23,12 +25,13 @@ class Ticket:
     usage: right when nothing is unfinished.
     """
 
-    def __init__(self, choices: int, prompt_tokens: int, cancel: Callable[[int], Any]):
+    def __init__(self, choices: int, prompt_tokens: int, cancel: Callable[[int], Any], metrics: Metrics):
         self.choices = self.unfinished = choices
         self.numbers: list[int] = []
         """The scheduler's, one for every prompt."""
         self._prompt_tokens, self._tokens = prompt_tokens, 0
         self._cancel = cancel
+        self._metrics, self._since, self._last = metrics, time.monotonic(), {}
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     @property
@@ -39,6 +42,9 @@ class Ticket:
 
     def put(self, first: int, event: Event) -> None:
         """Hand over an event of the prompt whose choices begin at `first`."""
+        choice = first + event.answer
+        self._metrics.heard(event, self._since, self._last.get(choice))
+        self._last[choice] = time.monotonic()
         self._events.put_nowait((first, event))
 
     async def next(self) -> tuple[int, Event]:
@@ -64,7 +70,7 @@ class Frontend:
     """Submits requests to the scheduler; its events come back to the event loop."""
 
     def __init__(self, scheduler: Scheduler):
-        self._scheduler = scheduler
+        self._scheduler, self._metrics = scheduler, Metrics()
         self.state = "ok"
         """ "ok", "stopping" or "failed": what /health reports; unless it is "ok" requests get a 503."""
 
@@ -77,7 +83,7 @@ class Frontend:
         if self.state != "ok":
             raise stopping()
         loop = asyncio.get_running_loop()
-        ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), self._scheduler.cancel)
+        ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), self._scheduler.cancel, self._metrics)
         if len(prompts) > self._scheduler.max_waiting:
             message = f"{len(prompts)} prompts are more than this server's queue holds ({self._scheduler.max_waiting})"
             raise bad_value("prompt", f"{message}: send them in several requests")
@@ -97,7 +103,17 @@ class Frontend:
             name = str(error).partition("=")[0]  # as in "n=9 must be ..."
             param = name if name in ("n", *SamplingParams.model_fields) else None
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
+        self._metrics.asked(sum(map(len, prompts)))
         return ticket
+
+    def metrics(self) -> str:
+        """The page of /metrics."""
+        waiting, served = self._scheduler.load
+        gauges = {
+            "requests_waiting": ("Prompts that wait for a row.", waiting),
+            "requests_served": ("Prompts that are prefilled or answered.", served),
+        }
+        return self._metrics.text(gauges)
 
 
 def _sink(loop: asyncio.AbstractEventLoop, ticket: Ticket, first: int) -> Callable[[Event], None]:
