@@ -14,7 +14,7 @@ COMMANDS = {
     "decode": "a decode step over a sharded KV cache on several ranks: all schedules, over a network",
     "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
     "needle": "a fact hidden in long texts, asked for on 1, 2 and 4 ranks: the answers must be the same",
-    "train": "attention forward and backward on several ranks: ring, KV gather, pure tree, grid, Ulysses, and the plan",
+    "train": "attention forward and backward on several ranks: the plan, ring, Ulysses, USP, torch's own, ...",
     "simulate": "decode and train predicted by the planner's cost model, for thousands of ranks",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -12,25 +13,25 @@ from torch import Tensor
 
 from .. import comm, energy, kernels
 from ..attention.cached import tree_decode
-from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig
+from ..config import AttnSpec, TreeConfig
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
-from . import runs, session
+from . import rivals, runs, session
 from .accelerator import kv_bytes
 from .kernel_cases import DTYPES
 from .measure import Laps, relative_error, time_together
 from .measurements import Predicted
 from .runs import Case, Settings
 
-Contender = Callable[["DecodeBench"], tuple[Tensor, Tensor]]
+Contender = Callable[["DecodeBench"], tuple[Tensor, ...]]
+OURS = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 CONTENDERS: dict[str, Contender] = {
     name: lambda bench, name=name: tree_decode(
         bench.q, bench.k, bench.v, cp_group=bench.group, schedule=name, config=bench.config, return_lse=True
     )
-    for name in ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
-}
-"""By name: from a rank's inputs to (out [b, 1, h, d], lse [b, h, 1]). The place for rivals: they need --compute real,
-as only our kernels are modelled, and have no prediction."""
+    for name in OURS
+} | {name: rival.contender for name, rival in rivals.DECODE.items()}
+"""By name: from a rank's inputs to (out [b, 1, h, d], lse [b, h, 1]), or (out,)."""
 SWEEP_LENGTHS = tuple(1024 * n for n in (16, 32, 64, 128, 256, 512))
 ORACLE_TOKENS = 4096  # at a time, in float64
 LSE_ALLOWED = 1e-4
@@ -57,7 +58,8 @@ class DecodeBench:
     """Decoding for `session`. Constructed on every rank with its shard, the query and the truth."""
 
     shared = staticmethod(lambda case: None)
-    ours = frozenset(DECODE_SCHEDULES)
+    ours = OURS
+    rivals = rivals.DECODE
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, shared):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
@@ -80,6 +82,11 @@ class DecodeBench:
         whole = comm.gather_sequence(pack_state(*mine, torch.float64)[None], self.group)
         return energy.merge_by_energy(*unpack_state(whole, torch.float64))
 
+    @functools.cached_property
+    def by_head(self) -> tuple[Tensor, Tensor]:
+        """The shard's k and v as a rival keeps them: [b, h_kv, s, d], contiguous."""
+        return tuple(x.transpose(1, 2).contiguous() for x in (self.k, self.v))
+
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         results = CONTENDERS[contender](self)
         laps("decode")
@@ -87,8 +94,9 @@ class DecodeBench:
 
     def error(self, results: tuple[Tensor, ...]) -> float:
         """The worst error on any rank as a fraction of the allowed one; infinite if the ranks' bits differ."""
-        out, lse = results
-        errors = relative_error(out, self.truth[0]) / self.allowed, (lse - self.truth[1]).abs().max()
+        out, *lse = results
+        of_lse = (lse[0] - self.truth[1]).abs().max() if lse else 0.0
+        errors = relative_error(out, self.truth[0]) / self.allowed, of_lse
         bits = zlib.crc32(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in results))
         seen = self.meeting.meet(self.rank, float(errors[0]), float(errors[1]) / LSE_ALLOWED, float(bits))
         worst = max(max(a, b) if a == a and b == b else math.inf for a, b, _ in seen)
@@ -101,6 +109,11 @@ class DecodeBench:
         options = dict(visible=kernels.Visible(), spec=self.spec, backend=self.settings.backend)
         call = lambda: kernels.attn_decode(self.q, self.k, self.v, **options)  # noqa: E731
         return time_together(call, self.meeting, self.rank, steps=3)
+
+    @staticmethod
+    def applies(case: Case, contender: str) -> bool:
+        """Every contender runs in every case."""
+        return True
 
     @staticmethod
     def held_bytes(case: Case) -> int:

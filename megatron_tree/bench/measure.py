@@ -28,6 +28,7 @@ class Measured(NamedTuple):
     memory: int | None = None  # peak bytes above what was resident before the step
     late_start: float | None = None  # median over steps of the last rank's delay at the start, seconds
     late_compute: float | None = None  # median overrun of this rank's emulated kernels, seconds
+    cpu: list[float] | None = None  # CPU seconds of all threads in each step; None with modelled compute
     same: bool = True  # every step gave the same bits as the checked one
 
 
@@ -53,62 +54,87 @@ def first_step(step: Step, accelerator: Accelerator | None) -> tuple[Tensor, ...
         return step(Laps([]))
 
 
-def measure(
-    step: Step,
-    expected: tuple[Tensor, ...],
-    *,
-    rank: int,
-    meeting: Meeting,
-    accelerator: Accelerator | None,
-    emulated: bool,
-    steps: int,
-    budget_s: float,
-    latency_s: float,
-) -> Measured:
-    """Time up to `steps` steps: at least 3, and no more once budget_s is over. Collective.
+class Timing:
+    """The timed steps of one schedule: at least 3, and up to `steps` within its budget. Collective.
 
     expected: results of the checked step, which every step must reproduce bit for bit. accelerator: replays its
     kernels; None: real kernels. emulated: the rank is in a node of a `Cluster`. latency_s: of the network, idle before
     each step.
     """
-    gap = 0.02 + 2e-3 * meeting.ranks + 4 * latency_s
-    begun = time.monotonic()
-    seconds: dict[str, list[float]] = {}
-    late_starts, memory, same, over = [], None, True, False
-    if accelerator:
-        accelerator.late.clear()
-    before = network_bytes()["network"] if emulated else 0
-    while len(late_starts) < steps and not (over and len(late_starts) >= MIN_STEPS):
-        first = not late_starts
+
+    def __init__(
+        self,
+        step: Step,
+        expected: tuple[Tensor, ...],
+        *,
+        rank: int,
+        meeting: Meeting,
+        accelerator: Accelerator | None,
+        emulated: bool,
+        steps: int,
+        budget_s: float,
+        latency_s: float,
+    ):
+        self._step, self._expected, self._rank, self._meeting = step, expected, rank, meeting
+        self._accelerator, self._emulated, self._steps, self._left_s = accelerator, emulated, steps, budget_s
+        self._gap = 0.02 + 2e-3 * meeting.ranks + 4 * latency_s
+        self._seconds: dict[str, list[float]] = {}
+        self._cpu, self._network, self._late = [], [], []
+        self._sent, self._memory, self._same = {}, None, True
+        if accelerator:
+            accelerator.late.clear()
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks have taken enough steps."""
+        return len(self._late) >= self._steps or (len(self._late) >= MIN_STEPS and self._left_s <= 0)
+
+    def step(self) -> None:
+        """Time one step."""
+        begun = time.monotonic()
         with contextlib.ExitStack() as context:
-            peak = context.enter_context(PeakMemory()) if first else None
+            peak = None if self._late else context.enter_context(PeakMemory())
             log = context.enter_context(comm.record())
-            if accelerator:
-                context.enter_context(accelerator.replaying())
-            start = meeting.most(rank, time.monotonic())[0] + gap
+            if self._accelerator:
+                context.enter_context(self._accelerator.replaying())
+            start = self._meeting.most(self._rank, time.monotonic())[0] + self._gap
+            before = network_bytes()["network"] if self._emulated else 0
             sleep_until(start)
-            late = time.monotonic() - start
+            late, cpu = time.monotonic() - start, time.process_time()
             laps = Laps(log)
-            results = step(laps)
-        if first:
-            memory = peak.bytes
-        *ends, late, spent = meeting.most(rank, *laps.ends.values(), late, time.monotonic() - begun)
+            results = self._step(laps)
+            self._cpu.append(time.process_time() - cpu)
+        if peak:
+            self._memory, self._sent = peak.bytes, laps.sent
+        *ends, late, spent = self._meeting.most(self._rank, *laps.ends.values(), late, time.monotonic() - begun)
+        self._network.append(network_bytes()["network"] - before if self._emulated else 0)
         for name, end, previous in zip(laps.ends, ends, [start, *ends]):
-            seconds.setdefault(name, []).append(end - previous)
-        late_starts.append(late)
-        over = spent > budget_s
-        same &= all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
-        del results
-    after = network_bytes()["network"] if emulated else 0
-    return Measured(
-        seconds=seconds,
-        sent=laps.sent,
-        network=(after - before) / len(late_starts) if emulated else None,
-        memory=memory,
-        late_start=statistics.median(late_starts),
-        late_compute=statistics.median(accelerator.late) if accelerator and accelerator.late else 0.0,
-        same=same,
-    )
+            self._seconds.setdefault(name, []).append(end - previous)
+        self._late.append(late)
+        self._left_s -= spent
+        self._same &= all(torch.equal(x, y) for x, y in zip(results, self._expected, strict=True))
+
+    def measured(self) -> Measured:
+        """This rank's measurements."""
+        overrun = self._accelerator.late if self._accelerator else ()
+        return Measured(
+            seconds=self._seconds,
+            sent=self._sent,
+            network=statistics.mean(self._network) if self._emulated else None,
+            memory=self._memory,
+            cpu=None if self._accelerator else self._cpu,
+            late_start=statistics.median(self._late),
+            late_compute=statistics.median(overrun) if overrun else 0.0,
+            same=self._same,
+        )
+
+
+def take_turns(timings: list[Timing]) -> None:
+    """Time all schedules step by step in turn, so that what else the machine does meets all of them alike."""
+    while waiting := [timing for timing in timings if not timing.done]:
+        for timing in waiting:
+            timing.step()
+        timings = waiting[::-1]
 
 
 def time_together(call: Callable[[], object], meeting: Meeting, rank: int, *, steps: int) -> float:

@@ -47,6 +47,7 @@ class Measurement(NamedTuple):
     predicted_ms: float | None = None
     prefill_ms: float | None = None
     first_token_ms: float | None = None  # the prefill, which all schedules share, and one step
+    cpu_ms: float | None = None  # CPU time of all ranks and threads in a step, median; not with modelled compute
     tokens_per_s: float | None = None
     sent_bytes: int | None = None  # payload that a rank sends in a step, mean over the ranks
     predicted_sent_bytes: int | None = None
@@ -91,6 +92,8 @@ def measurements(
     if ranks[0].late_start is not None:
         whole["late_start_ms"] = ms * ranks[0].late_start
         whole["late_compute_ms"] = ms * max(rank.late_compute for rank in ranks)
+    if ranks[0].cpu is not None:
+        whole["cpu_ms"] = ms * statistics.median(map(sum, zip(*(rank.cpu for rank in ranks))))
     if ranks[0].network is not None:
         whole["node_bytes"] = round(statistics.mean(rank.network for rank in ranks[::ranks_per_node]))
     if predicted:  # `costs` are those of all passes
@@ -116,6 +119,7 @@ COLUMNS = (
     ("p10", "p10_ms", 1),
     ("p90", "p90_ms", 1),
     ("predicted", "predicted_ms", 1),
+    ("CPU ms", "cpu_ms", 1),
     ("tokens/s", "tokens_per_s", 1),
     ("sent kB", "sent_bytes", 1e-3),
     ("predicted", "predicted_sent_bytes", 1e-3),

@@ -58,6 +58,7 @@ class Settings(NamedTuple):
     """How all cases of one command are run. Times and rates are as the user specified them, before `dilate`."""
 
     schedules: tuple[str, ...]
+    """Empty: all that can run."""
     emulated: bool
     latency_s: float
     rate_bits: float
@@ -117,7 +118,7 @@ def add_arguments(parser, command: str, contenders: Iterable[str], lengths: tupl
     add("--head-dim", type=parse_count, default=128)
     add("--batch", type=parse_count, default=1)
     add("--dtype", choices=DTYPES, default="bf16")
-    add("--schedules", nargs="+", choices=tuple(contenders), default=tuple(contenders))
+    add("--schedules", nargs="+", choices=tuple(contenders), help="(default: all that can run here)")
     add("--compute", choices=("real", "modelled"), help="modelled: timed steps sleep as long as an accelerator would "
         "compute and reuse the checked step's results (default with more ranks than cores); real: run the kernels",
         )  # fmt: skip
@@ -159,7 +160,7 @@ def settings(args: argparse.Namespace) -> Settings:
     if args.sweep and not machines.emulated:
         raise ValueError(f"--sweep {' '.join(args.sweep)} compares networks: it needs --emulate, for instance 4x4")
     return Settings(
-        tuple(args.schedules), machines.emulated, args.latency, args.rate, compute,
+        tuple(args.schedules or ()), machines.emulated, args.latency, args.rate, compute,
         Speed(args.memory_bandwidth, args.flops), args.dilate, args.steps, args.budget, args.backend,
     )  # fmt: skip
 

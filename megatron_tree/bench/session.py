@@ -15,7 +15,7 @@ import torch
 from ..calibrate import calibrate
 from ..plan import Topology, save_topology
 from .accelerator import Accelerator, Speed
-from .measure import Measured, first_step, measure
+from .measure import Measured, Timing, first_step, take_turns
 from .measurements import Measurement, measurements, plots, table_of, with_ratios
 from .ranks import Meeting, join
 from .results import WrongResult, metadata, progress_bar, results_kept
@@ -107,12 +107,25 @@ def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
     Raises: ValueError for contradictory options. WrongResult, Unavailable, RuntimeError.
     """
     how = settings(args)
-    if how.compute == "modelled" and (rivals := set(how.schedules) - bench.ours):
-        raise ValueError(f"--schedules {' '.join(rivals)}: only our own kernels can be modelled; add --compute real")
+    how = how._replace(schedules=_schedules(how, bench))
     checked = "every schedule's result was checked on all ranks: worst error {worst} of what is allowed"
     run_case, time_limit = functools.partial(_attention_case, how, bench), functools.partial(_time_limit, how)
     todo, title = cases(args, lengths), f"compute {how.compute}"
     run_cases(args, command, how, todo, run_case, time_limit, checked, title, compute=how.compute_text)
+
+
+def _schedules(how: Settings, bench) -> tuple[str, ...]:
+    """Those asked for, or all that can run here; says which rivals can't."""
+    if how.compute == "modelled" and (rivals := set(how.schedules) - set(bench.ours)):
+        raise ValueError(f"--schedules {' '.join(rivals)}: only our own kernels can be modelled; add --compute real")
+    missing = {name: why for name, rival in bench.rivals.items() if (why := rival.missing())}
+    if named := missing.keys() & set(how.schedules):
+        raise ValueError(f"--schedules {' '.join(named)}: {'; '.join(missing[name] for name in named)}")
+    if how.schedules or how.compute == "modelled":
+        return how.schedules or bench.ours
+    for name, why in missing.items():
+        print(f"{name} is left out: {why}")
+    return (*bench.ours, *(name for name in bench.rivals if name not in missing))
 
 
 def _time_limit(how: Settings, case: Case) -> float:
@@ -129,11 +142,12 @@ def _attention_case(how: Settings, bench, case: Case, ranks, topology: Topology,
     hosts = [r // case.machines.ranks_per_node for r in range(case.machines.ranks)]
     given = {**case._asdict(), "machines": case.machines.label, "ranks": case.machines.ranks}
     base, rows = Measurement(**given, compute=how.compute, dilate=how.dilate), []
-    for name, of_ranks in zip(how.schedules, zip(*(found for _, found in by_rank))):
-        error, measured = of_ranks[0][0], [measured for _, measured in of_ranks]
-        if measured[0] is None:
+    names, errors = _applicable(how, bench, case), by_rank[0][1]
+    for name, error in zip(names, errors):
+        if not error <= 1:
             differ = " (ranks differ in their results)" * (error == float("inf"))
             raise WrongResult(f"{name} is wrong on {case.label}: {error:.3g} times the error that is allowed{differ}")
+    for name, error, measured in zip(names, errors, map(list, zip(*(found for *_, found in by_rank)))):
         if not all(rank.same for rank in measured):
             raise WrongResult(f"{name} on {case.label}: a timed step gave another result than the checked one")
         predicted = bench.predict(case, topology, hosts, name) if name in bench.ours else {}
@@ -144,42 +158,49 @@ def _attention_case(how: Settings, bench, case: Case, ranks, topology: Topology,
             ranks_per_node=case.machines.ranks_per_node,
             dilate=how.dilate,
         )
+        if name not in bench.ours:  # what others send is not logged; a node's counter sees it
+            found = [row._replace(sent_bytes=None) for row in found]
         rows += [*found[:-1], found[-1]._replace(held_bytes=bench.held_bytes(case), error=error)]
     for name, limit_s in bench.limits(case, how, local_s / how.dilate).items():
         rows.append(base._replace(schedule=name, part="limit", ms=limit_s * 1e3))
     return rows
 
 
-def _on_rank(
-    case, how: Settings, bench, topology_path, meeting, shared
-) -> tuple[float, list[tuple[float, Measured | None]]]:
-    """One rank's part of a case: (seconds of local compute alone, (error, measurements) up to the first wrong one)."""
+def _on_rank(case, how: Settings, bench, topology_path, meeting, shared) -> tuple[float, list[float], list[Measured]]:
+    """One rank's part of a case: (seconds of local compute alone, errors up to the first wrong one, measurements).
+
+    No contender is timed if one of them is wrong.
+    """
     group = join(timeout_s=600.0)
     rank = torch.distributed.get_rank(group)
-    accelerator = Accelerator(how.emulated_speed) if how.compute == "modelled" else None
     inputs = bench(case, how, topology_path, group, meeting, shared)
-    local_s, found = inputs.local_seconds(), []
-    for schedule in how.schedules:
-
-        def step(laps, schedule=schedule):
-            return inputs.step(schedule, laps)
-
+    local_s, errors, timings = inputs.local_seconds(), [], []
+    for schedule in _applicable(how, bench, case):
+        accelerator = Accelerator(how.emulated_speed) if how.compute == "modelled" else None
+        step = functools.partial(inputs.step, schedule)
         results = first_step(step, accelerator)
-        error = inputs.error(results)
-        if not error <= 1:
-            found.append((error, None))
+        errors.append(inputs.error(results))
+        if not errors[-1] <= 1:
             break
-        measured = measure(
-            step,
-            results,
-            rank=rank,
-            meeting=meeting,
-            accelerator=accelerator,
-            emulated=case.machines.emulated,
-            steps=how.steps,
-            budget_s=how.budget_s,
-            latency_s=how.latency_s * how.dilate,
+        timings.append(
+            Timing(
+                step,
+                results,
+                rank=rank,
+                meeting=meeting,
+                accelerator=accelerator,
+                emulated=case.machines.emulated,
+                steps=how.steps,
+                budget_s=how.budget_s,
+                latency_s=how.latency_s * how.dilate,
+            )
         )
-        found.append((error, measured))
+    if len(timings) < len(errors):
+        timings = []
+    take_turns(timings)
     meeting.meet(rank)
-    return local_s, found
+    return local_s, errors, [timing.measured() for timing in timings]
+
+
+def _applicable(how: Settings, bench, case: Case) -> list[str]:
+    return [name for name in how.schedules if bench.applies(case, name)]

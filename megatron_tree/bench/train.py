@@ -1,9 +1,10 @@
 """Attention forward and backward over a sharded sequence: ring, KV gather, pure tree, the best grid without an exchange
-of heads, Ulysses, and the planner's choice."""
+of heads, Ulysses, USP, the planner's choice, and torch's own context parallelism."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -11,39 +12,64 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
+from ..attention.autograd import tree_attention
+from ..attention.call import AttnArgs
 from ..attention.functional import tree_attn_func
+from ..attention.topology import GroupTopology
 from ..config import AttnSpec, TreeConfig
 from ..kernels import reference
-from ..layout import Segment, shard_positions, shard_segments
-from ..plan import Shape, Topology, place, plan_training
-from . import runs, session
+from ..layout import Segment, Sharding, shard_positions, shard_segments
+from ..plan import Shape, Topology, TrainingPlan, place, plan_training
+from ..plan.plans import rival_names
+from . import rivals, runs, session
 from .accelerator import attention_flops, visible_pairs
 from .decode import uneven
 from .kernel_cases import DTYPES
 from .measure import Laps, relative_error, time_together
 from .measurements import Predicted
 from .ranks import shared_tensor
-from .runs import Case, Settings
+from .runs import Case, Machines, Settings
 
-PINS = {
-    "ring": lambda world: dict(schedule="ring"),
-    "kv_gather": lambda world: dict(grid=(1, world)),
-    "pure_tree": lambda world: dict(grid=(world, 1)),
-    "grid": lambda world: dict(ulysses_size=1),
-    "ulysses": lambda world: dict(ulysses_size=world),
-    "auto": lambda world: {},
+PINS: dict[str, Callable[[Machines], dict]] = {
+    "ring": lambda m: dict(schedule="ring"),
+    "kv_gather": lambda m: dict(grid=(1, m.ranks)),
+    "pure_tree": lambda m: dict(grid=(m.ranks, 1)),
+    "grid": lambda m: dict(ulysses_size=1),
+    "ulysses": lambda m: dict(ulysses_size=m.ranks),
+    "usp": lambda m: dict(schedule="ring", ulysses_size=m.ranks_per_node),
+    "auto": lambda m: {},
 }
-"""Our schedules, by name: options of `TreeConfig` and of the planner for so many ranks."""
+"""Our schedules, by name: options of `TreeConfig` and of the planner on these machines."""
 Contender = Callable[["TrainBench", Tensor, Tensor, Tensor], Tensor]
+
+
+def _usp(bench: TrainBench, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`tree_attn_func` with heads exchanged inside the nodes, as USP does: the planner could put them across."""
+    config = bench.config("usp")
+    sharding = Sharding(seq_len=bench.seq_len, world=bench.machines.ranks, layout="zigzag")
+    args = AttnArgs(spec=bench.spec, group=bench.group, queries=sharding, keys=sharding, config=config)
+    with comm.collective_call("usp", bench.group, config) as started:
+        started.agree()
+        net = GroupTopology.of(bench.group, q.device, config).placed(bench.group, q.device, config)
+        call = args.planned(q, k, v, net, kernels.choose(q, k, v, bench.spec, config.backend), False)
+        return tree_attention(q, k, v, None, dataclasses.replace(call, plan=_inside(call.plan)), False)[0]
+
+
+def _inside(plan: TrainingPlan) -> TrainingPlan:
+    passes = (next(c for c in candidates if "a2a+p2p" in rival_names(c)) for candidates in plan.candidates)
+    return dataclasses.replace(plan, **dict(zip(("forward", "backward"), passes)))
+
+
 CONTENDERS: dict[str, Contender] = {
-    name: lambda bench, q, k, v, pins=pins: tree_attn_func(
-        q, k, v, cp_group=bench.group, config=TreeConfig(**bench.options, **pins(comm.group_size(bench.group)))
-    )
-    for name, pins in PINS.items()
+    **{
+        name: lambda bench, q, k, v, name=name: tree_attn_func(q, k, v, cp_group=bench.group, config=bench.config(name))
+        for name in PINS
+    },
+    "usp": _usp,
+    **{name: rival.contender for name, rival in rivals.TRAIN.items()},
 }
 """By name: from a rank's shares of q, k and v [b, s, h, d], sharded as by `layout.shard_positions`, to out; autograd
-differentiates it. The place for rivals: they need --compute real, as only our kernels are modelled, and have no
-prediction."""
+differentiates it."""
 SWEEP_LENGTHS = tuple(1024 * n for n in (2, 4, 8))
 GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
 EXAMPLES = """\
@@ -91,13 +117,14 @@ class TrainBench:
     """Training for `session`. Constructed on every rank with its share of the inputs and of the truth."""
 
     shared = Whole
-    ours = PINS.keys()
+    ours = tuple(PINS)
+    rivals = rivals.TRAIN
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, whole: Whole):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
         self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
         self.options = dict(topology=topology, backend=settings.backend)
-        world = case.machines.ranks
+        self.machines, self.seq_len, world = case.machines, case.seq_len, case.machines.ranks
         rows = shard_positions(case.seq_len, self.rank, world)
         dtype = DTYPES[case.dtype]
         kv = (case.batch, len(rows), *whole.k.shape[2:])
@@ -117,6 +144,10 @@ class TrainBench:
         own = shard_segments(case.seq_len, self.rank, world)
         self.segments = dict(q_segments=own, k_segments=own)
         self.allowed = session.ALLOWED[dtype]
+
+    def config(self, name: str) -> TreeConfig:
+        """The configuration of one of `ours`."""
+        return TreeConfig(**self.options, **PINS[name](self.machines))
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
@@ -151,6 +182,14 @@ class TrainBench:
         return p * time_together(pair, self.meeting, self.rank, steps=3)
 
     @staticmethod
+    def applies(case: Case, contender: str) -> bool:
+        """Whether there are heads enough to exchange, and for USP several nodes of several ranks."""
+        machines, pins = case.machines, PINS.get(contender, lambda m: {})(case.machines)
+        if contender == "usp" and 1 in (machines.nodes, machines.ranks_per_node):
+            return False
+        return pins.get("ulysses_size", 1) <= case.num_heads
+
+    @staticmethod
     def held_bytes(case: Case) -> int:
         """Bytes that a rank holds before the step: q, k, v and dout of its share."""
         return case.kv_bytes * (1 + case.num_heads // case.num_heads_kv)
@@ -166,8 +205,9 @@ class TrainBench:
             bytes_per_word=DTYPES[case.dtype].itemsize,
             topology=topology,
             placement=place(topology, hosts),
-            **PINS[contender](case.machines.ranks),
+            **PINS[contender](case.machines),
         )
+        plan = _inside(plan) if contender == "usp" else plan
         return {name: Predicted(str(p), p.cost) for name, p in (("forward", plan.forward), ("backward", plan.backward))}
 
     @staticmethod

@@ -1,0 +1,98 @@
+"""The contenders that others wrote, and USP: checked like ours, timed beside ours, left out where they can't run."""
+
+import csv
+import sys
+
+import pytest
+
+from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import rivals, torch_ring
+from support.assumed_links import assume_links
+from support.emulation import emulated
+
+HEADS, HEADS_KV, D = 4, 2, 16
+SMALL = ["--heads", str(HEADS), "--kv-heads", str(HEADS_KV), "--head-dim", str(D), "--dtype", "fp32"]
+
+
+@pytest.fixture(autouse=True)
+def assumed_links(monkeypatch):
+    assume_links(monkeypatch, "host")
+
+
+def benchmark(command, *options, out):
+    """Exit status and, where files were written, rows by (schedule, part)."""
+    status = bench.main([command, *SMALL, "--steps", "3", "--budget", "0.1", "--out", str(out), *options])
+    rows = csv.DictReader((out / "results.csv").open()) if status == 0 else ()
+    return status, {(r["schedule"], r["part"]): r for r in rows}
+
+
+needs_torch_ring = pytest.mark.skipif(torch_ring.missing() is not None, reason=str(torch_ring.missing()))
+
+
+@needs_torch_ring
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_torch_context_parallelism_beside_ours(ranks, tmp_path, capfd):
+    options = ("--ranks", str(ranks), "--seq-len", "192", "--compute", "real")
+    status, rows = benchmark("train", *options, "--schedules", "auto", "torch_ring", "torch_gather", out=tmp_path)
+    assert status == 0, capfd.readouterr().err
+    for name in ("torch_ring", "torch_gather"):
+        total = rows[name, "total"]
+        assert float(total["error"]) <= 1 and float(total["cpu_ms"]) > 0 and int(total["steps"]) == 3
+        assert float(rows[name, "forward"]["ms"]) > 0 and float(rows[name, "backward"]["ms"]) > 0
+        assert total["sent_bytes"] == total["predicted_ms"] == "" and rows["auto", "total"]["sent_bytes"]
+
+
+@needs_torch_ring
+def test_no_speed_beside_a_wrong_rival(tmp_path, monkeypatch, capfd):
+    right = torch_ring._flash
+    monkeypatch.setattr(torch_ring, "_flash", lambda q, k, v, *rest: right(q * 1.01, k, v, *rest))
+    options = ("--ranks", "2", "--seq-len", "128", "--compute", "real", "--schedules", "auto", "torch_ring")
+    status, _ = benchmark("train", *options, out=tmp_path / "out")
+    said = capfd.readouterr()
+    assert status == 1 and "torch_ring is wrong" in said.err
+    assert " ms" not in said.out.split("torch")[1] and not (tmp_path / "out").exists()
+
+
+def test_a_rival_that_is_missing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch_ring, "_NEEDED", ("no_such_function",))
+    monkeypatch.setitem(sys.modules, "ring_attention_pytorch.tree_attn_decoding", None)
+    torch_ring._template.cache_clear()
+    options = ("--ranks", "2", "--seq-len", "64", "--compute", "real")
+    status, rows = benchmark("train", *options, out=tmp_path / "train")
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    assert "torch_ring is left out: torch " in said.out and "no_such_function" in said.out
+    assert {"ring", "auto", "ulysses"} < {name for name, _ in rows} and not {"torch_ring", "usp"} & {n for n, _ in rows}
+    status, rows = benchmark("decode", *options, out=tmp_path / "decode")
+    assert status == 0 and "tree_attn_decode is left out: " in capfd.readouterr().out
+    assert ("auto", "decode") in rows and ("tree_attn_decode", "decode") not in rows
+    assert benchmark("decode", *options, "--schedules", "tree_attn_decode", out=tmp_path / "named")[0] == 1
+    assert "pip install ring-attention-pytorch" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(rivals.DECODE["tree_attn_decode"].missing() is not None, reason="needs ring-attention-pytorch")
+def test_tree_attn_decode_beside_ours(tmp_path, capfd):
+    options = ("--ranks", "3", "--seq-len", "192", "--compute", "real", "--schedules", "auto", "tree_attn_decode")
+    status, rows = benchmark("decode", *options, out=tmp_path)
+    assert status == 0, capfd.readouterr().err
+    rival = rows["tree_attn_decode", "decode"]
+    assert float(rival["error"]) <= 1 and float(rival["ms"]) > 0 and float(rival["cpu_ms"]) > 0
+
+
+@emulated
+def test_usp_exchanges_heads_inside_nodes(tmp_path, capfd, monkeypatch):
+    assume_links(monkeypatch, "host", "network", host_size=2)
+    tokens, p, nodes = 128, 4, 2
+    options = ("--emulate", "2x2", "--seq-len", str(tokens), "--compute", "real", "--schedules", "usp", "auto")
+    status, rows = benchmark("train", *options, out=tmp_path)
+    assert status == 0, capfd.readouterr().err
+    q, kv = (tokens // p * h * D * 4 for h in (HEADS, HEADS_KV))
+    exchanged, delta = (2 * q + 2 * kv) // 2, tokens // p * HEADS * 4 // 2  # to u = 2: half of the heads
+    there, home = (nodes - 1) * 2 * kv, nodes * 2 * kv  # KV goes around the ring, and its gradient home
+    assert int(rows["usp", "forward"]["sent_bytes"]) == exchanged + there
+    assert int(rows["usp", "backward"]["sent_bytes"]) == exchanged + delta + there + home
+    total = rows["usp", "total"]
+    assert total["plan"] == "heads over 2 ranks of a node, ring of 2"
+    assert int(total["predicted_sent_bytes"]) == int(total["sent_bytes"])
+    across = 2 * (2 * there + home)  # of a node, both ranks
+    assert across <= int(total["node_bytes"]) <= 1.2 * across + 20_000
