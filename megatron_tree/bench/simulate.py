@@ -1,13 +1,13 @@
 """Clusters of up to thousands of GPUs, simulated by the planner's cost model; nothing is measured.
 
-Redraws the figures and tables of the Tree Attention paper with its published numbers, and extends them to 4,096 ranks
-and 10M tokens. Times, bytes and memory are those of the plans that `tree_attn_func` and `tree_decode` would follow.
+paper: redraws the figures and tables of the Tree Attention paper with its published numbers, and extends them to 4,096
+ranks and 10M tokens. pays: how much faster the planner's choice is than what others use, by ranks and tokens. bytes:
+what a rank sends between nodes. All are those of the plans that `tree_attn_func` and `tree_decode` would follow.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import operator
 from collections.abc import Iterator
@@ -15,20 +15,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..files import whole_file
-from ..plan import Shape, Topology, known_topologies, load_topology, place, plan_decode, plan_training
-from . import paper
+from ..plan import Shape, Topology, known_topologies, load_topology, plan_decode
+from . import crossing, paper, pays
 from .figures import COLOURS, Curve, Panel, draw, grouped
 from .results import write_csv
+from .simulated import BYTES_PER_WORD, SHAPES, placed, training
 
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench simulate                                 files in bench-results/simulate
-  python -m megatron_tree.bench simulate --out docs/images               as docs/paper.md shows them
-  python -m megatron_tree.bench simulate --topology gb200_nvl72 --max-ranks 1152
+  python -m megatron_tree.bench simulate                         all parts; files in bench-results/simulate
+  python -m megatron_tree.bench simulate --out docs/images       as docs/paper.md and docs/planner.md show them
+  python -m megatron_tree.bench simulate bytes                   the table of bytes between nodes
+  python -m megatron_tree.bench simulate paper --topology gb200_nvl72 --max-ranks 1152
+  python -m megatron_tree.bench simulate pays --topology mine.yaml
 """
 LONG = 10 << 20  # tokens of the largest sequence
 FEWEST_TO_TRAIN = 64  # fewer ranks can't hold the longest sequence's queries, keys and values
-SHAPES = {"MHA": Shape(32, 32, 128, 128), "GQA 4:1": Shape(32, 8, 128, 128), "GQA 8:1": Shape(64, 8, 128, 128)}
 DECODE = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 TRAINING = ("ring", "KV gather", "pure tree", "auto")
 
@@ -56,19 +58,31 @@ class Point(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench simulate`."""
     add, names = parser.add_argument, ", ".join(known_topologies())
+    add("parts", nargs="*", metavar="PART", help="paper, pays or bytes (default: all of them)")
     add("--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots")
-    add("--topology", default="dgx_h100", help=f"beyond the paper (default dgx_h100): {names}, or a .yaml file")
-    add("--max-ranks", type=int, default=4096, help="of the part beyond the paper (default 4096)")
+    several = ", ".join(pays.RANKS)
+    add("--topology", help=f"beyond the paper (default dgx_h100), and of pays ({several}): {names}, or a .yaml file")
+    add("--max-ranks", type=int, default=4096, help="beyond the paper (default 4096)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Simulate, print the tables, and write CSV and plots into args.out."""
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        raise ValueError(f"{unknown[0]!r} is unknown: choose {', '.join(PARTS)}")
     if args.max_ranks < FEWEST_TO_TRAIN:
         raise ValueError(f"--max-ranks {args.max_ranks}: at least {FEWEST_TO_TRAIN} ranks hold the longest sequence")
-    topology = load_topology(args.topology)
-    rows = [*latency(), *memory(), *volume(), *tables(), *scale(topology, args.max_ranks)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_csv(args.out / "simulate.csv", rows)
+    topology = args.topology and load_topology(args.topology)
+    for number, part in enumerate(args.parts or PARTS):
+        print("\n" * (number > 0), end="")
+        PARTS[part](args.out, topology, args.max_ranks)
+    print(f"\nall files are in {args.out}")
+
+
+def _like_the_paper(out: Path, topology: Topology | None, max_ranks: int) -> None:
+    topology = topology or load_topology("dgx_h100")
+    rows = [*latency(), *memory(), *volume(), *tables(), *scale(topology, max_ranks)]
+    out.mkdir(parents=True, exist_ok=True)
+    write_csv(out / "simulate.csv", rows)
     parts = grouped(rows, lambda row: row.part)
     figures = {
         "latency": (_latency_panels(parts["latency"]), "one decode step, 16 heads, DGX H100 nodes (paper: figure 3)"),
@@ -76,22 +90,23 @@ def run(args: argparse.Namespace) -> None:
         "scale": (_scale_panels(parts["decode"], parts["training"]), f"{LONG >> 20}M tokens on {topology.name}, bf16"),
     }
     for name, (panels, title) in figures.items():
-        with whole_file(args.out / f"simulate-{name}.png") as path:
+        with whole_file(out / f"simulate-{name}.png") as path:
             draw(path, [panels], f"Simulated: {title}")
     _print(rows)
-    print(f"\nsimulate.csv and simulate-*.png are in {args.out}")
 
 
-@functools.lru_cache
-def _placed(topology: Topology, ranks: int):
-    return place(topology, [n // topology.host_size for n in range(ranks)])
+PARTS = {
+    "paper": _like_the_paper,
+    "pays": lambda out, topology, _: pays.run(out, topology),
+    "bytes": lambda out, topology, _: crossing.run(out),
+}
 
 
 def _decode(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule: str):
     """(plan, bytes of one rank's shard) of one new token, bf16."""
-    shard = -(-seq_len // ranks) * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v) * paper.BYTES_PER_WORD
+    shard = -(-seq_len // ranks) * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v) * BYTES_PER_WORD
     sizes = dict(rows=shape.num_heads, head_dim_v=shape.head_dim_v, kv_bytes=shard)
-    plan = plan_decode(ranks, **sizes, topology=topology, placement=_placed(topology, ranks), schedule=schedule)
+    plan = plan_decode(ranks, **sizes, topology=topology, placement=placed(topology, ranks), schedule=schedule)
     return plan, shard
 
 
@@ -103,7 +118,7 @@ def _decode_points(
         plan, shard = _decode(topology, ranks, shape, seq_len, schedule)
         cost, how = plan.cost, f"{plan.schedule} {plan.across}" if plan.schedule == "two_level" else plan.schedule
         costs = cost.time_s, cost.bytes, cost.bytes_per_level[-1], shard + cost.peak_bytes
-        published = words[schedule] * paper.BYTES_PER_WORD if schedule in words else None
+        published = words[schedule] * BYTES_PER_WORD if schedule in words else None
         yield Point(part, topology.name, ranks, seq_len, case, schedule, how, *costs, published)
 
 
@@ -149,26 +164,19 @@ def tables() -> Iterator[Point]:
         topology, model = load_topology(line.topology), paper.MODELS[line.model]
         repeated = Shape(model.num_heads, model.num_heads, model.head_dim, model.head_dim)
         linear = 2 * model.parameters * line.seq_len / line.ranks / topology.flops
-        weights = model.parameters * paper.BYTES_PER_WORD / topology.memory_bandwidth
+        weights = model.parameters * BYTES_PER_WORD / topology.memory_bandwidth
         for name, shape, prompt, step, published in (
             ("tree", repeated, "ring", "allreduce", line.tree[0]),
             ("ring", repeated, "ring", "ring", line.ring[0]),
             ("auto", repeated._replace(num_heads_kv=model.num_heads_kv), "auto", "auto", None),
         ):
-            prefill = _training(topology, line.ranks, shape, line.seq_len, prompt, causal=name == "auto").forward
+            prefill = training(topology, line.ranks, shape, line.seq_len, prompt, causal=name == "auto").forward
             plan, _ = _decode(topology, line.ranks, shape, line.seq_len, step)
             attention = model.layers * (prefill.cost.time_s + paper.NEW_TOKENS * plan.cost.time_s)
             total = attention + linear + paper.NEW_TOKENS * weights
             how = f"{prefill}, {plan.schedule}: a step's attention {model.layers * plan.cost.time_s * 1e3:.3g} ms"
             of = "tables", topology.name, line.ranks, line.seq_len, line.model, name, how, total
             yield Point(*of, published=published)
-
-
-def _training(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule: str, *, causal: bool = True):
-    grid = {"KV gather": (1, ranks), "pure tree": (ranks, 1)}.get(schedule)
-    where = dict(topology=topology, placement=_placed(topology, ranks), grid=grid)
-    sizes = dict(batch=1, seq_len=seq_len, bytes_per_word=paper.BYTES_PER_WORD, causal=causal)
-    return plan_training(ranks, shape, **sizes, **where, schedule="grid" if grid else schedule)
 
 
 def scale(topology: Topology, max_ranks: int) -> Iterator[Point]:
@@ -178,7 +186,7 @@ def scale(topology: Topology, max_ranks: int) -> Iterator[Point]:
         yield from _decode_points("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", DECODE)
         for case, shape in SHAPES.items() if ranks >= FEWEST_TO_TRAIN else ():
             for schedule in TRAINING:
-                plan = _training(topology, ranks, shape, LONG, schedule)
+                plan = training(topology, ranks, shape, LONG, schedule)
                 both = plan.forward.cost, plan.backward.cost
                 time_s, sent, outer = (sum(x) for x in zip(*((c.time_s, c.bytes, c.bytes_per_level[-1]) for c in both)))
                 how = f"{plan.forward}; {plan.backward}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tree.bench import paper, simulate
+from megatron_tree.bench import crossing, paper, pays, simulate, simulated
 from megatron_tree.bench.__main__ import main
 from megatron_tree.plan import load_topology
 
@@ -14,7 +14,8 @@ REPO = Path(__file__).resolve().parents[2]
 
 def test_files(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert main(["simulate", "--out", str(tmp_path / "out"), "--max-ranks", "64", "--topology", "gb200_nvl72"]) == 0
+    options = ["--out", str(tmp_path / "out"), "--max-ranks", "64", "--topology", "gb200_nvl72"]
+    assert main(["simulate", "paper", *options]) == 0
     out = capsys.readouterr().out
     assert "simulated, not measured" in out and "Llama 3.1 8B, 8 x dgx_h100" in out
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -31,6 +32,7 @@ def test_files(tmp_path, capsys):
     [
         (["--max-ranks", "8"], "--max-ranks 8: at least 64 ranks hold the longest sequence"),
         (["--topology", "nowhere"], "topology 'nowhere' is unknown"),
+        (["bytes", "times"], "'times' is unknown: choose paper, pays, bytes"),
     ],
 )
 def test_what_is_refused(options, message, capsys, tmp_path):
@@ -91,6 +93,58 @@ def test_ever_more_ranks():
         decode = {r.schedule: r for r in rows if (r.part, r.ranks) == ("decode", ranks)}
         assert decode["auto"].time_s < 1.1 * min(r.time_s for r in decode.values())
         assert decode["auto"].memory_bytes < 0.5 * decode["ring"].memory_bytes
+
+
+def test_where_it_pays(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(pays, "RANKS", {"dgx_h100": (8, 64)})
+    monkeypatch.setattr(pays, "TOKENS", (1 << 15, 1 << 20))
+    out = tmp_path / "out"
+    assert main(["simulate", "pays", "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"pays.csv", "pays-dgx_h100.png"}
+    assert 5_000 < (out / "pays-dgx_h100.png").stat().st_size < 100_000
+    rows = list(csv.DictReader((out / "pays.csv").open()))
+    found = {(row["case"], int(row["ranks"]), int(row["seq_len"])): row for row in rows}
+    assert len(found) == len(rows) == 2 * 2 * 2
+    for (case, ranks, seq_len), row in found.items():
+        auto = float(row["auto_s"])
+        rivals = {rival: row[f"{rival}_s"] for rival in ("ring", "ulysses", "a2a_p2p")}
+        assert all(auto <= 1.05 * float(x) * (1 + 1e-4) for x in rivals.values() if x)
+        assert [rival for rival, x in rivals.items() if not x] == [{8: "a2a_p2p", 64: "ulysses"}[ranks]]
+        alone = simulated.training(load_topology("dgx_h100"), ranks, simulated.SHAPES[case], seq_len, "ring")
+        assert float(row["ring_s"]) == pytest.approx(alone.forward.cost.time_s + alone.backward.cost.time_s, rel=1e-4)
+        hidden = {(8, 1 << 15), (8, 1 << 20), (64, 1 << 20)}
+        assert (auto <= pays.HIDDEN * float(row["compute_s"])) == ((ranks, seq_len) in hidden)
+    assert " 21     -   2.8 |" in capsys.readouterr().out  # MHA, 64 ranks, 32k tokens
+    assert float(found["MHA", 64, 1 << 15]["ring_s"]) > 20 * float(found["MHA", 64, 1 << 15]["auto_s"])
+
+
+def test_bytes_between_nodes_equal_the_formulas():
+    """docs/design.md, section 2, and the statistics, one fp32 word each: in bytes of a token, head_dim 128, bf16."""
+    d, word, stat = 128, 2, 4
+    for row in crossing.rows():
+        h, k, nodes, world = row.num_heads, row.num_heads_kv, row.nodes, row.nodes * row.ranks
+        tokens = crossing.SEQ_LEN / world
+        kv = tokens * 2 * k * d * word
+        assert row.ring == pytest.approx((3 * (world - 1) + 1) * kv * nodes / world)
+        grids = [(a, nodes // a) for a in range(1, nodes + 1) if nodes % a == 0]
+        forward = min((a - 1) * (2 * h * d * word + h * stat) + (b - 1) * 2 * k * d * word for a, b in grids)
+        backward = min((a - 1) * (3 * h * d * word + 2 * h * stat) + (b - 1) * 4 * k * d * word for a, b in grids)
+        assert row.grid == pytest.approx(tokens * (forward + backward))
+        u = row.u
+        assert row.heads_across == pytest.approx(tokens * (u - 1) / u * (4 * d * word * (h + max(k, u)) + h * stat))
+        if k > 1:
+            assert row.heads_across < 0.5 * row.grid < 0.5 * row.ring
+
+
+def test_docs_show_the_table_of_bytes(tmp_path, capsys):
+    assert main(["simulate", "bytes", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    text = (REPO / "docs" / "planner.md").read_text()
+    for line in crossing.table(crossing.rows()).splitlines():
+        assert line in out and line in text
+    for name in pays.RANKS:
+        assert f"images/pays-{name}.png" in text and (REPO / "docs" / "images" / f"pays-{name}.png").is_file()
 
 
 def test_docs_show_the_published_numbers():
