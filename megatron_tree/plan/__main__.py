@@ -1,9 +1,10 @@
-"""Print every candidate schedule of an attention call on a cluster, with its predicted cost, and the chosen one."""
+"""Print the plan of an attention call on a cluster and its rivals, with their predicted cost."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +26,12 @@ examples:
   python -m megatron_tree.plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
   python -m megatron_tree.plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --json
 
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
 """
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 PASSES = ("forward", "backward", "decode")
-SHOWN = 8
 
 
 class Entry(NamedTuple):
@@ -88,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-groups", type=parse_count, help="pin the number of head groups")
     add("--memory-budget", type=parse_bytes, help="of a rank's communication buffers, for instance 2GB")
     add("--ulysses-size", type=parse_count, help="pin the number of ranks that exchange heads")
-    add("--all", action="store_true", help=f"print every candidate (default: the {SHOWN} fastest, and rivals by name)")
+    add("--all", action="store_true", help="print every candidate (default: the chosen one, the fastest, the rivals)")
+    add("--json", action="store_true", help="print all candidates as one JSON object instead of tables")
     add("--csv", type=Path, help="also write all candidates into this file")
     return parser
 
@@ -110,23 +112,28 @@ def run(args: argparse.Namespace) -> None:
     hosts = [n // ranks for n in range(args.nodes * ranks)]
     placement = place(topology, hosts)
     shape = Shape(args.heads, h_kv, args.head_dim, args.head_dim_v or args.head_dim)
-    mask = "no mask" if args.full else "causal"
-    print(
-        f"{len(hosts)} ranks, {args.nodes} x {ranks}, on {topology.name}; batch {args.batch}, {args.seq_len} tokens, "
-        f"{shape.num_heads} heads, {shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {args.dtype}, {mask}"
-    )
     tables, reasons = {}, {}
     if {"forward", "backward"} & set(passes):
         training, reasons["training"] = _training(args, topology, placement, shape)
         tables |= {name: entries for name, entries in training.items() if name in passes}
     if "decode" in passes:
         tables["decode"], reasons["decode"] = _decode(args, topology, placement, shape)
+    if args.csv:
+        _write(args.csv, [e for entries in tables.values() for e in entries], topology)
+    if args.json:
+        found = {name: [_values(e, topology) for e in entries] for name, entries in tables.items()}
+        print(json.dumps({"topology": topology.name, "ranks": len(hosts), **found, "reasons": reasons}, indent=1))
+        return
+    mask = "no mask" if args.full else "causal"
+    print(
+        f"{len(hosts)} ranks, {args.nodes} x {ranks}, on {topology.name}; batch {args.batch}, {args.seq_len} tokens, "
+        f"{shape.num_heads} heads, {shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {args.dtype}, {mask}"
+    )
     for name, entries in tables.items():
         _print(name, entries, topology, everything=args.all)
     for name, reason in reasons.items():
         print(f"\n{name}: {reason}")
     if args.csv:
-        _write(args.csv, [e for entries in tables.values() for e in entries], topology)
         print(f"\nall candidates are in {args.csv}")
 
 
@@ -195,16 +202,16 @@ def _entry(name: str, candidate: PassPlan | Reduction, chosen: bool, args) -> En
 
 
 def _print(name: str, entries: list[Entry], topology: Topology, *, everything: bool) -> None:
-    """A table of the fastest candidates, the chosen one, and the fastest of every rival."""
+    """A table of the chosen candidate, the fastest one, and the fastest of every rival; of a decode step, of all."""
     levels = [f"over {level.name}" for level in topology.levels]
     rows = [["", name, "time", "of it compute", *levels, "steps", "buffers", ""]]
     rivals = {rival: i for i, e in reversed([*enumerate(entries)]) for rival in rival_names(e.candidate)}
-    shown = [i for i, e in enumerate(entries) if everything or i < SHOWN or e.chosen or i in rivals.values()]
-    for i in shown:
+    shown = {0, *rivals.values(), *(i for i, e in enumerate(entries) if everything or e.chosen or name == "decode")}
+    for i in sorted(shown):
         e = entries[i]
         names = [rival for rival, at in rivals.items() if at == i and rival != str(e.candidate)]
-        notes = ["chosen"] * e.chosen + ["beyond --memory-budget"] * (not e.fits) + sorted(names)
-        note = ", ".join(notes)
+        notes = ["chosen"] * e.chosen + ["fastest"] * (i == 0) + ["beyond --memory-budget"] * (not e.fits)
+        note = ", ".join(notes + sorted(names))
         sent = [format_bytes(n) for n in e.cost.bytes_per_level]
         times = [format_seconds(e.cost.time_s), format_seconds(e.cost.compute_s)]
         rows.append(
@@ -219,20 +226,25 @@ def _print(name: str, entries: list[Entry], topology: Topology, *, everything: b
         print(f"   {len(entries) - len(shown)} more: --all")
 
 
+def _values(e: Entry, topology: Topology) -> dict:
+    """A candidate in plain values; those that it doesn't have are None."""
+    found = {"schedule": e.candidate.schedule, "heads": None, "grid": None, "inner": None, "head_groups": None}
+    if isinstance(e.candidate, PassPlan):
+        pairs = dict(heads=e.candidate.arrangement.heads, grid=e.candidate.grid, inner=e.candidate.inner)
+        found |= {name: "x".join(map(str, pair)) for name, pair in pairs.items()}
+        found["head_groups"] = e.candidate.head_groups
+    cost, levels = e.cost, (f"bytes_over_{level.name}" for level in topology.levels)
+    found |= {"across": getattr(e.candidate, "across", None), "time_s": cost.time_s, "compute_s": cost.compute_s}
+    found |= dict(zip(levels, cost.bytes_per_level)) | {"steps": cost.steps, "peak_bytes": cost.peak_bytes}
+    return found | {"chosen": e.chosen, "rivals": rival_names(e.candidate)}
+
+
 def _write(path: Path, entries: list[Entry], topology: Topology) -> None:
-    levels = [f"bytes_over_{level.name}" for level in topology.levels]
-    header = ["pass", "schedule", "heads", "grid", "inner", "head_groups", "across", "time_s", "compute_s", *levels]
+    rows = [{"pass": e.name, **_values(e, topology), "chosen": int(e.chosen)} for e in entries]
     with whole_file(path) as part, part.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*header, "steps", "peak_bytes", "chosen"])
-        for e in entries:
-            how = ["", "", "", "", getattr(e.candidate, "across", "")]
-            if isinstance(e.candidate, PassPlan):
-                pairs = e.candidate.arrangement.heads, e.candidate.grid, e.candidate.inner
-                how = [*("x".join(map(str, pair)) for pair in pairs), e.candidate.head_groups, ""]
-            cost = e.cost
-            numbers = [cost.time_s, cost.compute_s, *cost.bytes_per_level, cost.steps, cost.peak_bytes]
-            writer.writerow([e.name, e.candidate.schedule, *how, *numbers, int(e.chosen)])
+        writer = csv.DictWriter(file, [name for name in rows[0] if name != "rivals"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import configparser
 import csv
+import json
 import re
 import shlex
 from pathlib import Path
@@ -21,7 +22,8 @@ def test_tables_for_all_passes(capsys):
     for part in ("4 ranks, 2 x 2, on ethernet", "forward ", "backward ", "decode ", "over loopback", "over ethernet"):
         assert part in out
     chosen = [line for line in out.splitlines() if line.startswith("*")]
-    assert len(chosen) == 3 and all(line.endswith("chosen") for line in chosen)
+    assert len(chosen) == 3 and all("  chosen" in line for line in chosen)
+    assert sum(line.endswith("fastest") or "fastest, " in line for line in out.splitlines()) == 3
     assert "heads over 2 nodes x 2 ranks of a node" in out and out.count(" more: --all") == 2
     assert all(f"  {rival}" in out for rival in ("ring", "KV gather", "pure tree", "Ulysses", "a2a+p2p", "all-reduce"))
     assert "training: forward on " and "\ndecode: " in out
@@ -47,7 +49,7 @@ def test_the_budget_marks_what_is_too_large(capsys, tmp_path):
     assert main([*call, "--head-groups", "1"]) == 0
     largest = max(int(row["peak_bytes"]) for row in csv.DictReader((tmp_path / "plan.csv").open()))
     capsys.readouterr()
-    assert main([*call, "--head-groups", "1", "--memory-budget", str(largest - 1)]) == 0
+    assert main([*call, "--head-groups", "1", "--all", "--memory-budget", str(largest - 1)]) == 0
     assert "beyond --memory-budget" in capsys.readouterr().out
 
 
@@ -62,6 +64,30 @@ def test_csv_holds_all_candidates(capsys, tmp_path):
         assert [float(row["time_s"]) for row in mine] == sorted(float(row["time_s"]) for row in mine)
         assert all(float(row["bytes_over_ethernet"]) > 0 for row in mine)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.csv"]
+
+
+def test_many_nodes_give_few_lines(capsys):
+    """The chosen one, the fastest, and the five rivals: not dozens of grids that take as long."""
+    assert main(["--topology", "dgx_h100", "--nodes", "16", "--seq-len", "1M", "--pass", "forward"]) == 0
+    short = [line for line in capsys.readouterr().out.splitlines() if re.search(r" [mu]?s  ", line)]
+    assert 5 <= len(short) <= 7 and sum(line.startswith("*") for line in short) == 1
+    assert main(["--topology", "dgx_h100", "--nodes", "16", "--seq-len", "1M", "--pass", "forward", "--all"]) == 0
+    whole = [line for line in capsys.readouterr().out.splitlines() if re.search(r" [mu]?s  ", line)]
+    assert len(whole) > 100 and {line.split("  ")[1] for line in short} <= {line.split("  ")[1] for line in whole}
+
+
+def test_json_holds_all_candidates(capsys, tmp_path):
+    assert main([*SMALL, "--json", "--csv", str(tmp_path / "plan.csv")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["topology"], found["ranks"]) == ("ethernet", 4) and set(found["reasons"]) == {"training", "decode"}
+    rows = list(csv.DictReader((tmp_path / "plan.csv").open()))
+    assert len(rows) == sum(len(found[name]) for name in ("forward", "backward", "decode"))
+    for name in ("forward", "backward", "decode"):
+        mine = [row for row in rows if row["pass"] == name]
+        assert [row["chosen"] == "1" for row in mine] == [c["chosen"] for c in found[name]]
+        assert [float(row["time_s"]) for row in mine] == [c["time_s"] for c in found[name]]
+        assert [row["grid"] for row in mine] == [c["grid"] or "" for c in found[name]]
+    assert {rival for c in found["forward"] for rival in c["rivals"]} >= {"ring", "KV gather", "Ulysses"}
 
 
 @pytest.mark.parametrize(
