@@ -1,6 +1,7 @@
 """TreeDotProductAttention by itself: its arguments, masks, packed and padded batches, dropout."""
 
 import itertools
+import sys
 import types
 
 import pytest
@@ -52,7 +53,7 @@ def test_causal_mask_of_the_data_loader_is_accepted_but_not_trusted():
     mask = causal_mask(6)
     expected = module(*tensors)
     assert torch.equal(module(*tensors, mask), expected)
-    mask[..., 3:, :3] = True  # what reset_attention_mask does: two documents
+    mask[..., 3:, 1:3] = True
     with pytest.raises(ValueError, match="neither the causal mask"):
         module(*tensors, mask)
 
@@ -174,6 +175,62 @@ def dense_with_gradients(inputs, hidden):
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = dense(*leaves, scale=8**-0.5, hidden=hidden & ~hidden.all(-1, keepdim=True))
     return [out.detach(), *torch.autograd.grad((out * inputs[3]).sum(), leaves)]
+
+
+def _reset(rank, world):
+    """Masks of --reset-attention-mask: causal within each document of a row."""
+    rows, errors = shard_positions(SEQ, rank, world), {}
+    starts = torch.tensor([[0, 5, 6], [0, 0, 0], [0, 1, 15]])  # of documents in each row
+    inside = (torch.arange(SEQ)[None, :, None] >= starts[:, None]).sum(-1)  # [b, s]: the document of a token
+    other = (inside[:, None, :, None] != inside[:, None, None]) | causal_mask(SEQ)
+    for mask_type, share in ((causal, other), (AttnMaskType.arbitrary, other), (causal, other[:1])):
+        want = dense_with_gradients(inputs_of(), share)
+        for comm_type in ("tree", "p2p", "all_gather") if world > 1 else ("tree",):
+            options = dict(attn_mask_type=mask_type, attention_mask=share[:, :, rows].contiguous(), name=comm_type)
+            found = run_core(inputs_of(), world, rows, rows, **options)
+            errors[mask_type.name, len(share), comm_type] = compare(found, want, rows, rows)
+    return errors
+
+
+@pytest.mark.supports("attention_mask", with_="causal within documents (reset_attention_mask); cp = 2, 4")
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_masks_of_documents_are_read(world):
+    for errors in run_distributed(_reset, world):
+        assert largest(errors.values()) < 1e-12, errors
+
+
+def test_masks_of_a_loader_that_makes_causal_ones_are_not_read(monkeypatch):
+    arguments = types.SimpleNamespace(reset_attention_mask=False)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", types.SimpleNamespace(_GLOBAL_ARGS=arguments))
+    module, tensors = core_attention(), qkv()
+    unread = torch.zeros(1, dtype=torch.bool)
+    assert torch.equal(module(*tensors, unread), module(*tensors))
+    arguments.reset_attention_mask = True
+    with pytest.raises(ValueError, match="attention_mask"):
+        module(*tensors, unread)
+
+
+def _own_group(rank, world):
+    """A batch over ranks of its own, as hybrid context parallelism makes them; cp_comm_type is as of all ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    bounds, errors = torch.tensor([0, SEQ]), {}
+    want = run_core(inputs_of(batch=1), 1)
+    for size, group in ((2, pairs[rank // 2]), (1, None)):
+        rows = shard_positions(SEQ, rank % size, size)
+        for form, name in itertools.product(("sbhd", "thd"), ("tree", "p2p", "all_gather", "a2a")):
+            packed = PackedSeqParams(form, bounds, bounds, max_seqlen_q=SEQ, max_seqlen_kv=SEQ, local_cp_size=size)
+            packed.cp_group = group
+            inputs = [x.flatten(0, 1) if form == "thd" else x for x in inputs_of(batch=1)]
+            found = run_core(inputs, world, rows, rows, packed_seq_params=packed, name=name)
+            whole = [x.view(len(x), *y.shape[1:]) for x, y in zip(want, found)]
+            errors[size, form, name] = compare(found, whole, rows, rows)
+    return errors
+
+
+@pytest.mark.supports("hybrid context parallelism", with_="batches over 1 and 2 of 4 ranks, sbhd and thd")
+def test_batches_over_ranks_of_their_own():
+    for errors in run_distributed(_own_group, 4):
+        assert len(errors) == 16 and largest(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.supports("attention_mask", with_="causal, padding, both, square and one row; cp = 2, 4")

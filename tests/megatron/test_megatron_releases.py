@@ -203,17 +203,20 @@ def test_batches_of_older_and_newer_releases(monkeypatch):
     assert calls == [({"tokens": 1}, None), (False, "group")]
 
 
-def test_other_packings_are_refused(monkeypatch):
+def test_batches_that_are_not_cut_document_by_document(monkeypatch):
     plain = types.SimpleNamespace(qkv_format="thd", local_cp_size=None, cp_group=None)
-    compat.refuse_other_packings(plain)
-    compat.refuse_other_packings(types.SimpleNamespace(qkv_format="thd"))  # 0.14
-    for field in ({"local_cp_size": 1}, {"cp_group": Group(2)}):
-        with pytest.raises(ValueError, match="has its own context-parallel group"):
-            compat.refuse_other_packings(types.SimpleNamespace(**{**vars(plain), **field}))
+    group, own = Group(4), Group(2)
+    assert compat.group_of_batch(None, group) is group
+    assert compat.group_of_batch(types.SimpleNamespace(qkv_format="thd"), group) is group  # 0.14
+    assert compat.group_of_batch(plain, group) is group
+    plain.local_cp_size, plain.cp_group = 2, own
+    assert compat.group_of_batch(plain, group) is own
+    plain.local_cp_size, plain.cp_group = 1, None
+    assert compat.group_of_batch(plain, group) is None
+    assert not compat.cuts_packed_rows_as_a_whole()
     arguments = types.SimpleNamespace(dataloader_inter_document_masking=True, sft=False)
     state = types.SimpleNamespace(_GLOBAL_ARGS=arguments)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", state)
-    with pytest.raises(ValueError, match="--dataloader-inter-document-masking"):
-        compat.refuse_other_packings(plain)
+    assert compat.cuts_packed_rows_as_a_whole()
     arguments.sft = True
-    compat.refuse_other_packings(plain)
+    assert not compat.cuts_packed_rows_as_a_whole()

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_tree import TreeConfig
 from support import megatron_models
 from support.ranks import run_distributed
 
@@ -84,6 +85,20 @@ def test_ulysses_and_tree():
     kinds = [{"num_heads_kv": n} for n in (8, 2, 1)] + [{"mla": True}]
     kinds += [{"extra": options(window_size=(5, 0), softmax_type="learnable")}]
     check(4, [Case(cp=4, cp_sizes=(2, 2), cp_comm_type=t, **kind) for t in ("a2a+tree", "a2a+p2p") for kind in kinds])
+
+
+GEMMA = options(num_layers=6, window_size=(7, 0), window_attn_skip_freq=6) + QK_NORM  # five windows, then one without
+GPT_OSS = options(window_size=(3, 0), window_attn_skip_freq=2, softmax_type="learnable", num_moe_experts=4)
+
+
+@pytest.mark.supports(
+    "sliding windows (window_size, window_attn_skip_freq)", with_="models like Gemma 3 and GPT-OSS; cp = 4"
+)
+def test_models_with_windows():
+    """The planner casts the keys of window layers and plans the others' grids; experts and sinks as in these models."""
+    models = [{"num_heads_kv": 4, "extra": GEMMA}, {"num_heads_kv": 1, "extra": GPT_OSS}]
+    cast = {"tree_config": TreeConfig(schedule="cast", ulysses_size=1)}
+    check(4, [Case(cp=4, **model, **how) for model in models for how in ({}, cast)])
 
 
 def seeded(case):

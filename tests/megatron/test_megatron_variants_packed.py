@@ -10,16 +10,19 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
+from megatron_tree import shard_positions
 from support.megatron_models import (
     VOCAB,
     Case,
     build_model,
     check,
     gradients_over_cp,
+    megatron,
     mtp_losses,
     reference_of,
     schedules,
 )
+from support.ranks import run_distributed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,69 @@ def packed(case):
     return losses[:, valid.bool()], gradients_over_cp(model)
 
 
+def one_row(case):
+    """Tokens, labels and loss mask [1, t] of all documents without padding, and their boundaries."""
+    text = [x for x in text_of(case) if len(x) > 1]
+    tokens, labels = torch.cat([x[:-1] for x in text])[None], torch.cat([x[1:] for x in text])[None]
+    begins = torch.tensor([0, *itertools.accumulate(case.documents)], dtype=torch.int32)
+    return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}, begins
+
+
+def _all_losses(losses, rows, total, group):
+    """[1, total] from this rank's losses [1, rows]; row -1 holds none."""
+    found = torch.zeros(1, total)
+    found[:, rows[rows >= 0]] = losses.detach()[:, rows >= 0]
+    dist.all_reduce(found, group=group)
+    return found
+
+
+def dispatched(case):
+    """The same of the model that gets documents which are whole on one rank, or spread."""
+    from megatron.core import parallel_state
+
+    from megatron_tree.integrations import megatron as tree
+
+    group = parallel_state.get_context_parallel_group()
+    batch, begins = one_row(case)
+    share, packed = tree.dispatch_batch(batch, begins, multiple_of=case.padded_for)
+    model = tree.use_dispatched_documents(build_model(case))
+    tokens, mask = share["tokens"], share["loss_mask"]
+    losses = model(tokens, share["position_ids"], None, labels=share["labels"], packed_seq_params=packed)
+    (losses * mask).sum().backward()
+    rows = shard_positions(case.cp * tokens.shape[1], group.rank(), case.cp, packed.layout)
+    return _all_losses(losses, rows, int(begins[-1]), group), gradients_over_cp(model)
+
+
+def inter_document(case):
+    """The same of the batches of --dataloader-inter-document-masking: the row is cut zigzag as a whole."""
+    import sys
+    import types
+    from unittest import mock
+
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_tree.integrations import megatron as tree
+
+    group = parallel_state.get_context_parallel_group()
+    batch, begins = one_row(case)
+    total = int(begins[-1])
+    rows = shard_positions(total, group.rank(), case.cp)
+    lengths = dict(max_seqlen_q=max(case.documents), max_seqlen_kv=max(case.documents))
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=begins, cu_seqlens_kv=begins, **lengths)
+    arguments = types.SimpleNamespace(dataloader_inter_document_masking=True)
+    with mock.patch.dict(sys.modules, {"megatron.training.global_vars": types.SimpleNamespace(_GLOBAL_ARGS=arguments)}):
+        tree.install()
+        try:
+            model = build_model(case)
+        finally:
+            tree.uninstall()
+        tokens, labels = (batch[name][:, rows] for name in ("tokens", "labels"))
+        losses = model(tokens, rows[None], None, labels=labels, packed_seq_params=packed)
+        losses.sum().backward()
+    return _all_losses(losses, rows, total, group), gradients_over_cp(model)
+
+
 def alone(case):
     return dataclasses.replace(reference_of(case), padded_for=1)
 
@@ -112,6 +178,50 @@ def test_packed_documents(cp):
     kinds = [{"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": options(rope_type="yarn")}]
     kinds += schedules(cp) if cp > 1 else [{}]
     check_packed(cp, [case(**kind) for kind in kinds])
+
+
+RECOMPUTED = options(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.supports("packed sequences (thd)", with_="dispatched: no padding; cp = 1, 2, 4; MLA, windows, sinks, yarn")
+def test_dispatched_documents(cp):
+    case = functools.partial(Packed, cp=cp, tree=True, documents=(13, 0, 27, 5, 3), padded_for=3, **ONE)
+    kinds = [{}, {"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": options(rope_type="yarn")}]
+    kinds += [{"extra": RECOMPUTED}, {"mla": True, "extra": RECOMPUTED}, {"cp_comm_type": "a2a"}]
+    check(cp, [case(**kind) for kind in kinds], run=dispatched, reference=alone, run_reference=each_alone)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.supports("packed sequences (thd)", with_="cut as a whole (inter-document masking); cp = 2, 4; MLA")
+def test_inter_document_masking(cp):
+    case = functools.partial(Packed, cp=cp, documents=(13, 0, 27, 5, 3), install=True, local_spec=True, **ONE)
+    kinds = [{}, {"mla": True}, {"extra": WINDOW}]
+    check(cp, [case(**kind) for kind in kinds], run=inter_document, reference=alone, run_reference=each_alone)
+
+
+def _unprepared(rank, world):
+    from megatron_tree.integrations import megatron as tree
+
+    case, said = Packed(cp=world, **ONE), []
+    with megatron(tp=1, pp=1, cp=world):
+        batch, begins = one_row(case)
+        share, packed = tree.dispatch_batch(batch, begins)
+        with pytest.raises(ValueError, match="call .*use_dispatched_documents") as error:
+            build_model(case)(share["tokens"], share["position_ids"], None, packed_seq_params=packed)
+        said.append(str(error.value))
+        model = build_model(dataclasses.replace(case, extra=options(mtp_num_layers=1)))
+        with pytest.raises(ValueError, match="mtp_num_layers=1") as error:
+            tree.use_dispatched_documents(model)
+        said.append(str(error.value))
+        with pytest.raises(ValueError, match=r"batch has entries \['text'\]"):
+            tree.dispatch_batch({"text": 1}, begins)
+    return said
+
+
+def test_a_model_that_was_not_prepared_says_so():
+    for first, second in run_distributed(_unprepared, 2):
+        assert "rotary embedding" in first and "cut one by one" in second
 
 
 @pytest.mark.supports("packed sequences (thd)", with_="cp_comm_type a2a, a2a+tree, a2a+p2p; cp = 4")

@@ -20,6 +20,7 @@ from .compat import CP_COMM_TYPES, UnsupportedMegatronError, hide_import_notices
 with hide_import_notices():
     from .attention import TreeDotProductAttention, tree_config_for
     from .cpu import megatron_on_cpu
+    from .documents import dispatch_batch, use_dispatched_documents
     from .inference import MegatronRunner
     from .norm import SequenceParallelNorm, use_sequence_parallel_norm
     from .spec import (
@@ -38,12 +39,14 @@ __all__ = [
     "TreeDotProductAttention",
     "UnsupportedMegatronError",
     "core_attention_for_tree",
+    "dispatch_batch",
     "get_gpt_layer_tree_spec",
     "install",
     "is_installed",
     "megatron_on_cpu",
     "tree_config_for",
     "uninstall",
+    "use_dispatched_documents",
     "use_sequence_parallel_norm",
     "use_tree_attention",
 ]

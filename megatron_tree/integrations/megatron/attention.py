@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import comm
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
 from ...config import TreeConfig
 from . import compat
@@ -120,7 +121,7 @@ class TreeDotProductAttention(MegatronModule):
         self.cp_comm_type = cp_comm_type
         two_parts = cp_comm_type is not None and "+" in cp_comm_type
         sizes = compat.hierarchical_sizes(config, self.cp_group) if two_parts else (1, cp_size)
-        self.tree_config = tree_config_for(cp_comm_type, sizes, tree_config)
+        self._base_config, self.tree_config = tree_config, tree_config_for(cp_comm_type, sizes, tree_config)
         ulysses_size = self.tree_config.ulysses_size or 1
         places = cp_size // ulysses_size
         for name in ("grid", "grid_backward"):
@@ -188,17 +189,18 @@ class TreeDotProductAttention(MegatronModule):
         if (served := serving.get()) is not None:
             return served.attend(self, query, key, value)
         mask_type = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
+        cp_group = compat.group_of_batch(packed_seq_params, self.cp_group)
         options = dict(
-            cp_group=self.cp_group,
+            cp_group=cp_group,
             softmax_scale=self.softmax_scale,
             window_size=self.window_size,
             softcap=self.softcap,
             sinks=self.softmax_offset,
             dropout_p=self.dropout_p if self.training else 0.0,
             dropout_seed=self._dropout_seed() if self.training and self.dropout_p else None,
-            config=self.tree_config,
+            config=self._config_over(cp_group),
         )
-        if packed_seq_params is not None:
+        if packed_seq_params is not None and not _one_document(packed_seq_params):
             return self._packed(query, key, value, attention_mask, mask_type, packed_seq_params, options)
         if query.dim() != 4 or (key.shape[:2] != query.shape[:2] and not self.is_cross):
             raise ValueError(
@@ -206,45 +208,63 @@ class TreeDotProductAttention(MegatronModule):
                 "[s, b, heads, d] with equal s and b in self attention (to decode with a KV cache use MegatronRunner)"
             )
         s, b = query.shape[:2]
-        sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0], cp_group=self.cp_group)
+        sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0], cp_group=cp_group)
         limit = self.tree_config.timeout_s
-        options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
+        options["causal"], lengths, documents = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        if lengths is None:
+        if lengths is None and documents is None:
             return tree_attn_func(q, k, v, **options).transpose(0, 1).flatten(2)
-        # the rows of a padded batch become packed documents
-        of_keys = _documents(lengths, key.shape[0] * self.config.context_parallel_size)
-        of_queries = of_keys
-        if self.is_cross:
-            whole = s * self.config.context_parallel_size
-            of_queries = _documents((whole,) * b, whole)
-            options |= dict(cu_seqlens_kv=of_keys[0], cu_seqlens_kv_padded=of_keys[1])
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out = tree_attn_varlen_func(q, k, v, cu_seqlens=of_queries[0], cu_seqlens_padded=of_queries[1], **options)
+        if documents is not None:
+            options["layout"] = documents
+        else:  # the rows of a padded batch become packed documents
+            world = comm.group_size(cp_group)
+            of_keys = _documents(lengths, key.shape[0] * world)
+            of_queries = of_keys
+            if self.is_cross:
+                of_queries = _documents((s * world,) * b, s * world)
+                options |= dict(cu_seqlens_kv=of_keys[0], cu_seqlens_kv_padded=of_keys[1])
+            options |= dict(cu_seqlens=of_queries[0], cu_seqlens_padded=of_queries[1])
+        out = tree_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options)
         return out.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
 
+    def _config_over(self, cp_group: Any) -> TreeConfig:
+        """The TreeConfig for a batch over these ranks, which may be others than the layer was built for."""
+        world = comm.group_size(cp_group)
+        if world == self.config.context_parallel_size:
+            return self.tree_config
+        if self.cp_comm_type is not None and "+" in self.cp_comm_type:
+            raise ValueError(
+                f"cp_comm_type={self.cp_comm_type!r} has sizes for {self.config.context_parallel_size} ranks, but this "
+                f"batch is sharded over {world} (hybrid or dynamic context parallelism): use cp_comm_type='tree'"
+            )
+        return tree_config_for(self.cp_comm_type, (1, world), self._base_config)
+
     def _packed(self, query, key, value, attention_mask, mask_type: AttnMaskType, packed: Any, options: dict) -> Tensor:
-        compat.refuse_other_packings(packed)
         if packed.qkv_format != "thd":
             raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: tree attention takes 'thd'")
         if attention_mask is not None:
             raise ValueError(
                 "attention_mask is set together with packed_seq_params: pass None, cu_seqlens separate the documents"
             )
-        options["causal"], _ = read_mask(None, mask_type, batch=1, num_queries=0, num_keys=0, cp_group=None)
+        options["causal"] = read_mask(None, mask_type, batch=1, num_queries=0, num_keys=0, cp_group=None).causal
         if query.dim() == 4:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
         if self.is_cross:
             options |= dict(cu_seqlens_kv=packed.cu_seqlens_kv, cu_seqlens_kv_padded=packed.cu_seqlens_kv_padded)
-        out = tree_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens=packed.cu_seqlens_q,
-            cu_seqlens_padded=packed.cu_seqlens_q_padded,
-            **options,
-        )
-        return out.flatten(1)
+        layout = getattr(packed, "layout", None)
+        if layout is not None:
+            options["layout"] = layout
+        else:
+            options |= dict(cu_seqlens=packed.cu_seqlens_q, cu_seqlens_padded=packed.cu_seqlens_q_padded)
+        whole = layout is None and compat.cuts_packed_rows_as_a_whole()
+        if (whole or not getattr(packed, "embedded", True)) and comm.group_size(options["cp_group"]) > 1:
+            raise ValueError(
+                "this packed batch is not cut document by document (dispatch_batch, or "
+                "--dataloader-inter-document-masking), but the model's rotary embedding takes it to be: call "
+                "megatron_tree.integrations.megatron.use_dispatched_documents(model) once after the model is built, or "
+                "install() before"
+            )
+        return tree_attn_varlen_func(query, key, value, **options).flatten(1)
 
     def _dropout_seed(self) -> int:
         """A number from the random state of Megatron's own attention dropout; every tp rank gets a different one."""
@@ -258,6 +278,13 @@ class TreeDotProductAttention(MegatronModule):
     ) -> dict:
         """The learnable sinks, sharded over tensor-parallel ranks, under the key of Megatron's own core attention."""
         return compat.sharded_parameters(self, prefix, {"softmax_offset": 0}, sharded_offsets, metadata, self.tp_group)
+
+
+def _one_document(packed: Any) -> bool:
+    """Whether a batch is an ordinary one over ranks of its own, as Megatron's hybrid context parallelism makes them."""
+    bounds = packed.cu_seqlens_q
+    ordinary = packed.qkv_format in ("sbhd", "bshd") and (bounds is None or len(bounds) == 2)
+    return ordinary and getattr(packed, "local_cp_size", None) is not None
 
 
 def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[int]]:

@@ -1,10 +1,14 @@
-"""Megatron's attention masks, reduced to the length of every row of a batch.
+"""Megatron's attention masks, reduced to what tree attention needs to know of them.
 
-Core attention gets boolean tensors, True = hidden. Tree attention only needs lengths: a mask must be causal, or hide
-padding at the end of rows, or both. All layers get the same tensor, so it is read once.
+Core attention gets boolean tensors, True = hidden. A mask must be causal, or hide padding at the end of rows, or both:
+then the lengths of the rows say it all. Or it is causal within documents that lie one after another in a row, as with
+--reset-attention-mask. All layers get the same tensor, so it is read once.
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -12,7 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import comm
-from ...layout import shard_positions
+from ...layout import Dispatched, documents_over, shard_positions
+from . import compat
 
 # whether the kernels apply the causal mask; for `arbitrary` the mask itself decides
 CAUSAL = {
@@ -25,6 +30,16 @@ CAUSAL = {
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, how it was read, what was found)
 
 
+class MaskRead(NamedTuple):
+    """What a mask shows."""
+
+    causal: bool
+    lengths: tuple[int, ...] | None = None
+    """Number of keys of every batch row; None if no row is padded."""
+    documents: Dispatched | None = None
+    """Documents in the rows of the batch, one row after another; None if every row is one."""
+
+
 def read_mask(
     mask: Tensor | None,
     mask_type: AttnMaskType,
@@ -34,8 +49,10 @@ def read_mask(
     num_keys: int,
     cp_group,
     timeout_s: float = 600.0,
-) -> tuple[bool, tuple[int, ...] | None]:
-    """(whether a mask is causal, number of keys of every batch row, or None if no row is padded).
+) -> MaskRead:
+    """What this rank's part of a mask shows, the same on all ranks.
+
+    A mask is not read where Megatron-LM's data loader makes causal ones only (no --reset-attention-mask).
 
     Args:
         mask: bool [b or 1, 1, rows, columns], True = hidden, or None. rows: this rank's queries, or 1; columns: all
@@ -48,7 +65,9 @@ def read_mask(
     if mask is None:
         if mask_type not in CAUSAL:
             raise ValueError(f"attn_mask_type {mask_type} needs an attention_mask: pass one, or use another type")
-        return CAUSAL[mask_type], None
+        return MaskRead(CAUSAL[mask_type])
+    if mask_type == AttnMaskType.causal and compat.loads_causal_masks():
+        return MaskRead(True)
     how = (mask_type, batch, num_queries, num_keys, cp_group)
     known = _read.get(mask)
     if known is None or known[:2] != (mask._version, how):
@@ -86,9 +105,33 @@ def _find(
     for which, is_causal in allowed:
         if not found[which]:
             tokens = tuple(lengths.tolist())
-            return is_causal, None if set(tokens) == {num_keys * world} else tokens
+            return MaskRead(is_causal, None if set(tokens) == {num_keys * world} else tokens)
+    square = mask.shape[2:] == (num_queries, num_queries * world)
+    if square and num_keys == num_queries and any(is_causal for _, is_causal in allowed):
+        documents = _documents(seen, q_pos, k_pos, batch, cp_group, timeout_s)
+        if documents is not None:
+            return MaskRead(True, documents=documents)
     raise ValueError(
         f"attention_mask {tuple(mask.shape)} with attn_mask_type {mask_type} is neither the causal mask of this rank's "
-        "rows nor padding at the end of rows: tree attention takes no other mask; turn --reset-attention-mask off, or "
-        "pack documents (packed_seq_params)"
+        "rows, also within documents, nor padding at the end of rows: tree attention takes no other mask here "
+        "(tree_attn_func takes any mask that is made of ranges)"
     )
+
+
+def _documents(seen: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, cp_group, timeout_s: float) -> Dispatched | None:
+    """The documents of a mask [b or 1, queries, keys], True = visible, that is causal within each; None for others."""
+    world = comm.group_size(cp_group)
+    total = len(q_pos) * world
+    first = torch.where(seen, k_pos, total).amin(-1)  # [b, queries]: the first key that is seen
+    begins = torch.full((len(seen), total), -1, dtype=torch.int64, device=seen.device)
+    begins[:, q_pos] = first
+    comm.all_reduce(begins, cp_group, op="max", timeout_s=timeout_s)
+    own = begins == torch.arange(total, device=seen.device)  # where a document begins
+    inside = torch.where(own, begins, -1).cummax(-1).values
+    shown = (k_pos >= first[..., None]) & (k_pos <= q_pos[:, None])
+    wrong = torch.tensor([int(not (torch.equal(inside, begins) and torch.equal(seen, shown)))], device=seen.device)
+    if int(comm.all_reduce(wrong, cp_group, op="max", timeout_s=timeout_s)):
+        return None
+    edges = [[*row.nonzero().flatten().tolist(), total] for row in own.expand(batch, -1)]
+    lengths = tuple(b - a for row in edges for a, b in itertools.pairwise(row))
+    return documents_over(lengths, lengths, world, batch=batch)

@@ -12,6 +12,7 @@ from ...config import TreeConfig
 from ...errors import TreeError
 from . import compat
 from .attention import TreeDotProductAttention
+from .documents import watch_batches
 
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
@@ -175,11 +176,13 @@ def install(*, tree_config: TreeConfig | None = None) -> None:
         compat.megatron_version()
         attention = compat.attention_classes()
         layer = compat.lookup("megatron.core.transformer.transformer_layer:TransformerLayer")
+        model = compat.lookup("megatron.core.models.gpt.gpt_model:GPTModel")
         misread = compat.misreads_cp_comm_type_list()
         for cls in attention:
             _wrap(cls, _with_tree_submodules)
         if misread:
             _wrap(layer, _with_fixed_list)
+        _wrap(model, _with_watched_batches)
     _installed_config = tree_config
 
 
@@ -220,6 +223,15 @@ def _with_tree_submodules(original, signature):
             call.arguments["submodules"] = use_tree_attention(spec, tree_config=_installed_config)
         with compat.mla_without_transformer_engine():
             return original(*call.args, **call.kwargs)
+
+    return init
+
+
+def _with_watched_batches(original, signature):
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if compat.cuts_packed_rows_as_a_whole():
+            watch_batches(self)
 
     return init
 

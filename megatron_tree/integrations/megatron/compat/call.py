@@ -72,19 +72,30 @@ def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     return split(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
-def refuse_other_packings(packed_seq_params: Any) -> None:
-    """Raise a ValueError for a packed batch that is not sharded document by document over the whole cp group."""
-    if getattr(packed_seq_params, "local_cp_size", None) is not None or getattr(packed_seq_params, "cp_group", None):
-        raise ValueError(
-            "packed_seq_params has its own context-parallel group (hybrid or dynamic context parallelism): tree "
-            "attention uses the whole group for every batch; turn --hybrid-context-parallel off"
-        )
+def context_parallel_group(module: Any) -> Any:
+    """The context-parallel group of a model or an attention layer."""
+    groups = getattr(module, "pg_collection", None)  # older: no such attribute
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    return getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
+
+
+def group_of_batch(packed_seq_params: Any, cp_group: Any) -> Any:
+    """The context-parallel ranks of this batch: its own under hybrid or dynamic context parallelism, else cp_group."""
+    if getattr(packed_seq_params, "local_cp_size", None) == 1:
+        return None
+    return getattr(packed_seq_params, "cp_group", None) or cp_group
+
+
+def cuts_packed_rows_as_a_whole() -> bool:
+    """Whether Megatron-LM cuts packed batches zigzag as a whole, wherever documents begin, instead of one by one."""
     args = megatron_lm_arguments()
-    if getattr(args, "dataloader_inter_document_masking", False) and not getattr(args, "sft", False):
-        raise ValueError(
-            "--dataloader-inter-document-masking zigzags the packed sequence as a whole: tree attention takes packed "
-            "batches that are zigzagged document by document; turn it off (documents of --sft are supported)"
-        )
+    return bool(getattr(args, "dataloader_inter_document_masking", False)) and not getattr(args, "sft", False)
+
+
+def loads_causal_masks() -> bool:
+    """Whether the Megatron-LM script that runs loads masks that are causal and nothing else."""
+    args = megatron_lm_arguments()
+    return args is not None and not getattr(args, "reset_attention_mask", True)
 
 
 def refuse_unknown_arguments(where: str, arguments: dict[str, Any]) -> None:
