@@ -14,6 +14,8 @@ from ..config import TreeConfig
 from ..kernels import gather_row
 from . import Append, ShardedCache, View
 
+PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kernels skip what is hidden
+
 
 @contextlib.contextmanager
 def forward_pass(
@@ -23,6 +25,7 @@ def forward_pass(
     *,
     cp_group,
     schedule: str = "auto",
+    head_shares: tuple[int, ...] | None = None,
     sharded: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[ForwardPass]:
@@ -31,12 +34,13 @@ def forward_pass(
     A failure inside removes the tokens again.
 
     Args:
+        head_shares: query heads of every rank of cp_group, whose weights are split; see `tree_decode`.
         sharded: this rank runs its share of one row's tokens, given by `ForwardPass.append.shares`.
         progress: called as progress(layers done, all of them).
     """
     append = store.append(rows, num_tokens, sharded=sharded)
     try:
-        yield ForwardPass(store, cp_group, schedule, tuple(rows), append, progress)
+        yield ForwardPass(store, cp_group, schedule, tuple(rows), append, head_shares, progress)
     except BaseException:
         for row, length in zip(rows, append.first, strict=True):
             store.crop(row, length)
@@ -52,6 +56,7 @@ class ForwardPass:
     schedule: str
     rows: tuple[int, ...]
     append: Append
+    head_shares: tuple[int, ...] | None = None
     progress: Callable[[int, int], None] | None = None
     written: set[int] = field(default_factory=set)
     """Layers that have stored their tokens."""
@@ -104,7 +109,8 @@ class ForwardPass:
         """Attend to all that the ranks hold of the rows, the new tokens among it. Collective over cp_group.
 
         Args:
-            q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`.
+            q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
+                of this rank's heads; so are the result and sinks.
             kv: keys and values made from `held`, [b, longest, h_kv, d] and [..., d_v], where the cache holds something
                 else (latent attention); default what the cache holds.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
@@ -113,7 +119,13 @@ class ForwardPass:
         Returns: [b, n, h, d_v] in q's dtype.
         Raises: ValueError as `tree_decode`, and for `visible` of another size or in a sharded prefill.
         """
-        run = self._prefill if self.append.shares is not None else self._decode
+        run = self._decode
+        if self.append.shares is not None:
+            run = self._prefill
+        elif self.head_shares is not None:
+            options["head_shares"] = self.head_shares
+            if len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None and kv is None:
+                run = self._prefill_heads
         out = run(layer, q, kv, visible, cp_group=self.cp_group, config=config, **options)
         if self.progress is not None:
             self.progress(len(self.written), len(self.store.layers))
@@ -136,6 +148,15 @@ class ForwardPass:
             k, v = (x[:, :held] for x in kv)
         out = tree_prefill(q[:, :own], k, v, shares=append.shares, key_segments=segments, **options)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))  # a rank without tokens still runs one
+
+    def _prefill_heads(self, layer: int, q: Tensor, kv, visible, **options) -> Tensor:
+        """Many tokens of one row, all on every rank, whose heads are sharded."""
+        store, kind, first = self.store, self.store.kind_of[layer], self.append.first[0]
+        pages, view = store.layers[layer], self.views[kind]
+        segments = store.key_segments(self.append, kind, of_all_ranks=False)
+        held = sum(segment.length for segment in segments)
+        k, v = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype)
+        return tree_prefill(q, k, v, shares=[[(first, q.shape[1])]], key_segments=segments, **options)
 
     def _decode(self, layer: int, q: Tensor, kv, visible: Tensor | None, **options) -> Tensor:
         pages, view = self.store.layers[layer], self.views[self.store.kind_of[layer]]

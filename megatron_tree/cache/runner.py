@@ -30,6 +30,8 @@ class RowRunner:
         capacity_tokens: tokens that the cache may hold on all ranks together; None = it grows as needed. The
             caller must not exceed it: see `free_tokens`.
         schedule: how partial attention is merged, see `tree_decode`.
+        head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. Then all of them
+            run all tokens of a prompt, each with its part of the weights.
         config: `TreeConfig`; its check and timeout_s are used to compare prompts between ranks.
     Raises: ValueError for an unknown schedule or sizes below 1.
     """
@@ -46,6 +48,7 @@ class RowRunner:
         chunk_size: int = CHUNK_SIZE,
         capacity_tokens: int | None = None,
         schedule: str = "auto",
+        head_shares: tuple[int, ...] | None = None,
         config: TreeConfig | None = None,
     ):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
@@ -55,7 +58,7 @@ class RowRunner:
         self.store, self.cp_group, self.token_group = store, cp_group, token_group
         self.device, self.vocab_size, self.max_positions = device, vocab_size, max_positions
         self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
-        self.config = config or TreeConfig()
+        self.head_shares, self.config = head_shares, config or TreeConfig()
         self._book = store.book
 
     def add(self) -> int:
@@ -105,7 +108,7 @@ class RowRunner:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
-        with sharded=False, are run on every rank. A failure removes the tokens of its chunk
+        with sharded=False or head_shares, are run on every rank. A failure removes the tokens of its chunk
         again; those of earlier chunks stay.
 
         Args:
@@ -132,7 +135,8 @@ class RowRunner:
             if progress is not None:
                 done, n = begin, len(chunk)
                 tell = lambda layer, layers, done=done, n=n: progress(done + n * layer // layers, total)  # noqa: E731
-            if sharded and world > 1 and len(chunk) >= world * self._book.page_size:
+            splits = sharded and world > 1 and self.head_shares is None
+            if splits and len(chunk) >= world * self._book.page_size:
                 logits = self._sharded_chunk(row, chunk, tell)
             else:
                 with self._forward_pass([row], len(chunk), progress=tell) as forward:
@@ -191,8 +195,8 @@ class RowRunner:
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         """Context of one run of the model over num_tokens new tokens of each of these rows, see `forward_pass`."""
-        options = {"cp_group": self.cp_group, "schedule": self.schedule, "sharded": sharded, "progress": progress}
-        return forward_pass(self.store, rows, num_tokens, **options)
+        options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
+        return forward_pass(self.store, rows, num_tokens, sharded=sharded, progress=progress, **options)
 
     def _check(self, rows, tokens: Tensor, dims: int) -> None:
         if tokens.dim() != dims or 0 in tokens.shape or tokens.dtype != torch.int64:

@@ -5,7 +5,7 @@
 - team.py         rows and columns of the grid, nested by node, and their process groups
 - machines.py     on which host every rank runs
 - work.py         messages and collectives in progress, and their time limits
-- collectives.py  gathers and reduce-scatters of training, in one or two levels; plain all-reduce and broadcast
+- collectives.py  gathers and reduce-scatters of training, in one or two levels; sums and broadcast
 - reductions.py   decode's reductions of one state per rank
 - wire.py         JSON values between ranks
 - rendezvous.py   the default process group and its store
@@ -25,6 +25,7 @@ from .collectives import (
     start_all_to_all_v,
     start_gather,
     start_reduce_scatter,
+    sum_over_ranks,
 )
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.watchdog import monitored
@@ -58,4 +59,5 @@ __all__ = [
     "start_reduce_scatter",
     "start_reduction",
     "start_shift",
+    "sum_over_ranks",
 ]

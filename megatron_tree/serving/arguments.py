@@ -18,6 +18,7 @@ QUESTION = "Answer in one short sentence: what does the module above implement?"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
+WEIGHTS = ("replicated", "sharded")
 SWITCH = argparse.BooleanOptionalAction
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 OPTIONS = {"max_tokens": "max_new_tokens"}  # fields of SamplingParams whose options have another name
@@ -134,6 +135,9 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
     add("--context-parallel-size", type=int, metavar="N", help="ranks that share the cache (default: all / tensor "
         "ranks)")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP)")
+    add("--weights", choices=WEIGHTS, default="replicated", help="sharded: all ranks share the weights and the cache, "
+        "also with fewer KV heads than ranks; leave the two sizes above out (default: replicated over the ranks that "
+        "share the cache)")  # fmt: skip
     if prefill:
         add("--prefill", choices=PREFILLS, default="sharded", help="each rank runs its share of the prompt, or all "
             "of it")  # fmt: skip
@@ -240,6 +244,11 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
         raise ValueError(
             f"--context-parallel-size {cp or 'N'} times --tensor-model-parallel-size {tp} must be the number of ranks, "
             f"{world_size}: start more or fewer (deepspeed --num_gpus), or change one of the two"
+        )
+    if args.weights == "sharded" and (tp > 1 or cp is not None):
+        raise ValueError(
+            f"--weights sharded splits weights and cache over all {world_size} ranks: leave --context-parallel-size "
+            "and --tensor-model-parallel-size out"
         )
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
         raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")

@@ -19,7 +19,7 @@ from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
-from .report import cache_table, progress_bar, time_figures, time_table, write_json
+from .report import memory_table, progress_bar, time_figures, time_table, write_json
 from .start import WAIT_HOURS, Started, start
 
 
@@ -91,13 +91,15 @@ def _run_one(args: Namespace, ready: Started) -> None:
     figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
     cache = conversation.runner.cache
     own = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
+    own["weight_bytes"] = engine.weight_bytes
     figures["ranks"] = share_all(own | {"prefill_s": result.prefill_s}, ready.group)
     if rank == 0:
         figures |= {"model": args.model, "dtype": str(ready.dtype), "device": ready.device.type}
         figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}
+        figures |= {"weights": args.weights, "model_bytes": engine.model_bytes}
         figures |= {"temperature": params.temperature, "seed": params.seed if params.temperature else None}
         figures |= {"tokens": result.tokens, "text": result.text, "finish_reason": result.finish_reason}
-        say(f"\n{cache_table(figures['ranks'])}\n\n{time_table(figures)}", flush=True)
+        say(f"\n{memory_table(figures['ranks'], engine.model_bytes)}\n\n{time_table(figures)}", flush=True)
     if args.check:
         _check(args, ready, result, figures)
     if rank == 0 and args.json:

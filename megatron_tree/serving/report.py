@@ -34,14 +34,17 @@ def progress_bar(what: str) -> Callable[[int, int], None]:
     return show
 
 
-def cache_table(ranks: list[dict[str, Any]]) -> str:
-    """Tokens and bytes of the cache that every rank holds; `ranks` has one entry of `cache_figures` for each."""
+def memory_table(ranks: list[dict[str, Any]], model_bytes: int) -> str:
+    """What every rank holds of the cache and of a model of model_bytes; `ranks` has one entry for each rank."""
     whole = sum(r["cache_bytes"] for r in ranks)
-    lines = [f"{'rank':>6} {'cached tokens':>14} {'cache bytes':>14} {'of the whole':>13} {'prefill':>10}"]
+    lines = [
+        f"{'rank':>6} {'cached tokens':>14} {'cache bytes':>14} {'of the whole':>13} {'weight bytes':>15} "
+        f"{'of the whole':>13} {'prefill':>10}"
+    ]
     for r in ranks:
         lines.append(
             f"{r['rank']:>6} {r['cached_tokens']:>14,} {r['cache_bytes']:>14,} {r['cache_bytes'] / whole:>12.1%} "
-            f"{r['prefill_s']:>8.2f} s"
+            f"{r['weight_bytes']:>15,} {r['weight_bytes'] / model_bytes:>13.1%} {r['prefill_s']:>8.2f} s"
         )
     return "\n".join(lines)
 

@@ -78,6 +78,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         config=args.deepspeed_config,
         sp_size=args.context_parallel_size,
         tp_size=args.tensor_model_parallel_size,
+        weights=args.weights,
         dtype=dtype,
         block_size=args.cache_block_size,
         cache_dtype=args.cache_dtype,
@@ -88,9 +89,12 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
     if rank == 0:
         cache = "" if args.cache_dtype == "auto" else f" in {args.cache_dtype}"
+        shared = f"the cache{cache} over {engine.sp_size}, the weights over {engine.tp_size}"
+        if args.weights == "sharded":
+            shared = f"the cache{cache} and the weights over all"
         print(
-            f"{args.model} on {world} ranks ({device.type}, {dtype}): the cache{cache} over {engine.sp_size}, the "
-            f"weights over {engine.tp_size}; ready after {time.perf_counter() - begun:.1f} s",
+            f"{args.model} on {world} ranks ({device.type}, {dtype}): {shared}; ready after "
+            f"{time.perf_counter() - begun:.1f} s",
             flush=True,
         )
     ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)

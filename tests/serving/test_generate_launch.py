@@ -98,8 +98,8 @@ def test_generates_checks_and_reports(folder, tmp_path):
         assert text in output
 
 
-def _runs(rank, world, batch, long, check):
-    """What a batch, the same again, a prompt that is too long, and a check of a wrong cache print and raise."""
+def _runs(rank, world, batch, long, split, check):
+    """What a batch, the same again, a long prompt, sharded weights, and a check of a wrong cache print and raise."""
     from megatron_tree.cache import LayerPages
     from megatron_tree.serving.generate import run
 
@@ -114,7 +114,7 @@ def _runs(rank, world, batch, long, check):
                 error = f"{type(raised).__name__}: {raised}"
         return output.getvalue(), error
 
-    found = [outcome(argv) for argv in (batch, batch, long)]
+    found = [outcome(argv) for argv in (batch, batch, long, split)]
     write = LayerPages.write
     LayerPages.write = lambda self, slots, k, v: write(self, slots, 3 * k, -3 * v)
     return [*found, outcome(check)]
@@ -132,10 +132,11 @@ def outcomes(folder, tmp_path_factory):
     (place / "long").write_text(TEXT * 9)
     long = ["--model", folder, "--prompt-file", place / "long"]
     check = [*_about(folder), "--max-new-tokens", 12, "--ignore-eos", "--check"]
+    split = [*check, "--weights", "sharded", "--json", place / "split.json"]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    return run_distributed(_runs, 2, batch, long, check, env=env, fresh=True, timeout=200), place / "out.jsonl"
+    return run_distributed(_runs, 2, batch, long, split, check, env=env, fresh=True, timeout=200), place / "out.jsonl"
 
 
 def test_a_file_of_prompts_with_sampling_and_the_same_again(outcomes):
@@ -150,13 +151,24 @@ def test_a_file_of_prompts_with_sampling_and_the_same_again(outcomes):
 
 
 def test_a_prompt_that_is_too_long_fails_before_the_model_is_loaded(outcomes):
-    for _, _, (said, error), _ in outcomes[0]:
+    for _, _, (said, error), *_ in outcomes[0]:
         assert "prompt tokens and max_new_tokens=32 exceed the model's 256 positions" in error
         assert "ready after" not in said
 
 
-def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):
+def test_weights_and_cache_over_all_ranks(outcomes):
     ((said, error), (_, other)) = (of_rank[3] for of_rank in outcomes[0])
+    assert error is None and other is None
+    assert "the cache and the weights over all" in said and "check: all 12 tokens are equal" in said
+    figures = json.loads(outcomes[1].with_name("split.json").read_text())
+    whole = figures["model_bytes"]
+    for rank in figures["ranks"]:
+        assert 0.5 * whole <= rank["weight_bytes"] < 0.51 * whole
+        assert f"{rank['weight_bytes']:,}" in said
+
+
+def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):
+    ((said, error), (_, other)) = (of_rank[4] for of_rank in outcomes[0])
     assert error == other and error.startswith("CheckError: token ")
     assert "of the answer differs from the plain model's" in error
     assert "sharded: [" in said and "plain: [" in said
@@ -202,6 +214,10 @@ def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):
     [
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be 1 or more"),
         (["--tensor-model-parallel-size", "3"], "must be the number of ranks, 4"),
+        (
+            ["--weights", "sharded", "--context-parallel-size", "4"],
+            "--weights sharded splits weights and cache over all 4",
+        ),
         (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
         (["--prompt-file", "no/such/file"], "--prompt-file 'no/such/file' can't be read"),
         (["--json", "no/such/folder/f.json"], "does not exist"),

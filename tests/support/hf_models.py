@@ -75,12 +75,27 @@ CONFIGS = {
         pad_token_id=0,
     ),
 }
+# of interest for how their weights are split
+WEIGHT_CONFIGS = {
+    "smollm2": lambda: transformers.LlamaConfig(  # heads that no even number divides
+        **SHAPE | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, tie_word_embeddings=True
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=40,
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**{name: value for name, value in SHAPE.items() if name != "head_dim"}),
+}
 
 
 def tiny_model(family, seed=1, positions=None):
     """A random model, the same on every rank, with weights large enough that attention matters."""
     torch.manual_seed(seed)
-    config = CONFIGS[family]()
+    config = (CONFIGS | WEIGHT_CONFIGS)[family]()
     if positions is not None:
         config.max_position_embeddings = positions
     model = AutoModelForCausalLM.from_config(config).eval()

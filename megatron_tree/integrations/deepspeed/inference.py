@@ -3,8 +3,9 @@
     engine = init_inference(model, tp_size=1)           # under the deepspeed launcher, on every rank
     result = generate(engine, input_ids, max_new_tokens=64, eos_token_id=tokenizer.eos_token_id)
 
-The ranks form a grid of sequence ranks x tensor-parallel ranks: rank = sequence rank * tp_size + tensor rank, so that
-tensor-parallel ranks, which communicate most, are neighbours. Weights are replicated over the sequence ranks.
+With weights="replicated" the ranks form a grid of sequence ranks x tensor-parallel ranks: rank = sequence rank *
+tp_size + tensor rank, so that tensor-parallel ranks, which communicate most, are neighbours; weights are replicated
+over the sequence ranks. With weights="sharded" all ranks share the weights and the cache (transformers/pieces.py).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from torch import Tensor
 import deepspeed
 
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
-from ...config import TreeConfig
+from ...config import TreeConfig, check_choice
 from ...files import read_deepspeed_config
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
+from ..transformers.pieces import plan_pieces
 from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
+from ..transformers.split import split_model
 
 REFUSED = {
     "dtype": "pass dtype=",
@@ -35,6 +38,7 @@ REFUSED = {
     "replace_with_kernel_inject": "injected kernels have their own cache",
     "enable_cuda_graph": "the cache grows, so steps can't be replayed",
 }
+WEIGHTS = ("replicated", "sharded")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,6 +99,7 @@ def init_inference(
     *,
     sp_size: int | None = None,
     tp_size: int = 1,
+    weights: str = "replicated",
     dtype: torch.dtype | None = None,
     block_size: int = 16,
     cache_dtype: str = "auto",
@@ -110,13 +115,17 @@ def init_inference(
         model: a decoder-only causal language model, the same weights on every rank.
         sp_size: ranks over which a sequence is spread; default all ranks / tp_size.
         tp_size: tensor-parallel ranks (DeepSpeed's AutoTP); it must divide the model's heads and KV heads.
+        weights: "replicated" (but for tp_size), or "sharded": all ranks share the weights and the cache, each about 1/N
+            of both, also where there are fewer KV heads than ranks. The model is cut in place. sp_size and tp_size are
+            then left out.
         dtype: of weights and cache; default the model's.
         block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
         config: further options of `deepspeed.init_inference`: a dictionary or the path of a JSON file.
         options: more of them; they win over those of config.
-    Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `new_cache()`, an empty `TreeCache`, and
-        `new_runner(**options)`, a `Runner` over a new cache, for rows of any lengths.
+    Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `weight_bytes` of this rank, `model_bytes` of
+        the whole model, `new_cache()`, an empty `TreeCache`, and `new_runner(**options)`, a `Runner` over a new cache,
+        for rows of any lengths.
     Raises: ValueError before any group is made: sizes that don't fit the ranks or the heads, an unsupported dtype or
         option, a model whose layers or attention are not supported.
     """
@@ -124,7 +133,17 @@ def init_inference(
     rank = dist.get_rank() if dist.is_initialized() else 0
     model_config = model.config.get_text_config(decoder=True)
     dtype = dtype or model.dtype
-    sp_size = _check_sizes(world, sp_size, tp_size, model_config)
+    check_choice("weights", weights, WEIGHTS)
+    layout = None
+    if weights == "sharded":
+        if sp_size is not None or tp_size != 1:
+            raise ValueError(
+                f"weights='sharded' splits weights and cache over all {world} ranks: leave sp_size={sp_size} and "
+                f"tp_size={tp_size} out"
+            )
+        layout = plan_pieces(model, world, rank)
+    else:
+        sp_size = _check_sizes(world, sp_size, tp_size, model_config)
     if dtype not in DTYPES or dtype not in get_accelerator().supported_dtypes():
         raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {get_accelerator().device_name()} supports")
     options = _merge_options(config, options)
@@ -138,17 +157,26 @@ def init_inference(
     if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
     TreeCache(model_config, **cache_options)  # raises for a model or options that the cache can't serve
-    sp_group, tp_group = _make_groups(world, rank, sp_size, tp_size)
-    tensor_parallel = {"tp_size": tp_size}
-    if tp_size > 1:
-        init_comm((tree_config or TreeConfig()).timeout_s)
-        # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards no weights
-        tensor_parallel |= {"mpu": TensorParallelUnit(tp_group, tp_size, rank % tp_size), "tp_group": tp_group}
-    engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=tensor_parallel, **options)
+    model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    timeout_s, tensor_parallel = (tree_config or TreeConfig()).timeout_s, {"tp_size": tp_size}
     model.set_attn_implementation("tree")
+    if layout is not None:
+        sp_size, tp_size = layout.heads.size, world
+        sp_group = _head_group(world, rank, sp_size)
+        cache_options["head_shares"] = layout.heads.shares
+        split_model(model, layout, _token_group(), timeout_s=timeout_s)
+    else:
+        sp_group, tp_group = _make_groups(world, rank, sp_size, tp_size)
+        if tp_size > 1:
+            init_comm(timeout_s)
+            # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards nothing
+            tensor_parallel |= {"mpu": TensorParallelUnit(tp_group, tp_size, rank % tp_size), "tp_group": tp_group}
+    engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=tensor_parallel, **options)
     check_model(model)
     engine.eval()
     engine.sp_group, engine.sp_size, engine.tp_size = sp_group, sp_size, tp_size
+    engine.model_bytes = model_bytes
+    engine.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     engine.prefill_chunk = prefill_chunk
     engine.new_cache = lambda: TreeCache(model_config, cp_group=sp_group, **cache_options)
     engine.new_runner = lambda **options: Runner(
@@ -200,6 +228,16 @@ def _make_groups(world: int, rank: int, sp_size: int, tp_size: int):
         group = dist.new_group(range(s * tp_size, (s + 1) * tp_size))
         tp_group = group if s == rank // tp_size else tp_group
     return sp_group, tp_group
+
+
+def _head_group(world: int, rank: int, size: int):
+    """The group of this rank's head group, `size` neighbours; None for one rank. All ranks make all groups."""
+    if size == world:
+        return _token_group() if world > 1 else None
+    if size == 1:
+        return None
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+    return groups[rank // size]
 
 
 def generate(

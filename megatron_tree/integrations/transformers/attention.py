@@ -79,6 +79,15 @@ def tree_attention(
         if update is not None or attention_mask is not None:
             raise ValueError("a batch from shard_batch takes neither a cache nor an attention_mask of its own")
         return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options), None
+    shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
+    if shares != (None if update is None else update.cache.head_shares):
+        cache = (
+            "no cache is given" if update is None else f"the cache is one for head_shares={update.cache.head_shares}"
+        )
+        raise ValueError(
+            f"{type(module).__name__}: the model's ranks have head_shares={shares}, but {cache}. A model whose weights "
+            "are split needs a cache from its engine's new_cache(), and other models a TreeCache without head_shares"
+        )
     if update is None:
         return _attention_without_cache(module, q, k, v, attention_mask, options), None
     layer_idx = getattr(module, "layer_idx", None)

@@ -95,6 +95,8 @@ class TreeCache(Cache):
         block_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
         dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
+        head_shares: query heads of every rank of cp_group, for a model whose weights are split over the ranks
+            (`init_inference(weights="sharded")` makes such caches).
         tree_config: `TreeConfig` of all attention calls with this cache.
     Raises:
         ValueError: a layer that is not plain or sliding-window attention, an encoder-decoder model, an unknown
@@ -109,6 +111,7 @@ class TreeCache(Cache):
         block_size: int = 16,
         dtype: str = "auto",
         schedule: str = "auto",
+        head_shares: tuple[int, ...] | None = None,
         tree_config: TreeConfig | None = None,
     ):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
@@ -116,6 +119,7 @@ class TreeCache(Cache):
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
         text, windows = config.get_text_config(decoder=True), check_layers(config)
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
+        self.head_shares = head_shares
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, page_size=block_size, dtype=dtype)
         self.rows: list[int] = []
@@ -135,7 +139,8 @@ class TreeCache(Cache):
     @contextlib.contextmanager
     def forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
-        options = {"cp_group": self.cp_group, "schedule": self.schedule, "sharded": sharded, "progress": progress}
+        options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
+        options |= {"sharded": sharded, "progress": progress}
         try:
             with forward_pass(self.store, rows, num_tokens, **options) as self._forward:
                 yield self._forward
@@ -174,7 +179,7 @@ class TreeCache(Cache):
                 raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {key_states.shape[0]}")
             self._check_rope(key_states.shape[2])
             append = self.store.append(self.rows, key_states.shape[2])
-            forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append)
+            forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append, self.head_shares)
             self._batch_forward = forward
         return forward
 

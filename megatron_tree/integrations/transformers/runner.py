@@ -54,6 +54,7 @@ class Runner(RowRunner):
             chunk_size=chunk_size,
             capacity_tokens=capacity_tokens,
             schedule=cache.schedule,
+            head_shares=cache.head_shares,
             config=cache.tree_config,
         )
         self.model, self.cache = model, cache

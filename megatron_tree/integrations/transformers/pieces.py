@@ -1,0 +1,234 @@
+"""Which piece of every parameter a rank holds when N ranks share a model's weights; functions of shapes alone.
+
+N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a head group share the tokens of the cache
+of their KV heads. So cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
+output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Norms and routers,
+which are small, are on every rank. What can't be split is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
+
+
+class Piece(NamedTuple):
+    """Some rows of one dimension of a parameter, as runs (start, stop), in order."""
+
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of a parameter, in memory of its own."""
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        """The piece's shape."""
+        rows = sum(stop - start for start, stop in self.runs)
+        return torch.Size((*whole[: self.dim], rows, *whole[self.dim + 1 :]))
+
+
+class HeadGroups(NamedTuple):
+    """How N ranks share query heads and KV heads; head groups are neighbouring ranks."""
+
+    num_groups: int
+    shares: tuple[int, ...]
+    """Query heads of each rank of a head group."""
+    num_heads_kv: int
+    """Of a head group."""
+
+    @classmethod
+    def of(cls, world: int, num_heads: int, num_heads_kv: int) -> HeadGroups:
+        """Raises: ValueError for more ranks than query heads."""
+        if world > num_heads:
+            raise ValueError(
+                f"weights='sharded' on {world} ranks: each takes at least one of the model's {num_heads} query heads; "
+                f"start {num_heads} ranks or fewer, or use weights='replicated'"
+            )
+        groups = math.gcd(world, num_heads_kv)
+        return cls(groups, even_shares(num_heads // groups, world // groups), num_heads_kv // groups)
+
+    @property
+    def size(self) -> int:
+        """Ranks of a head group."""
+        return len(self.shares)
+
+    def query_heads(self, rank: int) -> tuple[int, int]:
+        """(first, last + 1) of a rank's query heads."""
+        group, place = divmod(rank, self.size)
+        first = group * sum(self.shares) + sum(self.shares[:place])
+        return first, first + self.shares[place]
+
+    def kv_heads(self, rank: int) -> tuple[int, int]:
+        """(first, last + 1) of the KV heads of a rank's group."""
+        first = rank // self.size * self.num_heads_kv
+        return first, first + self.num_heads_kv
+
+
+def even_shares(n: int, world: int) -> tuple[int, ...]:
+    """n rows over the ranks, the first ones get one more if it doesn't come out even."""
+    return tuple(n // world + (r < n % world) for r in range(world))
+
+
+@dataclass
+class Layout:
+    """The pieces of one rank of a model, and the modules whose results the ranks add up."""
+
+    world: int
+    rank: int
+    heads: HeadGroups
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    """By the parameter's name; parameters without one are whole on every rank."""
+    of_first_rank: set[str] = field(default_factory=set)
+    """Biases that are added once: zeros on the other ranks."""
+    summed: list[str] = field(default_factory=list)
+    """Modules that return a partial sum."""
+    attentions: list[str] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    """Of this rank's part of every parameter."""
+    num_words: int = 0
+    """Rows of the whole embedding; num_logits: of the whole LM head."""
+    num_logits: int = 0
+
+    def piece_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter."""
+        if name in self.pieces:
+            return self.pieces[name].of(whole)
+        return torch.zeros_like(whole) if name in self.of_first_rank and self.rank else whole
+
+    def share(self, n: int, unit: int = 1) -> tuple[int, int]:
+        """(start, stop) of this rank's rows of n, in whole units, which divide n."""
+        shares = even_shares(n // unit, self.world)
+        first = sum(shares[: self.rank])
+        return first * unit, (first + shares[self.rank]) * unit
+
+
+def plan_pieces(model, world: int, rank: int) -> Layout:
+    """The layout of a causal language model (it may be on the meta device) on one of `world` ranks.
+
+    Raises: ValueError, naming the parameter, for a model with weights that this can't split.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads))
+    for name, module in model.named_modules():
+        if hasattr(module, "o_proj") and (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
+            _attention(layout, model, name, module, config.num_attention_heads, kv_heads)
+        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            _experts(layout, model, name, module)
+        elif isinstance(getattr(module, "down_proj", None), nn.Linear):
+            _mlp(layout, model, name, module)
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layout.num_words, layout.num_logits = len(words.weight), len(head.weight)
+    for name, module in model.named_modules():
+        if module is words or module is head:
+            _rows(layout, name, module, [layout.share(len(module.weight))])
+    _check_rest(layout, model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        piece = layout.pieces.get(name)
+        layout.shapes[name] = parameter.shape if piece is None else piece.shape(parameter.shape)
+    return layout
+
+
+def _attention(layout: Layout, model, name: str, module, num_heads: int, num_heads_kv: int) -> None:
+    d = getattr(module, "head_dim", None)
+    if d is None:
+        raise _refused(model, name, "heads of one head_dim were expected, not latent attention")
+    fused = getattr(module, "qkv_proj", None)
+    widths = {"qkv_proj": (num_heads + 2 * num_heads_kv) * d} if fused is not None else {
+        "q_proj": num_heads * d, "k_proj": num_heads_kv * d, "v_proj": num_heads_kv * d
+    }  # fmt: skip
+    for child, width in widths.items():
+        projection = getattr(module, child, None)
+        if not isinstance(projection, nn.Linear) or projection.weight.shape[0] != width:
+            raise _refused(model, f"{name}.{child}", f"a projection to {width // d} heads of {d} was expected")
+    if not isinstance(module.o_proj, nn.Linear) or module.o_proj.weight.shape[1] != num_heads * d:
+        raise _refused(model, f"{name}.o_proj", f"a projection from {num_heads} heads of {d} was expected")
+    for child in ("q_norm", "k_norm"):
+        norm = getattr(module, child, None)
+        if norm is not None and sum(p.numel() for p in norm.parameters()) > d:
+            raise _refused(model, f"{name}.{child}", f"it normalizes all heads together, not each head of {d}")
+    q = tuple(d * i for i in layout.heads.query_heads(layout.rank))
+    kv = tuple(d * i for i in layout.heads.kv_heads(layout.rank))
+    if fused is None:
+        for child, run in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            _rows(layout, f"{name}.{child}", getattr(module, child), [run])
+    else:
+        k, v = ([start + i for i in kv] for start in (num_heads * d, (num_heads + num_heads_kv) * d))
+        _rows(layout, f"{name}.qkv_proj", fused, [q, tuple(k), tuple(v)])
+    _columns(layout, f"{name}.o_proj", module.o_proj, q)
+    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        layout.pieces[f"{name}.sinks"] = Piece(0, (layout.heads.query_heads(layout.rank),))
+    layout.attentions.append(name)
+
+
+def _mlp(layout: Layout, model, name: str, module) -> None:
+    width = module.down_proj.weight.shape[1]
+    start, stop = own = layout.share(width)
+    if isinstance(getattr(module, "gate_up_proj", None), nn.Linear):
+        _rows(layout, f"{name}.gate_up_proj", module.gate_up_proj, [own, (width + start, width + stop)])
+    else:
+        for child in ("gate_proj", "up_proj"):
+            projection = getattr(module, child, None)
+            if not isinstance(projection, nn.Linear) or projection.weight.shape[0] != width:
+                raise _refused(model, f"{name}.{child}", f"a projection to {width} was expected")
+            _rows(layout, f"{name}.{child}", projection, [own])
+    _columns(layout, f"{name}.down_proj", module.down_proj, own)
+
+
+def _experts(layout: Layout, model, name: str, module) -> None:
+    """All experts are on every rank, each with a part of its neurons, so that every rank does the same work."""
+    transposed, concatenated = (getattr(module, x, None) for x in ("is_transposed", "is_concatenated"))
+    rows, columns = (2, 1) if transposed else (1, 2)
+    width = module.down_proj.shape[columns]
+    if None in (transposed, concatenated) or module.gate_up_proj.shape[rows] != 2 * width:
+        raise _refused(model, f"{name}.gate_up_proj", f"gates and inputs of {width} neurons were expected")
+    unit = next((n for n in EXPERT_UNITS if width % n == 0 and width // n >= layout.world), None)
+    if unit is None:
+        raise _refused(model, f"{name}.gate_up_proj", f"{width} neurons in units of 4 are too few for all ranks")
+    start, stop = own = layout.share(width, unit)
+    both = (own, (width + start, width + stop)) if concatenated else ((2 * start, 2 * stop),)
+    layout.pieces[f"{name}.gate_up_proj"] = Piece(rows, both)
+    layout.pieces[f"{name}.down_proj"] = Piece(columns, (own,))
+    if getattr(module, "gate_up_proj_bias", None) is not None:
+        layout.pieces[f"{name}.gate_up_proj_bias"] = Piece(1, both)
+        layout.of_first_rank.add(f"{name}.down_proj_bias")
+    layout.summed.append(name)
+
+
+def _rows(layout: Layout, name: str, module, runs) -> None:
+    for which in ("weight", "bias"):
+        if getattr(module, which, None) is not None:
+            layout.pieces[f"{name}.{which}"] = Piece(0, tuple(runs))
+
+
+def _columns(layout: Layout, name: str, module: nn.Linear, run: tuple[int, int]) -> None:
+    layout.pieces[f"{name}.weight"] = Piece(1, (run,))
+    if module.bias is not None:
+        layout.of_first_rank.add(f"{name}.bias")
+    layout.summed.append(name)
+
+
+def _check_rest(layout: Layout, model) -> None:
+    """Raise ``ValueError`` for a parameter that would be on every rank though it is neither a norm nor a router's."""
+    if not layout.attentions:
+        raise _refused(model, "attention", "no layer has q_proj, k_proj, v_proj (or qkv_proj) and o_proj")
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in layout.pieces or name in layout.of_first_rank:
+            continue
+        owner = name.rpartition(".")[0]
+        is_norm = "norm" in type(modules[owner]).__name__.lower() and parameter.dim() == 1
+        if not is_norm and owner.rpartition(".")[2] not in ROUTERS:
+            raise _refused(model, name, f"{list(parameter.shape)} is no part of attention, an MLP or experts")
+
+
+def _refused(model, name: str, why: str) -> ValueError:
+    return ValueError(f"{type(model).__name__}: weights='sharded' can't split {name}: {why}. Use weights='replicated'")

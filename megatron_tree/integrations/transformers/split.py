@@ -1,0 +1,86 @@
+"""A Transformers model whose weights are split over all ranks: its parameters are cut, and hooks join the results.
+
+Partial sums of output projections, MLPs and experts are added up over all ranks, in rank order, so every rank has the
+same bits. The embedding looks up the rows that a rank has, the LM head's logits are gathered. Attention itself needs a
+`TreeCache` with the same head shares (attention.py).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...comm import gather_sequence, sum_over_ranks
+from .pieces import Layout, even_shares
+
+
+def split_model(model, layout: Layout, group, *, timeout_s: float) -> None:
+    """Keep this rank's pieces of a model, in place, and add the hooks. group: all ranks that share the weights.
+
+    Raises: RuntimeError if a parameter has another shape than planned.
+    """
+    shared: dict[int, list[str]] = {}  # tied parameters have several names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    for names in shared.values():
+        whole = model.get_parameter(names[0])
+        set_parameter(model, names, layout.piece_of(names[0], whole.data))
+    connect(model, layout, group, timeout_s=timeout_s)
+
+
+def set_parameter(model, names: list[str], value: Tensor) -> None:
+    """Replace a parameter, under all its names, by one without a gradient."""
+    parameter = nn.Parameter(value, requires_grad=False)
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, parameter)
+
+
+def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
+    """Add the hooks to a model whose parameters are this rank's pieces.
+
+    Raises: RuntimeError if one of them has another shape than planned.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.shape != layout.shapes[name]:
+            planned = list(layout.shapes[name])
+            raise RuntimeError(f"{name} is {list(parameter.shape)} on rank {layout.rank}, planned {planned}")
+
+    def add_up(module, args, out: Tensor) -> Tensor:
+        return sum_over_ranks(out, group, timeout_s=timeout_s)
+
+    for name in layout.summed:
+        model.get_submodule(name).register_forward_hook(add_up)
+    for name in layout.attentions:
+        attention = model.get_submodule(name)
+        attention.head_shares = layout.heads.shares
+        if hasattr(attention, "qkv_proj"):  # by these numbers the model finds q, k and v in its output
+            attention.config = copy.copy(attention.config)
+            attention.config.num_attention_heads = layout.heads.shares[layout.rank % layout.heads.size]
+            attention.num_key_value_heads = layout.heads.num_heads_kv
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    words.forward = _own_words(words, *layout.share(layout.num_words), group, timeout_s)
+    widths = even_shares(layout.num_logits, layout.world)
+    head.register_forward_hook(lambda module, args, out: _all_logits(out, widths, group, timeout_s))
+
+
+def _own_words(words, first: int, stop: int, group, timeout_s: float):
+    """The forward of an embedding that has the words from `first` to `stop` only: others' rows are added up."""
+    look_up, words.padding_idx = words.forward, None
+
+    def forward(tokens: Tensor) -> Tensor:
+        own = (tokens >= first) & (tokens < stop)
+        found = look_up((tokens - first).clamp(0, stop - first - 1))
+        return sum_over_ranks(found * own[..., None], group, timeout_s=timeout_s)
+
+    return forward
+
+
+def _all_logits(logits: Tensor, widths: tuple[int, ...], group, timeout_s: float) -> Tensor:
+    """logits [..., own words] of every rank -> [..., all words]."""
+    mine = F.pad(logits, (0, max(widths) - logits.shape[-1])).movedim(-1, 0).contiguous()
+    whole = gather_sequence(mine, group, timeout_s=timeout_s).unflatten(0, (len(widths), max(widths)))
+    return torch.cat([part[:n] for part, n in zip(whole, widths)]).movedim(0, -1)

@@ -1,0 +1,187 @@
+"""init_inference(weights="sharded"): N ranks hold 1/N of the weights and of the cache each; tokens as of one rank."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import largest, run_distributed
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+
+NEW = 6
+BLOCK = 2
+FAMILIES = ("llama", "gemma3", "gpt_oss", "mixtral", "phi3", "smollm2", "qwen2")
+SLOW_FAMILIES = ("qwen3", "gemma2", "mistral", "qwen2_moe")
+FULL_ATTENTION = ("llama", "mixtral", "smollm2", "qwen3", "qwen2_moe")  # all layers keep all tokens
+
+
+def _model(family, dtype=torch.float32):
+    model = tiny_model(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zeros otherwise: one that is added by every rank would not show
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+    return model.to(dtype)
+
+
+def _most_bytes(model, world):
+    """Bytes of the first rank, which gets what doesn't come out even: k and v over head groups, all else over ranks."""
+    config, total = model.config, 0
+    groups = math.gcd(world, config.num_key_value_heads)
+    d = model.model.layers[0].self_attn.head_dim
+    for name, p in model.named_parameters():
+        last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        heads, heads_kv, n = config.num_attention_heads, config.num_key_value_heads, p.numel()
+        own = groups and -(-(heads // groups) // (world // groups))  # the most query heads of a rank
+        if last in ("q_proj", "sinks") or (last == "o_proj" and p.dim() == 2):
+            total += n // heads * own
+        elif last in ("k_proj", "v_proj"):
+            total += n // groups
+        elif last == "qkv_proj":
+            total += n // p.shape[0] * d * (own + 2 * heads_kv // groups)
+        elif ("expert" in name and p.dim() == 3) or last == "gate_up_proj_bias":  # in units of 8 neurons
+            width = p.shape[-1 if last == "gate_up_proj_bias" else 1 if p.shape[1] != config.hidden_size else 2]
+            width //= 2 if "gate_up" in last else 1
+            unit = 8 if width // 8 >= world else 4
+            total += n // width * unit * -(-(width // unit) // world)
+        elif last in ("gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head"):
+            rows = p.shape[0] // (2 if last == "gate_up_proj" else 1)
+            total += n // rows * -(-rows // world)
+        elif last == "down_proj" and p.dim() == 2:
+            total += n // p.shape[1] * -(-p.shape[1] // world)
+        else:
+            assert "norm" in name or "gate" in name or "router" in name or name.endswith("bias"), name
+            total += n
+    return total * model.dtype.itemsize
+
+
+def _run(rank, world, families):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    found = {}
+    for family in families:
+        model = _model(family)
+        one, (padded, mask) = prompt(1, 77), left_padded(4, 15)
+        want, want_padded = plain(model, one, NEW), plain(model, padded, NEW, mask)
+        most, config = _most_bytes(model, world), model.config
+        options = dict(block_size=BLOCK, prefill_chunk=34)  # chunks for the kernels of the prefill and of decoding
+        engine = tree_deepspeed.init_inference(model, weights="sharded", **options)
+        assert sum(p.nbytes for p in model.parameters()) == engine.weight_bytes
+        result = tree_deepspeed.generate(engine, one, max_new_tokens=NEW, keep_logits=True)
+        assert torch.equal(result.tokens, want[0]), family
+        held = result.cache.nbytes
+        whole = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
+        if family in FULL_ATTENTION:
+            group = engine.sp_size
+            most_tokens = -(-(77 + NEW - 1) // BLOCK // group) * BLOCK + BLOCK
+            assert held <= whole * most_tokens * group // world, family
+        again = tree_deepspeed.generate(engine, padded, max_new_tokens=NEW, attention_mask=mask)
+        assert torch.equal(again.tokens, want_padded[0]), family
+        tokens, _ = hf_generate(engine, padded, NEW, mask, past_key_values=engine.new_cache())
+        assert torch.equal(tokens, want_padded[0]), family
+        error = (torch.stack(result.logits, 1) - want[1]).abs().max() / want[1].abs().max()
+        found[family] = float(error), engine.weight_bytes, most, held, whole * (77 + NEW - 1)
+    return found
+
+
+def _check(results, world):
+    for family in results[0]:
+        errors, weights, most, held, whole = zip(*(found[family] for found in results))
+        assert largest(errors) < 5e-6, family
+        assert weights[0] == most[0] == max(weights), family
+        if family in FULL_ATTENTION:
+            assert sum(held) == whole[0], family
+
+
+@pytest.mark.parametrize(("world", "families"), [(4, FAMILIES), (2, ("gpt_oss", "smollm2")), (3, ("smollm2", "llama"))])
+def test_tokens_and_bytes(world, families):
+    _check(run_distributed(_run, world, families, fresh=True, timeout=280), world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_tokens_and_bytes_of_all_families(world):
+    families = tuple(f for f in FAMILIES + SLOW_FAMILIES if not (world == 3 and f == "qwen2_moe"))
+    _check(run_distributed(_run, world, families, fresh=True, timeout=290), world)
+
+
+def _bf16(rank, world):
+    """Error of the logits of the next token, by that of the plain model in bf16."""
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    ids = prompt(1, 60)
+    truth = _model("llama")(ids, logits_to_keep=1).logits
+    model = _model("llama", torch.bfloat16)
+    allowed = (model(ids, logits_to_keep=1).logits - truth).abs().max()
+    engine = tree_deepspeed.init_inference(model, weights="sharded", block_size=BLOCK)
+    runner = engine.new_runner()
+    error = (runner.prefill(runner.add(), ids[0]) - truth).abs().max() / allowed
+    batch = runner.step([runner.add(), runner.add()], ids[:, :2].view(2, 1))
+    parts = [torch.empty_like(batch) for _ in range(world)]
+    dist.all_gather(parts, batch)
+    return float(error), all(torch.equal(batch, part) for part in parts)
+
+
+def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks():
+    for error, same in run_distributed(_bf16, 4, fresh=True):
+        assert error <= 2 and same
+
+
+def _refusals(rank, world):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+    from megatron_tree.integrations.transformers.attention import TreeCache
+
+    said = []
+    for family, options in (
+        ("deepseek_v3", {}),
+        ("gpt2", {}),
+        ("olmo2", {}),
+        ("llama", {"tp_size": 2}),
+        ("llama", {"sp_size": 3}),
+        ("llama", {"weights": "split"}),
+    ):
+        with pytest.raises(ValueError) as error:
+            tree_deepspeed.init_inference(_model(family), **{"weights": "sharded", **options})
+        said.append(str(error.value))
+    model = tiny_model("smollm2")
+    engine = tree_deepspeed.init_inference(model, weights="sharded")
+    ids = prompt(1, 5)
+    for cache in (TreeCache(model.config, cp_group=engine.sp_group), None):
+        with pytest.raises(ValueError) as error:
+            model(ids, past_key_values=cache, use_cache=cache is not None)
+        said.append(str(error.value))
+    plain_model = tiny_model("smollm2")
+    plain_model.set_attn_implementation("tree")
+    with pytest.raises(ValueError) as error:
+        plain_model(ids, past_key_values=engine.new_cache())
+    said.append(str(error.value))
+    return said
+
+
+def test_refusals():
+    expected = (
+        "DeepseekV3ForCausalLM: weights='sharded' can't split model.layers.0.self_attn",
+        "GPT2LMHeadModel: weights='sharded' can't split attention",
+        "model.layers.0.self_attn.q_norm: it normalizes all heads together",
+        "leave sp_size=None and tp_size=2 out",
+        "leave sp_size=3 and tp_size=1 out",
+        "weights='split' is unknown",
+        "head_shares=(3,), but the cache is one for head_shares=None",
+        "head_shares=(3,), but no cache is given",
+        "head_shares=None, but the cache is one for head_shares=(3,)",
+    )
+    for said in run_distributed(_refusals, 3, fresh=True):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
+
+
+def test_more_ranks_than_heads_are_refused():
+    from megatron_tree.integrations.transformers.pieces import plan_pieces
+
+    with pytest.raises(ValueError, match="on 8 ranks: each takes at least one of the model's 4 query heads; start 4"):
+        plan_pieces(tiny_model("llama"), 8, 0)
