@@ -142,7 +142,7 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
         add("--prefill", choices=PREFILLS, default="sharded", help="each rank runs its share of the prompt, or all "
             "of it")  # fmt: skip
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt per forward pass; bounds "
-        "the memory for activations (default: 2048)")  # fmt: skip
+        "the memory for activations (default: 2048; serve.py: 1024 for each rank, 128 on CPUs)")  # fmt: skip
     add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged in decoding")
     add("--topology", metavar="NAME|YAML", help="network that 'auto' plans for: a name in configs/topology, or a file "
         "from python -m megatron_tree.calibrate")  # fmt: skip

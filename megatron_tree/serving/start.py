@@ -54,6 +54,11 @@ class Started(NamedTuple):
         return Conversation(self.engine.new_runner(), self.tokenizer, sharded=prefill == "sharded", **options)
 
 
+def _served_chunk(device: torch.device, ranks: int) -> int:
+    """Tokens of a prompt that a server runs between two tokens of other answers."""
+    return ranks * (128 if device.type == "cpu" else 1024)
+
+
 def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     """Start this rank; collective over all ranks.
 
@@ -82,7 +87,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         dtype=dtype,
         block_size=args.cache_block_size,
         cache_dtype=args.cache_dtype,
-        prefill_chunk=args.prefill_chunk,
+        prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
         schedule=args.schedule,
         tree_config=TreeConfig(backend=args.backend, topology=args.topology, timeout_s=timeout_s),
     )

@@ -7,8 +7,8 @@ from typing import Any
 from ..files import check_text
 
 
-def chat_tokens(tokenizer, messages: list[dict[str, Any]], /, **options) -> list[int]:
-    """The tokens that the model's chat template makes of messages, up to where the answer begins.
+def chat_text(tokenizer, messages: list[dict[str, Any]], /, **options) -> str:
+    """The text that the model's chat template makes of messages, up to where the answer begins.
 
     options: for the template, such as tools.
     Raises: ValueError for invalid Unicode, and for whatever the template, code that comes with the model, refuses.
@@ -21,10 +21,14 @@ def chat_tokens(tokenizer, messages: list[dict[str, Any]], /, **options) -> list
         if isinstance(value, dict | list):
             waiting += [*value, *value.values()] if isinstance(value, dict) else value
     try:
-        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # each template has errors of its own
         raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
-    return list(encoded["input_ids"])
+
+
+def chat_tokens(tokenizer, messages: list[dict[str, Any]], /, **options) -> list[int]:
+    """The tokens of `chat_text`: the template writes special tokens itself."""
+    return list(tokenizer(chat_text(tokenizer, messages, **options), add_special_tokens=False).input_ids)
 
 
 class Transcript:

@@ -234,7 +234,7 @@ def test_the_grace_time_ends(model):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             whole = pool.submit(_post, server, "/v1/completions", body)
             stream = pool.submit(raw, server, "/v1/completions", body | {"stream": True})
-            until(lambda: server.scheduler.load.served == 2)
+            until(lambda: sum(server.scheduler.load) == 2)
             server.ask_to_stop("the test")
             until(lambda: time.monotonic() > server.scheduler._deadline)
             server.runner.gate.set()

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from ...generation.sampling import first_fault
 from ...log import logger
 from .answers import ChatForm, CompletionForm, Form
-from .errors import ApiError, failed, stopping, too_large
+from .errors import ApiError, failed, stopping, too_large, too_slow
 from .frontend import Frontend
 from .guard import Guard
 from .metrics import CONTENT_TYPE
@@ -26,6 +26,7 @@ from .respond import respond
 from .tools import ToolText
 
 MAX_BODY_BYTES = 32 << 20
+RECEIVE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Service:
     api_key: str | None = None
     loopback_names_only: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
+    receive_timeout: float = RECEIVE_TIMEOUT_S
+    """Seconds that the headers of a request may take, and its body."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_entry(self, name: str) -> dict[str, Any]:
@@ -61,6 +64,7 @@ def create_app(service: Service) -> FastAPI:
         api_key=service.api_key,
         loopback_names_only=service.loopback_names_only,
         max_body_bytes=service.max_body_bytes,
+        receive_timeout=service.receive_timeout,
     )
     _add_error_handlers(app, service)
 
@@ -140,6 +144,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 413:
             return too_large(service.max_body_bytes).response()
+        if error.status_code == 408:
+            return too_slow(service.receive_timeout).response()
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}; docs/serving.md lists what is served"

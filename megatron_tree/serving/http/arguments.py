@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line of launch/serve.py."""
     parser, switch = new_parser("serve.py", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
     add_model_options(parser, prefill=False)
+    parser.set_defaults(prefill_chunk=None)
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use for the "
         "model (default: the last part of --model)")  # fmt: skip
 
@@ -49,6 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         "everyone who can reach the port can use the model and fill its queue")  # fmt: skip
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds from a request's "
         "arrival to the end of its answer; then it is cancelled (default: 600)")  # fmt: skip
+    http.add_argument("--receive-timeout", type=float, default=30.0, metavar="S", help="seconds that the headers of a "
+        "request may take, and its body (default: 30)")  # fmt: skip
     http.add_argument("--max-body-mib", type=float, default=32.0, metavar="N", help="size of a request (default: 32)")
     http.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds that accepted requests have to "
         "finish after SIGTERM or SIGINT; then they are cancelled (default: 20; the launcher kills at 30)")  # fmt: skip
@@ -72,7 +75,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     """
     check_model_options(args, world_size)
     check_counts(args, "max_rows", "max_waiting", "max_model_len", "cache_tokens")
-    for name in ("request_timeout", "max_body_mib", "grace"):
+    for name in ("request_timeout", "receive_timeout", "max_body_mib", "grace"):
         value, may_be_none = getattr(args, name), name == "grace"
         if not (0 < value < math.inf or (value == 0 and may_be_none)):
             least = "0 or more" if may_be_none else "more than 0"

@@ -56,6 +56,12 @@ def too_large(max_bytes: int) -> ApiError:
     )
 
 
+def too_slow(seconds: float) -> ApiError:
+    """408 for a body that does not come."""
+    text = f"the body was not complete after this server's limit of {seconds:g} s (--receive-timeout): send it faster"
+    return ApiError(408, text, code="body_too_slow", headers={"Connection": "close"})
+
+
 def timed_out(seconds: float) -> ApiError:
     """504 for a request that took longer than the server allows, with the time it had."""
     return ApiError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 
@@ -30,15 +31,24 @@ def _name_of(host_header: str) -> str:
 
 
 class Guard:
-    """ASGI middleware: 401 without the right token, 413 for a body that is too large, 403 for another machine's name.
+    """ASGI middleware: 401 without the right token, 413 or 408 for a body too large or slow, 403 for other names.
 
     api_key: the token, or None for none. loopback_names_only: refuse Host headers of other names: a web page can give
     its own name the address 127.0.0.1 and so make a browser talk to a server that asks for no token.
-    max_body_bytes: of a request's body, however it is sent.
+    max_body_bytes: of a request's body, however it is sent. receive_timeout: seconds that it may take to come.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_names_only: bool, max_body_bytes: int):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        loopback_names_only: bool,
+        max_body_bytes: int,
+        receive_timeout: float,
+    ):
         self.app, self.loopback_names_only, self.max_body_bytes = app, loopback_names_only, max_body_bytes
+        self.receive_timeout = receive_timeout
         self.api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,23 +58,28 @@ class Guard:
         error = self._name_error(headers) or (None if scope["path"] in OPEN_PATHS else self._token_error(headers))
         error = error or self._length_error(headers.get("content-length", "0"))
         if error is None:
-            await self.app(scope, self._counting(receive), send)
+            await self.app(scope, self._limited(receive), send)
         else:
             await error.response()(scope, receive, send)
 
-    def _counting(self, receive: Receive) -> Receive:
-        """For chunked bodies without a Content-Length."""
-        size = 0
+    def _limited(self, receive: Receive) -> Receive:
+        """Limits size, for chunked bodies without a Content-Length, and time."""
+        size, whole, end = 0, False, asyncio.get_running_loop().time() + self.receive_timeout
 
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
+        async def limited() -> Message:
+            nonlocal size, whole
+            try:
+                async with asyncio.timeout_at(None if whole else end):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408) from None  # the one kind of error that FastAPI lets through while it reads
+            whole = not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > self.max_body_bytes:
-                raise HTTPException(413)  # the one kind of error that FastAPI lets through while it reads a body
+                raise HTTPException(413)
             return message
 
-        return counted
+        return limited
 
     def _length_error(self, length: str) -> ApiError | None:
         if not length.isascii() or not length.isdecimal():

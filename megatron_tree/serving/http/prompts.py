@@ -12,13 +12,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...files import check_text
-from ..transcript import chat_tokens
+from ..transcript import chat_text
 from .answers import Echo, TokenTexts
 from .errors import ApiError, bad_value
 from .protocol import ChatRequest, CompletionRequest
 
 # Parameters of apply_chat_template that a request does not choose, or by fields of its own
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+CHARACTERS = 4  # of a text per token that may fit: more are tokenized only if these make few enough tokens
+SLACK = 64  # tokens that the cut may add at the end
 
 
 class Prompts:
@@ -72,15 +75,7 @@ class Prompts:
         """
         left = self.max_model_len - len(prompt)
         if left < (asked or 1):
-            answer = "at least 1 token of answer" if asked is None else f"{asked:,} tokens of answer"
-            raise ApiError(
-                400,
-                f"a prompt of {len(prompt):,} tokens and {answer} exceed this server's limit of "
-                f"{self.max_model_len:,} tokens together: shorten the prompt"
-                + (f" or ask for {left:,} tokens at most" if left > 0 else ""),
-                param="max_tokens" if left > 0 else None,
-                code="context_length_exceeded",
-            )
+            raise too_long(f"{len(prompt):,}", asked, self.max_model_len, left)
         return left if asked is None else asked
 
     def close(self) -> None:
@@ -103,12 +98,34 @@ class Prompts:
 
     def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         with _of_parameter("messages"):
-            return chat_tokens(self._tokenizer, messages, **options)
+            text = chat_text(self._tokenizer, messages, **options)
+        return self._tokens(text, special=False)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         with _of_parameter("prompt"):
             check_text("prompt", text)
+        return self._tokens(text, special)
+
+    def _tokens(self, text: str, special: bool) -> list[int]:
+        """Raises: ApiError (400) for a text that is too long; only its beginning is tokenized then."""
+        size = CHARACTERS * (self.max_model_len + SLACK)
+        while size < len(text):
+            if len(self._tokenizer(text[:size], add_special_tokens=False).input_ids) > self.max_model_len + SLACK:
+                raise too_long(f"more than {self.max_model_len:,}", None, self.max_model_len)
+            size *= 2
         return self._tokenizer(text, add_special_tokens=special).input_ids
+
+
+def too_long(prompt: str, asked: int | None, limit: int, left: int = 0) -> ApiError:
+    """400 for a prompt of so many tokens with an answer that don't fit. left: what does."""
+    answer = "at least 1 token of answer" if asked is None else f"{asked:,} tokens of answer"
+    return ApiError(
+        400,
+        f"a prompt of {prompt} tokens and {answer} exceed this server's limit of {limit:,} tokens together: "
+        "shorten the prompt" + (f" or ask for {left:,} tokens at most" if left > 0 else ""),
+        param="max_tokens" if left > 0 else None,
+        code="context_length_exceeded",
+    )
 
 
 @contextlib.contextmanager

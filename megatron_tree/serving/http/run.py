@@ -20,6 +20,7 @@ from ...integrations.transformers.rope import num_positions
 from ...log import logger
 from ..start import Started, start
 from .app import Service, create_app
+from .connections import protocol
 from .frontend import Frontend
 from .guard import is_loopback
 from .prompts import Prompts
@@ -55,7 +56,7 @@ class HttpServer:
         self._socket = listener
         config = uvicorn.Config(
             create_app(service),
-            http="h11",
+            http=protocol(service.receive_timeout),
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -156,6 +157,7 @@ def _run(args: Namespace, at: Started) -> None:
             api_key=args.api_key,
             loopback_names_only=args.api_key is None and is_loopback(args.host),
             max_body_bytes=int(args.max_body_mib * 2**20),
+            receive_timeout=args.receive_timeout,
         )
 
         def ready(stop: Callable[[str], None]) -> None:

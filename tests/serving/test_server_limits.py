@@ -1,0 +1,97 @@
+"""Limits of length and time: prompts that are too long, requests that do not come."""
+
+import concurrent.futures
+import json
+import socket
+import time
+import types
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("transformers")
+
+from megatron_tree.serving.http.errors import ApiError
+from megatron_tree.serving.http.prompts import Prompts
+from support.http_server import NAME, byte_model, byte_tokenizer, raw, serving
+
+TOKENIZER = byte_tokenizer()
+COMPLETION = {"model": NAME, "prompt": "a", "max_tokens": 2, "temperature": 0}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return byte_model()
+
+
+def _post(server, path, body):
+    """(status, the error object or the whole body)."""
+    head, _, body = raw(server, path, body).partition("\r\n\r\n")
+    found = json.loads(body)
+    return int(head.split()[1]), found.get("error", found)
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_beginning(model, monkeypatch):
+    with serving(model, TOKENIZER) as server:
+        seen, call = [], type(TOKENIZER).__call__
+
+        def watched(self, text, **options):
+            seen.append(len(text))
+            return call(self, text, **options)
+
+        monkeypatch.setattr(type(TOKENIZER), "__call__", watched)
+        for path, body in (
+            ("/v1/completions", COMPLETION | {"prompt": "x" * 5_000_000}),
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "y" * 5_000_000}]}),
+        ):
+            status, error = _post(server, path, body)
+            assert (status, error["code"]) == (400, "context_length_exceeded")
+            assert "a prompt of more than 256 tokens" in error["message"]
+        assert 0 < max(seen) < 5000
+        few_tokens = TOKENIZER("a" * 2000).input_ids[:200]
+        assert _post(server, "/v1/completions", COMPLETION | {"prompt": few_tokens})[0] == 200
+
+
+def test_long_texts_of_few_tokens_are_served(model):
+    """More characters than a first look allows for."""
+    prompts = Prompts(TOKENIZER, vocab_size=257, max_model_len=256)
+    prompts._tokenizer = lambda text, **_: types.SimpleNamespace(input_ids=list(range(len(text) // 100)))
+    assert len(prompts._tokens("x" * 20_000, special=False)) == 200
+    with pytest.raises(ApiError, match="more than 256"):
+        prompts._tokens("x" * 2_000_000, special=False)
+    prompts.close()
+
+
+def test_clients_that_do_not_send_their_request(model):
+    with serving(model, TOKENIZER, receive_timeout=0.5) as server:
+        host = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        silent = [socket.create_connection(host, timeout=20) for _ in range(20)]
+        for i, client in enumerate(silent):
+            client.sendall(head[: 3 * i])
+        slow = socket.create_connection(host, timeout=20)
+        slow.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        kept = socket.create_connection(host, timeout=20)
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in kept.recv(4096)
+        kept.sendall(head[:20])
+        begun = time.monotonic()
+        assert [client.recv(100) for client in [*silent, kept]] == [b""] * 21
+        answer = b""
+        while piece := slow.recv(4096):
+            answer += piece
+        assert b" 408 " in answer and b"body_too_slow" in answer
+        assert time.monotonic() - begun < 10
+        for client in (*silent, slow, kept):
+            client.close()
+        # an answer may take longer than a request
+        body = COMPLETION | {"max_tokens": 200, "ignore_eos": True}
+        server.runner.gate.clear()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(_post, server, "/v1/completions", body)
+            time.sleep(0.8)
+            server.runner.gate.set()
+            assert answer.result()[0] == 200
