@@ -1,4 +1,4 @@
-"""The support matrix of docs/megatron.md, made from marks on the tests that show it.
+"""The support matrices of docs/megatron.md and docs/huggingface.md, made from marks on the tests that show them.
 
     @pytest.mark.supports("packed sequences (thd)", with_="cp = 2, 4; causal")    # what a passing test shows
     def test_packed(): ...
@@ -10,11 +10,12 @@
     def test_refused(options): ...
 
 A test may carry several marks, and several tests the same feature: they share a row of the table. Write a feature as
-users of Megatron call it (its option in brackets), and in `with_` what it was run with, short. No mark on a test that
-can't fail. After a change of marks:
+users of Megatron or Transformers call it (its option in brackets), and in `with_` what it was run with, short. No mark
+on a test that can't fail. After a change of marks:
 
-    python tests/support_matrix.py         # writes the tables between the two comment lines of docs/megatron.md
+    python tests/support_matrix.py         # writes the tables between the two comment lines of both pages
 
+Tests in tests/transformers and tests/deepspeed belong to docs/huggingface.md, the others to docs/megatron.md.
 Only the collection of pytest is used, so a run takes seconds; test_support_matrix.py compares the page with it.
 """
 
@@ -24,7 +25,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-PAGE = TESTS.parent / "docs" / "megatron.md"
+MEGATRON, HUGGING_FACE = (TESTS.parent / "docs" / name for name in ("megatron.md", "huggingface.md"))
+HUGGING_FACE_FOLDERS = {"transformers", "deepspeed"}
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 
@@ -72,12 +74,12 @@ class Marks:
 
 
 def marked_files():
-    """The test files that use one of the marks."""
-    found = []
+    """The test files that use one of the marks, by page."""
+    found = {MEGATRON: [], HUGGING_FACE: []}
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text()
         if "mark.supports(" in text or "mark.refuses(" in text:
-            found.append(path)
+            found[HUGGING_FACE if path.parent.name in HUGGING_FACE_FOLDERS else MEGATRON].append(path)
     return found
 
 
@@ -100,7 +102,7 @@ def page_with(page, matrix):
     before, begin, rest = page.partition(f"{BEGIN}\n")
     _, end, after = rest.partition(f"\n{END}")
     if not (begin and end):
-        raise ValueError(f"{PAGE.name} needs the lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
     return before + begin + matrix + end + after
 
 
@@ -119,12 +121,17 @@ def collect(files):
 
 
 def main():
-    """Write the page, or with --check print what it should hold."""
-    text = PAGE.read_text()
-    new = page_with(text, tables(collect(marked_files())))
-    if "--check" in sys.argv[1:]:
-        sys.exit(f"{PAGE.name} is not what the marks say: run python tests/support_matrix.py" if new != text else 0)
-    PAGE.write_text(new)
+    """Write the pages, or with --check say which are not what they should be."""
+    stale = []
+    for page, files in marked_files().items():
+        text = page.read_text()
+        new = page_with(text, tables(collect(files)))
+        if new != text:
+            stale.append(page.name)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(new)
+    if stale and "--check" in sys.argv[1:]:
+        sys.exit(f"{', '.join(stale)}: not what the marks say, run python tests/support_matrix.py")
 
 
 if __name__ == "__main__":

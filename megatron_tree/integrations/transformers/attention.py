@@ -9,8 +9,8 @@ latter for the prompt, too, and works with left padding.
 How attention finds the cache: Transformers passes the attention function the module, q, k, v and the mask, not the
 cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
 the keys and values that the update returned (or, with latent attention, ones expanded from them row by row). So the
-update leaves a note in a context variable, the attention call takes it, and both say which layer they are: a note of
-another layer or with another number of keys is an error, never a guess.
+update leaves a note in a context variable, and the attention call takes it. A note with other keys or values than those
+of the call, one that nobody takes, and a second call for the same note are errors, never a guess.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ...attention.cached import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import collective_call
 from ...config import TreeConfig
-from .cache import TreeCache, TreeCacheLayer, last_update
+from .architectures import WINDOW_IN_MASK, check_replaceable
+from .cache import TreeCache, TreeCacheLayer, Update, current_run, last_update
 from .training import attend_to_shard
 
 __all__ = [
@@ -67,6 +68,8 @@ def tree_attention(
     update = last_update.get()
     last_update.set(None)
     shard = kwargs.get("sequence_shard")
+    if sliding_window is None and getattr(getattr(module, "config", None), "model_type", None) in WINDOW_IN_MASK:
+        sliding_window = module.config.sliding_window
     _check_call(module, attention_mask, 0.0 if shard else dropout, sliding_window, kwargs)
     options = {
         "softmax_scale": scaling,
@@ -78,7 +81,7 @@ def tree_attention(
     if shard is not None:
         if update is not None or attention_mask is not None:
             raise ValueError("a batch from shard_batch takes neither a cache nor an attention_mask of its own")
-        return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options), None
+        return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options).contiguous(), None
     shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
     if shares != (None if update is None else update.cache.head_shares):
         cache = (
@@ -89,14 +92,9 @@ def tree_attention(
             "are split needs a cache from its engine's new_cache(), and other models a TreeCache without head_shares"
         )
     if update is None:
-        return _attention_without_cache(module, q, k, v, attention_mask, options), None
-    layer_idx = getattr(module, "layer_idx", None)
-    if update.layer_idx != layer_idx or update.num_keys != k.shape[1]:
-        raise ValueError(
-            f"{type(module).__name__} (layer_idx={layer_idx}) attends to {k.shape[1]} keys, but the last cache update "
-            f"was one of layer {update.layer_idx} with {update.num_keys} keys: this model does not pass what the cache "
-            "returns to the attention function of the same layer. Use attn_implementation='sdpa' for it"
-        )
+        return _attention_without_cache(module, q, k, v, attention_mask, options).contiguous(), None
+    _check_update(module, key, value, update)
+    layer_idx = update.layer_idx
     if sliding_window != update.cache.window(layer_idx):
         raise ValueError(
             f"{type(module).__name__} (layer_idx={layer_idx}) attends with sliding_window={sliding_window}, but its "
@@ -106,11 +104,39 @@ def tree_attention(
     cache = update.cache
     kv = (k, v) if cache.returns_all else None
     out = update.forward.attend(layer_idx, q, kv=kv, visible=attention_mask, config=cache.tree_config, **options)
-    return out, None
+    cache.end_layer(update.forward)
+    return out.contiguous(), None  # some models view it
+
+
+def _check_update(module, key: Tensor, value: Tensor, update: Update) -> None:
+    """Raise ``ValueError`` unless a layer attends to what the last cache update returned."""
+    layer_idx = getattr(module, "layer_idx", None)
+    if update.cache.returns_all:  # keys and values are made from it, row by row
+        same = update.layer_idx == layer_idx and update.keys.shape[2] == key.shape[2]
+    else:
+        same = _is_same(key, update.keys) and _is_same(value, update.values)
+    if not same:
+        raise ValueError(
+            f"{type(module).__name__} (layer_idx={layer_idx}) attends to {key.shape[2]} keys {list(key.shape)}, but "
+            f"the last cache update was one of layer {update.layer_idx} with {update.keys.shape[2]} keys "
+            f"{list(update.keys.shape)}: this model does not pass what the cache returns on to the attention "
+            "function. Use attn_implementation='sdpa' for it, and its own cache"
+        )
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and (x.data_ptr() == y.data_ptr() or torch.equal(x, y))
 
 
 def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_mask, options: dict) -> Tensor:
     """Plain causal attention on this rank: a forward pass with use_cache=False."""
+    if current_run.get() is not None:
+        raise ValueError(
+            f"{type(module).__name__} (layer_idx={getattr(module, 'layer_idx', None)}) attends without a cache update "
+            "of its own, in the middle of a run over a TreeCache: it attends twice, or shares another layer's keys. "
+            "Use attn_implementation='sdpa' for this model, and its own cache. (After a run that failed, call "
+            "cache.reset() or crop before the model runs without the cache.)"
+        )
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"{type(module).__name__} attends to {k.shape[1]} keys with {q.shape[1]} queries without having updated a "
@@ -193,6 +219,7 @@ def check_model(model) -> None:
     name = model.config.get_text_config(decoder=True)._attn_implementation
     if name != "tree":
         raise ValueError(f"the model's attn_implementation is {name!r}: call model.set_attn_implementation('tree')")
+    check_replaceable(type(model))
 
 
 AttentionInterface.register("tree", tree_attention)

@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache import ShardedCache
 from ...cache.files import load_rows, save_rows
 from ...cache.forward import ForwardPass, forward_pass
 from ...comm import group_rank, group_size
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
+from .architectures import check_cached, check_layers
 from .rope import keep_cache_in_generate, rope_rule
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Update(NamedTuple):
@@ -25,31 +24,16 @@ class Update(NamedTuple):
 
     cache: TreeCache
     layer_idx: int
-    num_keys: int
-    """Of each row, in what the update returned."""
+    keys: Tensor
+    """[b, h_kv, n, d], what the update returned; ..."""
+    values: Tensor
+    """... [b, h_kv, n, d_v]."""
     forward: ForwardPass
 
 
 last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
-
-
-def check_layers(config) -> list[int | None]:
-    """The window of every layer of a model: keys that a query sees, itself included; None for all.
-
-    Raises: ValueError for layers that attention over shards does not support.
-    """
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "is_encoder_decoder", False):
-        raise ValueError(f"{type(text).__name__}: attn_implementation='tree' serves decoder-only models")
-    kinds, options = get_layer_types_and_kwargs(text)
-    others = sorted(set(kinds) - set(LAYER_TYPES))
-    if others or getattr(text, "num_kv_shared_layers", 0):
-        found = ", ".join(others) or "layers that share their keys and values"
-        raise ValueError(
-            f"{type(text).__name__} has {found}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
-            "with keys and values of their own. Use attn_implementation='sdpa', and the model's own cache"
-        )
-    return [own.get("sliding_window") for own in options]
+current_run: contextvars.ContextVar[TreeCache | None] = contextvars.ContextVar("tree_cache_run", default=None)
+"""The cache whose model is in the middle of a run."""
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -118,6 +102,7 @@ class TreeCache(Cache):
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
         text, windows = config.get_text_config(decoder=True), check_layers(config)
+        check_cached(config)
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
@@ -143,10 +128,12 @@ class TreeCache(Cache):
         options |= {"sharded": sharded, "progress": progress}
         try:
             with forward_pass(self.store, rows, num_tokens, **options) as self._forward:
+                current_run.set(self)
                 yield self._forward
+                self._check_taken()
         finally:
             self._forward = None
-            last_update.set(None)
+            self._forget_run()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Take new tokens k [b, h_kv, n, d] and v [b, h_kv, n, d_v], and leave a note for the attention call.
@@ -155,13 +142,33 @@ class TreeCache(Cache):
         it holds nothing: latent attention can't expand an empty tensor), otherwise the arguments; the attention reads
         the pages.
         """
+        self._check_taken()
         forward = self._forward or self._own_forward(key_states, layer_idx)
         k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
         forward.write(layer_idx, k, v)
         if self.returns_all:
             k, v = forward.held(layer_idx, k.dtype)
-        last_update.set(Update(self, layer_idx, k.shape[1], forward))
-        return k.transpose(1, 2), v.transpose(1, 2)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        last_update.set(Update(self, layer_idx, k, v, forward))
+        return k, v
+
+    def _check_taken(self) -> None:
+        """Raise ``ValueError`` if no attention call followed the last update."""
+        update = last_update.get()
+        if update is not None and update.cache is self:
+            raise ValueError(
+                f"layer {update.layer_idx} updated the TreeCache, but its attention did not call "
+                "attn_implementation='tree': this model computes attention in its own code. Use Transformers' own cache"
+            )
+
+    def end_layer(self, forward: ForwardPass) -> None:
+        """Called after the attention of a layer: the run ends with the last one."""
+        if forward is self._batch_forward and len(forward.written) == len(self.layers):
+            current_run.set(None)
+
+    def _forget_run(self) -> None:
+        last_update.set(None)
+        current_run.set(None)
 
     def _own_forward(self, key_states: Tensor, layer_idx: int) -> ForwardPass:
         """The pass of a model that Transformers' `generate` runs: it begins at the first layer."""
@@ -181,6 +188,7 @@ class TreeCache(Cache):
             append = self.store.append(self.rows, key_states.shape[2])
             forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append, self.head_shares)
             self._batch_forward = forward
+            current_run.set(self)
         return forward
 
     def _check_rope(self, num_tokens: int) -> None:
@@ -221,6 +229,7 @@ class TreeCache(Cache):
         """Forget all rows and free the memory."""
         self.store.reset()
         self.rows, self._batch_forward = [], None
+        self._forget_run()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens of all rows of the batch; zero or negative, as in Transformers."""
@@ -234,6 +243,7 @@ class TreeCache(Cache):
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.crop(row, kept)
             self._batch_forward = None
+            self._forget_run()
 
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
         """Write the batch to files; see `cache.files.save_rows`."""

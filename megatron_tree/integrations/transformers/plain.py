@@ -46,9 +46,9 @@ def made_up_row(cache: TreeCache, config, num_tokens: int) -> int:
     row = cache.store.book.add()
     layers = [made_up(config, num_tokens, layer) for layer in range(cache_shape(config)[0])]
     for chunk in zip(*layers, strict=True):
-        with cache.forward_pass([row], chunk[0][0].shape[2]):
+        with cache.forward_pass([row], chunk[0][0].shape[2]) as forward:
             for layer, (k, v) in enumerate(chunk):
-                cache.update(k, v, layer)
+                forward.write(layer, k.transpose(1, 2), v.transpose(1, 2))
     return row
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformers import AutoModelForCausalLM
+from .architectures import model_class
 
 row_lengths: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("tree_row_lengths", default=None)
 """int64 [b, n] or [b, 1]: tokens of the row that a token belongs to, in the model's current run."""
@@ -154,11 +154,9 @@ def keep_cache_in_generate(config) -> None:
 
     Models with longrope drop their cache when a row grows beyond the switch. No effect on other models and caches.
     """
-    models = AutoModelForCausalLM._model_mapping.get(type(config), ())
-    for model_class in models if isinstance(models, tuple) else (models,):
-        plain = model_class.prepare_inputs_for_generation
-        if not hasattr(plain, "without_tree_cache"):
-            model_class.prepare_inputs_for_generation = _prepare_with(plain)
+    model = model_class(config)
+    if model is not None and not hasattr(model.prepare_inputs_for_generation, "without_tree_cache"):
+        model.prepare_inputs_for_generation = _prepare_with(model.prepare_inputs_for_generation)
 
 
 def _prepare_with(plain):

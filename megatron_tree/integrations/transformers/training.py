@@ -28,7 +28,8 @@ from ...attention.sequences import shard_sequence
 from ...comm import all_reduce, group_size
 from ...config import TreeConfig
 from ...layout import packed_layout
-from .cache import TreeCache, check_layers
+from .architectures import check_layers
+from .cache import TreeCache
 from .rope import follow_whole_rows, row_lengths
 
 IGNORED = -100  # Transformers' label of a token that has no loss
@@ -49,8 +50,8 @@ class SequenceShard:
     dropout_seed: str | None
     row_lengths: Tensor
     """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
-    used_by: set = field(default_factory=set)
-    """Numbers of the layers that have used this shard, and "loss"."""
+    used_by: dict = field(default_factory=dict)
+    """The layers that have used this shard, by number, with their windows; and "loss"."""
 
 
 def shard_batch(
@@ -175,7 +176,8 @@ def attend_to_shard(
                 "the batch's number"
             )
         options |= {"dropout_p": dropout, "dropout_seed": _seed(shard.dropout_seed, module.layer_idx)}
-    shard.used_by.add(module.layer_idx)
+    window = options["window_size"][0]
+    shard.used_by[module.layer_idx] = None if window == -1 else window + 1
     if shard.documents is None:
         return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
     cu_seqlens, cu_seqlens_padded = shard.documents
@@ -211,7 +213,7 @@ def loss_over_all_ranks(logits: Tensor, labels: Tensor, vocab_size: int, *, sequ
     """
     if sequence_shard is None or kwargs.get("num_items_in_batch") is not None:
         raise ValueError("the loss needs a batch from shard_batch, without num_items_in_batch")
-    sequence_shard.used_by.add("loss")
+    sequence_shard.used_by["loss"] = None
     logits, labels = logits.float().flatten(0, -2), labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     limit = (sequence_shard.config or TreeConfig()).timeout_s
@@ -227,16 +229,21 @@ def train_on_shards(model: PreTrainedModel) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel)")
-    check_layers(model.config)
+    windows = check_layers(model.config)
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "output_router_logits", False):
         raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; set it to False")
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} counts positions from its padding token's number, not from 0, and over the tokens "
+            "of a batch: it can't be trained on shards"
+        )
     model.set_attn_implementation("tree")
     if text._attn_implementation != "tree":
         raise ValueError(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
     model.loss_function = loss_over_all_ranks
     if not getattr(model, "trains_on_shards", False):
-        model.trains_on_shards = True
+        model.trains_on_shards = dict(enumerate(windows))
         follow_whole_rows(model)
         model.register_forward_pre_hook(_check_call, with_kwargs=True)
         model.register_forward_hook(_check_use, with_kwargs=True)
@@ -261,10 +268,14 @@ def _check_use(model, args, kwargs, output) -> None:
     shard = kwargs.get("sequence_shard")
     if shard is None:
         return
-    expected = set(range(model.config.get_text_config(decoder=True).num_hidden_layers))
-    expected |= {"loss"} if kwargs.get("labels") is not None else set()
-    if missing := sorted(map(str, expected - shard.used_by)):
+    expected = model.trains_on_shards | ({"loss": None} if kwargs.get("labels") is not None else {})
+    if missing := sorted(map(str, set(expected) - set(shard.used_by))):
         raise ValueError(
             f"{type(model).__name__} does not pass sequence_shard on to {', '.join(missing)} (layers by number): it "
             "can't be trained on shards"
+        )
+    if others := {layer: window for layer, window in shard.used_by.items() if window != expected.get(layer)}:
+        raise ValueError(
+            f"{type(model).__name__} attends with the windows {others} (layers by number), but its configuration says "
+            f"{ {layer: expected.get(layer) for layer in others} }: it can't be trained on shards"
         )

@@ -1,0 +1,242 @@
+"""Transformers' causal language models one by one: exact over a sharded cache and in training, or refused by name."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_distributed
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+import transformers
+from support.hf_architectures import SERVED, tiny_config
+from support.hf_models import hf_generate, plain, prompt
+from transformers import AutoModelForCausalLM
+
+NEW = 6
+REPAIRED = ("afmoe", "hrm_text", "phimoe", "llama")  # and one that was never wrong; the others are slow
+NOT_TRAINED = {
+    **dict.fromkeys(
+        ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), "counts positions from its padding token"
+    ),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), "counts positions from its padding token"),
+    **dict.fromkeys(("nemotron", "stablelm", "hrm_text"), "does not pass sequence_shard on"),
+}
+OWN_CODE = (
+    "big_bird",
+    "bloom",
+    "codegen",
+    "cpmant",
+    "falcon",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "gptj",
+    "megatron-bert",
+    "mpt",
+    "openai-gpt",
+    "reformer",
+    "rembert",
+    "roformer",
+    "rwkv",
+    "trocr",
+    "xglm",
+    "xlm",
+    "xlnet",
+)
+OTHER_LAYERS = {
+    "bamba": "linear_attention",
+    "deepseek_v32": "indexed_attention",
+    "deepseek_v4": "compressed_sparse_attention",
+    "falcon_h1": "hybrid",
+    "gemma3n": "dummy",
+    "jamba": "linear_attention",
+    "kimi_linear": "linear_attention",
+    "lfm3": "conv",
+    "llama4": "chunked_attention",
+    "mamba2": "linear_attention",
+    "minimax": "linear_attention",
+    "nemotron_h": "linear_attention",
+    "qwen3_5": "linear_attention",
+    "qwen3_next": "linear_attention",
+    "recurrent_gemma": "linear_attention",
+    "zamba2": "hybrid",
+}
+OTHER_REASONS = {
+    "bart": "decoder-only",
+    "blt": "tokens in patches",
+    "diffllama": "two attention calls for one cache update",
+    "doge": "a mask that depends on its keys",
+    "git": "images in the prompt",
+    "jetmoe": "keys and values that it repeats",
+    "marian": "decoder-only",
+    "moshi": "a window that its cache has",
+    "whisper": "decoder-only",
+}
+
+
+def _model(name):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight.dim() > 1 and not any(part in weight_name for part in ("embed", "wte", "wpe")):
+                weight.mul_(3.0)
+    return model
+
+
+def _close(got, want, what):
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error < 5e-5, f"{what}: {error:.1e}"
+
+
+def _generation(rank, world, name):
+    model, ids = _model(name), prompt(2, 21)
+    want = plain(model, ids, NEW)
+    model.set_attn_implementation("tree")
+    caches = [tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, block_size=2) for _ in range(2)]
+    result = tree_hf.generate(model, ids, cache=caches[0], max_new_tokens=NEW, chunk_size=8, keep_logits=True)
+    for what, (tokens, logits) in {
+        "generate": (result.tokens, torch.stack(result.logits, 1)),
+        "model.generate": hf_generate(model, ids, NEW, past_key_values=caches[1]),
+    }.items():
+        _close(logits, want[1], what)
+        assert torch.equal(tokens, want[0]), what
+
+
+def _training(rank, world, name):
+    batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)}
+    model = _model(name)  # in evaluation mode: dropout would differ
+    want = model(**batch, use_cache=False).loss
+    want.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model = _model(name)
+    tree_hf.train_on_shards(model)
+    got = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
+    got.backward()
+    assert abs(float(got - want)) < 2e-5 * float(want)
+    largest = max(float(g.abs().max()) for g in grads.values())
+    for n, p in model.named_parameters():
+        if n in grads:
+            dist.all_reduce(p.grad)
+            assert float((p.grad / world - grads[n]).abs().max()) <= 1e-4 * largest, n
+
+
+def _cases(with_, without=()):
+    def marks(name):
+        found = [pytest.mark.supports(f"`{name}`", with_=with_)]
+        return found if name in REPAIRED else [*found, pytest.mark.slow]
+
+    return [pytest.param(name, marks=marks(name), id=name) for name in SERVED if name not in without]
+
+
+@pytest.mark.parametrize("name", _cases("generate and model.generate; 2 ranks"))
+def test_generation(name):
+    run_distributed(_generation, 2, name)
+
+
+@pytest.mark.parametrize("name", _cases("training on shards; 2 ranks", NOT_TRAINED))
+def test_training(name):
+    run_distributed(_training, 2, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        pytest.param(name, what, marks=pytest.mark.refuses(f"`{name}` in training", when=f"it {what}"), id=name)
+        for name, what in NOT_TRAINED.items()
+    ],
+)
+def test_refused_in_training(name, what):
+    model, ids = _model(name), prompt(1, 8)
+
+    def first_step():
+        tree_hf.train_on_shards(model)
+        model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=None))
+
+    with pytest.raises(ValueError, match=what):
+        first_step()
+
+
+def _refused(names, reason):
+    mark = pytest.mark.refuses
+    return [
+        pytest.param(name, what, marks=mark(f"`{name}`", when=f"TreeCache is made: {reason(what)}"), id=name)
+        for name, what in names.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *_refused(dict.fromkeys(OWN_CODE, "computes attention in its own code"), lambda what: what),
+        *_refused(OTHER_LAYERS, lambda what: f"layers of the kind {what}"),
+        *_refused(OTHER_REASONS, lambda what: what),
+    ],
+)
+def test_refused_by_name(name, what):
+    config = transformers.CONFIG_MAPPING[name]()
+    with pytest.raises(ValueError, match=what):
+        tree_hf.TreeCache(config)
+
+
+def test_own_code_is_refused_wherever_it_is_set_up():
+    config = transformers.BloomConfig(vocab_size=131, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = "tree"
+    for set_up in (lambda: tree_hf.train_on_shards(model), lambda: tree_hf.check_model(model)):
+        with pytest.raises(ValueError, match="BloomForCausalLM computes attention in its own code"):
+            set_up()
+
+
+def _tiny():
+    from support.hf_models import tiny_model
+
+    model = tiny_model("llama")
+    model.set_attn_implementation("tree")
+    return model
+
+
+def test_an_update_that_no_attention_call_takes():
+    """As in a model that computes attention itself: Transformers' own attention function in one layer."""
+    model, ids = _tiny(), prompt(1, 9)
+    model.model.layers[1].self_attn.config = transformers.LlamaConfig(**model.config.to_dict())
+    model.model.layers[1].self_attn.config._attn_implementation = "eager"
+    cache = tree_hf.TreeCache(model.config)
+    with torch.no_grad(), pytest.raises(ValueError, match="layer 1 updated the TreeCache, but its attention did not"):
+        model(ids, past_key_values=cache)
+    model.model.layers = model.model.layers[:2]  # now it is the last one
+    runner = tree_hf.Runner(model, tree_hf.TreeCache(model.config))
+    with pytest.raises(ValueError, match="layer 1 updated the TreeCache"):
+        runner.prefill(runner.add(), ids[0])
+
+
+def test_a_second_attention_call():
+    model, ids = _tiny(), prompt(1, 9)
+    attention, first = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
+
+    def twice(*args, **kwargs):
+        out = first(*args, **kwargs)
+        q = torch.zeros(1, 4, 9, 8)
+        tree_hf.tree_attention(attention, q, q[:, :2], q[:, :2], None)
+        return out
+
+    attention.forward = twice
+    with torch.no_grad(), pytest.raises(ValueError, match=r"layer_idx=1\) attends without a cache update of its own"):
+        model(ids, past_key_values=tree_hf.TreeCache(model.config))
+
+
+def test_other_keys_or_values_than_those_in_the_cache():
+    model, ids = _tiny(), prompt(1, 9)
+    for which in (0, 1):
+        cache = tree_hf.TreeCache(model.config)
+        update = cache.update
+
+        def changed(k, v, layer_idx, update=update, which=which):
+            kv = list(update(k, v, layer_idx))
+            kv[which] = kv[which].flip(1)
+            return kv
+
+        cache.update = changed
+        with torch.no_grad(), pytest.raises(ValueError, match="does not pass what the cache returns on"):
+            model(ids, past_key_values=cache)
