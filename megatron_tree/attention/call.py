@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import comm
 from ..config import AttnSpec, TreeConfig, Visibility
 from ..kernels import Backend
-from ..layout import Dispatched, Packed, Segment, Sharding, join, visible_rows
+from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
 from .topology import GroupTopology
@@ -214,7 +214,7 @@ def _rows_of_cast(
     sees: Visibility,
 ) -> tuple[tuple[tuple[Segment, ...], ...], tuple[int, ...], tuple[Segment, ...]]:
     """The fields of `Cast` but for its team, for the holder at index `own`."""
-    of_queries, of_keys = ([x.segments(holder) for holder in holders] for x in (queries, keys))
+    of_queries, of_keys = ([by_document(x.segments(holder)) for holder in holders] for x in (queries, keys))
     sent, lengths, arrived = [()] * len(holders), [0] * len(holders), []
     for i in (i for i in range(len(holders)) if i != own):
         sent[i] = visible_rows(of_queries[i], of_keys[own], sees)

@@ -2,7 +2,7 @@
 
 from .dispatch import spread_documents
 from .documents import Dispatched, Packed, document_bounds, packed_layout
-from .segments import Segment, join, positions_of, sequences_of, visible_rows
+from .segments import Segment, by_document, join, positions_of, sequences_of, visible_rows
 from .shards import (
     LAYOUTS,
     Layout,
@@ -23,6 +23,7 @@ __all__ = [
     "Packed",
     "Segment",
     "Sharding",
+    "by_document",
     "check_layout",
     "document_bounds",
     "document_positions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,34 +58,40 @@ def positions_of(segments: Iterable[Segment], num_rows: int, *, device=None, pad
     return pos
 
 
-def visible_rows(queries: Sequence[Segment], keys: Sequence[Segment], sees: Visibility) -> tuple[Segment, ...]:
+Documents = dict[int, list[Segment]]
+"""Segments by document."""
+
+
+def by_document(segments: Iterable[Segment]) -> Documents:
+    """The segments of every document."""
+    found: Documents = {}
+    for s in segments:
+        found.setdefault(s.seq, []).append(s)
+    return found
+
+
+def visible_rows(queries: Documents, keys: Documents, sees: Visibility) -> tuple[Segment, ...]:
     """The parts of `keys` that some query sees, in the order of their rows."""
-    if sees.slices is not None:
-        return _visible_in_slices(queries, keys, sees)
-    by_document: dict[int, list[Segment]] = {}
-    for q in queries:
-        by_document.setdefault(q.seq, []).append(q)
     found = []
-    for k in keys:
-        spans = [_span(q, k, sees.left, sees.right) for q in by_document.get(k.seq, ())]
-        found += (k.part(first, last) for first, last in _united(spans))
-    return tuple(found)
+    for document in queries.keys() & keys.keys():  # few: most documents lie on one rank
+        for k in keys[document]:
+            found += (k.part(first, last) for first, last in _united(_spans(queries[document], k, sees)))
+    return tuple(sorted(found))
 
 
-def _visible_in_slices(queries: Sequence[Segment], keys: Sequence[Segment], sees: Visibility) -> tuple[Segment, ...]:
-    found = []
-    for k in keys:
-        spans = []
-        for piece in sees.slices:
-            k_part = k.part(*piece.k_range)
-            for q_part in (q.part(*piece.q_range) for q in queries if k_part.length):
-                spans.append(_span(q_part, k_part, piece.left, piece.right))
-        found += (k.part(first, last) for first, last in _united(spans))
-    return tuple(found)
+def _spans(queries: list[Segment], k: Segment, sees: Visibility) -> Iterator[tuple[int, int]]:
+    """The positions of k, from the first to before the last, that queries see."""
+    if sees.slices is None:
+        yield from (_span(q, k, sees.left, sees.right) for q in queries)
+        return
+    for piece in sees.slices:
+        of_keys = k.part(*piece.k_range)
+        for q in queries if of_keys.length else ():
+            yield _span(q.part(*piece.q_range), of_keys, piece.left, piece.right)
 
 
 def _span(q: Segment, k: Segment, left: int | None, right: int | None) -> tuple[int, int]:
-    """The positions of k, from the first to before the last, that queries see; empty if first >= last."""
+    """Empty if first >= last."""
     if not q.length:
         return 0, 0
     first = k.pos if left is None else max(k.pos, q.pos - left)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..config import Visibility
-from ..layout import Sharding, visible_rows
+from ..layout import Sharding, by_document, visible_rows
 from .arrangement import Arrangement, HeadSplit
 from .cost import Phase, PlacedTopology, spread
 from .plans import Cost, PassPlan
@@ -40,7 +40,8 @@ def flows(placed: PlacedTopology, arrangement: Arrangement, mask: Mask) -> tuple
 
     def segments(x: int) -> tuple:
         holder = tuple(order[y] for y in arrangement.holder_of(x))
-        return mask.queries.segments(holder), mask.keys.segments(holder)
+        queries = by_document(mask.queries.segments(holder))
+        return queries, queries if mask.keys == mask.queries else by_document(mask.keys.segments(holder))
 
     found, held = [], {}
     for x in spread(placed.world):  # who sends what differs even where all ranks have the same links

@@ -12,6 +12,7 @@ from .plans import PassPlan, Reduction
 BASELINES = ("allreduce", "ring")
 TIE = 1.05  # schedules whose predicted times differ by less count as equally fast
 SAME = 1.01  # the same for the numbers of head groups of one grid
+SMALL = 1 << 24  # buffers of so many bytes are not worth another head group
 
 Candidate = TypeVar("Candidate", PassPlan, Reduction)
 
@@ -69,12 +70,14 @@ def _order(passes: Sequence[Candidate], placed: PlacedTopology) -> tuple[int, fl
 
 
 def choose_head_groups(variants: list[PassPlan], budget: int | None) -> PassPlan:
-    """Among plans that differ in head groups only: the smallest buffers within `SAME` of the best time."""
+    """Among plans that differ in head groups only: the smallest buffers within `SAME` of the best time. Of
+    small ones the fewest groups, since every group calls the kernels once more."""
     fitting = [v for v in variants if fits(v, budget)]
     if not fitting:
         return min(variants, key=lambda v: v.cost.peak_bytes)
     least = min(v.cost.time_s for v in fitting)
-    return min((v for v in fitting if v.cost.time_s <= SAME * least), key=lambda v: (v.cost.peak_bytes, v.head_groups))
+    same = [v for v in fitting if v.cost.time_s <= SAME * least]
+    return min(same, key=lambda v: (max(v.cost.peak_bytes, SMALL), v.head_groups))
 
 
 def fits(candidate: Candidate, budget: int | None) -> bool:

@@ -80,7 +80,7 @@ def plan_training(
     what the forward has exchanged. Among those that take at most 5 % longer than the fastest, both passes together, a
     ring is taken last; then the one wins that sends the fewest bytes over the outermost level, then the one that sends
     the fewest bytes overall. Of the numbers of head groups within 1 % of a grid's best time, the one with the smallest
-    buffers is taken.
+    buffers is taken; buffers below 16 MiB count as equal, then the fewest groups win.
 
     Args:
         shape: heads and their sizes on one rank.

@@ -11,7 +11,15 @@ from megatron_tree import AttnSlice, TreeConfig, comm, energy, kernels, tree_att
 from megatron_tree.attention.slices import make_slices
 from megatron_tree.config import SLICES, AttnSpec
 from megatron_tree.kernels import ranges as layered
-from megatron_tree.layout import Dispatched, Segment, Sharding, shard_positions, shard_segments, visible_rows
+from megatron_tree.layout import (
+    Dispatched,
+    Segment,
+    Sharding,
+    by_document,
+    shard_positions,
+    shard_segments,
+    visible_rows,
+)
 from support.attention import make_inputs, make_sinks, seen_in
 from support.ranks import largest, run_distributed
 
@@ -86,7 +94,7 @@ def test_visible_rows_are_those_that_some_query_sees(name, layout):
         queries, keys = (shard_segments(48, r, world, layout) for r in (a, b))
         rows = [shard_positions(48, r, world, layout) for r in (a, b)]
         expected = keep[rows[0]][:, rows[1]].any(0).nonzero().flatten().tolist()
-        found = visible_rows(queries, keys, spec.sees)
+        found = visible_rows(by_document(queries), by_document(keys), spec.sees)
         assert [s.row + i for s in found for i in range(s.length)] == expected
 
 
