@@ -119,15 +119,14 @@ def plan_training(
     )
     weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_groups, memory_budget, mask)
     splits = weigh.head_placements(ulysses_size)
-    rings_of = [weigh.rings(heads) for heads in splits]
     grids_of = [weigh.grids(heads, schedule) for heads in splits]
+    rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
     options = rings_of if schedule == "ring" else grids_of
     if schedule == "auto" and not (grid or grid_backward or head_groups):
-        mixed = [[[*of_pass, *ring] for of_pass, ring in zip(*both)] for both in zip(grids_of, rings_of)]
+        mixed = [[[*of_pass, *ring] for of_pass, ring in zip(*both)] for both in zip(grids_of, rings_of) if both[1][0]]
         options = [*grids_of, *mixed]
     chosen = choose_pair(options, placed, memory_budget)
-    rings = [passes for passes in rings_of if schedule == "ring" or passes[0][0].grid[1] > 1 or world == 1]
-    tables = tuple(_by_time([c for passes in (*grids_of, *rings) for c in passes[n]]) for n in (0, 1))
+    tables = tuple(_by_time([c for passes in (*grids_of, *rings_of) for c in passes[n]]) for n in (0, 1))
     asked = (
         " (as asked for)" if grid or grid_backward or schedule in ("ring", "cast") or (ulysses_size or 1) > 1 else ""
     )
@@ -195,9 +194,12 @@ class _Weigher:
             found.append([choose_head_groups(variants, self.budget) for variants in weighed])
         return found
 
-    def rings(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
-        """The ring of the ranks with the same heads, forward and backward."""
+    def rings(self, heads: tuple[int, int], *, alone: bool) -> list[list[PassPlan]]:
+        """The ring of the ranks with the same heads, forward and backward. alone: also a ring of one rank, which is
+        the grid 1x1."""
         n, inner = self.placed.world // (heads[0] * heads[1]), self.placed.block // heads[1]
+        if n == 1 and not alone:
+            return [[], []]
         arrangement, split = Arrangement(heads, (1, n), (1, inner), self.placed.block), self._split(heads[0] * heads[1])
         return [[ring_plan(self.placed, self.sizes, arrangement, split, backward)] for backward in (False, True)]
 

@@ -241,8 +241,10 @@ def ring_plan(
     buffers = 2 * (sum(shifted) + results * sizes.widening) if n > 1 else 0
     if u > 1:
         for size in sizes.exchanged(backward):
-            found = placed.exchange(lambda x: placed.count(x, arrangement.holder_of(x)), size / u)
+            calls = None if placed.direct else 1
+            found = placed.exchange(lambda x: placed.count(x, arrangement.holder_of(x)), size / u, calls)
             time, sent = time + found[0], [m + n for m, n in zip(sent, found[1])]
+        time += 2 * packing_seconds(placed, sizes, 1, backward)
         steps, buffers = steps + 2, buffers + exchange_buffers(sizes, 1, backward)
     cost = Cost(time_s=time, compute_s=compute, bytes_per_level=tuple(sent), steps=steps, peak_bytes=round(buffers))
     return PassPlan(schedule="ring", arrangement=arrangement, head_groups=1, cost=cost)

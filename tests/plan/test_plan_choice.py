@@ -48,6 +48,22 @@ def test_a_ring_is_taken_only_where_all_others_take_5_percent_longer():
     assert True in taken and False in taken
 
 
+@pytest.mark.parametrize(("topology", "world"), [(DGX, 8), (ETHERNET, 32)])
+def test_a_ring_of_one_rank_costs_as_much_as_ulysses(topology, world):
+    """An exchange of heads is counted alike before a ring and before a grid."""
+    hosts = [n // 8 for n in range(world)]
+    ring, grid = (
+        training(world, MHA, topology, hosts, seq_len=1 << 16, ulysses_size=world, **options)
+        for options in (dict(schedule="ring"), dict(head_groups=1))
+    )
+    for one, other in ((ring.forward, grid.forward), (ring.backward, grid.backward)):
+        assert (one.grid, other.grid) == ((1, 1), (1, 1))
+        assert one.cost.time_s == pytest.approx(other.cost.time_s, rel=0.02)
+        assert one.cost.bytes_per_level == pytest.approx(other.cost.bytes_per_level)
+    plan = training(world, MHA, topology, hosts)
+    assert all(c.grid != (1, 1) for table in plan.candidates for c in table if c.schedule == "ring")
+
+
 def test_the_memory_budget_excludes_candidates():
     starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # few head groups are fast, and take more memory
     free = training(16, MHA, starting)
