@@ -23,14 +23,14 @@ def decode(
     head_shares: heads of every rank; q and the result are then of this rank's heads.
     Returns out [b, s_q, h, d_v] and lse [b, h, s_q], fp32, the same bits on every rank.
     """
-    num_heads, world = q.shape[2], comm.group_size(group)
+    num_heads, world, messages = q.shape[2], comm.group_size(group), dict(transport=transport, timeout_s=timeout_s)
     head_shares = None if world == 1 else head_shares
     shape = (*q.shape[:2], num_heads if head_shares is None else sum(head_shares), v.shape[-1] + 1)
     keeps_own = head_shares is not None and schedule == "scatter"
     if keeps_own:
         schedule, shape = "own_share", (world, max(head_shares), *q.shape[:2], shape[-1])
     if schedule == "ring" and world > 1:
-        q = q if head_shares is None else gather_heads(q, head_shares, _team(group, transport, timeout_s))
+        q = q if head_shares is None else gather_heads(q, head_shares, group, **messages)
         options = dict(group=group, order=placement.order, backend=backend, timeout_s=timeout_s, paged=paged)
         state = decode_ring(q, k, v, visible=visible, spec=spec, **options)
     else:
@@ -41,13 +41,12 @@ def decode(
             q.device,
             group,
             schedule,
-            transport=transport,
-            timeout_s=timeout_s,
+            **messages,
             order=placement.order,
             block=placement.block,
             across=across,
         )
-        q = q if head_shares is None else gather_heads(q, head_shares, _team(group, transport, timeout_s))
+        q = q if head_shares is None else gather_heads(q, head_shares, group, **messages)
         state = backend.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)
         state = reduction.finish(by_owner(state, head_shares) if keeps_own else state)
     if keeps_own:
@@ -113,7 +112,7 @@ def prefill_of_heads(
     The heads are gathered, and the partial states reduced so that every rank ends with those of its own heads.
     """
     num_heads, team = q.shape[2], _team(group, transport, timeout_s)
-    q = gather_heads(q, head_shares, team)
+    q = gather_heads(q, head_shares, group, transport=transport, timeout_s=timeout_s)
     out, lse = backend.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
     if team.size > 1:
         packed, dtype = by_owner(pack_state(out, lse, wire), head_shares).flatten(0, 1), state_dtype(q.dtype)

@@ -6,6 +6,7 @@ longest share, so that all messages are of one size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -37,24 +38,36 @@ def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
     return q if shares is None else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
 
 
-def gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Tensor:
+def gather_heads(q: Tensor, shares: tuple[int, ...], group, *, transport: str, timeout_s: float) -> Tensor:
     """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order."""
-    if team.size == 1:
+    if len(shares) == 1:
         return q
-    longest = max(shares)
-    mine = _heads_first(q, longest)  # [longest, b, s, d]
-    whole = comm.start_gather(mine, team).wait()
-    if min(shares) < longest:
-        whole = torch.cat([part[:n] for part, n in zip(whole.split(longest), shares)])
+    mine = q.permute(2, 0, 1, 3)
+    if (missing := max(shares) - len(mine)) > 0:
+        mine = F.pad(mine, (0, 0, 0, 0, 0, 0, 0, missing))
+    whole = comm.gather_sequence(mine.contiguous(), group, transport=transport, timeout_s=timeout_s)
+    if min(shares) < max(shares):
+        whole = whole.index_select(0, _rows(shares, whole.device)[1])
     return whole.permute(1, 2, 0, 3)
 
 
 def by_owner(state: Tensor, shares: tuple[int, ...]) -> Tensor:
     """state [b, s, h, w] as [ranks, longest share, b, s, w]: what is meant for each rank."""
-    longest = max(shares)
-    if min(shares) == longest:
-        return state.permute(2, 0, 1, 3).unflatten(0, (len(shares), longest)).contiguous()
-    return torch.stack([_heads_first(part, longest) for part in state.split(shares, 2)])
+    heads = state.permute(2, 0, 1, 3)
+    if min(shares) < max(shares):
+        heads = heads.index_select(0, _rows(shares, state.device)[0])
+    return heads.unflatten(0, (len(shares), max(shares))).contiguous()
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(shares: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Padded to the longest share: the head of every row (padding repeats one), and the row of every head."""
+    firsts, longest = [sum(shares[:r]) for r in range(len(shares))], max(shares)
+    heads = [first + max(min(i, n - 1), 0) for first, n in zip(firsts, shares) for i in range(longest)]
+    rows = [r * longest + i for r, n in enumerate(shares) for i in range(n)]
+    return torch.tensor([min(head, sum(shares) - 1) for head in heads], device=device), torch.tensor(
+        rows, device=device
+    )
 
 
 def own_heads(merged: Tensor, num_heads: int) -> Tensor:
@@ -66,8 +79,3 @@ def slice_of(shares: tuple[int, ...], rank: int) -> slice:
     """Where a rank's heads are among all heads."""
     first = sum(shares[:rank])
     return slice(first, first + shares[rank])
-
-
-def _heads_first(x: Tensor, longest: int) -> Tensor:
-    x = x.permute(2, 0, 1, 3)
-    return F.pad(x, (0, 0, 0, 0, 0, 0, 0, longest - len(x))).contiguous()

@@ -6,7 +6,9 @@
 - machines.py     on which host every rank runs
 - work.py         messages and collectives in progress, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; sums and broadcast
+- leader.py       small messages among the ranks of one host
 - reductions.py   decode's reductions of one state per rank
+- own_share.py    those of which each rank gets its own part
 - wire.py         JSON values between ranks
 - rendezvous.py   the default process group and its store
 - traffic.py      what this rank sends, recorded for tests and benchmarks

@@ -13,11 +13,11 @@ from torch import Tensor
 from ..merge import SumReducer
 from .group import group_rank, group_size, resolve_transport
 from .health.watchdog import Watchdog
+from .leader import SMALL_BYTES, has_leader, through_leader
 from .team import Team, from_next, subgroup
 from .traffic import note
 from .work import Mail, Pending, run, wait_for
 
-ONE_ROUND_BYTES = 1 << 16  # up to here a sum costs less in one round of whole tensors than in two rounds of shares
 # the newer name; the older one warns from torch 2.13 on
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -170,11 +170,15 @@ def _builtin(op: str, team: Team, ranks, start):
         raise Watchdog.of(team.group).operation_failed(op, team.timeout_s, error, ranks) from error
 
 
-def gather_sequence(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:
+def gather_sequence(x: Tensor, group, *, transport: str = "auto", timeout_s: float = 600.0) -> Tensor:
     """All-gather x [s, ...], of equal length on all ranks, to [n * s, ...] in rank order."""
-    if group_size(group) == 1:
+    n = group_size(group)
+    if n == 1:
         return x.contiguous()
-    return start_gather(x, Team.flat(group, transport=resolve_transport(group, x.device), timeout_s=timeout_s)).wait()
+    transport = resolve_transport(group, x.device, transport)
+    if transport == "direct" and has_leader(group, n * x.nbytes, timeout_s=timeout_s):
+        return through_leader(x, group, torch.Tensor.contiguous, (n, *x.shape), timeout_s=timeout_s).flatten(0, 1)
+    return start_gather(x, Team.flat(group, transport=transport, timeout_s=timeout_s)).wait()
 
 
 def all_reduce(x: Tensor, group, *, op: str = "sum", timeout_s: float = 600.0) -> Tensor:
@@ -199,7 +203,9 @@ def sum_over_ranks(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:
         return all_reduce(x.contiguous(), group, timeout_s=timeout_s)
     team = Team.flat(group, transport="direct", timeout_s=timeout_s)
     reducer = SumReducer(x.dtype, torch.promote_types(x.dtype, torch.float32))
-    if n == 2 or x.nbytes <= ONE_ROUND_BYTES:
+    if has_leader(group, x.nbytes, timeout_s=timeout_s):
+        return through_leader(x, group, lambda parts: reducer.merge(parts).to(x.dtype), x.shape, timeout_s=timeout_s)
+    if n == 2 or x.nbytes <= SMALL_BYTES:  # one round of whole tensors, or two of shares
         return reducer.merge(start_gather(x[None], team).wait()).to(x.dtype)
     rows = F.pad(x.flatten(), (0, -x.numel() % n))
     mine = reducer.narrow(start_reduce_scatter(rows, team, reducer).wait())

@@ -7,10 +7,7 @@ schedule merges in one fixed order, or merges once and copies (docs/design.md, s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Generator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,45 +15,12 @@ from torch import Tensor
 
 from ..kernels import merge_packed
 from ..merge import finite, normalized, numerators
-from .collectives import all_reduce, start_gather, start_reduce_scatter
-from .group import group_rank, group_size
-from .team import Team, from_next
+from .collectives import all_reduce, start_gather
+from .group import group_size
+from .own_share import ReduceArgs, Steps, own_share, own_share_builtin, own_share_direct
+from .team import from_next
 from .traffic import note
 from .work import Mail, Transfer
-
-Steps = Generator[None, Tensor, Tensor]  # posts receives, yields once for this rank's state, returns the merged one
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReduceArgs:
-    """What the ranks reduce: states of one shape [..., d + 1] (out, then lse), and among whom."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    group: object
-    transport: str
-    timeout_s: float
-    order: tuple[int, ...]
-    block: int
-    across: str
-
-    @functools.cached_property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(group_size(self.group)))
-
-    @functools.cached_property
-    def rank(self) -> int:
-        return group_rank(self.group)
-
-    def empty(self, *lead: int, shape=None) -> Tensor:
-        return torch.empty((*lead, *(shape or self.shape)), dtype=self.dtype, device=self.device)
-
-    def mail(self, op: str) -> Mail:
-        return Mail(op, self.group, self.ranks, self.timeout_s)
-
-    def team(self, ranks: tuple[int, ...], *name) -> Team:
-        return Team(self.group, (ranks,), self.transport, self.timeout_s, name)
 
 
 class Reduction:
@@ -206,39 +170,9 @@ def _merge_two(at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
     return merge_packed(torch.stack((state, other) if at < peer else (other, state)))
 
 
-class _Packed:
-    """How `start_reduce_scatter` merges packed states; they travel as they are."""
-
-    merge = staticmethod(merge_packed)
-
-    @staticmethod
-    def narrow(state: Tensor) -> Tensor:
-        return state
-
-
-def _own_share_builtin(args: ReduceArgs) -> Steps:
-    state = yield
-    return start_reduce_scatter(state.flatten(0, 1), args.team(args.ranks), _Packed).wait().view(args.shape[1:])
-
-
-def _own_share_direct(args: ReduceArgs) -> Steps:
-    """Entry i of the state goes to rank i, which merges the entries of all ranks in rank order."""
-    parts, mail, r = args.empty(), args.mail("all_to_all"), args.rank
-    arriving = [mail.receive(parts[s], s) for s in args.ranks if s != r]
-    state = yield
-    note("all_to_all", len(args.ranks), (len(args.ranks) - 1) * state[0].nbytes)
-    for s in from_next(args.ranks, r):
-        mail.send(state[s], s)
-    parts[r] = state[r]
-    mail.wait(*arriving)
-    merged = merge_packed(parts)
-    mail.sent()
-    return merged
-
-
 def _scatter_builtin(args: ReduceArgs) -> Steps:
     """Each rank merges its share of the rows, and sends it to all."""
-    first, share = _own_rows(args, _own_share_builtin)
+    first, share = _own_rows(args, own_share_builtin)
     mine = _finish(first, _row_shares((yield), share))
     return _whole_rows(start_gather(mine, args.team(args.ranks)).wait(), args.shape)
 
@@ -246,7 +180,7 @@ def _scatter_builtin(args: ReduceArgs) -> Steps:
 def _scatter_direct(args: ReduceArgs) -> Steps:
     """The same; the receives of both halves are posted at once."""
     n, r = len(args.ranks), args.rank
-    first, share = _own_rows(args, _own_share_direct)
+    first, share = _own_rows(args, own_share_direct)
     whole, mail = args.empty(shape=share), args.mail("all_gather")
     arriving = [mail.receive(whole[s], s) for s in args.ranks if s != r]
     whole[r] = _finish(first, _row_shares((yield), share))
@@ -326,8 +260,8 @@ _SCHEDULES = {
     ("butterfly", "direct"): _butterfly_direct,
     ("scatter", "builtin"): _scatter_builtin,
     ("scatter", "direct"): _scatter_direct,
-    ("own_share", "builtin"): _own_share_builtin,
-    ("own_share", "direct"): _own_share_direct,
+    ("own_share", "builtin"): own_share_builtin,
+    ("own_share", "direct"): own_share,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

@@ -144,3 +144,45 @@ def _transports(rank, world):
 
 def test_direct_transport_is_for_gloo_on_the_cpu():
     assert all(run_distributed(_transports, 2))
+
+
+def _own_shares(rank, world, transport, hosts):
+    """The first half of "scatter", small and large, on one host (through the first rank) and on several."""
+    GroupState.of(dist.group.WORLD).hosts = hosts
+    for rows in (3, 5000):
+        parts = torch.randn(world, world, rows, 5, generator=torch.Generator().manual_seed(rows))
+        options = dict(transport=transport, timeout_s=20.0)
+        reduction = comm.start_reduction(parts.shape[1:], torch.float32, CPU, dist.group.WORLD, "own_share", **options)
+        own = reduction.finish(parts[rank])
+        assert torch.equal(own, merge_packed(parts)[rank])
+        whole = comm.gather_sequence(own, dist.group.WORLD, transport=transport, timeout_s=20.0)
+        assert torch.equal(whole, merge_packed(parts).flatten(0, 1))
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("world", "several"), [(2, False), (3, False), (3, True), (4, False)])
+def test_own_shares_and_gathers(world, several, transport):
+    hosts = tuple(str(rank if several else 0) for rank in range(world))
+    run_distributed(_own_shares, world, transport, hosts)
+
+
+def _sums(rank, world, hosts):
+    GroupState.of(dist.group.WORLD).hosts = hosts
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for size in (1, 7, 50_001):
+            parts = torch.randn(world, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+            parts = parts.to(dtype)
+            in_order = parts[0].to(torch.promote_types(dtype, torch.float32))
+            for part in parts[1:]:
+                in_order = in_order + part
+            before = parts[rank].clone()
+            total = comm.sum_over_ranks(parts[rank][:, None], dist.group.WORLD, timeout_s=20.0)
+            assert total.dtype == dtype and torch.equal(total[:, 0], in_order.to(dtype)), (dtype, size)
+            assert torch.equal(parts[rank], before)
+    return True
+
+
+@pytest.mark.parametrize(("world", "several"), [(1, False), (2, False), (3, False), (3, True), (4, False)])
+def test_sums_are_added_up_in_rank_order(world, several):
+    run_distributed(_sums, world, tuple(str(rank if several else 0) for rank in range(world)))
