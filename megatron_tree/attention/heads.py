@@ -59,7 +59,7 @@ class HeadExchange(Heads):
         A generator that yields once, after the exchange has started.
         """
         of_queries = [self._by_unit(x, self._split.queries)[:, :, :, self.kv(i)].flatten(3, 4) for x in queries]
-        of_kv = [self._by_unit(self._repeated(x), 1)[:, :, :, self.kv(i)].flatten(3, 4) for x in kv]
+        of_kv = [self._kv_heads(x, i) for x in kv]
         arrived = yield from self._exchange(of_queries, of_kv)  # [u, rows, b, heads, d_n] each
         return [x.flatten(0, 1).transpose(0, 1) for x in arrived]
 
@@ -95,9 +95,13 @@ class HeadExchange(Heads):
         return [x for pending, of_one in zip(started, shapes) for x in _unpacked(pending.wait(), of_one)]
 
     def _start(self, tensors: list[Tensor], rows: int) -> comm.Pending:
-        packed = torch.cat([x.flatten(3) for x in tensors], -1).permute(2, 1, 0, 3)  # [u, s, b, features]
-        missing = rows - packed.shape[1]
-        return comm.start_all_to_all(F.pad(packed, (0, 0) * 2 + (0, missing)) if missing else packed, self._team)
+        b, s, u = tensors[0].shape[:3]
+        widths = [x.shape[3:].numel() for x in tensors]
+        packed = tensors[0].new_empty((u, rows, b, sum(widths)))
+        packed[:, s:] = 0
+        for x, part in zip(tensors, packed[:, :s].split(widths, -1)):  # each is copied once
+            part.unflatten(-1, x.shape[3:]).copy_(x.permute(2, 1, 0, 3, 4))
+        return comm.start_all_to_all(packed, self._team)
 
     def _by_unit(self, x: Tensor, heads: int) -> Tensor:
         """[b, s, u * n * heads or fewer, d] -> [b, s, u, n, heads, d]."""
@@ -105,9 +109,14 @@ class HeadExchange(Heads):
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         return x.unflatten(2, (self._split.u, self._split.n, heads))
 
-    def _repeated(self, x: Tensor) -> Tensor:
-        """A KV head once for every unit that it belongs to."""
-        return x if self._split.copies == 1 else x.repeat_interleave(self._split.copies, 2)
+    def _kv_heads(self, x: Tensor, i: int) -> Tensor:
+        """[b, s, h_kv, d] -> group i of every rank's KV heads [b, s, u, heads, d]."""
+        u, n, copies = self._split.u, self._split.n, self._split.copies
+        if copies == 1:
+            return self._by_unit(x, 1)[:, :, :, self.kv(i)].flatten(3, 4)
+        units = [w * n + j for w in range(u) for j in range(n)[self.kv(i)]]
+        heads = [min(unit // copies, x.shape[2] - 1) for unit in units]  # what is computed for padding is dropped
+        return x[:, :, heads].unflatten(2, (u, -1))
 
 
 def _unpacked(arrived: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:

@@ -52,12 +52,12 @@ class Team:
     def size(self) -> int:
         return self.inner * self.outer
 
-    @property
+    @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """The team's ranks in the order of a gathered tensor."""
         return tuple(r for place in self.ranks for r in place)
 
-    @property
+    @functools.cached_property
     def place(self) -> tuple[int, int]:
         """(i, o) of this rank: ranks[i][o] is this rank."""
         return divmod(self.order.index(group_rank(self.group)), self.outer)
