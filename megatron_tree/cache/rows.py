@@ -163,7 +163,8 @@ class RowBook:
         for index, row in enumerate(rows):
             begin, end, size = row.length, row.length + num_tokens, self.page_size
             self._forget(row)
-            row.owners += self._assign(-(-end // size) - len(row.owners))
+            if end > size * len(row.owners):
+                row.owners += self._assign(-(-end // size) - len(row.owners))
             token = 0
             for block in range(begin // size, -(-end // size)):
                 start, stop = max(begin, block * size), min(end, (block + 1) * size)
@@ -194,6 +195,10 @@ class RowBook:
 
     def _assign(self, num_blocks: int) -> list[int]:
         """Ranks of new blocks: balanced, counting existing blocks; each rank gets at most two runs (zigzag)."""
+        if num_blocks == 1:
+            rank = self.loads.index(min(self.loads))
+            self.loads[rank] += 1
+            return [rank]
         counts = [0] * self.world
         heap = [(load, rank) for rank, load in enumerate(self.loads)]
         heapq.heapify(heap)
@@ -305,7 +310,7 @@ class RowBook:
         if not 0 <= length <= row.length:
             raise ValueError(f"length={length} must be between 0 and the {row.length} tokens that the row holds")
         for kind, window in enumerate(self.windows):
-            if window is not None and length and length - window + 1 < row.forgotten[kind]:
+            if window is not None and length and max(0, length - window + 1) < row.forgotten[kind]:
                 raise ValueError(
                     f"length={length}: layers with a window of {window} hold only the tokens from "
                     f"{row.forgotten[kind]} on; crop to {row.forgotten[kind] + window - 1} or more, or start again"

@@ -140,8 +140,33 @@ class RowRunner:
                 logits = self._sharded_chunk(row, chunk, tell)
             else:
                 with self._forward_pass([row], len(chunk), progress=tell) as forward:
-                    logits = self._run(forward, chunk[None], self._positions(forward), keep=len(chunk) - 1)[0, -1]
+                    logits = self._run(forward, chunk[None], self._positions(forward), keep=[len(chunk) - 1])[0, -1]
         return logits.float()
+
+    @torch.no_grad()
+    def prefill_rows(self, rows: list[int], prompts: list[Tensor]) -> Tensor:
+        """`prefill` of several short prompts in one forward pass, on every rank. Collective.
+
+        Shorter ones are padded at the end, for this pass only: the cache must have room for the longest in every row.
+
+        Args: rows: ids, each once. prompts: int64 [n] each, n >= 1.
+        Returns: fp32 logits [len(rows), vocab_size] of the last tokens.
+        Raises: ValueError as `step`.
+        """
+        with shared_checks("prefill_rows", self.cp_group):
+            tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)
+            self._check(rows, tokens, dims=2)
+            first = [self.length(row) for row in rows]
+            ends = [at + len(prompt) for at, prompt in zip(first, prompts, strict=True)]
+            whole = [self._begin(*each) for each in zip(rows, prompts, ends, strict=True)]
+        if any(len(new) > len(prompt) for new, prompt in zip(whole, prompts, strict=True)):
+            return torch.stack([self._prefill(row, new.to(self.device)) for row, new in zip(rows, whole, strict=True)])
+        with self._forward_pass(rows, tokens.shape[1]) as forward:
+            kept = sorted({len(prompt) - 1 for prompt in prompts})
+            logits = self._run(forward, tokens, self._positions(forward), keep=kept)
+        for row, end in zip(rows, ends, strict=True):
+            self.crop(row, end)
+        return torch.stack([own[kept.index(len(prompt) - 1)] for own, prompt in zip(logits, prompts)]).float()
 
     @torch.no_grad()
     def step(self, rows: list[int], tokens: Tensor, *, row_length: int | None = None) -> Tensor:
@@ -170,10 +195,10 @@ class RowRunner:
         """
         return tokens
 
-    def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+    def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
         """Run the model over tokens [b, n] at positions [b, n], int64; its attention layers call `forward.attend`.
 
-        Returns: logits [b, n, vocab_size], or [b, 1, vocab_size] of the token at index `keep`.
+        Returns: logits [b, n, vocab_size], or [b, len(keep), vocab_size] of the tokens at these indices.
         """
         raise NotImplementedError
 
@@ -185,7 +210,7 @@ class RowRunner:
             positions = torch.cat([torch.arange(start, start + count) for start, count in runs]).to(self.device)
             end = first + len(chunk)
             owner = next(i for i, runs in enumerate(shares) if runs and sum(runs[-1]) == end)
-            keep = len(positions) - 1 if owner == rank else 0
+            keep = [len(positions) - 1 if owner == rank else 0]
             logits = self._run(forward, chunk[positions - first][None], positions[None], keep=keep)[0, -1]
             return broadcast(logits.contiguous(), self.cp_group, owner, timeout_s=self.config.timeout_s)
 

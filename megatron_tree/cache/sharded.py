@@ -58,6 +58,7 @@ class ShardedCache:
         self.book = RowBook(rank, world, page_size, tuple(kinds))
         self.layers = [LayerPages(page_size, CACHE_DTYPES[dtype]) for _ in windows]
         self._tables: dict[tuple[int, int], tuple[tuple, tuple[Tensor, Tensor]]] = {}
+        self._views: dict[int, tuple] = {}  # by kind: the tables of the rows of the last step
 
     @property
     def page_size(self) -> int:
@@ -81,7 +82,10 @@ class ShardedCache:
         pages.reserve(self.book.numbers[kind].capacity, k, v)
         if append.writes[kind]:
             tokens, slots = self._places(append, kind, k.shape[1], device)
-            pages.write(slots, k.flatten(0, 1)[tokens], v.flatten(0, 1)[tokens])
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+            if len(tokens) < len(k):  # in ascending order
+                k, v = k[tokens], v[tokens]
+            pages.write(slots, k, v)
 
     def _places(self, append: Append, kind: int, num_tokens: int, device) -> tuple[Tensor, Tensor]:
         """(numbers of the tokens to store, their slots), int64; computed once for all layers of a kind."""
@@ -90,9 +94,9 @@ class ShardedCache:
             tokens, slots = [], []
             for write in append.writes[kind]:
                 first, slot = write.index * num_tokens + write.token, write.page * self.page_size + write.offset
-                tokens.append(torch.arange(first, first + write.count))
-                slots.append(torch.arange(slot, slot + write.count))
-            append.places[key] = torch.cat(tokens).to(device), torch.cat(slots).to(device)
+                tokens += range(first, first + write.count)
+                slots += range(slot, slot + write.count)
+            append.places[key] = torch.tensor(tokens, device=device), torch.tensor(slots, device=device)
         return append.places[key]
 
     def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
@@ -115,11 +119,20 @@ class ShardedCache:
 
     def view(self, kind: int, row_ids, device) -> View:
         """Where the kernels find these rows, for layers of a kind; the block table has at least one column."""
-        tables = [self._table(kind, row_id, device) for row_id in row_ids]
+        row_ids = tuple(row_ids)
         lengths = torch.tensor([self.book.num_local(row_id, kind) for row_id in row_ids], device=device)
-        pages = torch.nn.utils.rnn.pad_sequence([t[0] for t in tables], batch_first=True)
-        blocks = torch.nn.utils.rnn.pad_sequence([t[1] for t in tables], batch_first=True)
-        return View(pages, lengths, blocks, self.page_size)
+        rows = [self.book.rows[row_id] for row_id in row_ids]
+        width, versions = max(1, *(len(row.pages[kind]) for row in rows)), [row.version for row in rows]
+        before, known, tables = self._views.get(kind, (None, None, None))
+        if before != (row_ids, device, width):
+            known = [None] * len(rows)
+            tables = [torch.zeros(len(rows), width, dtype=x, device=device) for x in (torch.int32, torch.int64)]
+        for i, row_id in enumerate(row_ids):  # a few rows begin a page in a step
+            if known[i] != versions[i]:
+                for table, own in zip(tables, self._table(kind, row_id, device), strict=True):
+                    table[i, : len(own)] = own
+        self._views[kind] = (row_ids, device, width), versions, tables
+        return View(tables[0], lengths, tables[1], self.page_size)
 
     def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
         """(pages int32 [n], their blocks int64 [n]) of a row; cached until they change."""
@@ -153,6 +166,7 @@ class ShardedCache:
         self.book.remove(row_id)
         for kind in range(len(self.book.windows)):
             self._tables.pop((kind, row_id), None)
+        self._views.clear()
 
     def reset(self) -> None:
         """Remove all rows and free the memory."""

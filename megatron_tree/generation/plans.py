@@ -13,6 +13,8 @@ from ..errors import TreeError
 from .requests import ActiveAnswer, ServedRequest
 from .sampling import Choice, choose_tokens, with_logprobs
 
+SHORT = 64  # prompts of up to this many tokens are run together,
+TOGETHER = 1024  # up to this many tokens with their padding, or to a chunk where answers wait meanwhile
 SCORED_CHUNK = 128  # tokens of a prompt whose logits are all kept at the same time
 
 
@@ -65,6 +67,9 @@ class Executor:
                 case "prefill", [handle, tokens, row_length]:
                     tokens = torch.tensor(tokens, device=runner.device)
                     logits.append(self.prefill(handle, tokens, row_length=row_length))
+                case "prefill_rows", [handles, prompts]:
+                    prompts = [torch.tensor(tokens, device=runner.device) for tokens in prompts]
+                    logits += runner.prefill_rows([rows[handle] for handle in handles], prompts)
                 case "score", [handle, tokens, row_length]:
                     tokens = torch.tensor(tokens, device=runner.device)[None]
                     logits.append(runner.step([rows[handle]], tokens, row_length=row_length)[0])
@@ -166,15 +171,40 @@ class Planner:
                     serving.row.tokens.append(answer.token)
                 answer.token = None
         size = left = self._runner.chunk_size
+        together = self._short_prompts(min(size, TOGETHER) if self._running else TOGETHER)
+        if together:
+            prompts = [serving.prompt[serving.num_prefilled :] for serving in together]
+            steps.append(["prefill_rows", [s.handle for s in together], [prompt.tolist() for prompt in prompts]])
+            self._prefilled += [(serving, len(prompt)) for serving, prompt in zip(together, prompts, strict=True)]
+            left -= len(together) * max(map(len, prompts))
         for serving in self.served:
+            if serving.handle is None or serving in together:
+                continue
             # chunks don't depend on other requests, so that logits don't
             scored = serving.params.prompt_logprobs is not None
             chunk = serving.prompt[serving.num_prefilled :][: min(size, SCORED_CHUNK) if scored else size]
-            if serving.handle is not None and len(chunk) <= left:
+            if len(chunk) <= left:
                 steps.append(["score" if scored else "prefill", serving.handle, chunk.tolist(), len(serving.prompt)])
                 self._prefilled.append((serving, len(chunk)))
                 left -= len(chunk)
         return steps
+
+    def _short_prompts(self, most: int) -> list[ServedRequest]:
+        """Prompts to run in one pass, padded to at most this many tokens together; none if there is only one."""
+        found, longest = [], 0
+        for serving in self.served:
+            if serving.handle is None or serving.row is not None or serving.params.prompt_logprobs is not None:
+                continue
+            left = len(serving.prompt) - serving.num_prefilled
+            if left > SHORT:
+                continue
+            longer = max(longest, left)
+            # the padding needs no more room than its answer will
+            room = all(longer <= n + s.params.max_tokens for s, n in [*found, (serving, left)])
+            if room and longer * (len(found) + 1) <= most:
+                found.append((serving, left))
+                longest = longer
+        return [serving for serving, _ in found] if len(found) > 1 else []
 
     def digest(self, logits: list[Tensor]) -> None:
         """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""

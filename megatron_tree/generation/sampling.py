@@ -7,6 +7,7 @@ import math
 import re
 import reprlib
 import secrets
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -210,6 +211,18 @@ class Sampler:
         special = self._processors or self._matcher or self.params.logprobs is not None
         return self.params.temperature == 0 and not special
 
+    @property
+    def warps_only(self) -> bool:
+        """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
+        params = self.params
+        counts = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        special = params.logit_bias or params.min_tokens or self._matcher or params.logprobs is not None
+        return params.temperature > 0 and not counts and not special
+
+    def draw(self) -> Tensor:
+        """The number that chooses the next token, fp64 from 0 to 1."""
+        return torch.rand((), generator=self._generator, dtype=torch.float64)
+
     def choose(self, logits: Tensor) -> Choice:
         """The next token after logits fp32 [vocab]. Raises: `TreeError` when they hold no finite largest value."""
         (choice,) = choose_tokens([self], logits[None])
@@ -226,14 +239,13 @@ class Sampler:
         scores = self._processors(self._tokens.to(logits.device)[None], scores[None])[0]
         if not math.isfinite(value := scores.max().item()):
             raise _not_finite(value)
-        return self.took(int(scores.argmax()) if self.params.temperature == 0 else self._draw(scores), logits)
+        return self.took(
+            int(scores.argmax()) if self.params.temperature == 0 else _drawn(scores[None], self.draw()[None])[0], logits
+        )
 
-    def _draw(self, scores: Tensor) -> int:
-        kept = (scores > -math.inf).nonzero()[:, 0]
-        weights = torch.softmax(scores[kept].cpu().double(), 0).cumsum(0)
-        point = torch.rand((), generator=self._generator, dtype=torch.float64) * weights[-1]
-        place = torch.searchsorted(weights, point, right=True).clamp(max=int(torch.searchsorted(weights, weights[-1])))
-        return int(kept[place])
+    def warped(self, logits: Tensor) -> Tensor:
+        """Logits fp32 [b, vocab] after temperature and cuts, where these are all; see `warps_only`."""
+        return self._processors(self._tokens[None], logits)
 
     def took(self, token: int, logits: Tensor) -> Choice:
         """Record a token of this answer, chosen from logits [vocab]; returns it with its log-probabilities."""
@@ -259,21 +271,42 @@ def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[C
 
 
 def choose_tokens(samplers: Iterable[Sampler], logits: Tensor) -> list[Choice | TreeError]:
-    """The next token of every row of logits fp32 [b, vocab], one sampler each; plainly greedy rows in one operation.
+    """The next token of every row of logits fp32 [b, vocab], one sampler each; those with equal options at once.
 
     A row without a finite largest value (NaN in the model) gets an error in its place; other rows are not affected.
     """
+    samplers = list(samplers)
     top, tokens = logits.max(-1)
-    chosen = []
+    chosen: list[Choice | TreeError | None] = [None] * len(samplers)
+    alike = defaultdict(list)
     for row, (sampler, value, token) in enumerate(zip(samplers, top.tolist(), tokens.tolist(), strict=True)):
         if not math.isfinite(value):
-            chosen.append(_not_finite(value))
-            continue
-        try:
-            chosen.append(Choice(token) if sampler.is_plain else sampler.choose_finite(logits[row]))
-        except TreeError as error:
-            chosen.append(error)
+            chosen[row] = _not_finite(value)
+        elif sampler.is_plain:
+            chosen[row] = Choice(token)
+        elif sampler.warps_only:
+            params = sampler.params
+            alike[params.temperature, params.top_k, params.top_p, params.min_p].append(row)
+        else:
+            try:
+                chosen[row] = sampler.choose_finite(logits[row])
+            except TreeError as error:
+                chosen[row] = error
+    for rows in alike.values():
+        own = [samplers[row] for row in rows]
+        scores = own[0].warped(logits[rows].float())
+        points = torch.stack([sampler.draw() for sampler in own])
+        for row, token in zip(rows, _drawn(scores, points)):
+            chosen[row] = Choice(token)
     return chosen
+
+
+def _drawn(scores: Tensor, points: Tensor) -> list[int]:
+    """The tokens at points fp64 [b], from 0 to 1, of the distributions with these scores, fp32 [b, vocab]."""
+    weights = torch.softmax(scores.cpu().double(), -1).cumsum(-1)
+    total = weights[:, -1:].contiguous()
+    places = torch.searchsorted(weights, points[:, None] * total, right=True)
+    return places.clamp(max=torch.searchsorted(weights, total))[:, 0].tolist()
 
 
 def _not_finite(value: float) -> TreeError:

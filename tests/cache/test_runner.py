@@ -57,6 +57,13 @@ class Checked:
         for row, logits in zip(rows, self.runner.step(rows, new), strict=True):
             self.compare(row, logits)
 
+    def prefill_rows(self, rows, lengths):
+        new = [self.draw(n) for n in lengths]
+        for row, own in zip(rows, new, strict=True):
+            self.tokens[row] = torch.cat((self.tokens[row], own))
+        for row, logits in zip(rows, self.runner.prefill_rows(rows, new), strict=True):
+            self.compare(row, logits[None])
+
     def crop(self, row, length):
         self.runner.crop(row, length)
         self.tokens[row] = self.tokens[row][:length]
@@ -92,6 +99,11 @@ def _rows(rank, world, family):
     it.prefill(a, 31, 16)  # more of a row that has been decoded
     it.prefill(d, 11, 1000, sharded=False)
     it.step([e, c, d, a])
+    f, g = it.add(), it.add()
+    it.prefill_rows([f, g, e], [5, 11, 1])  # in one pass, shorter ones padded; one row continues
+    it.step([f, e, a, g])
+    it.remove(f)
+    it.remove(g)
     it.remove(a)
     it.step([d, e], 2)
     held = it.cache.store.book.loads

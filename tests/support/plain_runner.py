@@ -29,6 +29,9 @@ class PlainRunner:
         self.calls.append(("prefill", row, tokens.tolist()))
         return self._run(row, tokens)[-1]
 
+    def prefill_rows(self, rows, prompts):
+        return torch.stack([self.prefill(row, prompt) for row, prompt in zip(rows, prompts, strict=True)])
+
     def step(self, rows, tokens, row_length=None):
         assert tokens.dtype == torch.int64 and tokens.shape[0] == len(rows) == len(set(rows))
         self.calls.append(("step", list(rows), tokens.tolist()))

@@ -111,7 +111,7 @@ class MegatronRunner(RowRunner):
         self._layers = {core: (layer, self._windows[layer]) for layer, core in enumerate(self._cores)}
         _add_hooks(self.model)
 
-    def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+    def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() before it is served")
         token = serving.set(ServedPass(forward, self._layers, positions, keep))
@@ -131,8 +131,8 @@ class ServedPass:
     """By core attention: the number of its layer in the cache, and its window."""
     positions: Tensor
     """int64 [b, n], of the tokens that this rank runs."""
-    keep: int | None
-    """Index of the token whose logits are wanted; None: all."""
+    keep: list[int] | None
+    """Indices of the tokens whose logits are wanted; None: all."""
 
     def attend(self, core: TreeDotProductAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """In place of core attention: q [n, b, h/tp, d], k and v of the new tokens, out [n, b, h/tp * d_v]."""
@@ -177,7 +177,7 @@ def _pick_token(module, args):
     served = serving.get()
     if served is None or served.keep is None:
         return None
-    return args[0][served.keep : served.keep + 1], *args[1:]
+    return args[0][served.keep], *args[1:]
 
 
 def _at_least(length: int) -> int:

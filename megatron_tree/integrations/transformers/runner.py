@@ -85,14 +85,14 @@ class Runner(RowRunner):
             held.note = RowNote(after, known, row_length)
         return tokens
 
-    def _run(self, forward, tokens: Tensor, positions: Tensor, keep: int | None) -> Tensor:
+    def _run(self, forward, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
         with self._whole_rows(forward):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=0 if keep is None else torch.tensor([keep], device=self.device),
+                logits_to_keep=0 if keep is None else torch.tensor(keep, device=self.device),
             )
         return output.logits
 
