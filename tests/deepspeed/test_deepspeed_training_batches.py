@@ -42,13 +42,16 @@ def test_a_batch_is_cut_zigzag_after_the_labels_are_shifted():
     assert (documents, seed) == (None, "5/0")
 
 
-def test_packed_documents_are_cut_one_by_one():
-    batch = {"input_ids": torch.arange(10, 18).view(2, 4), "position_ids": torch.tensor([[0, 1, 2, 0], [0, 1, 2, 3]])}
+def test_packed_documents_are_dispatched():
+    """Two documents of 4 tokens lie on one rank each; one more token is padding on the second rank."""
+    ids, positions = torch.arange(10, 19), torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3])
+    batch = {"input_ids": ids[None], "position_ids": positions[None], "labels": ids[None]}
     (one, documents, _), (two, _, _) = run_distributed(_shards, 2, batch, None, fresh=True)
-    assert documents == ([0, 3, 4, 8], [0, 4, 8, 12])
-    assert one["input_ids"][0, [0, 2, 4, 5]].tolist() == [10, 13, 14, 17]
-    assert two["input_ids"][0, [0, 1, 4, 5]].tolist() == [11, 12, 15, 16]
-    assert two["position_ids"][0, [0, 1, 4, 5]].tolist() == [1, 2, 1, 2]
+    assert documents.lengths == (4, 1, 4) and documents.num_rows == 5
+    assert one["input_ids"].tolist() == [[10, 11, 12, 13, 14]]
+    assert one["position_ids"].tolist() == [[0, 1, 2, 3, 0]]
+    assert two["input_ids"][:, :4].tolist() == [[15, 16, 17, 18]]
+    assert two["labels"].tolist() == [[16, 17, 18, -100, -100]]
 
 
 def test_every_layer_and_batch_drops_other_pairs():
@@ -56,7 +59,9 @@ def test_every_layer_and_batch_drops_other_pairs():
     for layer, seed in ((0, "5/0"), (1, "5/0"), (0, "5/1"), (0, "5/0")):
         shard = training.shard_batch({"input_ids": prompt(1, 8)}, cp_group=None, dropout_seed=seed)["sequence_shard"]
         module, (q, k, v) = types.SimpleNamespace(layer_idx=layer), torch.ones(3, 1, 8, 2, 4)
-        found.append(training.attend_to_shard(module, q, k, v, shard=shard, dropout=0.5, options={}))
+        found.append(
+            training.attend_to_shard(module, q, k, v, shard=shard, dropout=0.5, options={"window_size": (-1, -1)})
+        )
     first, of_another_layer, of_another_rank, again = found
     assert torch.equal(first, again)
     assert not torch.equal(first, of_another_layer) and not torch.equal(first, of_another_rank)

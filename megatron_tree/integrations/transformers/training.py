@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
-from ...attention.sequences import shard_sequence
+from ...attention.sequences import dispatch_documents, shard_sequence
 from ...comm import all_reduce, group_size
 from ...config import TreeConfig
-from ...layout import packed_layout
+from ...layout import Dispatched
 from .architectures import check_layers
 from .cache import TreeCache
 from .rope import follow_whole_rows, row_lengths
@@ -45,8 +45,8 @@ class SequenceShard:
     config: TreeConfig | None
     num_tokens: int
     """Rows of this rank's shard."""
-    documents: tuple[list[int], list[int]] | None
-    """(cu_seqlens, cu_seqlens_padded) of a packed batch, for all ranks together; None: one sequence per row."""
+    documents: Dispatched | None
+    """Who holds what of a packed batch; None: one sequence per row, zigzag."""
     dropout_seed: str | None
     row_lengths: Tensor
     """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
@@ -62,7 +62,8 @@ def shard_batch(
     tree_config: TreeConfig | None = None,
     dropout_seed: str | None = None,
 ) -> dict:
-    """This rank's shard of a batch, zigzag along the sequence, as keyword arguments for the model.
+    """This rank's shard of a batch, as keyword arguments for the model: zigzag along the sequence or, of packed
+    documents, short ones whole on one rank (`dispatch_documents`).
 
     Args:
         batch: the same on every rank of cp_group:
@@ -76,12 +77,12 @@ def shard_batch(
         tree_config: of the attention.
         dropout_seed: the masks of the attention dropout depend on it and on the layer; needed if the model has dropout.
     Returns: input_ids, position_ids, attention_mask (of ones), shifted labels, all [b, s / ranks] with s rounded up to
-        a multiple of twice the ranks (packed: [1, ...], every document rounded up); `sequence_shard`; use_cache=False.
+        a multiple of twice the ranks (packed: [1, t / ranks], rounded up); `sequence_shard`; use_cache=False.
     Raises: ValueError for unknown keys, wrong shapes, and padding that is not on the right.
     """
     ids, labels, positions, lengths, ends = _checked(batch)
     packed = len(lengths) > 1
-    rows, padded = _own_rows(lengths, cp_group, ids.device)
+    rows, documents = _own_rows(lengths, cp_group, ids.device)
 
     def share(x: Tensor) -> Tensor:
         return (x.reshape(1, -1) if packed else x)[:, rows.clamp(min=0)]  # rows of padding are never read
@@ -95,7 +96,7 @@ def shard_batch(
         loss_group=cp_group if loss_group is None else loss_group,
         config=tree_config,
         num_tokens=len(rows),
-        documents=(_bounds(lengths), _bounds(padded)) if packed else None,
+        documents=documents,
         dropout_seed=dropout_seed,
         row_lengths=share(ends) if packed else ends[:, :1],
     )
@@ -144,18 +145,14 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
     return ids, labels, positions, lengths, ends.view(ids.shape)
 
 
-def _own_rows(lengths: list[int], cp_group, device) -> tuple[Tensor, list[int]]:
-    """int64 [t / p]: for each of this rank's rows its row in the whole batch, -1 for padding; the padded lengths."""
+def _own_rows(lengths: list[int], cp_group, device) -> tuple[Tensor, Dispatched | None]:
+    """int64 [t / p]: for each of this rank's rows its row in the whole batch, -1 for padding; the layout if packed."""
+    whole = torch.arange(sum(lengths), device=device)
+    if len(lengths) > 1:
+        documents = dispatch_documents([0, *accumulate(lengths)], cp_group)
+        return shard_sequence(whole, cp_group, 0, documents, padding=-1), documents
     parts = 2 * group_size(cp_group) if group_size(cp_group) > 1 else 1
-    whole = torch.arange(sum(lengths), device=device).split(lengths)
-    whole = [F.pad(rows, (0, -len(rows) % parts), value=-1) for rows in whole]
-    padded = [len(rows) for rows in whole]
-    layout = packed_layout(_bounds(lengths), _bounds(padded)) if len(lengths) > 1 else "zigzag"
-    return shard_sequence(torch.cat(whole), cp_group, 0, layout), padded
-
-
-def _bounds(lengths: list[int]) -> list[int]:
-    return [0, *accumulate(lengths)]
+    return shard_sequence(F.pad(whole, (0, -len(whole) % parts), value=-1), cp_group, 0), None
 
 
 def attend_to_shard(
@@ -180,9 +177,7 @@ def attend_to_shard(
     shard.used_by[module.layer_idx] = None if window == -1 else window + 1
     if shard.documents is None:
         return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
-    cu_seqlens, cu_seqlens_padded = shard.documents
-    options |= {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
-    return tree_attn_varlen_func(q[0], k[0], v[0], causal=True, **options)[None]
+    return tree_attn_varlen_func(q[0], k[0], v[0], causal=True, layout=shard.documents, **options)[None]
 
 
 def _seed(seed: str, layer_idx: int) -> int:
