@@ -111,7 +111,7 @@ def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> No
     """Compare with the plain model, which rank 0 runs on all cores while the others wait for its verdict."""
     verdict, limit = None, 3600.0 * WAIT_HOURS
     if ready.rank == 0:
-        attention, engine = ready.plain_attention, ready.engine
+        attention, engine = ready.engine.plain_attention, ready.engine
         print(f"\ncheck: the plain model on rank 0 (attn_implementation={attention!r}) ...", flush=True)
         try:
             plain = engine.module if engine.tp_size == 1 else models.load_model(ready.folder, ready.dtype)

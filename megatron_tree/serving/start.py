@@ -36,8 +36,6 @@ class Started(NamedTuple):
     dtype: torch.dtype
     end_tokens: tuple[int, ...]
     """The model's end tokens, or the tokenizer's where the model names none."""
-    plain_attention: str
-    """The model's attention implementation before it became "tree"."""
     prepared: Any
     """What `prepare` returned."""
     timeout_s: float
@@ -74,10 +72,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     tokenizer = models.load_tokenizer(folder)
     prepared = prepare(tokenizer, models.load_config(folder))
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    model = models.load_model(folder, dtype)
-    plain_attention = model.config.get_text_config(decoder=True)._attn_implementation
-    end = model.generation_config.eos_token_id
-    end = tokenizer.eos_token_id if end is None else end
+    model = folder if args.weights == "sharded" else models.load_model(folder, dtype)  # a rank reads its pieces only
     engine = tree_deepspeed.init_inference(
         model,
         config=args.deepspeed_config,
@@ -102,5 +97,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
             f"{time.perf_counter() - begun:.1f} s",
             flush=True,
         )
+    end = engine.module.generation_config.eos_token_id
+    end = tokenizer.eos_token_id if end is None else end
     ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
-    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, plain_attention, prepared, timeout_s)
+    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, prepared, timeout_s)

@@ -132,6 +132,93 @@ def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks():
         assert error <= 2 and same
 
 
+def _from_files(rank, world, folder):
+    """Engines of models that were saved, and of the same models in memory: largest difference of their logits."""
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    worst = {}
+    for family in FILES:
+        model = _model(family)
+        ids = prompt(1, 40)
+        want, bytes_of = model(ids).logits[0, -1], {}
+        place = f"{folder}/{family}"
+        for source in (model, place):
+            engine = tree_deepspeed.init_inference(source, weights="sharded", block_size=BLOCK)
+            runner = engine.new_runner()
+            difference = (runner.prefill(runner.add(), ids[0]) - want).abs().max() / want.abs().max()
+            worst[family] = largest((worst.get(family, 0.0), difference))
+            bytes_of[source == place] = engine.weight_bytes, engine.model_bytes
+            assert engine.plain_attention == "sdpa" or family == "gpt_oss"
+        assert bytes_of[True] == bytes_of[False]
+        assert not [name for name, x in engine.module.named_buffers() if x.device.type == "meta"]
+    return worst
+
+
+FILES = ("smollm2", "mixtral", "gpt_oss", "phi3", "gemma3", "qwen2_moe")
+
+
+@pytest.mark.parametrize("world", [4])
+def test_pieces_are_read_from_files(world, tmp_path):
+    for family in FILES:  # phi3 in several files
+        _model(family).save_pretrained(tmp_path / family, max_shard_size="40KB" if family == "phi3" else "1GB")
+    for worst in run_distributed(_from_files, world, str(tmp_path), fresh=True, timeout=200):
+        assert largest(worst.values()) < 5e-6, worst
+
+
+def _anonymous_mib():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+
+def test_a_rank_has_memory_for_its_own_pieces_alone(tmp_path):
+    import transformers
+    from megatron_tree.integrations.transformers.pieces import plan_pieces
+    from megatron_tree.integrations.transformers.slices import empty_model, read_pieces
+
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8192,
+    )
+    whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    whole.save_pretrained(tmp_path)
+    size = sum(p.nbytes for p in whole.parameters()) / 2**20
+    before = _anonymous_mib()
+    model = empty_model(tmp_path)
+    assert {p.device.type for p in model.parameters()} == {"meta"} and _anonymous_mib() - before < 0.2 * size
+    layout = plan_pieces(model, 4, 1)
+    read_pieces(model, tmp_path, layout)
+    assert _anonymous_mib() - before < 0.45 * size
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, layout.piece_of(name, whole.get_parameter(name)))
+
+
+@pytest.mark.parametrize("damage", ["lacks", "shape", "quantized"])
+def test_files_that_are_refused(damage, tmp_path):
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    _model("llama").save_pretrained(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    if damage == "lacks":
+        del tensors[name]
+    elif damage == "shape":
+        tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if damage == "quantized":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    message = {"lacks": f"its weights lack {name}", "shape": r"is \[47, 32\], but", "quantized": "is quantized"}[damage]
+    with pytest.raises(ValueError, match=message):
+        tree_deepspeed.init_inference(tmp_path, weights="sharded")
+
+
 def _refusals(rank, world):
     from megatron_tree.integrations import deepspeed as tree_deepspeed
     from megatron_tree.integrations.transformers.attention import TreeCache

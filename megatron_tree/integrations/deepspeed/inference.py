@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,12 @@ from ...files import read_deepspeed_config
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
+from ..transformers.models import load_model
 from ..transformers.pieces import plan_pieces
 from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
-from ..transformers.split import split_model
+from ..transformers.slices import empty_model, read_pieces
+from ..transformers.split import connect, split_model
 
 REFUSED = {
     "dtype": "pass dtype=",
@@ -112,7 +115,8 @@ def init_inference(
     """`deepspeed.init_inference` for a Transformers model, with the KV cache sharded over sp_size ranks.
 
     Args:
-        model: a decoder-only causal language model, the same weights on every rank.
+        model: a decoder-only causal language model, the same weights on every rank; or the folder of one. With
+            weights="sharded" each rank then reads only its own pieces of the folder's safetensors files.
         sp_size: ranks over which a sequence is spread; default all ranks / tp_size.
         tp_size: tensor-parallel ranks (DeepSpeed's AutoTP); it must divide the model's heads and KV heads.
         weights: "replicated" (but for tp_size), or "sharded": all ranks share the weights and the cache, each about 1/N
@@ -124,16 +128,21 @@ def init_inference(
         config: further options of `deepspeed.init_inference`: a dictionary or the path of a JSON file.
         options: more of them; they win over those of config.
     Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `weight_bytes` of this rank, `model_bytes` of
-        the whole model, `new_cache()`, an empty `TreeCache`, and `new_runner(**options)`, a `Runner` over a new cache,
-        for rows of any lengths.
+        the whole model, `plain_attention` (the model's attention implementation before it became "tree"),
+        `new_cache()`, an empty `TreeCache`, and `new_runner(**options)`, a `Runner` over a new cache, for rows of any
+        lengths.
     Raises: ValueError before any group is made: sizes that don't fit the ranks or the heads, an unsupported dtype or
         option, a model whose layers or attention are not supported.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
+    check_choice("weights", weights, WEIGHTS)
+    folder = None
+    if isinstance(model, (str, Path)):
+        folder = Path(model)
+        model = empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)
     model_config = model.config.get_text_config(decoder=True)
     dtype = dtype or model.dtype
-    check_choice("weights", weights, WEIGHTS)
     layout = None
     if weights == "sharded":
         if sp_size is not None or tp_size != 1:
@@ -159,12 +168,16 @@ def init_inference(
     TreeCache(model_config, **cache_options)  # raises for a model or options that the cache can't serve
     model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
     timeout_s, tensor_parallel = (tree_config or TreeConfig()).timeout_s, {"tp_size": tp_size}
+    plain_attention = model_config._attn_implementation
     model.set_attn_implementation("tree")
     if layout is not None:
         sp_size, tp_size = layout.heads.size, world
         sp_group = _head_group(world, rank, sp_size)
         cache_options["head_shares"] = layout.heads.shares
-        split_model(model, layout, _token_group(), timeout_s=timeout_s)
+        if folder is not None:
+            read_pieces(model, folder, layout)
+        split = split_model if folder is None else connect
+        split(model, layout, _token_group(), timeout_s=timeout_s)
     else:
         sp_group, tp_group = _make_groups(world, rank, sp_size, tp_size)
         if tp_size > 1:
@@ -175,7 +188,7 @@ def init_inference(
     check_model(model)
     engine.eval()
     engine.sp_group, engine.sp_size, engine.tp_size = sp_group, sp_size, tp_size
-    engine.model_bytes = model_bytes
+    engine.model_bytes, engine.plain_attention = model_bytes, plain_attention
     engine.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     engine.prefill_chunk = prefill_chunk
     engine.new_cache = lambda: TreeCache(model_config, cp_group=sp_group, **cache_options)

@@ -109,14 +109,14 @@ def hide_progress_bars() -> None:
 
 def load_config(folder: Path):
     """The configuration of the model in a folder, without its weights."""
-    with _naming(folder):
+    with naming(folder):
         return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
-def load_model(folder: Path, dtype: torch.dtype):
-    """The model in a folder, on the CPU, for inference. Weights are read from safetensors only."""
-    with _naming(folder):
-        options = {"dtype": dtype, "local_files_only": True}
+def load_model(folder: Path, dtype: torch.dtype | None):
+    """The model in a folder, on the CPU, for inference; dtype None: that of the files, which must be safetensors."""
+    with naming(folder):
+        options = {"dtype": dtype or "auto", "local_files_only": True}
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, **options
         )
@@ -164,7 +164,7 @@ def random_llama(
 
 def load_tokenizer(folder: Path):
     """The tokenizer in a folder. Raises: ValueError for one that the library `tokenizers` can't run."""
-    with _naming(folder):
+    with naming(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} is written in Python: convert it to a tokenizer.json")
@@ -172,7 +172,7 @@ def load_tokenizer(folder: Path):
 
 
 @contextlib.contextmanager
-def _naming(folder: Path):
+def naming(folder: Path):
     """Turn Transformers' exceptions for damaged files into a ``ValueError`` that names the folder."""
     try:
         yield

@@ -22,13 +22,18 @@ def split_model(model, layout: Layout, group, *, timeout_s: float) -> None:
 
     Raises: RuntimeError if a parameter has another shape than planned.
     """
-    shared: dict[int, list[str]] = {}  # tied parameters have several names
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name)
-    for names in shared.values():
+    for names in tied_parameters(model):
         whole = model.get_parameter(names[0])
         set_parameter(model, names, layout.piece_of(names[0], whole.data))
     connect(model, layout, group, timeout_s=timeout_s)
+
+
+def tied_parameters(model) -> list[list[str]]:
+    """The names of every parameter: several for one that is tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return list(found.values())
 
 
 def set_parameter(model, names: list[str], value: Tensor) -> None:
