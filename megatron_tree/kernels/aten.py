@@ -61,21 +61,20 @@ def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: A
     if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
         return _block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
     out, lse = empty_state((b, s_q, h, v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
-    begun: list[tuple[int, int]] = []  # rows that hold a state
+    begun = bytearray(s_q)  # 1: rows that hold a state
     for same_rows in _together(blocks, q, k, v):
         block = same_rows[0]
-        first, end = block.q_row, block.q_row + block.q_len
         rows, mask = block.q_rows, _mask(block, q, spec)
         keys, values = (
             torch.cat([x[:, b.k_rows] for b in same_rows], 1) if len(same_rows) > 1 else x[:, block.k_rows]
             for x in (k, v)
         )
         o, l = _block_fwd(q[:, rows], keys, values, block, mask, spec)
-        if any(first < stop and start < end for start, stop in begun):
+        if 1 in begun[rows]:
             merge_into((out[:, rows], lse[..., rows]), (o, l))
         else:
             out[:, rows], lse[..., rows] = o, l
-        begun.append((first, end))
+        begun[rows] = b"\1" * block.q_len
     return out, lse
 
 
