@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..config import DECODE_SCHEDULES, SCHEDULES, Visibility
 from ..files import whole_file
-from ..layout import Sharding, shard_lengths
+from ..layout import Sharding, shard_lengths, spread_documents
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
 from .cast import Mask
 from .planner import plan_decode, plan_training
@@ -26,6 +26,7 @@ examples:
   python -m megatron_tree.plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
   python -m megatron_tree.plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --json
 
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=parse_count, help="ranks on each host (default: as many as the topology says)")
     add = parser.add_argument_group("the call").add_argument
     add("--seq-len", type=parse_count, default=1 << 17, help="tokens of the whole sequence (default 128k)")
+    add("--documents", type=_documents, help="COUNTxTOKENS,...: packed documents instead, dispatched over the ranks")
     add("--batch", type=parse_count, default=1, help="sequences (default 1)")
     add("--heads", type=parse_count, default=32, help="query heads on a rank (default 32)")
     add("--kv-heads", type=parse_count, help="KV heads on a rank (default: as many as query heads)")
@@ -95,6 +97,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _documents(text: str) -> tuple[int, ...]:
+    """ "200x2k,1x128k" as the lengths of 201 documents."""
+    lengths: list[int] = []
+    for part in text.lower().split(","):
+        count, cross, tokens = part.strip().partition("x")
+        if not cross:
+            raise argparse.ArgumentTypeError(f"{text!r} is not COUNTxTOKENS,..., for instance 200x2k,1x128k")
+        lengths += [parse_count(tokens)] * parse_count(count)
+    return tuple(lengths)
+
+
 def _grid(text: str) -> tuple[int, int]:
     positive = "positive " * text.lower().replace("x", "", 1).isdecimal()
     return parse_grid(text, f"must be two {positive}integers, for instance 4x16")
@@ -104,6 +117,11 @@ def run(args: argparse.Namespace) -> None:
     """Plan, print, and write the CSV. Raises ValueError for options that don't fit together."""
     topology = load_topology(args.topology)
     passes = PASSES if args.passes == "all" else (args.passes,)
+    if args.documents is not None:
+        if args.batch > 1 or "decode" in passes:
+            raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
+        world = args.nodes * (args.ranks_per_node or topology.host_size)
+        args.seq_len = spread_documents(args.documents, world).num_rows * world
     h_kv = args.kv_heads or args.heads
     if args.heads % h_kv:
         raise ValueError(f"--kv-heads {h_kv} must divide --heads {args.heads}")
@@ -149,7 +167,12 @@ def _check_schedule(schedule: str, passes: tuple[str, ...]) -> None:
 
 def _training(args, topology: Topology, placement: Placement, shape: Shape) -> tuple[dict[str, list[Entry]], str]:
     visible, mask = 1.0, None
-    if args.window is not None:
+    if args.documents is not None:
+        layout = spread_documents(args.documents, len(placement.order))
+        shares = Sharding(seq_len=args.seq_len, world=len(placement.order), layout=layout)
+        mask = Mask(Visibility(args.window, None if args.full else 0), shares, shares)
+        visible = layout.pairs / args.seq_len**2
+    elif args.window is not None:
         shares = Sharding(seq_len=args.seq_len, world=len(placement.order), layout="zigzag")
         shard_lengths(args.seq_len, shares.world, shares.layout)
         mask = Mask(Visibility(args.window, None if args.full else 0), shares, shares)

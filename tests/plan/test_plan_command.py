@@ -30,6 +30,15 @@ def test_tables_for_all_passes(capsys):
     assert max(len(line) for line in out.splitlines() if line.startswith((" ", "*"))) < 160
 
 
+def test_documents_that_fit_on_one_rank_send_nothing(capsys):
+    """The cast of eight documents of one length over four ranks; others send as much as of one sequence."""
+    assert main([*SMALL, "--documents", "8x1k", "--pass", "forward", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["forward"]
+    sent = {c["schedule"]: c["bytes_over_loopback"] + c["bytes_over_ethernet"] for c in found if c["heads"] == "1x1"}
+    assert sent["cast"] == 0 < sent["ring"]
+    assert next(c for c in found if c["chosen"])["schedule"] == "cast"
+
+
 @pytest.mark.parametrize("name", ["forward", "backward", "decode"])
 def test_one_pass(capsys, name):
     assert main([*SMALL, "--pass", name]) == 0
@@ -102,6 +111,7 @@ def test_json_holds_all_candidates(capsys, tmp_path):
             [*SMALL, "--schedule", "scatter"],
             "--schedule scatter does not apply to the forward: choose auto, grid, cast, ring",
         ),
+        ([*SMALL, "--documents", "4x1k"], "--documents are packed in one row, for training"),
         ([*SMALL, "--csv", "/nowhere/plan.csv"], "No such file or directory"),
     ],
 )
@@ -120,6 +130,7 @@ def test_errors_are_one_line(capsys, options, message):
         (["--memory-budget", "2XB"], "'2XB' must be a positive number of bytes, for instance 500MB or 2GiB"),
         (["--grid", "4by4"], "'4by4' must be two integers, for instance 4x16"),
         (["--grid", "0x4"], "'0x4' must be two positive integers"),
+        (["--documents", "4k"], "'4k' is not COUNTxTOKENS,..., for instance 200x2k,1x128k"),
         ([], "--topology"),
     ],
 )
