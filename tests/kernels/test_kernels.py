@@ -244,6 +244,36 @@ def test_delta_keeps_more_digits_than_its_dtype(dtype):
     assert made.dtype == dtype and (error.abs() / delta.abs()).median() < torch.finfo(dtype).eps / 20
 
 
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e15])
+def test_delta_in_full_precision(size):
+    """The same in fp32, for gradients whose squares leave its range, and for rows without any."""
+    g = torch.Generator().manual_seed(6)
+    out, dout = (torch.randn(2, 50, 4, 32, generator=g, dtype=torch.float64) for _ in range(2))
+    dout[:, 3] = 0
+    dout = (dout * size).float()
+    delta = (out * dout.double()).sum(-1).transpose(1, 2)
+    made = aten._out_with_delta(dout, delta.float()).double()
+    error = (made * dout.double()).sum(-1).transpose(1, 2) - delta
+    assert made.isfinite().all() and not made[:, 3].any()
+    assert (error.abs() <= 1e-6 * delta.abs()).all()
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("n", [65, 200, 512, 513])
+def test_diagonals_backward_in_strips(n, heads, monkeypatch):
+    """In full precision squares of up to 512 rows go strip by strip; the gradients are those of the whole square."""
+    q, k, v, dout = inputs(n, n, heads, d_v=6)
+    spec, whole = AttnSpec(softmax_scale=0.3), (Segment(0, 0, n),)
+    truth = energy.attention_grads(q, k, v, dout, spec=spec, keep=torch.ones(n, n, dtype=torch.bool).tril())
+    options = dict(q_segments=whole, k_segments=whole, spec=spec)
+    out, lse = aten.attn_fwd(q, k, v, **options)
+    calls, widen = [], aten._widen
+    monkeypatch.setattr(aten, "_widen", lambda d, *x: calls.append((x[2].shape[1], x[3].shape[1])) or widen(d, *x))
+    found = aten.attn_bwd(dout, q, k, v, lse, (out * dout).sum(-1).transpose(1, 2), **options)
+    torch.testing.assert_close(found, truth, rtol=1e-11, atol=1e-11)
+    assert calls == ([(n, n)] if n > 512 else [(min(64, n - i), min(i + 64, n)) for i in range(0, n, 64)])
+
+
 def test_dispatch_says_why():
     q, k, v, _ = inputs(4, 4, dtype=torch.float32)
     plain, capped = AttnSpec(softmax_scale=1.0), AttnSpec(softmax_scale=1.0, softcap=2.0)
