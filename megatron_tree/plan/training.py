@@ -232,7 +232,9 @@ def ring_plan(
     results = sizes.q + sizes.kv if backward else sizes.o  # the running sum and this step's part
     sharers = arrangement.heads[1]
     step, each = placed.shift(shifted, hops, sharers)
-    time = (n - 1) * max(step, compute / n) + compute / n
+    own = compute / n
+    others = own + placed.topology.overhead_s  # launches count as for the grid: not that of the own share
+    time = max(step, own) + (n - 2) * max(step, others) + others if n > 1 else compute
     sent, steps = [(n - 1) * size for size in each], n - 1
     if backward and n > 1:  # the gradient of KV goes one hop further than KV: home
         home, last = placed.shift([sizes.kv], hops, sharers)
