@@ -20,8 +20,10 @@ from ..emulate import network_bytes
 from ..integrations.transformers import models, plain
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
+from ..integrations.transformers.pieces import plan_pieces
 from ..integrations.transformers.rope import num_positions
 from ..integrations.transformers.runner import Runner
+from ..integrations.transformers.split import head_group, split_model
 from ..units import parse_count
 from . import runs, session
 from .measure import Measured
@@ -31,6 +33,7 @@ from .results import WrongResult
 from .runs import Machines, Settings
 
 SCHEDULES = ("auto", "ring", "allreduce")
+SHARDED = "weights over all"
 ALLOWED = 1e-3  # difference of a logit from the plain model's, as a fraction of the largest logit
 LIMIT_S = 3600.0  # of one case: a ring over a slow network is slow
 EXAMPLES = """\
@@ -38,6 +41,7 @@ examples:
   python -m megatron_tree.bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
   python -m megatron_tree.bench generate --emulate 4x1 --prompt-tokens 16k 64k --cache made-up   docs/benchmarks.md
   python -m megatron_tree.bench generate --ranks 2 --model smollm2 --prompt-tokens 4k
+  python -m megatron_tree.bench generate --ranks 4 --model smollm2 --prompt-tokens 256 --weights sharded
 """
 
 
@@ -53,6 +57,7 @@ class Case(NamedTuple):
     new_tokens: int
     cache: str
     chunk: int
+    weights: str
 
     def load(self):
         """The model, fp32, on this rank."""
@@ -90,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache", choices=("prefilled", "made-up"), default="prefilled", help="made-up: random keys and values "
         "instead of a prefill, the same for all; there is no time to the first token then")  # fmt: skip
     add("--prefill-chunk", type=parse_count, default=2048, metavar="N", help="tokens run at once")
+    add("--weights", choices=("replicated", "sharded"), default="replicated", help="sharded: one more contender, whose "
+        "ranks share the weights as well as the cache")  # fmt: skip
     add("--schedules", nargs="+", choices=DECODE_SCHEDULES, default=SCHEDULES, help="(default: auto ring allreduce)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/generate"))
 
@@ -101,11 +108,13 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--new-tokens {args.new_tokens}: a time per token needs two at least")
     if args.model == "tiny" and args.heads % args.kv_heads:
         raise ValueError(f"--kv-heads {args.kv_heads}: must divide --heads {args.heads}")
+    if args.weights == "sharded" and args.cache == "made-up":
+        raise ValueError("--weights sharded runs the prompt itself: leave --cache made-up out")
     if args.model != "tiny":
         _check_model(args)
     how = Settings(tuple(dict.fromkeys(args.schedules)), machines.emulated, args.latency, args.rate)
     shape = (args.layers, args.heads, args.kv_heads, args.head_dim)
-    rest = (args.model, shape, args.new_tokens, args.cache, args.prefill_chunk)
+    rest = (args.model, shape, args.new_tokens, args.cache, args.prefill_chunk, args.weights)
     cases = [Case(machines, n, *rest) for n in sorted(set(args.prompt_tokens))]
     checked = (
         "all ranks of all contenders gave the plain model's tokens; logits differ by at most {worst} of the largest"
@@ -189,34 +198,66 @@ def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting) -> list[
     model.set_attn_implementation("tree")
     cache = TreeCache(model.config, cp_group=group, tree_config=TreeConfig(topology=topology, timeout_s=LIMIT_S))
     runner = Runner(model, cache, chunk_size=case.chunk)
-    held, start = case.seq_len - 1, meeting.most(rank, time.monotonic())[0]
-    prefill_s = None
+    held, prefill_s = case.seq_len - 1, None
     if case.cache == "made-up":
         cache.rows = [plain.made_up_row(cache, model.config, held)]
     else:
-        cache.rows = [runner.add()]
-        runner.prefill(cache.rows[0], prompt[0, :held])
-        prefill_s = meeting.most(rank, time.monotonic())[0] - start
-    # allocates pages for the new tokens, so that they do not count as the first contender's memory
-    runner.step(cache.rows, torch.zeros(1, 1 + case.new_tokens, dtype=torch.int64))
-    options = dict(cache=cache, max_new_tokens=case.new_tokens, keep_logits=True, chunk_size=case.chunk)
-    for schedule in how.schedules:
-        cache.schedule = schedule
+        prefill_s = _prefill(runner, prompt[0, :held], meeting, rank)
+    contender = _Contender(case, group, meeting, rank, model, prompt, truth)
+    outcomes += [contender.outcome(schedule, schedule, cache, prefill_s) for schedule in how.schedules]
+    if case.weights == "sharded":
+        layout = plan_pieces(model, case.machines.ranks, rank)
+        split_model(model, layout, group, timeout_s=LIMIT_S)
+        options = {"head_shares": layout.heads.shares, "tree_config": cache.tree_config}
+        cache = TreeCache(model.config, cp_group=head_group(layout), **options)
+        prefill_s = _prefill(
+            Runner(model, cache, token_group=group, chunk_size=case.chunk), prompt[0, :held], meeting, rank
+        )
+        outcomes.append(contender.outcome(SHARDED, "auto", cache, prefill_s))
+    meeting.meet(rank)
+    return outcomes
+
+
+def _prefill(runner: Runner, tokens, meeting: Meeting, rank: int) -> float:
+    """Run a prompt as the batch's only row; seconds until the last rank has."""
+    start = meeting.most(rank, time.monotonic())[0]
+    runner.cache.rows = [runner.add()]
+    runner.prefill(runner.cache.rows[0], tokens)
+    return meeting.most(rank, time.monotonic())[0] - start
+
+
+class _Contender(NamedTuple):
+    """What the contenders of a case have in common on one rank."""
+
+    case: Case
+    group: object
+    meeting: Meeting
+    rank: int
+    model: object
+    prompt: torch.Tensor
+    truth: list[torch.Tensor] | None
+
+    def outcome(self, name: str, schedule: str, cache: TreeCache, prefill_s: float | None) -> Outcome:
+        """New tokens over a cache that holds the prompt but for its last token."""
+        case, meeting, rank, held = self.case, self.meeting, self.rank, self.case.seq_len - 1
+        runner, cache.schedule = Runner(self.model, cache, token_group=self.group), schedule
+        # allocates pages for the new tokens, so that they do not count as the first contender's memory
+        runner.crop(cache.rows[0], held)
+        runner.step(cache.rows, torch.zeros(1, 1 + case.new_tokens, dtype=torch.int64))
         runner.crop(cache.rows[0], held)
         before, network = network_bytes()["network"] if case.machines.emulated else 0, None
+        options = dict(cache=cache, max_new_tokens=case.new_tokens, keep_logits=True, chunk_size=case.chunk)
         meeting.meet(rank)
         with PeakMemory() as peak, comm.record() as log:
-            result = generate(model, prompt, **options)
+            result = generate(self.model, self.prompt, token_group=self.group, **options)
         meeting.meet(rank)
         if case.machines.emulated:
             network = (network_bytes()["network"] - before) / case.new_tokens
         sent, error = sum(x.bytes for x in log) / case.new_tokens, None
         if rank == 0:
-            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, truth))
+            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, self.truth))
         times = [result.first_token_s, *result.step_s]
-        outcomes.append(_outcome(schedule, result.tokens, times, sent, network, peak, prefill_s, cache.nbytes, error))
-    meeting.meet(rank)
-    return outcomes
+        return _outcome(name, result.tokens, times, sent, network, peak, prefill_s, cache.nbytes, error)
 
 
 def _plain(case: Case, model, prompt) -> tuple[Outcome, list[torch.Tensor]]:

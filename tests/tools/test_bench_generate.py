@@ -55,6 +55,17 @@ def test_generate(tmp_path, capfd, cache):
     assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 4
 
 
+def test_weights_over_all_ranks(tmp_path, capfd):
+    options = ("--prompt-tokens", 96, "--prefill-chunk", 64, "--schedules", "auto", "--weights", "sharded")
+    status, rows = generate(tmp_path, *options)
+    assert status == 0, capfd.readouterr().err
+    assert list(rows) == ["plain", "auto", "weights over all"]
+    held = [int(rows[name]["held_bytes"]) for name in ("auto", "weights over all")]
+    assert abs(held[0] - held[1]) <= 16 * LAYERS * 2 * KV_HEADS * D * 4  # a block
+    assert float(rows["weights over all"]["error"]) < 1e-3
+    assert generate(tmp_path, *options, "--cache", "made-up")[0] != 0
+
+
 def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
     right = decode.unpack_state
 

@@ -32,7 +32,7 @@ from ..transformers.pieces import plan_pieces
 from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
 from ..transformers.slices import empty_model, read_pieces
-from ..transformers.split import connect, split_model
+from ..transformers.split import connect, head_group, split_model
 
 REFUSED = {
     "dtype": "pass dtype=",
@@ -172,7 +172,7 @@ def init_inference(
     model.set_attn_implementation("tree")
     if layout is not None:
         sp_size, tp_size = layout.heads.size, world
-        sp_group = _head_group(world, rank, sp_size)
+        sp_group = head_group(layout)
         cache_options["head_shares"] = layout.heads.shares
         if folder is not None:
             read_pieces(model, folder, layout)
@@ -241,16 +241,6 @@ def _make_groups(world: int, rank: int, sp_size: int, tp_size: int):
         group = dist.new_group(range(s * tp_size, (s + 1) * tp_size))
         tp_group = group if s == rank // tp_size else tp_group
     return sp_group, tp_group
-
-
-def _head_group(world: int, rank: int, size: int):
-    """The group of this rank's head group, `size` neighbours; None for one rank. All ranks make all groups."""
-    if size == world:
-        return _token_group() if world > 1 else None
-    if size == 1:
-        return None
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    return groups[rank // size]
 
 
 def generate(
