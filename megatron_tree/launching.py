@@ -27,6 +27,8 @@ WARNINGS = (
     r".*Apex (is|are) not installed",
     r"full scope is deprecated",
     r".*_tensor` is deprecated. Please use `torch.distributed",
+    r".*`load_state_dict` is deprecated and will be removed",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
 LOG_LINES = {
     "megatron.core.rerun_state_machine": "RerunStateMachine initialized in mode",

@@ -13,6 +13,7 @@ from typing import NoReturn
 from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..launching import parse_with_config
 from ..plan import load_topology, parse_grid
+from .data import open_tokenizer, vocab_size
 
 EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; on a machine without an accelerator put
@@ -31,7 +32,8 @@ MEGATRON_LM = "run Megatron-LM's pretrain_gpt.py with bash launch/megatron_lm.sh
 NUMBERS = {  # options that are plain numbers, with their defaults
     "model": dict(
         num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=512, init_method_std=0.02,
-        attention_dropout=0.0, hidden_dropout=0.0,
+        attention_dropout=0.0, hidden_dropout=0.0, norm_epsilon=1e-5, rotary_base=10000.0,
+        make_vocab_size_divisible_by=64,
     ),
     "training": dict(
         micro_batch_size=4, global_batch_size=16, train_iters=200, seed=1234, lr=3e-3, lr_warmup_iters=0,
@@ -81,6 +83,13 @@ def build_parser() -> argparse.ArgumentParser:
     window = ("LEFT", "RIGHT")
     add("--window-size", type=int, nargs=2, metavar=window, help="sliding window; RIGHT is 0 in a causal model")
     add("--softmax-type", choices=["vanilla", "off-by-one", "learnable"], default="vanilla", help="attention sinks")
+    add("--kv-channels", type=int, help="head_dim; default: hidden-size / num-attention-heads")
+    add("--qk-layernorm", **switch, help="norms of every head's queries and keys, as in Qwen 3")
+    add("--add-qkv-bias", **switch, help="biases of the projections to q, k and v, as in Qwen 2")
+    add("--use-rope-scaling", **switch, help="rotary frequencies scaled as in Llama 3.1")
+    add("--rope-scaling-factor", type=float, default=8.0, help="of --use-rope-scaling (default: %(default)s)")
+    add("--untie-embeddings-and-output-weights", **switch, help="an output layer with weights of its own")
+    add("--vocab-size", type=int, help="default: the tokenizer's")
 
     add = groups["training"]
     add("--min-lr", type=float, help="default: lr / 10")
@@ -109,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "folder of text files, trained on as bytes; default: this Python's standard library"
     add("--data-path", metavar="DIR", help=text)
     add("--data-suffix", default=".py", help="of the text files")
+    add("--tokenizer-model", metavar="DIR", help="a tokenizer of Hugging Face (default: a token for each byte)")
     add("--eval-interval", type=int, default=0, help="iterations between validations; 0: at the end only")
     add("--eval-iters", type=int, default=4, help="global batches of a validation; 0: none")
 
@@ -117,12 +127,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--save-interval", type=int, default=0, help="iterations between checkpoints; 0: at the end only")
     add("--keep-checkpoints", type=int, metavar="N", help="delete all but the newest N; default: keep all")
     add("--load", metavar="DIR", help="continue from the newest complete checkpoint in this folder")
+    add("--finetune", **switch, help="take only the weights from --load: the run starts at iteration 0, and its data "
+        "may be others")  # fmt: skip
     add("--resume", **switch, help="--load from the folder of --save; start from scratch if it has no checkpoint yet")
     add("--output-dir", default="runs/train_gpt", metavar="DIR", help="train.jsonl and loss.png")
     add("--tensorboard-dir", metavar="DIR", help="curves for TensorBoard")
     add("--log-interval", type=int, default=0, help="iterations between printed lines; 0: ten lines a run")
     add("--assert-below-unigram", type=float, nargs="?", const=0.5, metavar="NATS",
-        help="fail unless the final loss is this much below that of the byte unigram model (0.5)")  # fmt: skip
+        help="fail unless the final loss is this much below that of the unigram model (0.5)")  # fmt: skip
     return parser
 
 
@@ -138,12 +150,15 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         "num_query_groups": args.num_attention_heads,
         "min_lr": args.lr / 10,
         "lr_decay_iters": args.train_iters,
+        "kv_channels": args.hidden_size // args.num_attention_heads,
     }
     for name, value in follows.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.window_size is not None:
         args.window_size = tuple(args.window_size)
+    if args.vocab_size is None:
+        args.vocab_size = vocab_size(args.tokenizer_model)
     return args
 
 
@@ -200,7 +215,10 @@ def _layout(args: argparse.Namespace, world_size: int) -> Iterator[str]:
     if cp > 1 and args.seq_length % (2 * cp):
         product = f"2 * context_parallel_size = {2 * cp}"
         yield f"seq_length={args.seq_length} must be a multiple of {product}: every rank holds two chunks"
-    if args.hidden_size % (2 * args.num_attention_heads):
+    if args.kv_channels % 2:
+        yield f"kv_channels={args.kv_channels} must be even: rotary embeddings pair channels"
+    default_channels = args.kv_channels == args.hidden_size // args.num_attention_heads
+    if args.hidden_size % (2 * args.num_attention_heads) and default_channels:
         product = f"2 * num_attention_heads = {2 * args.num_attention_heads}"
         yield f"hidden_size={args.hidden_size} must be a multiple of {product}: rotary embeddings pair channels"
     micro, dp = args.micro_batch_size, world_size // (tp * pp * cp)
@@ -245,6 +263,13 @@ def _files(args: argparse.Namespace) -> Iterator[str]:
     for name in ("save_interval", "keep_checkpoints", "resume"):
         if getattr(args, name) and not args.save:
             yield f"{name}={getattr(args, name)} has no effect without --save"
+    if args.finetune and not args.load:
+        yield "finetune=True has no effect without --load"
+    if (tokens := vocab_size(args.tokenizer_model)) > args.vocab_size:
+        source = "bytes and end of document" if args.tokenizer_model is None else args.tokenizer_model
+        yield f"vocab_size={args.vocab_size} must be at least {tokens}, the tokens of {source}"
+    if args.tokenizer_model is not None and open_tokenizer(args.tokenizer_model).eos_token_id is None:
+        yield f"tokenizer_model={args.tokenizer_model!r} has no token for the end of a document (eos_token)"
     if args.resume and args.load:
         yield f"resume and load={args.load!r} exclude each other: resume means --load from --save"
     if args.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:

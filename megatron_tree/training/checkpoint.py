@@ -19,12 +19,9 @@ from megatron.core.utils import unwrap_model
 from ..comm.wire import share_check
 from ..integrations.megatron.compat import loading_torch_adam, no_manager_process
 from .checkpoint_files import begin, checkpoint_folder, finish, newest
+from .checkpoint_options import LAYOUT, Saved, check_model, check_run, options_to_save, read_saved
 from .checkpoint_safety import check_index, weights_only
 from .model import Trainee
-
-LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-MUST_MATCH = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "softmax_type")
-MUST_MATCH += ("bf16", "use_distributed_optimizer", "seq_length", "seed")
 
 
 def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: int, samples: int, digest: str) -> Path:
@@ -41,7 +38,7 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
         "iteration": iteration,
         "consumed_train_samples": samples,
         "data_digest": digest,
-        "options": {name: getattr(args, name) for name in (*LAYOUT, *MUST_MATCH)},
+        "options": options_to_save(args),
         "world_size": dist.get_world_size(),
         "opt_param_scheduler": trainee.scheduler.state_dict(),
         **_sharded_state(trainee, is_loading=False),
@@ -72,33 +69,55 @@ def load_checkpoint(trainee: Trainee, args: argparse.Namespace, *, digest: str) 
     if checkpoint is None:
         raise ValueError(f"load={folder!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
     _on_first_rank(lambda: check_index(Path(checkpoint)), args)
+    saved = read_saved(checkpoint)
+    check_model(saved, args)
+    model = unwrap_model(trainee.model)
+    if args.finetune or not saved.has_optimizer:
+        load_weights(model, saved)
+        trainee.optimizer.reload_model_params()
+        return 0, 0, [*notes, f"weights of {checkpoint}; the run starts at iteration 0"]
+    check_run(saved, args, digest)
+    same_layout = saved.world_size == dist.get_world_size() and all(
+        saved.options[n] == getattr(args, n) for n in LAYOUT
+    )
     with weights_only(), loading_torch_adam(trainee.optimizer):
-        common = dist_checkpointing.load_common_state_dict(checkpoint)
-        _check_options(common, args, checkpoint, digest)
-        options, world = common["options"], common["world_size"]
-        same_layout = world == dist.get_world_size() and all(options[n] == getattr(args, n) for n in LAYOUT)
-        wanted = _sharded_state(trainee, is_loading=True)
+        wanted = _sharded_state(trainee, is_loading=True, metadata=saved.metadata)
         if same_layout:
             wanted["rng_state"] = _sharded_rng_state()
         state = dist_checkpointing.load(wanted, checkpoint)
-        unwrap_model(trainee.model).load_state_dict(state["model"], strict=True)
+        model.load_state_dict(state["model"], strict=True)
         trainee.optimizer.load_state_dict(state["optimizer"])
-    trainee.scheduler.load_state_dict(common["opt_param_scheduler"])
+    trainee.scheduler.load_state_dict(saved.scheduler)
     notes.append(f"continuing from {checkpoint}")
-    if same_layout:
+    if saved.by_megatron_lm:
+        notes.append("it is Megatron-LM's: its data and its random states are not continued")
+    elif same_layout:
         _set_rng_state(state["rng_state"])
     elif args.attention_dropout or args.hidden_dropout:
         notes.append("warning: another parallel layout than the checkpoint's: dropout starts with fresh random states")
-    return common["iteration"], common["consumed_train_samples"], notes
+    return saved.iteration, saved.samples, notes
 
 
-def _sharded_state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+def load_weights(model: torch.nn.Module, saved: Saved) -> None:
+    """Load the parameters of a GPTModel from a checkpoint that fits it. All ranks of its process groups call it."""
+    with weights_only():
+        wanted = {"model": model.sharded_state_dict(metadata=_metadata(saved.metadata))}
+        model.load_state_dict(dist_checkpointing.load(wanted, saved.folder)["model"], strict=True)
+
+
+def _metadata(saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """How state is cut into tensors of a checkpoint: as the one to load has it, or as we write it."""
+    ours = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
     }
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {**(ours if saved is None else saved), "dp_cp_group": group}
+
+
+def _sharded_state(trainee: Trainee, *, is_loading: bool, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    metadata = _metadata(metadata)
     model = {"model": unwrap_model(trainee.model).sharded_state_dict(metadata=metadata)}
     optimizer = trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {**model, "optimizer": optimizer}
@@ -122,22 +141,6 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.cuda.set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-def _check_options(common: dict[str, Any], args: argparse.Namespace, checkpoint: str, digest: str) -> None:
-    for name in MUST_MATCH:
-        saved, given = common["options"][name], getattr(args, name)
-        if saved != given:
-            raise ValueError(
-                f"{name}={given!r}, but {checkpoint} was written with {saved!r}: use the same value to continue"
-            )
-    if common["data_digest"] != digest:
-        raise ValueError(
-            f"the training data are not those that {checkpoint} was trained on: use the same text and data_suffix (for "
-            "the standard library the same Python release)"
-        )
-    if common["iteration"] >= args.train_iters:
-        raise ValueError(f"train_iters={args.train_iters}, but {checkpoint} has already done {common['iteration']}")
 
 
 def _on_first_rank(action: Callable[[], Any], args: argparse.Namespace) -> Any:

@@ -3,10 +3,12 @@
     SAVE/iter_0000100/                       a checkpoint, with files.json: size and SHA-256 of each of its files
     SAVE/iter_0000100.unfinished/            one that is being written, or whose writer was killed
     SAVE/iter_0000100.replaced/              the previous one of the same iteration, until the new one is complete
-    SAVE/latest_checkpointed_iteration.txt   the newest to load, as in Megatron-LM
+    SAVE/release/                            weights alone, of `python -m megatron_tree.convert` or Megatron-LM's tools
+    SAVE/latest_checkpointed_iteration.txt   the newest to load, as in Megatron-LM: a number or "release"
 
 `files.json` is written after all other files, and the folder renamed after that: a folder that is incomplete, or whose
-files have changed since, is recognized and not loaded.
+files have changed since, is recognized and not loaded. Megatron-LM writes no such list; what it has written to its end
+is named by its `latest_checkpointed_iteration.txt`.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from ..files import digest_of, read_json, whole_file
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 MANIFEST = "files.json"
+RELEASE = "release"  # Megatron-LM's name
+FORMAT_FILES = (".metadata", "common.pt", "metadata.json")  # of Megatron-core's format
 _DIGITS = 18  # of an iteration at most
 _PREFIX, _UNFINISHED, _REPLACED = "iter_", ".unfinished", ".replaced"
 
 
-def checkpoint_folder(folder: str | Path, iteration: int) -> Path:
-    """folder/iter_0000100."""
+def checkpoint_folder(folder: str | Path, iteration: int | None) -> Path:
+    """folder/iter_0000100; without an iteration folder/release."""
+    if iteration is None:
+        return Path(folder) / RELEASE
     return Path(folder) / f"{_PREFIX}{iteration:07d}"
 
 
@@ -34,7 +40,7 @@ def begin(final: Path) -> Path:
     """An empty folder to write the checkpoint `final` into. Unfinished ones are deleted."""
     final.parent.mkdir(parents=True, exist_ok=True)
     _restore_replaced(final.parent)
-    for left in final.parent.glob(f"{_PREFIX}*{_UNFINISHED}"):
+    for left in final.parent.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(left)
     unfinished = final.with_name(final.name + _UNFINISHED)
     unfinished.mkdir()
@@ -52,15 +58,20 @@ def finish(final: Path, keep: int | None) -> None:
     os.replace(unfinished, final)
     shutil.rmtree(replaced, ignore_errors=True)
     with whole_file(final.parent / TRACKER) as part:
-        part.write_text(f"{_iteration(final)}\n")
+        part.write_text(f"{RELEASE if final.name == RELEASE else _iteration(final)}\n")
     if keep is not None:
         older = [path for path in _checkpoints(final.parent) if _iteration(path) <= _iteration(final)]
         for path in older[keep:]:
             shutil.rmtree(path)
 
 
-def fault_of(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, in words; None if nothing is."""
+def fault_of(checkpoint: Path, *, named: bool = False) -> str | None:
+    """What is wrong with the files of a checkpoint, in words; None if nothing is.
+
+    named: the tracker names it. Then one without a list of its files counts as Megatron-LM's.
+    """
+    if named and not (checkpoint / MANIFEST).exists() and all((checkpoint / name).is_file() for name in FORMAT_FILES):
+        return None
     try:
         manifest = read_json((checkpoint / MANIFEST).read_bytes())
         if manifest["sha256"] != digest_of(manifest["files"]):
@@ -88,12 +99,15 @@ def newest(folder: str | Path) -> tuple[str | None, list[str]]:
     _restore_replaced(folder)
     found, tracker, lines = _checkpoints(folder), folder / TRACKER, []
     text = tracker.read_bytes().decode("ascii", "replace").strip() if tracker.is_file() else None
+    if text == RELEASE:
+        found, text = [folder / RELEASE], None
     if text is not None and not (text.isdecimal() and len(text) <= _DIGITS):
         raise ValueError(f"{tracker} holds {text[:40]!r} instead of a number: write the iteration to continue from")
     for path in found:
+        named = path.name == RELEASE or (text is not None and _iteration(path) == int(text))
         if text is not None and _iteration(path) > int(text):
             lines.append(f"{path} is ignored: {tracker} says {text}")
-        elif (fault := fault_of(path)) is None:
+        elif (fault := fault_of(path, named=named)) is None:
             return str(path), lines
         else:
             lines.append(f"warning: checkpoint {path} is damaged: {fault}")
@@ -122,7 +136,7 @@ def _iteration(checkpoint: Path) -> int:
 
 def _restore_replaced(folder: Path) -> None:
     """Undo a replacement that was interrupted between its two renamings; finish one that was interrupted later."""
-    for replaced in folder.glob(f"{_PREFIX}*{_REPLACED}"):
+    for replaced in folder.glob(f"*{_REPLACED}"):
         final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
         if final.exists():
             shutil.rmtree(replaced)

@@ -15,6 +15,7 @@ import pickle
 from pathlib import Path
 
 import torch
+from megatron.core.safe_globals import SAFE_GLOBALS
 
 INDEX = ".metadata"
 _RECORDS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
@@ -36,23 +37,33 @@ class _IndexReader(pickle.Unpickler):
 
 
 def check_index(checkpoint: Path) -> None:
-    """Raise ValueError if the index of a checkpoint holds anything but descriptions of tensors, or can't be read."""
+    """Raise ValueError if the index of a checkpoint holds anything but descriptions of tensors, or can't be read, or if
+    a file ends before what the index says is in it."""
     path = checkpoint / INDEX
     try:
         with path.open("rb") as file:
-            _IndexReader(file).load()
+            index = _IndexReader(file).load()
+        ends: dict[str, int] = {}
+        for place in index.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     except Exception as error:  # what a damaged pickle raises has no end
         raise ValueError(f"{path} is no index of a checkpoint of Megatron-core: {error}; take another one") from error
+    for name, end in ends.items():
+        file = checkpoint / name
+        if (size := file.stat().st_size if file.is_file() else 0) < end:
+            raise ValueError(f"{file} has {size} bytes instead of at least {end}: the checkpoint is damaged")
 
 
 @contextlib.contextmanager
 def weights_only():
-    """While this is open `torch.load` makes tensors and plain values only, whatever its callers ask for."""
+    """While this is open `torch.load` makes tensors, plain values and what Megatron-core lists as harmless (the
+    `argparse.Namespace` and the enums of Megatron-LM's options), whatever its callers ask for."""
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.pop(name, None) for name in names}
     os.environ[names[0]] = "1"
     try:
-        yield
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            yield
     finally:
         del os.environ[names[0]]
         os.environ.update({name: value for name, value in before.items() if value is not None})

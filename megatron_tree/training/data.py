@@ -7,7 +7,7 @@ import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,15 +66,39 @@ class Corpus(NamedTuple):
     """SHA-256, hexadecimal, of the tokens, the split and the order; stored in checkpoints."""
 
 
+@functools.lru_cache(1)
+def open_tokenizer(folder: str) -> Any:
+    """A tokenizer of Hugging Face's. Raises: ValueError if the folder holds none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of many kinds
+        raise ValueError(
+            f"tokenizer_model={folder!r} is no tokenizer that Transformers can read: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def vocab_size(tokenizer_model: str | None) -> int:
+    """Tokens that the training data may hold."""
+    return VOCAB_SIZE if tokenizer_model is None else len(open_tokenizer(tokenizer_model))
+
+
 def standard_library() -> Path:
     """Folder of this Python's own standard library: real text that every machine has."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def load_corpus(
-    path: str | Path | None, *, suffix: str = ".py", seq_length: int, seed: int, valid_fraction: float = 0.02
+    path: str | Path | None,
+    *,
+    suffix: str = ".py",
+    seq_length: int,
+    seed: int,
+    valid_fraction: float = 0.02,
+    tokenizer_model: str | None = None,
 ) -> Corpus:
-    """Read all files below a folder as documents, a token for each byte.
+    """Read all files below a folder as documents, a token for each byte or by a tokenizer.
 
     Args:
         path: folder; None means Python's standard library.
@@ -82,6 +106,7 @@ def load_corpus(
         seq_length: tokens of a sample.
         seed: of the documents' and the samples' order.
         valid_fraction: share of the documents held out for validation, at least one of them.
+        tokenizer_model: folder of a tokenizer; None: bytes.
     Raises: ValueError if the folder doesn't exist or holds too little text.
     """
     folder = Path(path) if path is not None else standard_library()
@@ -96,8 +121,9 @@ def load_corpus(
         )
     order = np.random.default_rng(seed).permutation(len(documents))
     num_valid = max(1, round(valid_fraction * len(documents)))
+    pack = _pack if tokenizer_model is None else functools.partial(_tokenize, open_tokenizer(tokenizer_model))
     parts = [[documents[i] for i in part] for part in (order[num_valid:], order[:num_valid])]
-    train, valid = (PackedText(tokens=_pack(part), seq_length=seq_length, seed=seed) for part in parts)
+    train, valid = (PackedText(tokens=pack(part), seq_length=seq_length, seed=seed) for part in parts)
     digest = hashlib.sha256(train.tokens.tobytes() + b"|" + valid.tokens.tobytes()).hexdigest()
     return Corpus(train, valid, len(documents), digest)
 
@@ -106,6 +132,13 @@ def _pack(documents: list[bytes]) -> np.ndarray:
     """int16 [n]: the documents' bytes, each followed by EOD."""
     ended = [np.append(np.frombuffer(text, dtype=np.uint8).astype(np.int16), np.int16(EOD)) for text in documents]
     return np.concatenate(ended)
+
+
+def _tokenize(tokenizer: Any, documents: list[bytes]) -> np.ndarray:
+    """int32 [n]: the documents' tokens, each document followed by the tokenizer's end of text."""
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+    texts = (text.decode("utf-8", "replace") for text in documents)
+    return np.concatenate([np.array([*encode(text), tokenizer.eos_token_id], dtype=np.int32) for text in texts])
 
 
 def microbatch_indices(consumed: int, *, micro_batch_size: int, global_batch_size: int, dp_rank: int, dp_size: int):

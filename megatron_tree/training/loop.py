@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
     final_loss: float
     """Mean over the last steps, nats per token."""
     unigram: float
-    """Loss of the byte unigram model."""
+    """Loss of the unigram model of the training tokens."""
     stopped: bool
     """A signal ended it before its last step."""
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     loss, unigram, margin = outcome.final_loss, outcome.unigram, args.assert_below_unigram
     if margin is not None and not outcome.stopped and not loss <= unigram - margin:
         raise LossTooHigh(
-            f"the final loss {loss:.4f} is not {margin} below the byte unigram model's {unigram:.4f} "
+            f"the final loss {loss:.4f} is not {margin} below the {_token(args)} unigram model's {unigram:.4f} "
             "(--assert-below-unigram): train longer, or look for what is wrong"
         )
 
@@ -116,12 +116,22 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
     return outcome
 
 
+def _token(args: argparse.Namespace) -> str:
+    return "byte" if args.tokenizer_model is None else "token"
+
+
 def _due(interval: int, iteration: int, last: bool) -> bool:
     return last or (interval > 0 and iteration % interval == 0)
 
 
 def _open_corpus(args: argparse.Namespace) -> Corpus:
-    corpus = load_corpus(args.data_path, suffix=args.data_suffix, seq_length=args.seq_length, seed=args.seed)
+    corpus = load_corpus(
+        args.data_path,
+        suffix=args.data_suffix,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        tokenizer_model=args.tokenizer_model,
+    )
     digests = share_all(corpus.digest, dist.group.WORLD)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(
@@ -140,7 +150,7 @@ def _introduce(reporter: Reporter, args: argparse.Namespace, corpus: Corpus, tra
     reporter.event("start", title=title, options=vars(args), unigram_loss=unigram)
     reporter.say(
         f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0, {corpus.num_documents:,} documents, "
-        f"{corpus.train.tokens.size:,} tokens, byte unigram loss {unigram:.4f}"
+        f"{corpus.train.tokens.size:,} tokens, {_token(args)} unigram loss {unigram:.4f}"
     )
 
 
@@ -156,5 +166,6 @@ def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: Outcome, ch
         reporter.say(f"stopped by a signal after step {outcome.iteration} of {args.train_iters}; {way_on}")
     else:
         reporter.say(
-            f"final loss {loss:.4f} nats per byte, byte unigram model {unigram:.4f}: {unigram - loss:.4f} below"
+            f"final loss {loss:.4f} nats per {_token(args)}, {_token(args)} unigram model {unigram:.4f}: "
+            f"{unigram - loss:.4f} below"
         )

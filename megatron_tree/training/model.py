@@ -21,9 +21,6 @@ from ..config import TreeConfig
 from ..integrations import megatron as tree
 from ..integrations.megatron.fusions import fusion_options
 from ..integrations.megatron.norm import use_sequence_parallel_norm
-from .data import VOCAB_SIZE
-
-PADDED_VOCAB_SIZE = -(-VOCAB_SIZE // 64) * 64
 
 
 class Trainee(NamedTuple):
@@ -52,18 +49,9 @@ def start_model_parallel(args: argparse.Namespace) -> None:
 
 def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
     """Build this rank's part of everything that is trained, with its parameters on `device`."""
-    config, tp = transformer_config(args), args.tensor_model_parallel_size
+    model = build_model(args).to(device)
+    config = model.config
     config.finalize_model_grads_func = finalize_model_grads
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=_block_spec(args, config),
-        vocab_size=-(-PADDED_VOCAB_SIZE // tp) * tp,
-        max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
-    ).to(device)
     model = Float16Module(config, model) if args.bf16 else model
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -78,13 +66,37 @@ def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
     return Trainee(model, optimizer, build_scheduler(args, optimizer))
 
 
-def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """Megatron's model configuration: RMSNorm, SwiGLU, no biases, the loss averaged over all tokens.
+def build_model(args: argparse.Namespace, **config: Any) -> GPTModel:
+    """This rank's part of the model. config: further fields of its TransformerConfig."""
+    transformer, tp = transformer_config(args, **config), args.tensor_model_parallel_size
+    return GPTModel(
+        config=transformer,
+        transformer_layer_spec=_block_spec(args, transformer),
+        vocab_size=-(-padded_vocab_size(args) // tp) * tp,
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def padded_vocab_size(args: argparse.Namespace) -> int:
+    """Rows of the embedding, before tensor parallelism asks for a multiple of its ranks."""
+    return -(-args.vocab_size // args.make_vocab_size_divisible_by) * args.make_vocab_size_divisible_by
+
+
+def transformer_config(args: argparse.Namespace, **others: Any) -> TransformerConfig:
+    """Megatron's model configuration: RMSNorm, SwiGLU, no biases but those of q, k and v, the loss averaged over all
+    tokens. others: further fields.
 
     Raises: ValueError, AssertionError for values that Megatron-core refuses.
     """
     on_gpu, dtype = torch.cuda.is_available(), torch.bfloat16 if args.bf16 else torch.float32
-    named = _named(TransformerConfig, args)
+    named = _named(TransformerConfig, args) | {"layernorm_epsilon": args.norm_epsilon, **others}
     if len(args.cp_comm_type) == 1:
         named["cp_comm_type"] = args.cp_comm_type[0]
     return TransformerConfig(

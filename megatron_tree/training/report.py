@@ -112,7 +112,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_losses(records: list[dict[str, Any]], picture: Path) -> None:
-    """Plot training and validation losses over steps, and the byte unigram model's loss as a line."""
+    """Plot training and validation losses over steps, and the unigram model's loss as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +125,7 @@ def draw_losses(records: list[dict[str, Any]], picture: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, linewidth=1.2, label=label)
     start = next((r for r in reversed(records) if r.get("event") == "start"), {})
     if "unigram_loss" in start:
-        axes.axhline(start["unigram_loss"], color="grey", linestyle="--", label="byte unigram entropy")
+        axes.axhline(start["unigram_loss"], color="grey", linestyle="--", label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, None), title=start.get("title", ""))
     axes.legend()
     figure.savefig(picture, dpi=120)

@@ -22,7 +22,7 @@ LAYERS = (
     {"generation"},
     {"integrations"},
     {"emulate"},
-    {"training", "serving", "bench", "calibrate", "doctor"},
+    {"convert", "training", "serving", "bench", "calibrate", "doctor"},
 )
 # Inside attention/, from the bottom up: a call goes down and never climbs back.
 ATTENTION = (
@@ -34,8 +34,8 @@ ATTENTION = (
     {"functional", "cached", "sequences"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
-MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving"}
-MAY_COMMUNICATE = {"comm", "integrations", "training", "serving", "emulate", "bench", "calibrate"}
+MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving", "convert"}
+MAY_COMMUNICATE = {"comm", "integrations", "training", "serving", "convert", "emulate", "bench", "calibrate"}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "keepachangelog.com", "semver.org"}
 
 

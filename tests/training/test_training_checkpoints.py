@@ -55,8 +55,8 @@ def test_the_newest_is_taken(tmp_path):
         newest(tmp_path)
     (tmp_path / TRACKER).unlink()
     assert newest(tmp_path)[0] == str(saved[1])
-    (tmp_path / TRACKER).write_text("release\n")
-    with pytest.raises(ValueError, match="holds 'release' instead of a number"):
+    (tmp_path / TRACKER).write_text("latest\n")
+    with pytest.raises(ValueError, match="holds 'latest' instead of a number"):
         newest(tmp_path)
 
 
@@ -143,6 +143,27 @@ def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path, iteration):
             break
     assert call > 10
     assert seen == {("iter_0000003", "old 3"), (f"iter_000000{iteration}", f"new {iteration}")}
+
+
+def test_what_megatron_lm_names_needs_no_list_of_files(tmp_path):
+    """Its `latest_checkpointed_iteration.txt` is written last; "release" are weights alone."""
+    folder = checkpoint_folder(tmp_path, 4)
+    folder.mkdir()
+    for name in (".metadata", "common.pt", "metadata.json"):
+        (folder / name).write_text(name)
+    with pytest.raises(ValueError, match="iter_0000004 is damaged: files.json can't be read"):
+        newest(tmp_path)
+    (tmp_path / TRACKER).write_text("4")
+    assert newest(tmp_path) == (str(folder), [])
+    (folder / "common.pt").unlink()
+    with pytest.raises(ValueError, match="iter_0000004 is damaged"):
+        newest(tmp_path)
+    (tmp_path / TRACKER).write_text("release")
+    with pytest.raises(ValueError, match="release is damaged"):
+        newest(tmp_path)
+    save(tmp_path, None)
+    assert (tmp_path / TRACKER).read_text() == "release\n"
+    assert newest(tmp_path) == (str(tmp_path / "release"), [])
 
 
 # --- training ---

@@ -127,7 +127,7 @@ def test_help_has_examples(capsys):
     assert "--context-parallel-size" in text
 
 
-@pytest.mark.parametrize("options", ["--data-path 0.3 a 0.7 b", "--split 949,50,1", "--tokenizer-model x", "--fp16"])
+@pytest.mark.parametrize("options", ["--data-path 0.3 a 0.7 b", "--split 949,50,1", "--merge-file x", "--fp16"])
 def test_options_of_megatron_lm_are_sent_there(options, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(options.split())

@@ -75,6 +75,7 @@ def _part_step_counts(adam: torch.optim.Adam) -> None:
 def _setter_that_keeps_the_step(part: Any):
     original = part._set_main_param_and_optimizer_states
 
+    @torch.no_grad()  # one of Megatron's callers has no such guard
     def setter(model_param, tensors):
         group, place = part.model_param_group_index_map[model_param]
         state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]

@@ -1,0 +1,273 @@
+"""python -m megatron_tree.convert: weights of Hugging Face models in and out of Megatron's checkpoints."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("yaml")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+
+import transformers
+from megatron_tree.convert.__main__ import main
+from megatron_tree.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
+from megatron_tree.convert.families import config_of, options_of
+from support.ranks import run_distributed
+from support.training_runs import REPO, losses, records, train_all, write_text
+
+VOCAB = 131
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "smollm2": lambda: transformers.LlamaConfig(
+        **SHAPE | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, tie_word_embeddings=True
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, rms_norm_eps=1e-6),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **SHAPE, head_dim=12, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ),
+}
+
+
+def model_of(family, dtype=torch.float32):
+    """A random model in which every parameter matters: norms and biases too."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.mul_(1.0 if "embed" in name else 4.0)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.3)
+    return model.to(dtype)
+
+
+def tokens(batch=2, length=32):
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """{family: (the model, its folder, the folder of its checkpoint)}."""
+    found = {}
+    for family in CONFIGS:
+        folder = tmp_path_factory.mktemp(family)
+        model = model_of(family)
+        model.save_pretrained(folder / "hf")
+        to_megatron(str(folder / "hf"), folder / "megatron")
+        found[family] = (model, folder / "hf", folder / "megatron")
+    return found
+
+
+def test_the_tree_computes_the_same_logits(converted):
+    """The checkpoint of one process, loaded at cp = 2 and at tp = 2 with cp = 2: Transformers' logits."""
+    for world, layout in (
+        (2, "--context-parallel-size 2"),
+        (4, "--context-parallel-size 2 --tensor-model-parallel-size 2"),
+    ):
+        fits = {family: folder for family, (_, _, folder) in converted.items() if world == 2 or family != "smollm2"}
+        got = run_distributed(_logits, world, fits, layout, fresh=True, timeout=120)[0]
+        for family in fits:
+            with torch.no_grad():
+                expected = converted[family][0](tokens()).logits
+            assert expected.abs().max() > 0.5
+            assert (got[family][..., :VOCAB] - expected).abs().max() <= 1e-5 * expected.abs().max(), family
+
+
+def _logits(rank, world, folders, layout):
+    from megatron.core import parallel_state
+
+    from megatron_tree import unshard_sequence
+    from megatron_tree.integrations.megatron.compat import batch_on_this_cp_rank
+    from megatron_tree.integrations.megatron.cpu import megatron_on_cpu
+    from megatron_tree.training.arguments import parse_arguments
+    from megatron_tree.training.checkpoint import load_weights
+    from megatron_tree.training.checkpoint_files import newest
+    from megatron_tree.training.checkpoint_options import check_model, read_saved
+    from megatron_tree.training.model import build_model, start_model_parallel
+
+    found = {}
+    with megatron_on_cpu(), torch.no_grad():
+        for number, (family, folder) in enumerate(folders.items()):
+            args = parse_arguments(["--config", str(folder / "model.yaml"), *layout.split()])
+            if number == 0:
+                start_model_parallel(args)
+            model = build_model(args).eval()
+            saved = read_saved(newest(folder)[0])
+            check_model(saved, args)
+            load_weights(model, saved)
+            ids = tokens()
+            places = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+            shard = batch_on_this_cp_rank({"tokens": ids, "position_ids": places})
+            logits = model(shard["tokens"], shard["position_ids"], None)
+            parts = [torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+            torch.distributed.all_gather(parts, logits, group=parallel_state.get_tensor_model_parallel_group())
+            found[family] = unshard_sequence(torch.cat(parts, -1), parallel_state.get_context_parallel_group(), 1)
+    return found
+
+
+def test_there_and_back_bit_by_bit(converted, tmp_path):
+    for family, (model, hf, megatron) in converted.items():
+        to_huggingface(megatron, tmp_path / family)
+        before, after = (load_file(folder / "model.safetensors") for folder in (hf, tmp_path / family))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before), family
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / family)
+        with torch.no_grad():
+            assert torch.equal(again(tokens()).logits, model(tokens()).logits), family
+        assert type(again) is type(model)
+
+
+def test_less_precision(tmp_path):
+    """bfloat16 stays, float16 becomes fp32, both exactly."""
+    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        name = str(dtype).removeprefix("torch.")
+        model = model_of("qwen2", dtype)
+        model.save_pretrained(tmp_path / name)
+        to_megatron(str(tmp_path / name), tmp_path / f"{name}-megatron")
+        to_huggingface(tmp_path / f"{name}-megatron", tmp_path / f"{name}-back")
+        for key, tensor in load_file(tmp_path / f"{name}-back" / "model.safetensors").items():
+            assert tensor.dtype == expected
+            assert torch.equal(tensor, model.state_dict()[key].to(expected))
+
+
+def test_the_configuration_there_and_back():
+    for family, make in CONFIGS.items():
+        options = options_of(make())
+        more = {"softmax_type": "vanilla", "window_size": None, "use_rope_scaling": False, "seq_length": 64}
+        assert options_of(config_of({**more, **options}, dtype="float32")) == options, family
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: transformers.GPT2Config(), "model_type='gpt2' can't be converted: the families that can are llama"),
+        (lambda: transformers.LlamaConfig(**SHAPE, mlp_bias=True), "mlp_bias=True can't be converted: of llama models"),
+        (lambda: transformers.LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act='gelu' can't be converted"),
+        (
+            lambda: transformers.LlamaConfig(
+                **SHAPE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "rope_type='linear' can't be converted",
+        ),
+        (
+            lambda: transformers.LlamaConfig(**SHAPE, rope_parameters={**LLAMA3, "high_freq_factor": 8.0}),
+            "high_freq_factor=8.0 can't be converted: Megatron has 4.0 built in",
+        ),
+        (
+            lambda: transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=4),
+            "use_sliding_window=True can't be converted: of qwen2 models only",
+        ),
+    ],
+)
+def test_what_cant_be_converted_is_named(config, message, tmp_path):
+    config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        to_megatron(str(tmp_path), tmp_path / "out")
+
+
+def test_a_byte_for_every_token():
+    """The tokenizer that goes with models of train_gpt.py: ids are the bytes that the data had."""
+    words, text = byte_tokenizer(), "naïve\n\x00\t日本 é"
+    assert words(text)["input_ids"] == list(text.encode())
+    assert words.decode(list(text.encode())) == text
+    assert words.eos_token_id == 256
+    assert len(words) == 257
+
+
+def test_trained_further_and_served(tmp_path):
+    """A model of Hugging Face's with its tokenizer: trained at cp = 2, saved, resumed, converted back."""
+    text, hf, start = write_text(tmp_path / "text", 4), tmp_path / "hf", tmp_path / "start"
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"vocab_size": 257}))
+    model.save_pretrained(hf)
+    byte_tokenizer().save_pretrained(hf)
+    to_megatron(str(hf), start)
+    kept, options = tmp_path / "kept", f"--config {start / 'model.yaml'} --data-path {text} --context-parallel-size 2"
+    options += " --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 32 --lr 1e-2"
+    runs = {
+        "first": f"{options} --train-iters 2 --lr-decay-iters 4 --load {start} --save {kept}",
+        "second": f"{options} --train-iters 4 --resume --save {kept}",
+        "tuned": f"{options} --load {kept} --finetune --seed 5 --data-suffix .txt --data-path {tmp_path / 'other'}",
+        "biased": f"{options} --load {start} --add-qkv-bias",
+        "vocabulary": f"{options} --load {start} --vocab-size 300",
+    }
+    (tmp_path / "other").mkdir()
+    for file in text.iterdir():
+        (tmp_path / "other" / f"{file.stem}.txt").write_text(file.read_text())
+    ranks = run_distributed(train_all, 2, [(tmp_path / n, run) for n, run in runs.items()], fresh=True, timeout=200)
+    outcomes = dict(zip(runs, ranks[0], strict=True))
+    assert "add_qkv_bias=True, but" in outcomes["biased"]
+    assert "vocab_size=300 (padded to 300), but the vocabulary" in outcomes["vocabulary"]
+    with torch.no_grad():
+        ids = torch.tensor([list((text / "0.py").read_bytes()[:33])])
+        untrained = float(model(ids, labels=ids).loss)
+    assert losses(tmp_path / "first")[1] == pytest.approx(untrained, abs=0.1)
+    assert sorted(losses(tmp_path / "second")) == [3, 4]
+    assert losses(tmp_path / "second")[4] < losses(tmp_path / "first")[1]
+    assert losses(tmp_path / "tuned")[1] < losses(tmp_path / "first")[1], "it goes on from the trained weights"
+    assert records(tmp_path / "first", "start")[0]["options"]["tokenizer_model"] == str(start / "tokenizer")
+    to_huggingface(kept, tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    with torch.no_grad():
+        assert float(back(ids, labels=ids).loss) < untrained
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back").decode([104, 105]) == "hi"
+    assert back.generation_config.eos_token_id == 256
+
+
+def convert(*words):
+    command = [sys.executable, "-m", "megatron_tree.convert", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=250)
+
+
+@pytest.mark.timeout(300)
+def test_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    model_of("smollm2").save_pretrained(tmp_path / "hf")
+    done = convert("to-megatron", tmp_path / "hf", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert f"launch/train_gpt.py --config {tmp_path / 'out' / 'model.yaml'} --load {tmp_path / 'out'}" in done.stdout
+    assert "--num-layers 2 --hidden-size 72 " in done.stdout
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release\n"
+    assert main(["to-huggingface", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
+    assert f"launch/serve.py --model {tmp_path / 'back'}" in capsys.readouterr().out
+    for words, message in (
+        (["to-huggingface", "hf", "new"], "hf has no checkpoint: name a folder that --save wrote, or one checkpoint"),
+        (["to-huggingface", "out", "back"], "back exists: name another folder to write, or delete it"),
+        (
+            ["to-huggingface", "out", "new", "--vocab-size", "132"],
+            "vocab_size=132 must be from 1 to the checkpoint's 131",
+        ),
+        (["to-megatron", "out", "new"], "out' is neither 'smollm2' nor a folder with a config.json"),
+    ):
+        assert main([words[0], *(str(tmp_path / name) for name in words[1:3]), *words[3:]]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "python -m megatron_tree.convert to-megatron" in text
+    assert "twice the weights" in text
