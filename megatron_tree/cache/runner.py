@@ -101,6 +101,11 @@ class RowRunner:
             return None
         return (self.capacity_tokens // self._book.page_size - sum(self._book.loads)) * self._book.page_size
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that rows use on this rank; a page that several share counts once."""
+        return self.store.used_bytes
+
     @torch.no_grad()
     def prefill(
         self, row: int, tokens: Tensor, *, sharded: bool = True, row_length: int | None = None, progress=None

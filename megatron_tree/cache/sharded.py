@@ -188,6 +188,12 @@ class ShardedCache:
         return sum(held[kind] * pages.bytes_of_a_token for kind, pages in zip(self.kind_of, self.layers, strict=True))
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that rows use on this rank; a page that several share counts once."""
+        used = [numbers.used * self.page_size for numbers in self.book.numbers]
+        return sum(used[kind] * pages.bytes_of_a_token for kind, pages in zip(self.kind_of, self.layers, strict=True))
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes allocated, including free pages."""
         return sum(pages.allocated_bytes for pages in self.layers)

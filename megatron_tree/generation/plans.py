@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cache.runner import RowRunner
 from ..errors import TreeError
+from .prefixes import Prefixes
 from .requests import ActiveAnswer, ServedRequest
 from .sampling import Choice, choose_tokens, with_logprobs
 
@@ -88,6 +89,8 @@ class Planner:
     """The requests that are served. Only the thread that runs the loop uses it.
 
     prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
+    keep_bytes: rows stay when their requests have ended, for prompts that begin alike, while the cache takes at most
+        this many bytes on a rank; 0: none stays.
     on_end: called with a request when its last answer has ended, before its last event.
     """
 
@@ -98,10 +101,12 @@ class Planner:
         max_rows: int,
         page: int,
         prefill_first: bool,
+        keep_bytes: int,
         on_end: Callable[[ServedRequest], None],
     ):
         self._executor, self._runner, self._prefill_first = executor, executor.runner, prefill_first
         self._max_rows, self._page, self._on_end = max_rows, page, on_end
+        self._keep_bytes, self._prefixes = keep_bytes, Prefixes(page)
         self.served: list[ServedRequest] = []
         self._handles = itertools.count()
         self._steps: list[list] = []  # what the next plan begins with
@@ -110,7 +115,11 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._steps or self.served)
+        return bool(self._steps or self.served or self._keeps_too_much)
+
+    @property
+    def _keeps_too_much(self) -> bool:
+        return len(self._prefixes) > 0 and self._runner.used_bytes > self._keep_bytes
 
     def has_room(self, serving: ServedRequest) -> bool:
         """Whether rows and cache suffice for all that a request may need. Raises: `TreeError` if they never will."""
@@ -124,6 +133,13 @@ class Planner:
         needed = serving.reserved(self._page)
         if serving.row is not None:
             needed -= serving.row.shared(serving.prompt) // self._page * self._page
+        if free - promised < needed and len(self._prefixes):
+            own = self._reusable(serving)
+            held = 0 if own is None else -(-self._prefixes.kept_length(own[0]) // self._page) * self._page
+            if free - promised + held < needed:
+                self._steps.append(["remove", self._prefixes.evict()])
+                return False
+            needed -= held  # it takes that row's place
         if free - promised < needed and not self.served and not self._steps:
             raise TreeError(
                 f"request {serving.id} needs {needed:,} tokens of the cache; no other request is served, but "
@@ -135,9 +151,13 @@ class Planner:
         """Give a request's prompt a row: a new one, or its own."""
         self.served.append(serving)
         if (row := serving.row) is None:
-            handle = next(self._handles)
-            self._steps.append(["add", handle])
-            serving.handle = handle
+            if (found := self._reusable(serving)) is not None:
+                serving.handle, serving.num_prefilled = found
+                self._prefixes.forget(serving.handle)
+                self._steps.append(["crop", serving.handle, serving.num_prefilled])
+                return
+            serving.handle = next(self._handles)
+            self._steps.append(["add", serving.handle])
             return
         shared = row.shared(serving.prompt)
         if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
@@ -147,6 +167,42 @@ class Planner:
             self._steps.append(["crop", row.handle, shared])
         del row.tokens[shared:]
         serving.handle, serving.num_prefilled = row.handle, shared
+
+    def _shared(self, serving: ServedRequest) -> tuple[int, int] | None:
+        """(handle, tokens) of a row that holds the beginning of a prompt: all but its last token at most."""
+        if not self._keep_bytes or serving.row is not None or serving.params.prompt_logprobs is not None:
+            return None
+        if serving.digests is None:
+            serving.digests = self._prefixes.digests(serving.prompt)
+        found = self._prefixes.find(serving.digests)
+        if found is None:
+            return None
+        handle, shared = found[0], min(found[1], len(serving.prompt) - 1)
+        return (handle, shared) if shared and self._executor.can_crop(handle, shared) else None
+
+    def _reusable(self, serving: ServedRequest) -> tuple[int, int] | None:
+        """The same, for a kept row of which little would be lost: the request takes it over."""
+        found = self._shared(serving)
+        kept = None if found is None else self._prefixes.kept_length(found[0])
+        return None if kept is None or 2 * found[1] < kept else found
+
+    def _reuse(self) -> list[list]:
+        """Steps that copy rows with the beginning of a prompt whose first chunk is about to be run."""
+        steps, left = [], self._runner.chunk_size
+        for serving in self.served:
+            if serving.handle is None:
+                continue
+            found = None if serving.num_prefilled else self._shared(serving)
+            done = serving.num_prefilled if found is None else found[1]
+            chunk = min(len(serving.prompt) - done, self._runner.chunk_size)
+            if chunk > left:
+                continue  # perhaps more of it can be copied in a later turn
+            left -= chunk
+            if found is not None:
+                steps += [["remove", serving.handle], ["fork", found[0], serving.handle]]
+                steps.append(["crop", serving.handle, done])
+                serving.num_prefilled = done
+        return steps
 
     def cancel(self, serving: ServedRequest) -> None:
         """End a request that waits or is served."""
@@ -158,7 +214,10 @@ class Planner:
 
         Several prompts get a chunk if these have at most runner.chunk_size tokens together.
         """
+        if self._keeps_too_much:
+            self._steps.append(["remove", self._prefixes.evict()])
         steps, self._steps = self._steps, []
+        steps += self._reuse()  # before these rows grow
         self._running, self._prefilled = [], []
         if not (self._prefill_first and any(serving.handle is not None for serving in self.served)):
             self._running = [(s, a) for s in self.served for a in s.unfinished if a.handle is not None]
@@ -238,13 +297,15 @@ class Planner:
             self._take(serving, answer, choice)
         going = [answer for answer in going if not answer.finished]
         handle, serving.handle = serving.handle, None
+        if self._keep_bytes and serving.row is None:
+            self._prefixes.put(handle, serving.prompt)
         for answer in going:
             answer.length, answer.forked = len(serving.prompt), answer is not going[0]
             answer.handle = next(self._handles) if answer.forked else handle
             if answer.forked:
                 self._steps.append(["fork", handle, answer.handle])
-        if not going and serving.row is None:
-            self._steps.append(["remove", handle])
+        if not going:
+            self._remove(serving, handle, serving.prompt.tolist())
 
     def _take(self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | TreeError) -> None:
         if isinstance(choice, TreeError):
@@ -252,6 +313,7 @@ class Planner:
             return
         piece = answer.stopper.add(choice.token)
         answer.token = choice.token
+        answer.tokens.append(choice.token)
         if piece.finish_reason is None:
             serving.send(answer, choice, piece.text, None)
         else:
@@ -265,17 +327,21 @@ class Planner:
         if serving.row is not None:
             self._steps.append(["end", serving.row.handle, answer.token, reason, more.get("error")])
         if answer.handle is not None:
-            self._remove(serving, answer.handle)
+            self._remove(serving, answer.handle, [] if reason == "error" else answer.row_tokens(serving.prompt))
             answer.handle = None
         if not serving.unfinished:
             if serving.handle is not None and serving.num_prefilled < len(serving.prompt):
-                self._remove(serving, serving.handle)
+                self._remove(serving, serving.handle, serving.prompt[: serving.num_prefilled].tolist())
                 serving.handle = None
             if serving in self.served:
                 self.served.remove(serving)
             self._on_end(serving)
         serving.send(answer, choice, text, reason, **more)
 
-    def _remove(self, serving: ServedRequest, handle: int) -> None:
-        if serving.row is None:
+    def _remove(self, serving: ServedRequest, handle: int, tokens: list[int]) -> None:
+        """A request needs a row no more, which holds these tokens: it goes, or is kept for others."""
+        if serving.row is not None:
+            return
+        self._prefixes.forget(handle)
+        if not (self._keep_bytes and self._prefixes.keep(handle, tokens)):
             self._steps.append(["remove", handle])

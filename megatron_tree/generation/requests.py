@@ -95,7 +95,12 @@ class ActiveAnswer:
     """The last one, while no plan holds it."""
     length: int = 0
     """Tokens in its row."""
+    tokens: list[int] = field(default_factory=list)
     finished: bool = False
+
+    def row_tokens(self, prompt: Tensor) -> list[int]:
+        """What its row holds."""
+        return prompt.tolist() + self.tokens[: self.length - len(prompt)]
 
 
 class ServedRequest:
@@ -117,6 +122,7 @@ class ServedRequest:
         ends = () if self.params.ignore_eos else end_tokens
         self.handle: int | None = None  # of the prompt's row while it is prefilled
         self.num_prefilled = 0
+        self.digests: list[bytes] | None = None  # of the prompt's blocks, once they were asked for
         self.scored: list[Choice] = []  # tokens of the prompt but the first
         self.answers = [
             ActiveAnswer(

@@ -61,6 +61,8 @@ class Scheduler:
         timeout_s: seconds that one broadcast may take.
         executor: what carries out the plans; default an `Executor` of the runner.
         prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
+        keep_bytes: rows stay in the cache when their requests have ended, for later prompts that begin alike, as long
+            as it takes at most this many bytes on rank 0; those used least recently go first. 0: none stays.
     Raises: ValueError.
     """
 
@@ -77,6 +79,7 @@ class Scheduler:
         timeout_s: float = 600.0,
         executor: Executor | None = None,
         prefill_first: bool = False,
+        keep_bytes: int = 0,
     ):
         for name, value in (("max_rows", max_rows), ("max_waiting", max_waiting)):
             if not isinstance(value, int) or value < 1:
@@ -105,7 +108,12 @@ class Scheduler:
         self._failure: str | None = None
         self._numbers = itertools.count()
         self._planner = Planner(
-            self.executor, max_rows=max_rows, page=self._page, prefill_first=prefill_first, on_end=self._forget
+            self.executor,
+            max_rows=max_rows,
+            page=self._page,
+            prefill_first=prefill_first,
+            keep_bytes=keep_bytes,
+            on_end=self._forget,
         )
 
     def check(self, request: Request) -> Tensor:

@@ -41,10 +41,12 @@ class Started(NamedTuple):
     timeout_s: float
     """Of one collective."""
 
-    def scheduler(self, runner, *, max_rows: int, max_waiting: int) -> Scheduler:
+    def scheduler(self, runner, *, max_rows: int, max_waiting: int, keep_bytes: int = 0) -> Scheduler:
         """A scheduler of a runner of the engine."""
         options = {"end_tokens": self.end_tokens, "plan_group": self.group, "timeout_s": self.timeout_s}
-        return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
+        return Scheduler(
+            runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, keep_bytes=keep_bytes, **options
+        )
 
     def conversation(self, prefill: str) -> Conversation:
         """A conversation over a new cache; prefill: "sharded" or "replicated"."""

@@ -65,6 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: the model's positions)")  # fmt: skip
     load.add_argument("--cache-tokens", type=int, metavar="N", help="tokens that the cache may hold on all ranks "
         "together (default: it grows, up to --max-rows times --max-model-len)")  # fmt: skip
+    load.add_argument("--cache-bytes", type=int, default=1 << 30, metavar="N", help="rows stay in the cache when their "
+        "requests have ended, for prompts that begin alike, while it takes at most N bytes on a rank; 0: none stays "
+        "(default: 2**30)")  # fmt: skip
     return parser
 
 
@@ -75,6 +78,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     """
     check_model_options(args, world_size)
     check_counts(args, "max_rows", "max_waiting", "max_model_len", "cache_tokens")
+    if args.cache_bytes < 0:
+        raise ValueError(f"--cache-bytes {args.cache_bytes} must be 0 or more")
     for name in ("request_timeout", "receive_timeout", "max_body_mib", "grace"):
         value, may_be_none = getattr(args, name), name == "grace"
         if not (0 < value < math.inf or (value == 0 and may_be_none)):

@@ -143,7 +143,7 @@ def run(args: Namespace) -> None:
 def _run(args: Namespace, at: Started) -> None:
     max_model_len, listener = at.prepared
     runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
-    scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=args.max_waiting)
+    scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=args.max_waiting, keep_bytes=args.cache_bytes)
     if at.rank != 0:
         for number in STOPPING:  # all ranks receive them; the leader decides when to stop
             signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,180 @@
+"""Prompts that begin alike: their blocks are found again, kept while there is room, and change no token."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+
+from megatron_tree.generation.prefixes import Prefixes
+from megatron_tree.generation.requests import Request
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.integrations.transformers.attention import TreeCache
+from megatron_tree.integrations.transformers.runner import Runner
+from support.hf_models import plain, prompt, tiny_model
+from support.ranks import run_distributed
+from support.scheduling import serve, tokens_of
+
+BLOCK = 4
+TEXT = prompt(1, 90)[0].tolist()
+
+
+class Counting(Runner):
+    """Counts the tokens of prompts that are run."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.num_run = 0
+
+    def prefill(self, row, tokens, **options):
+        self.num_run += len(tokens)
+        return super().prefill(row, tokens, **options)
+
+    def prefill_rows(self, rows, prompts):
+        self.num_run += sum(map(len, prompts))
+        return super().prefill_rows(rows, prompts)
+
+
+def _scheduler(model, *, keep_bytes=1 << 30, group=None, max_rows=16, capacity=None, **options):
+    cache = TreeCache(model.config, cp_group=group, block_size=BLOCK, **options)
+    runner = Counting(model, cache, chunk_size=32, capacity_tokens=capacity)
+    return Scheduler(runner, max_rows=max_rows, max_waiting=64, keep_bytes=keep_bytes, heartbeat_s=0.1), runner
+
+
+def _model(family="llama"):
+    model = tiny_model(family)
+    model.set_attn_implementation("tree")
+    return model
+
+
+def _questions(count, text=TEXT, new=5, **options):
+    params = SamplingParams(max_tokens=new, **options)
+    return [Request(prompt=[*text, 7 + i, 3, 5 + 2 * i], sampling=params) for i in range(count)]
+
+
+def _ask(scheduler, request):
+    events = []
+    scheduler.submit(request, events.append)
+    scheduler.run_until_idle()
+    return tokens_of(events)
+
+
+def _want(request, family="llama"):
+    return plain(tiny_model(family), torch.tensor([request.prompt]), request.sampling.max_tokens)[0][0].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3"])
+def test_later_questions_run_little_more_than_themselves(family):
+    scheduler, runner = _scheduler(_model(family))
+    for i, question in enumerate(_questions(6)):
+        before = runner.num_run
+        assert _ask(scheduler, question) == _want(question, family)
+        run = runner.num_run - before
+        if i == 0 or family == "mistral":  # its window has dropped what the next question would need
+            assert run == 93
+        else:
+            assert run <= 3 + BLOCK, run
+
+
+def test_questions_that_come_together_wait_for_the_first():
+    scheduler, runner = _scheduler(_model())
+    questions = _questions(16)
+    events = serve(scheduler, questions)
+    assert [tokens_of(e) for e in events] == [_want(question) for question in questions]
+    assert runner.num_run <= 93 + 15 * (3 + BLOCK)
+
+
+def test_answers_are_found_again_in_a_conversation():
+    scheduler, runner = _scheduler(_model())
+    (first,) = _questions(1, new=9)
+    answer = _ask(scheduler, first)
+    before = runner.num_run
+    second = Request(prompt=[*first.prompt, *answer, 9, 9], sampling=SamplingParams(max_tokens=3))
+    assert _ask(scheduler, second) == _want(second)
+    assert runner.num_run - before <= 1 + 2 + BLOCK
+    # the same again: all but its last token is held; several answers to it are sampled as without the cache
+    before = runner.num_run
+    sampled = Request(prompt=second.prompt, sampling=SamplingParams(max_tokens=4, temperature=1.0, seed=3), n=3)
+    (events,) = serve(scheduler, [sampled])
+    assert runner.num_run - before <= BLOCK
+    (alone,) = serve(_scheduler(_model(), keep_bytes=0)[0], [sampled])
+    assert [tokens_of(events, i) for i in range(3)] == [tokens_of(alone, i) for i in range(3)]
+
+
+def test_a_small_budget_evicts_and_changes_nothing():
+    model = _model()
+    texts = [prompt(1, 60 + 7 * i)[0].tolist()[::-1] for i in range(4)]
+    requests = [question for _ in range(2) for text in texts for question in _questions(2, text)]
+    scheduler, runner = _scheduler(model)
+    everything = [_ask(scheduler, request) for request in requests]
+    most = runner.used_bytes
+    assert everything == [_want(request) for request in requests]
+    for share in (2, 5, 100):
+        limit = most // share
+        scheduler, runner = _scheduler(model, keep_bytes=limit)
+        assert [_ask(scheduler, request) for request in requests] == everything
+        assert runner.used_bytes <= limit
+    scheduler, runner = _scheduler(model, keep_bytes=0)
+    assert [_ask(scheduler, request) for request in requests[:2]] == everything[:2]
+    assert runner.used_bytes == 0 and not runner.store.book.rows
+
+
+def test_kept_rows_give_way_to_requests():
+    scheduler, runner = _scheduler(_model(), capacity=240, max_rows=4)
+    texts = [prompt(1, 60 + 7 * i)[0].tolist()[::-1] for i in range(5)]
+    requests = [question for text in texts for question in _questions(3, text)]
+    events = serve(scheduler, requests)
+    assert [tokens_of(e) for e in events] == [_want(request) for request in requests]
+    # a request that fits only in place of the row that it continues takes that row
+    scheduler, runner = _scheduler(_model(), capacity=100, max_rows=4)
+    for i, question in enumerate(_questions(3)):
+        before = runner.num_run
+        assert _ask(scheduler, question) == _want(question)
+        assert i == 0 or runner.num_run - before <= 3 + BLOCK
+
+
+def test_cancelled_prompts_are_kept_as_far_as_they_have_come():
+    scheduler, runner = _scheduler(_model())
+    (question,) = _questions(1)
+    told = []
+    number = scheduler.submit(question, told.append)
+    for _ in range(2):
+        scheduler.run_once()
+    scheduler.cancel(number)
+    scheduler.run_until_idle()
+    assert told[-1].finish_reason == "cancelled" and runner.num_run == 64
+    assert _ask(scheduler, question) == _want(question)
+    assert runner.num_run == 93
+
+
+def _on_ranks(rank, world):
+    scheduler, runner = _scheduler(_model(), group=dist.group.WORLD, keep_bytes=40_000)
+    questions = _questions(5) + _questions(3, TEXT[::-1])
+    if rank == 0:
+        events = serve(scheduler, questions)
+    else:
+        scheduler.run()
+    rows = {row: (held.length, held.owners) for row, held in runner.store.book.rows.items()}
+    return rows, runner.num_run, [tokens_of(e) for e in events] if rank == 0 else None
+
+
+def test_two_ranks_keep_the_same_rows():
+    first, second = run_distributed(_on_ranks, 2)
+    assert first[:2] == second[:2] and first[0]
+    questions = _questions(5) + _questions(3, TEXT[::-1])
+    assert first[2] == [_want(question) for question in questions]
+
+
+def test_the_index():
+    prefixes = Prefixes(2)
+    find = lambda tokens: prefixes.find(prefixes.digests(tokens))  # noqa: E731
+    prefixes.put(1, [1, 2, 3, 4, 5])
+    assert find([1, 2, 3, 4, 5, 6]) == (1, 4) and find([1, 2, 9, 9]) == (1, 2)
+    assert find([1]) is None and find([2, 2, 3, 4]) is None
+    assert find([9, 9, 3, 4]) is None, "a block is found behind its own beginning only"
+    assert prefixes.keep(1, [1, 2, 3, 4, 5]) and prefixes.keep(2, [1, 2, 7, 7]) and prefixes.keep(3, [8, 8])
+    assert not prefixes.keep(4, [1, 2, 3, 4]) and not prefixes.keep(5, [1]), "held elsewhere, or too short"
+    assert find([1, 2, 3, 4]) == (1, 4), "used now"
+    assert [prefixes.evict() for _ in range(3)] == [2, 3, 1] and not len(prefixes) and find([1, 2]) is None
