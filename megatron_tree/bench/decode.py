@@ -92,7 +92,7 @@ class DecodeBench:
         laps("decode")
         return results
 
-    def error(self, results: tuple[Tensor, ...]) -> float:
+    def error(self, results: tuple[Tensor, ...], contender: str) -> float:
         """The worst error on any rank as a fraction of the allowed one; infinite if the ranks' bits differ."""
         out, *lse = results
         of_lse = (lse[0] - self.truth[1]).abs().max() if lse else 0.0

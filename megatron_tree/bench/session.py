@@ -179,7 +179,7 @@ def _on_rank(case, how: Settings, bench, topology_path, meeting, shared) -> tupl
         accelerator = Accelerator(how.emulated_speed) if how.compute == "modelled" else None
         step = functools.partial(inputs.step, schedule)
         results = first_step(step, accelerator)
-        errors.append(inputs.error(results))
+        errors.append(inputs.error(results, schedule))
         if not errors[-1] <= 1:
             break
         timings.append(

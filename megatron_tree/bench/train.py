@@ -98,6 +98,7 @@ class Whole:
         q, kv = ((*rows, h, case.head_dim) for h in (case.num_heads, case.num_heads_kv))
         self.q, self.k, self.v, self.dout = (shared_tensor(shape, dtype) for shape in (q, kv, kv, q))
         self.truth = tuple(shared_tensor(shape, torch.float64) for shape in (q, q, kv, kv))  # out, dq, dk, dv
+        self.segments = (Segment(0, 0, case.seq_len),)
 
     def solve(self, head: int, spec: AttnSpec) -> None:
         """Compute one KV head and its query heads: the formulas in float64."""
@@ -105,8 +106,7 @@ class Whole:
         own, mine = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
         heads = mine, mine, own, own
         q, dout, k, v = (x[:, :, h].double() for x, h in zip((self.q, self.dout, self.k, self.v), heads))
-        whole = (Segment(0, 0, q.shape[1]),)
-        block = dict(q_segments=whole, k_segments=whole, spec=spec)
+        block = dict(q_segments=self.segments, k_segments=self.segments, spec=spec)
         out, lse = reference.attn_fwd(q, k, v, **block)
         delta = (dout * out).sum(-1).transpose(1, 2)
         for x, h, result in zip(self.truth, heads, (out, *reference.attn_bwd(dout, q, k, v, lse, delta, **block))):
@@ -157,9 +157,13 @@ class TrainBench:
         laps("backward")
         return out.detach(), *grads
 
-    def error(self, results: tuple[Tensor, ...]) -> float:
+    def checked(self, results: tuple[Tensor, ...], contender: str) -> list[tuple[Tensor, Tensor]]:
+        """out, dq, dk and dv of a step, and what they should be."""
+        return list(zip(results, self.truth))
+
+    def error(self, results: tuple[Tensor, ...], contender: str) -> float:
         """The worst error on any rank as a fraction of the allowed one."""
-        out, *grads = (relative_error(x, truth) / self.allowed for x, truth in zip(results, self.truth))
+        out, *grads = (relative_error(x, truth) / self.allowed for x, truth in self.checked(results, contender))
         mine = max(out, *(error / GRADIENTS for error in grads))
         worst = self.meeting.most(self.rank, mine)[0]
         return worst if worst == worst else math.inf
