@@ -22,6 +22,7 @@ EXAMPLES = """\
 examples:
   python -m megatron_tree.plan --topology dgx_h100 --nodes 16 --seq-len 1M --heads 32 --kv-heads 8 --head-dim 128
   python -m megatron_tree.plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 2 --pass decode --heads 64 --kv-heads 8 --own-heads
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --csv plan.csv
   python -m megatron_tree.plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
   python -m megatron_tree.plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
@@ -82,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--full", action="store_true", help="no causal mask")
     add("--window", type=parse_count, help="keys that a query sees before itself (default: all)")
     add("--queries", type=parse_count, default=1, help="queries of a decode step (default 1)")
+    add("--own-heads", action="store_true", help="the weights are split over the ranks, too: each needs the results of "
+        "its own heads only (decode)")  # fmt: skip
     add = parser.add_argument_group("the plan").add_argument
     add("--pass", dest="passes", choices=(*PASSES, "all"), default="all", help="what to plan (default all)")
     names = f"of training: {', '.join(SCHEDULES)}; of decode: {', '.join(DECODE_SCHEDULES)}"
@@ -214,6 +217,7 @@ def _decode(args, topology: Topology, placement: Placement, shape: Shape) -> tup
         placement=placement,
         schedule=args.schedule,
         memory_budget=args.memory_budget,
+        own_heads=args.own_heads,
     )
     chosen = (plan.schedule, plan.across)
     return [_entry("decode", c, (c.schedule, c.across) == chosen, args) for c in plan.candidates], plan.reason

@@ -242,6 +242,9 @@ def _refusals(rank, world):
         with pytest.raises(ValueError) as error:
             model(ids, past_key_values=cache, use_cache=cache is not None)
         said.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        engine.new_cache().save("x", [], fingerprint="")
+    said.append(str(error.value))
     plain_model = tiny_model("smollm2")
     plain_model.set_attn_implementation("tree")
     with pytest.raises(ValueError) as error:
@@ -260,6 +263,7 @@ def test_refusals():
         "weights='split' is unknown",
         "head_shares=(3,), but the cache is one for head_shares=None",
         "head_shares=(3,), but no cache is given",
+        "save of a cache with head_shares=(3,): other head groups hold other KV heads",
         "head_shares=None, but the cache is one for head_shares=(3,)",
     )
     for said in run_distributed(_refusals, 3, fresh=True):

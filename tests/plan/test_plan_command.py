@@ -46,6 +46,15 @@ def test_one_pass(capsys, name):
     assert sum(line.startswith("*") for line in out.splitlines()) == 1 and f"   {name} " in out
 
 
+def test_own_heads_send_half_of_scatter(capsys):
+    sent = []
+    for options in ([], ["--own-heads"]):
+        assert main([*SMALL, "--pass", "decode", "--json", *options]) == 0
+        scatter = next(c for c in json.loads(capsys.readouterr().out)["decode"] if c["schedule"] == "scatter")
+        sent.append(scatter["bytes_over_loopback"] + scatter["bytes_over_ethernet"])
+    assert sent[1] == sent[0] / 2 > 0
+
+
 def test_pins(capsys):
     pins = ["--pass", "forward", "--grid", "2x2", "--head-groups", "2"]
     assert main([*SMALL, *pins]) == 0

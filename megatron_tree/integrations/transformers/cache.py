@@ -105,6 +105,7 @@ class TreeCache(Cache):
         check_cached(config)
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
+        self._has_all_heads = head_shares is None or sum(head_shares) == text.num_attention_heads
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, page_size=block_size, dtype=dtype)
         self.rows: list[int] = []
@@ -246,7 +247,8 @@ class TreeCache(Cache):
             self._forget_run()
 
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
-        """Write the batch to files; see `cache.files.save_rows`."""
+        """Write the batch to files; see `cache.files.save_rows`. ValueError if other ranks hold other KV heads."""
+        self._check_heads("save")
         for row in self.rows:
             held = self.store.book.rows[row]
             if held.note is not None and held.note.kind != self.rope.kind(held.length):
@@ -258,6 +260,7 @@ class TreeCache(Cache):
 
     def load(self, folder, *, fingerprint: str, device="cpu") -> list[Tensor]:
         """Make what `save` wrote the batch, which must be empty; returns its tokens. See `cache.files.load_rows`."""
+        self._check_heads("load")
         if self.rows:
             raise ValueError(f"the cache holds a batch of {len(self.rows)} rows already: call reset() before load()")
         options = dict(cp_group=self.cp_group, fingerprint=fingerprint, device=device)
@@ -271,6 +274,13 @@ class TreeCache(Cache):
             row = self.store.book.rows[row_id]
             if self.rope is not None and row.length and row.note is None:
                 row.note = self.rope.note(own[: row.length], row.length)
+
+    def _check_heads(self, what: str) -> None:
+        if not self._has_all_heads:
+            raise ValueError(
+                f"{what} of a cache with head_shares={self.head_shares}: other head groups hold other KV heads; use "
+                "weights='replicated', or a number of ranks that has no divisor in common with the KV heads"
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i of the batch by row beam_idx[i]; rows that are selected more than once share their pages."""
