@@ -132,36 +132,31 @@ def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks():
         assert error <= 2 and same
 
 
+FILES = ("smollm2", "mixtral", "gpt_oss", "phi3")  # tied weights, a tensor for each expert, biases, several files
+
+
 def _from_files(rank, world, folder):
-    """Engines of models that were saved, and of the same models in memory: largest difference of their logits."""
+    """The largest difference of a logit of engines of saved models."""
     from megatron_tree.integrations import deepspeed as tree_deepspeed
 
     worst = {}
     for family in FILES:
-        model = _model(family)
-        ids = prompt(1, 40)
-        want, bytes_of = model(ids).logits[0, -1], {}
-        place = f"{folder}/{family}"
-        for source in (model, place):
-            engine = tree_deepspeed.init_inference(source, weights="sharded", block_size=BLOCK)
-            runner = engine.new_runner()
-            difference = (runner.prefill(runner.add(), ids[0]) - want).abs().max() / want.abs().max()
-            worst[family] = largest((worst.get(family, 0.0), difference))
-            bytes_of[source == place] = engine.weight_bytes, engine.model_bytes
-            assert engine.plain_attention == "sdpa" or family == "gpt_oss"
-        assert bytes_of[True] == bytes_of[False]
+        model, ids = _model(family), prompt(1, 40)
+        want = model(ids).logits[0, -1]
+        engine = tree_deepspeed.init_inference(f"{folder}/{family}", weights="sharded", block_size=BLOCK)
+        runner = engine.new_runner()
+        worst[family] = float((runner.prefill(runner.add(), ids[0]) - want).abs().max() / want.abs().max())
+        assert engine.plain_attention == model.config._attn_implementation
+        assert engine.model_bytes == sum(p.nbytes for p in model.parameters())
+        assert rank or engine.weight_bytes == _most_bytes(model, world)
         assert not [name for name, x in engine.module.named_buffers() if x.device.type == "meta"]
     return worst
 
 
-FILES = ("smollm2", "mixtral", "gpt_oss", "phi3", "gemma3", "qwen2_moe")
-
-
-@pytest.mark.parametrize("world", [4])
-def test_pieces_are_read_from_files(world, tmp_path):
-    for family in FILES:  # phi3 in several files
+def test_pieces_are_read_from_files(tmp_path):
+    for family in FILES:
         _model(family).save_pretrained(tmp_path / family, max_shard_size="40KB" if family == "phi3" else "1GB")
-    for worst in run_distributed(_from_files, world, str(tmp_path), fresh=True, timeout=200):
+    for worst in run_distributed(_from_files, 2, str(tmp_path), fresh=True, timeout=200):
         assert largest(worst.values()) < 5e-6, worst
 
 
