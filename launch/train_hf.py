@@ -34,7 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sp-size", type=int, help="ranks that share a sequence (default: all); the others are data parallel")
     add("--ulysses-size", type=int, help="of these, ranks that exchange heads (default: the planner chooses)")
     add("--deepspeed-config", default=str(CONFIG), help="JSON: ZeRO stage, bf16, clipping, accumulation, ...")
-    add("--save", help="folder for a checkpoint at the end; an existing one is continued")
+    add("--save", help="folder for checkpoints; the newest one in it is continued")
+    add("--save-interval", type=int, help="steps between checkpoints (default: one at the end); two are kept")
     return parser
 
 
@@ -42,9 +43,11 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     """Raises: ValueError that names the option. Reads the DeepSpeed configuration."""
     from megatron_tree.files import read_deepspeed_config
 
-    for name in ("seq_length", "micro_batch_size", "steps"):
-        if getattr(args, name) < 1:
+    for name in ("seq_length", "micro_batch_size", "steps", "save_interval"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be 1 or more")
+    if args.save_interval is not None and not args.save:
+        raise ValueError(f"save_interval={args.save_interval} needs a folder: give --save, too")
     args.deepspeed_config = read_deepspeed_config("deepspeed_config", args.deepspeed_config)
     args.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
 
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     import deepspeed
     from megatron_tree import TreeConfig
     from megatron_tree.integrations.deepspeed.inference import init_distributed
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel, save_checkpoint
     from megatron_tree.training.data import microbatch_indices
 
     device = init_distributed()
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     )
     first = 0
     if args.save and Path(args.save, "latest").is_file():
-        _, state = engine.load_checkpoint(args.save)
+        _, state = engine.load_checkpoint(args.save)  # the one that "latest" names
         first = state["step"]
     say = print if parallel.dp_rank == parallel.sp_rank == 0 else lambda *_, **__: None
     say(
@@ -122,9 +125,9 @@ def run(args: argparse.Namespace) -> None:
         seconds = time.perf_counter() - start
         tokens = engine.train_batch_size() * args.seq_length / seconds
         say(f"step {step + 1:>5}/{args.steps}  loss {total:.6f}  {tokens:,.0f} tokens/s", flush=True)
-    if args.save:
-        engine.save_checkpoint(args.save, client_state={"step": max(first, args.steps)})
-        say(f"saved in {args.save}", flush=True)
+        if args.save and (step + 1 == args.steps or (args.save_interval and (step + 1) % args.save_interval == 0)):
+            save_checkpoint(engine, args.save, step + 1)
+            say(f"saved in {args.save}", flush=True)
 
 
 def main(argv: list[str]) -> int:

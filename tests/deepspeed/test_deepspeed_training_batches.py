@@ -154,8 +154,11 @@ def test_models_and_calls_that_are_refused():
         model(**(made | {"attention_mask": torch.tensor([[1] * 7 + [0]] * 2)}))
     with pytest.raises(ValueError, match="neither a cache nor"):
         model(**(made | {"use_cache": True, "past_key_values": TreeCache(model.config)}))
-    with pytest.raises(ValueError, match="num_items_in_batch"):
-        model(**made, num_items_in_batch=4)
+    count = int((made["labels"] != -100).sum())
+    assert model(**made, num_items_in_batch=2 * count).loss.item() == pytest.approx(model(**made).loss.item() / 2)
+    plain = tiny_model("llama")(**batch).loss.item()
+    assert model.eval()(**batch).loss.item() == pytest.approx(plain), "evaluation of plain batches"
+    model.train()
     model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"layer_idx=0\): attention dropout=0.1 needs a dropout_seed"):
         model(**made)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -23,17 +24,19 @@ ENV = {
 }
 
 
-def _losses(text_folder, save, *options):
-    """Step -> loss, as a run of two ranks prints them."""
+def _command(text_folder, save, *options):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     options = ("--model", "tiny", "--seq-length", 48, "--data-path", text_folder, "--save", save, *options)
     command = [LAUNCHER, "--num_gpus", 2, "--master_port", port, "--no_local_rank", SCRIPT, *options]
-    env = os.environ | ENV | {"TORCH_EXTENSIONS_DIR": str(save / "compiled")}
-    done = subprocess.run(
-        [str(part) for part in command], env=env, cwd=REPO, capture_output=True, text=True, timeout=250, check=False
-    )
+    return [str(part) for part in command], os.environ | ENV | {"TORCH_EXTENSIONS_DIR": str(save / "compiled")}
+
+
+def _losses(text_folder, save, *options):
+    """Step -> loss, as a run of two ranks prints them."""
+    command, env = _command(text_folder, save, *options)
+    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (save / "latest").is_file() and not (save / "compiled").exists()
     return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)/\d+ +loss ([\d.]+)", done.stdout)}
@@ -54,6 +57,27 @@ def test_it_trains_and_saves(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_is_killed_goes_on(text, tmp_path):
+    """Killed in the middle, whatever it was doing: the same command gives the losses of a run that was not."""
+    options = ("--steps", 8, "--lr", 0.01, "--save-interval", 2)
+    (tmp_path / "whole").mkdir()
+    whole = _losses(text, tmp_path / "whole", *options)
+    assert {path.name for path in (tmp_path / "whole").glob("step*")} == {"step6", "step8"}
+    save = tmp_path / "killed"
+    save.mkdir()
+    (save / "step4").mkdir()  # half written by a run that was killed
+    command, env = _command(text, save, *options)
+    with subprocess.Popen(command, env=env, cwd=REPO, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        for line in run.stdout:
+            if "step     3/8" in line:
+                os.killpg(run.pid, signal.SIGKILL)
+                break
+    assert (save / "latest").read_text() == "step2"
+    rest = _losses(text, save, *options)
+    assert rest == pytest.approx({step: loss for step, loss in whole.items() if step > 2}, abs=1e-6)
+
+
+@pytest.mark.slow
 def test_a_run_in_two_parts_and_other_layouts_give_the_same_losses(text, tmp_path):
     zero3 = REPO / "configs" / "deepspeed" / "train_zero3_bf16.json"
     (tmp_path / "parts").mkdir()
@@ -70,6 +94,7 @@ def test_a_run_in_two_parts_and_other_layouts_give_the_same_losses(text, tmp_pat
     ("options", "message"),
     [
         (("--steps", "0"), "steps=0 must be 1 or more"),
+        (("--save-interval", "5"), "save_interval=5 needs a folder"),
         (("--deepspeed-config", "absent.json"), "deepspeed_config='absent.json' is not a readable JSON file"),
         (("--deepspeed-config", os.devnull), "is not a readable JSON file"),
     ],

@@ -18,6 +18,8 @@ DeepSpeed averages over all ranks at every stage, and the loss is scaled to matc
 from __future__ import annotations
 
 import hashlib
+import shutil
+from pathlib import Path
 
 import torch.distributed as dist
 from deepspeed.utils import groups
@@ -25,9 +27,11 @@ from torch import Tensor
 
 from ...comm import collective_call, group_rank, group_size
 from ...config import TreeConfig
+from ...files import whole_file
 from .. import transformers  # noqa: F401  registers "tree"
 from ..transformers.training import shard_batch, train_on_shards
 from .inference import init_comm
+from .loader import ShardedLoader
 
 
 def register_sequence_parallel(
@@ -97,6 +101,10 @@ class SequenceParallel:
                 call.agree(**{"input_ids": batch["input_ids"].shape, "digest of input_ids": digest})
         return sharded
 
+    def shard_loader(self, loader) -> ShardedLoader:
+        """Batches of a loader, whose batches differ on all ranks, as shards for the model; see `ShardedLoader`."""
+        return ShardedLoader(loader, self)
+
     # DeepSpeed's interface: batch sizes and samplers depend on the data-parallel ranks, ...
 
     def get_data_parallel_world_size(self) -> int:
@@ -129,6 +137,24 @@ class SequenceParallel:
 
     def get_model_parallel_rank(self) -> int:
         return 0
+
+
+def save_checkpoint(engine, folder: str, step: int, *, kept: int = 2) -> None:
+    """Save an engine as `folder`/step<N>, name it in `folder`/latest, and delete all but the newest. Collective.
+
+    A run that is killed at any time leaves a whole checkpoint, which "latest" names: DeepSpeed itself writes that file
+    when rank 0 is ready, here it is written when all ranks are. `engine.load_checkpoint(folder)` returns
+    client_state = {"step": step}.
+    """
+    tag = f"step{step}"
+    engine.save_checkpoint(folder, tag=tag, client_state={"step": step}, save_latest=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with whole_file(Path(folder, "latest")) as part:
+            part.write_text(tag)
+        others = [path for path in Path(folder).glob("step*") if path.name[4:].isdigit() and path.name != tag]
+        for path in sorted(others, key=lambda path: int(path.name[4:]), reverse=True)[kept - 1 :]:
+            shutil.rmtree(path)
 
 
 def _group_of_neighbours(size: int):

@@ -65,8 +65,9 @@ def tree_attention(
     Returns: ([b, s, h, d_v], None): there are no attention weights.
     Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """
-    update = last_update.get()
+    update, running = last_update.get(), current_run.get()
     last_update.set(None)
+    current_run.set(None)  # if this call fails, the run is over
     shard = kwargs.get("sequence_shard")
     if sliding_window is None and getattr(getattr(module, "config", None), "model_type", None) in WINDOW_IN_MASK:
         sliding_window = module.config.sliding_window
@@ -92,6 +93,7 @@ def tree_attention(
             "are split needs a cache from its engine's new_cache(), and other models a TreeCache without head_shares"
         )
     if update is None:
+        _check_not_running(module, running)
         return _attention_without_cache(module, q, k, v, attention_mask, options).contiguous(), None
     _check_update(module, key, value, update)
     layer_idx = update.layer_idx
@@ -128,15 +130,19 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and (x.data_ptr() == y.data_ptr() or torch.equal(x, y))
 
 
-def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_mask, options: dict) -> Tensor:
-    """Plain causal attention on this rank: a forward pass with use_cache=False."""
-    if current_run.get() is not None:
+def _check_not_running(module, running: TreeCache | None) -> None:
+    """Raise ``ValueError`` for an attention call without an update, in the middle of a run over a cache."""
+    if running is not None:
         raise ValueError(
             f"{type(module).__name__} (layer_idx={getattr(module, 'layer_idx', None)}) attends without a cache update "
             "of its own, in the middle of a run over a TreeCache: it attends twice, or shares another layer's keys. "
             "Use attn_implementation='sdpa' for this model, and its own cache. (After a run that failed, call "
             "cache.reset() or crop before the model runs without the cache.)"
         )
+
+
+def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_mask, options: dict) -> Tensor:
+    """Plain causal attention on this rank: a forward pass with use_cache=False."""
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"{type(module).__name__} attends to {k.shape[1]} keys with {q.shape[1]} queries without having updated a "

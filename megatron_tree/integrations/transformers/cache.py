@@ -163,9 +163,9 @@ class TreeCache(Cache):
             )
 
     def end_layer(self, forward: ForwardPass) -> None:
-        """Called after the attention of a layer: the run ends with the last one."""
-        if forward is self._batch_forward and len(forward.written) == len(self.layers):
-            current_run.set(None)
+        """Called after the attention of a layer: the run goes on, unless it was the last one."""
+        if forward is self._forward or len(forward.written) < len(self.layers):
+            current_run.set(self)
 
     def _forget_run(self) -> None:
         last_update.set(None)
@@ -189,7 +189,6 @@ class TreeCache(Cache):
             append = self.store.append(self.rows, key_states.shape[2])
             forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append, self.head_shares)
             self._batch_forward = forward
-            current_run.set(self)
         return forward
 
     def _check_rope(self, num_tokens: int) -> None:

@@ -13,6 +13,7 @@ the rank's own tokens times the number of ranks, so the right gradient is the *a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -173,7 +174,7 @@ def attend_to_shard(
                 "the batch's number"
             )
         options |= {"dropout_p": dropout, "dropout_seed": _seed(shard.dropout_seed, module.layer_idx)}
-    window = options["window_size"][0]
+    window = options.get("window_size", (-1, -1))[0]
     shard.used_by[module.layer_idx] = None if window == -1 else window + 1
     if shard.documents is None:
         return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
@@ -186,40 +187,59 @@ def _seed(seed: str, layer_idx: int) -> int:
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """Sum of total / sum of count over all ranks; the gradient is that of the own total, times the number of ranks."""
+    """Sum of total / sum of count over all ranks; the gradient is that of the own total, times the number of ranks.
+
+    count_of_all: what to divide by, if it is not the sum.
+    """
 
     @staticmethod
-    def forward(ctx, total: Tensor, count: Tensor, group, timeout_s: float) -> Tensor:
+    def forward(ctx, total: Tensor, count: Tensor, count_of_all, group, timeout_s: float) -> Tensor:
         sums = torch.stack((total.double(), count.double()))
-        total_of_all, count_of_all = all_reduce(sums, group, timeout_s=timeout_s)
+        total_of_all, found = all_reduce(sums, group, timeout_s=timeout_s)
+        count_of_all = found if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
         count_of_all = count_of_all.clamp(min=1)
         ctx.scale = group_size(group) / count_of_all
         return (total_of_all / count_of_all).to(total.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad * ctx.scale.to(grad.dtype), None, None, None
+        return grad * ctx.scale.to(grad.dtype), None, None, None, None
 
 
-def loss_over_all_ranks(logits: Tensor, labels: Tensor, vocab_size: int, *, sequence_shard=None, **kwargs) -> Tensor:
+def loss_over_all_ranks(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    plain_loss=None,
+    sequence_shard=None,
+    num_items_in_batch=None,
+    **kwargs,
+) -> Tensor:
     """The cross entropy's mean over the tokens of all ranks that have a label. Collective over shard.loss_group.
 
     logits [b, s / p, vocab]; labels int64 [b, s / p], shifted as `shard_batch` does it. fp32, the same on every rank.
+    num_items_in_batch: what to divide by instead, if one step has several batches: tokens of all of them with a label.
+    plain_loss: the model's own loss, for evaluation of batches that are not from `shard_batch`.
     """
-    if sequence_shard is None or kwargs.get("num_items_in_batch") is not None:
-        raise ValueError("the loss needs a batch from shard_batch, without num_items_in_batch")
+    if sequence_shard is None:
+        if plain_loss is None:
+            raise ValueError("the loss needs a batch from shard_batch")
+        options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
+        return plain_loss(logits, labels, **options, **kwargs)
     sequence_shard.used_by["loss"] = None
     logits, labels = logits.float().flatten(0, -2), labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     limit = (sequence_shard.config or TreeConfig()).timeout_s
-    return _MeanOverRanks.apply(total, (labels != IGNORED).sum(), sequence_shard.loss_group, limit)
+    count = (labels != IGNORED).sum()
+    return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)
 
 
 def train_on_shards(model: PreTrainedModel) -> None:
     """Make a decoder-only causal language model train on batches from `shard_batch`. No communication.
 
-    Sets the attention implementation "tree" and the loss `loss_over_all_ranks`. The model then takes no other batches;
-    calls with a `TreeCache` still work.
+    Sets the attention implementation "tree" and the loss `loss_over_all_ranks`. The model is then trained on no other
+    batches; in evaluation (`model.eval()`) it also takes plain ones, which this rank runs alone, and a `TreeCache`.
     Raises: ValueError for a model whose layers, attention or loss don't work on shards.
     """
     if not isinstance(model, PreTrainedModel):
@@ -236,8 +256,8 @@ def train_on_shards(model: PreTrainedModel) -> None:
     model.set_attn_implementation("tree")
     if text._attn_implementation != "tree":
         raise ValueError(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
-    model.loss_function = loss_over_all_ranks
     if not getattr(model, "trains_on_shards", False):
+        model.loss_function = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
         model.trains_on_shards = dict(enumerate(windows))
         follow_whole_rows(model)
         model.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -246,10 +266,11 @@ def train_on_shards(model: PreTrainedModel) -> None:
 
 
 def _check_call(model, args, kwargs) -> None:
-    if kwargs.get("sequence_shard") is None and not isinstance(kwargs.get("past_key_values"), TreeCache):
+    plain = kwargs.get("sequence_shard") is None and not isinstance(kwargs.get("past_key_values"), TreeCache)
+    if plain and model.training:
         raise ValueError(
             f"this {type(model).__name__} trains on shards: call it with the result of shard_batch, or with "
-            "past_key_values=TreeCache(model.config, ...)"
+            "past_key_values=TreeCache(model.config, ...); model.eval() takes other batches, too"
         )
     if kwargs.get("sequence_shard") is not None:
         row_lengths.set(kwargs["sequence_shard"].row_lengths)

@@ -1,0 +1,132 @@
+"""Transformers' `Trainer` with DeepSpeed, the sequence sharded by tree attention.
+
+    from megatron_tree.integrations.deepspeed.trainer import Trainer    # instead of transformers' own
+
+    args = TrainingArguments(deepspeed="zero3.json", ...)
+    Trainer(model=model, args=args, train_dataset=data, sp_size=4).train()
+
+`sp_size` may also come from `TrainingArguments(parallelism_config=ParallelismConfig(sp_size=4))`, which Accelerate
+would answer with DeepSpeed's Ulysses. Batches, steps and the loss are those of a run on ranks / sp_size data-parallel
+ranks. A trainer of your own takes it as its first base class: `class Mine(SequenceParallelMixin, Theirs)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+
+import deepspeed
+import transformers
+
+from ...config import TreeConfig
+from .inference import skip_shared_memory_op
+from .training import register_sequence_parallel
+
+skip_shared_memory_op()  # before TrainingArguments start DeepSpeed's communication
+
+
+class SequenceParallelMixin:
+    """What a `Trainer` needs to train on shards; see the module.
+
+    Args:
+        sp_size: neighbouring ranks that share a sequence; default that of args.parallelism_config, or all ranks.
+        tree_config: of the attention.
+        others: the trainer's own. Batches may hold what `SequenceParallel.shard_batch` takes.
+    Attributes: sequence_parallel: the `SequenceParallel`.
+    Raises: ValueError before anything is sent, as `register_sequence_parallel`, and for what needs whole logits:
+        compute_metrics, preprocess_logits_for_metrics, label smoothing, a loss of your own; and without DeepSpeed.
+    """
+
+    def __init__(
+        self, model=None, args=None, *more, sp_size: int | None = None, tree_config: TreeConfig | None = None, **options
+    ):
+        if model is None or args is None:
+            raise ValueError("model and args are needed: model_init and default arguments don't work on shards")
+        if not args.deepspeed:
+            raise ValueError("TrainingArguments(deepspeed=...) is needed: DeepSpeed sums the ranks' gradients")
+        refused = {name: options.get(name) for name in REFUSED}
+        for name, value in (refused | {"label_smoothing_factor": args.label_smoothing_factor}).items():
+            if value:
+                raise ValueError(f"{name}={value!r} needs logits of whole sequences, which no rank has: leave it out")
+        parallelism, args.parallelism_config = args.parallelism_config, None  # or Accelerate prepares for Ulysses
+        if sp_size is None and parallelism is not None:
+            sp_size = parallelism.sp_size
+        _ = args.device  # starts the process group
+        self.sequence_parallel = register_sequence_parallel(model, sp_size=sp_size, tree_config=tree_config)
+        self._seed = (0, 0)  # the step, and batches in it
+        super().__init__(model, args, *more, **options)
+        self.can_return_loss = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare
+
+        def prepare_for_shards(*objects, **options):
+            if len(objects) == 1 and isinstance(objects[0], DataLoader):
+                return self._prepare_loader(objects[0])
+            deepspeed.initialize = self._initialize  # Accelerate calls it by this name, without an mpu
+            try:
+                return prepare(*objects, **options)
+            finally:
+                deepspeed.initialize = _INITIALIZE
+
+        self.accelerator.prepare = prepare_for_shards
+
+    def _prepare_loader(self, loader: DataLoader):
+        """As `Accelerator.prepare_data_loader`, but the ranks of a sequence group get the same batches."""
+        accelerator, parallel = self.accelerator, self.sequence_parallel
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=parallel.dp_size,
+            process_index=parallel.dp_rank,
+            split_batches=accelerator.split_batches,
+            put_on_device=accelerator.device_placement,
+            rng_types=list(accelerator.rng_types),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def _initialize(self, **options):
+        """`deepspeed.initialize` with the mpu, and batch sizes by data-parallel ranks."""
+        config = options["config_params"]
+        whole = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+        config["train_batch_size"] = whole * self.sequence_parallel.dp_size
+        return _INITIALIZE(**options, mpu=self.sequence_parallel)
+
+    def get_total_train_batch_size(self, args) -> int:
+        """Sequences of a step."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.sequence_parallel.dp_size
+
+    def _get_num_items_in_batch(self, batch_samples: list, device) -> torch.Tensor | None:
+        """Tokens with a label in the batches of a step, on all data-parallel ranks."""
+        if not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples).to(device)
+        return self.accelerator.gather(count).sum() // self.sequence_parallel.sp_size
+
+    def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        """The loss of a batch that is equal on the ranks of a sequence group: the mean over all ranks' tokens."""
+        step, number = self._seed if self._seed[0] == self.state.global_step else (self.state.global_step, 0)
+        self._seed = step, number + 1
+        seed = step * self.args.gradient_accumulation_steps + number if self.model.training else None
+        shard = self.sequence_parallel.shard_batch(inputs, dropout_seed=seed)
+        # the steps of an evaluation are not added up
+        outputs = model(**shard, num_items_in_batch=num_items_in_batch if self.model.training else None)
+        # a copy: if the model's own output goes to engine.backward, DeepSpeed's ZeRO 0 divides it by the accumulation
+        loss = outputs.loss.clone()
+        return (loss, outputs) if return_outputs else loss
+
+
+REFUSED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init")
+_INITIALIZE = deepspeed.initialize
+
+
+class Trainer(SequenceParallelMixin, transformers.Trainer):
+    """Transformers' `Trainer` on sharded sequences, see `SequenceParallelMixin`."""

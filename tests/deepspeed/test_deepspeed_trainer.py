@@ -1,0 +1,174 @@
+"""Transformers' Trainer on sharded sequences: losses, gradient norms and weights of plain Transformers on one rank."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.ranks import largest, run_distributed
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+STEPS = 4
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them, nothing listens there
+LENGTH = 41  # no multiple of twice the ranks
+ARGUMENTS = {
+    "max_steps": STEPS,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,  # and on with training
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 3,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1e-5,
+}
+
+
+def _model():
+    from support.hf_models import tiny_model
+
+    return tiny_model("llama")
+
+
+def _text():
+    """Bytes of this file's own text, in which samples differ in how many tokens have a label."""
+    data = Path(__file__).read_bytes()
+    ids = [torch.tensor(list(data[i : i + LENGTH])) % 131 for i in range(0, LENGTH * 24, LENGTH)]
+    labels = [row.masked_fill(torch.arange(LENGTH) < int(row[0]) % 30, -100) for row in ids]
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+
+
+def _run(trainer_class, batch_size, folder, **options):
+    """([loss of each step], [gradient norm of each step], losses of the evaluations, weights)."""
+    deepspeed_config = options.pop("deepspeed", None)
+    arguments = ARGUMENTS | options.pop("arguments", {})
+    sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
+    model, data = _model(), _text()  # first: after the arguments, ZeRO 3 would split its weights as they are made
+    args = transformers.TrainingArguments(str(folder), deepspeed=deepspeed_config, **sizes, **arguments)
+    trainer = trainer_class(model=model, args=args, train_dataset=data, eval_dataset=data[:8], **options)
+    trainer.train()
+    found = {name: [log[name] for log in trainer.state.log_history if name in log] for name in ("loss", "grad_norm")}
+    evaluation = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    return found["loss"], found["grad_norm"], evaluation, model, trainer
+
+
+def _plain(rank, world, folder):
+    losses, norms, evaluation, model, _ = _run(transformers.Trainer, 2, folder)
+    return losses, norms, evaluation, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _sharded(rank, world, folder, stages, sp_size, as_ulysses, want):
+    from accelerate.state import AcceleratorState
+
+    from megatron_tree.integrations.deepspeed.inference import init_comm
+    from megatron_tree.integrations.deepspeed.trainer import Trainer
+    from support.deepspeed_cases import parameters
+
+    init_comm(60.0)  # as TrainingArguments do under the deepspeed launcher
+    for zero in stages:
+        config = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": zero, "reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000},
+        }
+        if zero == 3:
+            config["zero_optimization"] |= {
+                "stage3_prefetch_bucket_size": 1000,
+                "stage3_param_persistence_threshold": 9,
+            }
+        options = {"sp_size": sp_size}
+        if as_ulysses:  # a user of Accelerate's sequence parallelism changes the import of Trainer only
+            from accelerate.parallelism_config import ParallelismConfig
+
+            options = {"arguments": {"parallelism_config": ParallelismConfig(sp_size=sp_size, sp_backend="deepspeed")}}
+        losses, norms, evaluation, model, trainer = _run(
+            Trainer, 2 * sp_size // world, folder / str(zero), deepspeed=config, **options
+        )
+        assert trainer.sequence_parallel.sp_size == sp_size
+        assert trainer.get_total_train_batch_size(trainer.args) == 4
+        assert losses == pytest.approx(want[0], abs=2e-5), f"ZeRO {zero}"
+        assert zero == 0 or norms == pytest.approx(want[1], rel=1e-4), f"ZeRO {zero}"  # 0 reports none
+        assert evaluation == pytest.approx(want[2], abs=2e-5), f"ZeRO {zero}"
+        for name, p in parameters(model, zero).items():
+            assert largest((p - want[3][name]).abs().flatten().tolist()) < 2e-5, f"ZeRO {zero}: {name}"
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _check(tmp_path, world, stages, sp_size, as_ulysses=False):
+    (want,) = run_distributed(_plain, 1, tmp_path / "plain", timeout=250, env=ADDRESS, fresh=True)
+    assert want[0][-1] < want[0][0] - 0.2, "it does not learn"
+    run_distributed(_sharded, world, tmp_path, stages, sp_size, as_ulysses, want, timeout=500, env=ADDRESS, fresh=True)
+
+
+@pytest.mark.supports("`transformers.Trainer`", with_="ZeRO 3; sp = 2; ParallelismConfig; evaluation, accumulation")
+@pytest.mark.timeout(600)
+def test_trainer_with_the_import_changed(tmp_path):
+    _check(tmp_path, 2, (3,), 2, as_ulysses=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.supports("`transformers.Trainer`", with_="ZeRO 0 to 3; dp = 2, sp = 2; evaluation, accumulation, clipping")
+def test_trainer_in_every_zero_stage(tmp_path):
+    _check(tmp_path, 4, (0, 1, 2, 3), 2)
+
+
+def _refusals(rank, world, folder):
+    from megatron_tree.integrations.deepspeed.trainer import Trainer
+
+    said = []
+    for arguments, options in (
+        ({}, {}),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, {"compute_metrics": print}),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}, "label_smoothing_factor": 0.1}, {}),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, {"sp_size": 2}),
+    ):
+        args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
+        with pytest.raises(ValueError) as error:
+            Trainer(model=_model(), args=args, **options)
+        said.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        Trainer(args=args)
+    return [*said, str(error.value)]
+
+
+def test_what_the_trainer_refuses(tmp_path):
+    (said,) = run_distributed(_refusals, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
+    wanted = (
+        "deepspeed=...) is needed",
+        "compute_metrics=",
+        "label_smoothing_factor=0.1",
+        "sp_size=2",
+        "model and args",
+    )
+    for text, want in zip(said, wanted, strict=True):
+        assert want in text
+
+
+def _loader(rank, world):
+    """Ranks of a group get the shards of each other's batches in turn, which may have other lengths."""
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
+    from support.hf_models import prompt
+
+    parallel = register_sequence_parallel(_model(), sp_size=2)
+    batches = [[prompt(1 + i, 9 + 4 * r + i, seed=10 * i + r) for i in range(3)] for r in range(world)]
+    loader = parallel.shard_loader([{"input_ids": ids, "labels": ids} for ids in batches[rank]])
+    assert len(loader) == 6
+    neighbours = (0, 1) if rank < 2 else (2, 3)
+    turns = [batches[r][i] for i in range(3) for r in neighbours]
+    for made, ids in zip(loader, turns, strict=True):
+        want = parallel.shard_batch({"input_ids": ids, "labels": ids})
+        assert torch.equal(made["input_ids"], want["input_ids"]) and torch.equal(made["labels"], want["labels"])
+
+
+def test_a_loader_whose_ranks_have_their_own_batches():
+    run_distributed(_loader, 4)
