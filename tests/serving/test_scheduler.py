@@ -126,6 +126,22 @@ def test_a_long_prompt_does_not_stall_those_who_decode(model):
     assert [call[0] for call in runner.calls][:5] == ["add"] * 3 + ["prefill"] * 2
 
 
+def test_running_streams_wait_for_one_chunk_at_most(model):
+    """Whatever comes meanwhile: long prompts, many short ones, prompts whose log-probabilities are asked for."""
+    scheduler, runner = make_scheduler(model, max_rows=16)
+    coming = [request(60, 2), *(request(5 + i, 3) for i in range(6)), request(40, 2, prompt_logprobs=1), request(90, 2)]
+    serve(scheduler, [request(3, 60), *coming], late={1 + i: 3 + i // 3 for i in range(len(coming))})
+    stream, waited, most = 1, 0, 0
+    for name, *arguments in runner.calls:
+        if name == "prefill":
+            waited += len(arguments[1])
+        elif name == "step" and stream in arguments[0]:
+            waited, most = 0, max(most, waited)
+        elif name == "step":
+            waited += len(arguments[1][0])
+    assert 0 < most <= runner.chunk_size
+
+
 def test_stop_texts_span_tokens_and_end_tokens_are_the_tokenizers(model):
     tokenizer = character_tokenizer()
     tokens = plain(model, prompt(1, 9), 24)[0][0].tolist()
