@@ -56,7 +56,7 @@ def check_pages(k: Tensor) -> None:
 
 def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
     """See `Backend.attn_fwd`."""
-    blocks = split(q_segments, k_segments, spec)
+    blocks = _blocks(tuple(q_segments), tuple(k_segments), spec)
     b, s_q, h, _ = q.shape
     if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
         return _block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
@@ -78,7 +78,13 @@ def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: A
     return out, lse
 
 
-def _together(blocks: list[Block], q: Tensor, k: Tensor, v: Tensor) -> list[list[Block]]:
+@functools.lru_cache(maxsize=256)
+def _blocks(q_segments: tuple, k_segments: tuple, spec: AttnSpec) -> tuple[Block, ...]:
+    """`split`, once for all groups of heads and all layers."""
+    return tuple(split(q_segments, k_segments, spec))
+
+
+def _together(blocks: tuple[Block, ...], q: Tensor, k: Tensor, v: Tensor) -> list[list[Block]]:
     """The blocks; on a CPU fully visible ones of the same rows in one list where copying their keys side by side takes
     less memory traffic than merging their states."""
     found: dict[tuple, list[Block]] = {}
@@ -122,7 +128,7 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     out = _out_with_delta(dout, delta)
     lse = torch.where(lse == NEG_INF, -NEG_INF, lse)  # rows that see nothing: exp(s - inf) = 0
-    for block in split(q_segments, k_segments, spec):
+    for block in _blocks(tuple(q_segments), tuple(k_segments), spec):
         rows, cols = block.q_rows, block.k_rows
         grads = _block_bwd(
             *(x[:, rows] for x in (dout, out, q)),
