@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import math
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
+from .files import read_yaml
+from .units import parse_bytes, parse_grid
+
+CONFIG_VARIABLE = "MEGATRON_TREE_CONFIG"
 SCHEDULES = ("auto", "grid", "cast", "ring")
 BACKENDS = ("auto", "triton", "native", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
@@ -115,6 +123,43 @@ class TreeConfig:
                 f"{name}={grid!r} has no meaning with schedule={self.schedule!r}: leave one of the two out"
             )
         return tuple(grid)
+
+
+def default_config() -> TreeConfig:
+    """What a call or a layer uses that is given no TreeConfig: that of the file in $MEGATRON_TREE_CONFIG, else the
+    defaults. Raises: ValueError as `read_config`."""
+    path = os.environ.get(CONFIG_VARIABLE)
+    return read_config(path) if path else _DEFAULT
+
+
+@functools.lru_cache
+def read_config(path: str) -> TreeConfig:
+    """The TreeConfig of a YAML file, whose keys are the fields of TreeConfig; a file is read once.
+
+    A grid may be written 2x4 or [2, 4], memory_budget as bytes or 2GB; a relative `topology` that lies beside the file
+    is found there.
+    Raises: ValueError with the file, the key, and what there is to choose.
+    """
+    what = f"{CONFIG_VARIABLE}={path!r}"
+    options = read_yaml(path) or {}
+    if not isinstance(options, dict):
+        raise ValueError(f"{what} must contain options of TreeConfig, one `name: value` per line")
+    names = [field.name for field in fields(TreeConfig)]
+    if unknown := [key for key in options if key not in names]:
+        raise ValueError(f"{what}: unknown key {unknown[0]!r}: choose from {', '.join(names)}")
+    try:
+        for name, parse in (("grid", parse_grid), ("grid_backward", parse_grid), ("memory_budget", parse_bytes)):
+            if isinstance(options.get(name), str):
+                options[name] = parse(options[name])
+        beside = Path(path).parent / str(options.get("topology"))
+        return TreeConfig(**options | ({"topology": str(beside)} if beside.is_file() else {}))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{what}: {name}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+_DEFAULT = TreeConfig()
 
 
 class Dropout(NamedTuple):

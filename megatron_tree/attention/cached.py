@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import TreeConfig
+from ..config import TreeConfig, default_config
 from ..layout import Segment
 from ..log import say_once
 from ..plan import plan_decode
@@ -28,8 +28,6 @@ from .validate import (
     check_visible,
     make_spec,
 )
-
-_DEFAULT = TreeConfig()
 
 
 def tree_decode(
@@ -80,7 +78,7 @@ def tree_decode(
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     """
-    config = config or _DEFAULT
+    config = config or default_config()
     with comm.collective_call("tree_decode", cp_group, config) as call, torch.no_grad():
         check_decode_schedule(schedule, config)
         head_shares = check_head_shares(head_shares, q, cp_group)
@@ -180,7 +178,7 @@ def tree_prefill(
     Raises: as `tree_decode`.
     Source: Tree Attention's reduction (arXiv 2408.04093) on a grid of `world` x 1 (docs/design.md, section 3).
     """
-    config = config or _DEFAULT
+    config = config or default_config()
     with comm.collective_call("tree_prefill", cp_group, config) as call, torch.no_grad():
         head_shares = check_head_shares(head_shares, q, cp_group)
         whole = all_heads_of(q, head_shares)

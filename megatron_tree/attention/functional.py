@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSlice, TreeConfig, check_choice
+from ..config import AttnSlice, TreeConfig, check_choice, default_config
 from ..layout import (
     LAYOUTS,
     Dispatched,
@@ -39,8 +39,6 @@ from .validate import (
     check_ulysses,
     make_spec,
 )
-
-_DEFAULT = TreeConfig()
 
 
 def tree_attn_func(
@@ -82,7 +80,7 @@ def tree_attn_func(
         dropout_seed: an integer, the same on all ranks, different in every call.
         layout: "zigzag" (Megatron's), "contiguous" (equal lengths), a tuple of every rank's length (contiguous), or a
             `Dispatched` of one document: any chunks on any rank.
-        config: `TreeConfig`; the default lets the planner choose.
+        config: `TreeConfig`; default: the file in $MEGATRON_TREE_CONFIG, else the planner chooses.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
 
     Returns: out [b, s/p, h, d_v] in q's dtype (and lse).
@@ -90,7 +88,7 @@ def tree_attn_func(
         respond.
     Source: Tree Attention (arXiv 2408.04093), on a grid of ranks (docs/design.md, section 2).
     """
-    config = config or _DEFAULT
+    config = config or default_config()
     with comm.collective_call("tree_attn_func", cp_group, config) as call:
         dropout, exact = (dropout_p, dropout_seed), config.deterministic
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, *dropout, exact, ranges=ranges is not None)
@@ -150,7 +148,7 @@ def tree_attn_varlen_func(
         Their q, k, v and dout may be NaN.
     Raises: as `tree_attn_func`, and ValueError for a padded length that is not a multiple of 2p.
     """
-    config = config or _DEFAULT
+    config = config or default_config()
     with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call:
         check_packed(q, k, v)
         world = comm.group_size(cp_group)

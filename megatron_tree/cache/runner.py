@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import CollectiveCall, broadcast, collective_call, group_size, shared_checks
-from ..config import DECODE_SCHEDULES, TreeConfig, check_choice
+from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
 from .forward import ForwardPass, forward_pass
 
@@ -58,7 +58,7 @@ class RowRunner:
         self.store, self.cp_group, self.token_group = store, cp_group, token_group
         self.device, self.vocab_size, self.max_positions = device, vocab_size, max_positions
         self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
-        self.head_shares, self.config = head_shares, config or TreeConfig()
+        self.head_shares, self.config = head_shares, config or default_config()
         self._book = store.book
 
     def add(self) -> int:

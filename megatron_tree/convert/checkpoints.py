@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from ..integrations.megatron.compat import no_manager_process
 from ..integrations.megatron.cpu import megatron_on_cpu
@@ -26,7 +26,7 @@ from ..training.checkpoint import load_weights
 from ..training.checkpoint_files import begin, checkpoint_folder, finish, newest
 from ..training.checkpoint_options import MODEL, Saved, options_to_save, read_saved
 from ..training.checkpoint_safety import check_index
-from ..training.data import EOD
+from ..training.data import EOD, TOKENIZER_FILES, open_tokenizer
 from ..training.model import build_model, start_model_parallel
 from .families import config_of, options_of
 from .weights import fill, of_transformers, tensors_of
@@ -135,7 +135,7 @@ def to_huggingface(
     model.tie_weights()
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    words = _tokenizer_of(tokenizer or like or options["tokenizer_model"], saved, rows)
+    words = _tokenizer_of(saved, tokenizer, like, rows)
     if words is None:
         lines.append("no tokenizer is known: name its folder with --tokenizer, or serve.py can't read text")
     else:
@@ -215,18 +215,23 @@ def _check_like(needed: dict[str, Any], options: dict[str, Any], like: str) -> N
 
 def _copy_tokenizer(source: Path, target: Path) -> tuple[list[str], str | None]:
     """Returns: (lines to print, the new folder)."""
-    try:
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
-    except (OSError, ValueError):
-        return [
-            f"{source} has no tokenizer; train_gpt.py needs one to read text: add tokenizer_model to {MODEL_FILE}"
-        ], None
+    if not _has_tokenizer(source):
+        line = f"{source} has no tokenizer: train_gpt.py takes bytes, unless {MODEL_FILE} names one (tokenizer_model)"
+        return [line], None
+    open_tokenizer(str(source)).save_pretrained(target)
     return [], str(target)
 
 
-def _tokenizer_of(name: str | None, saved: Saved, rows: int) -> Any:
-    if name is not None:
-        return AutoTokenizer.from_pretrained(model_folder(name) if name == "smollm2" else name)
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _tokenizer_of(saved: Saved, named: str | None, like: str | None, rows: int) -> Any:
+    if named is None and like is not None and _has_tokenizer(model_folder(like)):
+        named = str(model_folder(like))
+    named = named or saved.options["tokenizer_model"]
+    if named is not None:
+        return open_tokenizer(named)
     return None if saved.by_megatron_lm or rows != EOD + 1 else byte_tokenizer()
 
 

@@ -54,6 +54,14 @@ MULTIPLES = (
 )
 
 
+def _numbers_of(text: str) -> tuple[int, ...]:
+    """ "16,0" and "(16,0)" as (16, 0)."""
+    try:
+        return tuple(int(number) for number in text.strip("()").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pair of whole numbers, for instance 16,0") from None
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         others = f"; for Megatron-LM's other options {MEGATRON_LM}" if "unrecognized arguments" in message else ""
@@ -80,8 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = groups["model"]
     add("--ffn-hidden-size", type=int, help="default: 8/3 of hidden-size, rounded up to a multiple of 32")
     add("--num-query-groups", type=int, help="KV heads; default: num-attention-heads (MHA)")
-    window = ("LEFT", "RIGHT")
-    add("--window-size", type=int, nargs=2, metavar=window, help="sliding window; RIGHT is 0 in a causal model")
+    add("--window-size", type=_numbers_of, nargs="+", metavar="LEFT,RIGHT", help="sliding window, for instance 16,0 "
+        "(RIGHT is 0 in a causal model)")  # fmt: skip
     add("--softmax-type", choices=["vanilla", "off-by-one", "learnable"], default="vanilla", help="attention sinks")
     add("--kv-channels", type=int, help="head_dim; default: hidden-size / num-attention-heads")
     add("--qk-layernorm", **switch, help="norms of every head's queries and keys, as in Qwen 3")
@@ -155,8 +163,10 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     for name, value in follows.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.window_size is not None:
-        args.window_size = tuple(args.window_size)
+    if args.window_size is not None:  # 16,0 or (16,0) as in Megatron-LM, or 16 0
+        args.window_size = tuple(chain.from_iterable(args.window_size))
+        if len(args.window_size) != 2:
+            raise ValueError(f"window_size={args.window_size} must be two numbers, LEFT,RIGHT: for instance 16,0")
     if args.vocab_size is None:
         args.vocab_size = vocab_size(args.tokenizer_model)
     return args
@@ -169,8 +179,9 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     """
     for problem in chain(_numbers(args), _layout(args, world_size), _context_parallel(args), _files(args)):
         raise ValueError(problem)
-    from .model import transformer_config
+    from .model import transformer_config, tree_config
 
+    tree_config(args)
     try:
         transformer_config(args)
     except (AssertionError, ValueError) as error:

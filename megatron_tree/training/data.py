@@ -13,6 +13,7 @@ import numpy as np
 
 EOD = 256  # end of document; bytes are 0 .. 255
 VOCAB_SIZE = 257
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -71,6 +72,8 @@ def open_tokenizer(folder: str) -> Any:
     """A tokenizer of Hugging Face's. Raises: ValueError if the folder holds none."""
     from transformers import AutoTokenizer
 
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):  # of nothing it makes an empty tokenizer
+        raise ValueError(f"tokenizer_model={folder!r} is no folder with one of {', '.join(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # of many kinds

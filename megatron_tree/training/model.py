@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..config import TreeConfig
+from ..config import TreeConfig, default_config
 from ..integrations import megatron as tree
 from ..integrations.megatron.fusions import fusion_options
 from ..integrations.megatron.norm import use_sequence_parallel_norm
@@ -129,15 +129,15 @@ def _block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
         spec = use_sequence_parallel_norm(spec)
     if args.context_parallel_size == 1:
         return spec
-    tree_config = TreeConfig(
-        grid=args.grid,
-        grid_backward=args.grid_backward,
-        head_groups=args.head_groups,
-        topology=args.topology,
-        backend=args.attention_kernels,
-        timeout_s=60.0 * args.distributed_timeout_minutes,
-    )
-    return tree.use_tree_attention(spec, tree_config=tree_config)
+    return tree.use_tree_attention(spec, tree_config=tree_config(args))
+
+
+def tree_config(args: argparse.Namespace) -> TreeConfig:
+    """The options that are given, over the file in $MEGATRON_TREE_CONFIG. Raises: ValueError if they don't fit."""
+    given = {name: getattr(args, name) for name in ("grid", "grid_backward", "head_groups", "topology")}
+    given["backend"] = None if args.attention_kernels == "auto" else args.attention_kernels
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(default_config(), **given, timeout_s=60.0 * args.distributed_timeout_minutes)
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:

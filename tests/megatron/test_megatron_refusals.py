@@ -44,6 +44,11 @@ def test_unknown_cp_comm_type_says_what_there_is():
             {"options": {"context_parallel_size": 4}, "cp_comm_type": "a2a+tree"},
             "hierarchical_context_parallel_sizes=None.*4 context-parallel ranks",
         ),
+        when_built(
+            "more ranks that exchange heads (a2a) than query heads",
+            {"options": {"context_parallel_size": 8}, "cp_comm_type": "a2a"},
+            r"8 context-parallel ranks can't share 4 query heads \(cp_comm_type='a2a'; num_attention_heads=4",
+        ),
         when_built("window_size that is no pair", {"options": {"window_size": 5}}, "window_size=5.*pair"),
         when_built("qk_clip", {"options": {"qk_clip": True}}, "qk_clip=True"),
         when_built(

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_tree import TreeConfig, TreeError
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
+from support.core_attention import core_attention
 
 causal, no_mask = AttnMaskType.causal, AttnMaskType.no_mask
 
@@ -198,3 +199,37 @@ def test_cpu_shim_keeps_random_states_apart():
         assert torch.equal(torch.rand(3), expected)
         torch.manual_seed(5)
         assert torch.equal(torch.rand(3), forked)
+
+
+# --- a TreeConfig from a file ---
+
+
+@pytest.mark.supports("a TreeConfig from a file (MEGATRON_TREE_CONFIG)", with_="spec, install(), patch")
+def test_a_file_reaches_every_way_in(tmp_path, monkeypatch):
+    """Layers of the spec, of install() and of the patch take it; a TreeConfig that is passed wins."""
+    (tmp_path / "tree.yaml").write_text("grid: 2x2\nbackend: reference\n")
+    monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "tree.yaml"))
+    expected, layer = TreeConfig(grid=(2, 2), backend="reference"), gpt_layer_specs.get_gpt_layer_local_spec()
+    options = {"options": {"context_parallel_size": 4}}
+
+    def built(spec):
+        return core_attention(**options, **getattr(spec, "params", {})).tree_config
+
+    assert built(core_of(tree.use_tree_attention(layer))) == expected
+    assert built(core_of(tree.get_gpt_layer_tree_spec())) == expected
+    assert built(tree.core_attention_for_tree(DotProductAttention)) == expected, "the patch"
+    pinned = TreeConfig(grid=(4, 1))
+    assert built(core_of(tree.use_tree_attention(layer, tree_config=pinned))) == pinned
+    tree.install()
+    try:
+        assert built(tree.core_attention_for_tree(DotProductAttention)) == expected
+    finally:
+        tree.uninstall()
+
+
+def test_a_bad_file_is_refused_by_install(tmp_path, monkeypatch):
+    (tmp_path / "bad.yaml").write_text("grid: 2x2\nkernels: aten\n")
+    monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "bad.yaml"))
+    with pytest.raises(ValueError, match="bad.yaml': unknown key 'kernels': choose from schedule, grid"):
+        tree.install()
+    assert not tree.is_installed()

@@ -19,6 +19,7 @@ from megatron_tree.convert.families import config_of, options_of
 from support.ranks import run_distributed
 from support.training_runs import REPO, losses, records, train_all, write_text
 
+WEIGHTS = "weights of Hugging Face models (megatron_tree.convert)"
 VOCAB = 131
 SHAPE = {
     "vocab_size": VOCAB,
@@ -81,6 +82,10 @@ def converted(tmp_path_factory):
     return found
 
 
+@pytest.mark.supports(
+    "weights of Hugging Face models (megatron_tree.convert)",
+    with_="Llama, SmolLM2, Qwen 2, Qwen 3; cp = 2; tp = 2, cp = 2",
+)
 def test_the_tree_computes_the_same_logits(converted):
     """The checkpoint of one process, loaded at cp = 2 and at tp = 2 with cp = 2: Transformers' logits."""
     for world, layout in (
@@ -128,6 +133,7 @@ def _logits(rank, world, folders, layout):
     return found
 
 
+@pytest.mark.supports(WEIGHTS, with_="and back, bit for bit")
 def test_there_and_back_bit_by_bit(converted, tmp_path):
     for family, (model, hf, megatron) in converted.items():
         to_huggingface(megatron, tmp_path / family)
@@ -160,6 +166,7 @@ def test_the_configuration_there_and_back():
         assert options_of(config_of({**more, **options}, dtype="float32")) == options, family
 
 
+@pytest.mark.refuses("models of other families (megatron_tree.convert)", when="the conversion")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -197,6 +204,9 @@ def test_a_byte_for_every_token():
     assert len(words) == 257
 
 
+@pytest.mark.supports(
+    "weights of Hugging Face models (megatron_tree.convert)", with_="trained further at cp = 2, and back"
+)
 def test_trained_further_and_served(tmp_path):
     """A model of Hugging Face's with its tokenizer: trained at cp = 2, saved, resumed, converted back."""
     text, hf, start = write_text(tmp_path / "text", 4), tmp_path / "hf", tmp_path / "start"
@@ -249,6 +259,7 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert f"launch/train_gpt.py --config {tmp_path / 'out' / 'model.yaml'} --load {tmp_path / 'out'}" in done.stdout
     assert "--num-layers 2 --hidden-size 72 " in done.stdout
+    assert "hf has no tokenizer: train_gpt.py takes bytes" in done.stdout
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release\n"
     assert main(["to-huggingface", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
     assert f"launch/serve.py --model {tmp_path / 'back'}" in capsys.readouterr().out

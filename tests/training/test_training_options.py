@@ -7,7 +7,9 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("yaml")
 
+from megatron_tree import TreeConfig
 from megatron_tree.training.arguments import check_arguments, parse_arguments
+from megatron_tree.training.model import tree_config
 
 
 def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
@@ -38,7 +40,8 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
         ("grid: 4", "grid=4: '4' is not a grid: write AxB"),
         ("softmax_type: sink", "must be one of 'vanilla'"),
         ("cp_comm_type: ring", "cp_comm_type='ring' must be one of 'tree'"),
-        ("window_size: 3", "must be a list of 2"),
+        ("window_size: 3", r"window_size=\(3,\) must be two numbers, LEFT,RIGHT"),
+        ("window_size: wide", "'wide' is no pair of whole numbers, for instance 16,0"),
         ("- lr", "must contain options"),
     ],
 )
@@ -104,6 +107,9 @@ def test_absent_file_is_named():
         ("--keep-checkpoints 0 --save x", "keep_checkpoints=0 must be positive"),
         ("--resume --save x --load y", "resume and load='y' exclude each other"),
         ("--data-path absent", "data_path='absent' is not a folder of text files: name one, or .* run Megatron-LM's"),
+        ("--vocab-size 256", "vocab_size=256 must be at least 257, the tokens of bytes and end of document"),
+        ("--kv-channels 7", "kv_channels=7 must be even"),
+        ("--finetune", "finetune=True has no effect without --load"),
         ("--hidden-size 100", "hidden_size=100 must be a multiple of 2 \\* num_attention_heads = 16"),
     ],
 )
@@ -117,6 +123,25 @@ def test_shipped_configurations_fit_four_ranks(pytestconfig):
     assert files
     for file in files:
         check_arguments(parse_arguments(["--config", str(file)]), 4)
+
+
+@pytest.mark.parametrize("written", ["16,0", "(16,0)", "16 0"])
+def test_windows_are_written_as_in_megatron_lm(written, tmp_path):
+    assert parse_arguments(["--window-size", *written.split()]).window_size == (16, 0)
+    (tmp_path / "c.yaml").write_text(f"window_size: {written if ' ' not in written else '[16, 0]'}")
+    assert parse_arguments(["--config", str(tmp_path / "c.yaml")]).window_size == (16, 0)
+
+
+def test_options_win_over_the_file_of_tree_attention(tmp_path, monkeypatch):
+    (tmp_path / "tree.yaml").write_text("grid: 2x2\nbackend: reference\nhead_groups: 2\ntimeout_s: 5\n")
+    monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "tree.yaml"))
+    args = parse_arguments(["--context-parallel-size", "4", "--grid", "4x1", "--distributed-timeout-minutes", "2"])
+    check_arguments(args, 4)
+    assert tree_config(args) == TreeConfig(grid=(4, 1), backend="reference", head_groups=2, timeout_s=120.0)
+    (tmp_path / "other.yaml").write_text("shedule: ring\n")
+    monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "other.yaml"))
+    with pytest.raises(ValueError, match="unknown key 'shedule': choose from schedule, grid"):
+        check_arguments(args, 4)
 
 
 def test_help_has_examples(capsys):
@@ -152,6 +177,11 @@ def test_two_level_context_parallelism():
     ):
         with pytest.raises(ValueError, match=message):
             check_arguments(parse_arguments(f"{options} {more}".split()), 4)
+
+
+def test_a_tokenizer_that_is_none_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer_model='.*' is no folder with one of tokenizer.json"):
+        parse_arguments(["--tokenizer-model", str(tmp_path)])
 
 
 def test_tensorboard_that_is_not_installed_is_named(monkeypatch):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import comm
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
-from ...config import TreeConfig
+from ...config import TreeConfig, default_config
 from . import compat
 
 compat.megatron_version()  # a clear error before the imports below fail
@@ -41,10 +41,11 @@ def tree_config_for(
             split over all ranks (Ulysses); "a2a+tree", "a2a+p2p": heads are split over the first of `cp_sizes`, and the
             second part joins the other ranks.
         cp_sizes: (Ulysses ranks, other ranks) of the context-parallel group for types of two parts, else (1, cp).
-        tree_config: backend, wire format and checks of all layers, and the grid of the "tree" layers.
+        tree_config: backend, wire format and checks of all layers, and the grid of the "tree" layers; None:
+            `config.default_config`.
     Raises: ValueError for any other `cp_comm_type`.
     """
-    base, cp_size = tree_config if tree_config is not None else TreeConfig(), math.prod(cp_sizes)
+    base, cp_size = tree_config if tree_config is not None else default_config(), math.prod(cp_sizes)
     ring = dict(schedule="ring", grid=None, grid_backward=None, head_groups=None)
     if cp_comm_type is None or cp_comm_type == "tree":
         return base
@@ -131,6 +132,14 @@ class TreeDotProductAttention(MegatronModule):
                     f"{name}={grid} has {math.prod(grid)} places, but context_parallel_size={cp_size} leaves {places} "
                     f"(ulysses_size={ulysses_size})"
                 )
+        heads = config.num_attention_heads // self.tp_group.size()
+        if ulysses_size > heads:
+            raise ValueError(
+                f"{ulysses_size} context-parallel ranks can't share {heads} query heads "
+                f"(cp_comm_type={cp_comm_type!r}; num_attention_heads={config.num_attention_heads} over "
+                f"{self.tp_group.size()} tensor-parallel ranks): exchange heads over fewer ranks (a2a+tree, "
+                "hierarchical_context_parallel_sizes), or use 'tree'"
+            )
         _refuse_unsupported(config, attention_type)
         self.is_cross = attention_type == "cross"  # keys and queries may differ in length
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout

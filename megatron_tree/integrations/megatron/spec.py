@@ -8,7 +8,7 @@ import functools
 import inspect
 from typing import Any
 
-from ...config import TreeConfig
+from ...config import TreeConfig, default_config
 from ...errors import TreeError
 from . import compat
 from .attention import TreeDotProductAttention
@@ -168,10 +168,14 @@ def install(*, tree_config: TreeConfig | None = None) -> None:
     the releases of Megatron-core that index it wrongly. A second call only replaces `tree_config`.
 
     Args:
-        tree_config: TreeConfig that fixes grid, backend or wire format.
-    Raises: UnsupportedMegatronError that names what this release of megatron-core lacks; nothing is changed then.
+        tree_config: TreeConfig that fixes grid, backend or wire format; None: that of the file in
+            $MEGATRON_TREE_CONFIG, if there is one.
+    Raises: UnsupportedMegatronError that names what this release of megatron-core lacks, ValueError for a bad file;
+        nothing is changed then.
     """
     global _installed_config
+    if tree_config is None:
+        default_config()  # raises for a bad file, before a model is built
     if not _patches:
         compat.megatron_version()
         attention = compat.attention_classes()

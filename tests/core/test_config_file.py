@@ -1,0 +1,93 @@
+"""MEGATRON_TREE_CONFIG: a TreeConfig from a YAML file."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("yaml")
+
+from megatron_tree.config import TreeConfig, default_config, read_config
+
+
+def written(folder, text):
+    file = folder / "tree.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_every_field(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("levels: []")
+    text = "schedule: grid\ngrid: 2x4\ngrid_backward: [4, 2]\nhead_groups: 2\nulysses_size: 1\ntopology: mine.yaml\n"
+    text += "memory_budget: 2GB\ntransport: direct\nbackend: aten\ncomm_dtype: fp32\ntimeout_s: 20\ncheck: always\n"
+    monkeypatch.setenv("MEGATRON_TREE_CONFIG", written(tmp_path, text + "deterministic: true\n"))
+    assert default_config() == TreeConfig(
+        schedule="grid",
+        grid=(2, 4),
+        grid_backward=(4, 2),
+        head_groups=2,
+        ulysses_size=1,
+        topology=str(tmp_path / "mine.yaml"),
+        memory_budget=2_000_000_000,
+        transport="direct",
+        backend="aten",
+        comm_dtype="fp32",
+        timeout_s=20,
+        check="always",
+        deterministic=True,
+    )
+
+
+def test_without_a_file_or_with_an_empty_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEGATRON_TREE_CONFIG", raising=False)
+    assert default_config() == TreeConfig()
+    monkeypatch.setenv("MEGATRON_TREE_CONFIG", written(tmp_path, "# nothing\n"))
+    assert default_config() == TreeConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shedule: ring", "tree.yaml': unknown key 'shedule': choose from schedule, grid, grid_backward, head_groups"),
+        ("3: ring", "unknown key 3: choose from"),
+        ("schedule: rnig", "tree.yaml': schedule='rnig' is unknown: choose one of 'auto', 'grid', 'cast', 'ring'"),
+        ("schedule: [ring]", r"schedule=\['ring'\] is unknown"),
+        ("grid: 2", "grid=2 must be a pair"),
+        ("grid: two", "tree.yaml': grid: 'two' is not a grid: write AxB, for instance 2x4"),
+        ("memory_budget: much", "memory_budget: 'much' must be a positive number of bytes"),
+        ("timeout_s: soon", "timeout_s='soon' must be a positive number of seconds"),
+        ("grid: 2x4\nschedule: ring", r"grid=\(2, 4\) has no meaning with schedule='ring'"),
+        ("topology: 4", "topology=4 must be a name or the path of a YAML file"),
+        ("- grid", "must contain options of TreeConfig, one `name: value` per line"),
+        ("grid: 2x4\ngrid: 2x2", "can't be read as YAML.*duplicate key"),
+    ],
+)
+def test_bad_files_are_named(text, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_config(written(tmp_path, text))
+
+
+def test_an_absent_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"absent.yaml can't be read as YAML: .*No such file"):
+        read_config(str(tmp_path / "absent.yaml"))
+
+
+def test_the_functions_use_it(tmp_path):
+    """The call on one rank is refused as it would be with that TreeConfig; one that is passed wins."""
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "from megatron_tree import TreeConfig, tree_attn_func\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "q = torch.randn(1, 8, 2, 8)\n"
+        "tree_attn_func(q, q, q, cp_group=dist.group.WORLD, config=TreeConfig())\n"
+        "try:\n"
+        "    tree_attn_func(q, q, q, cp_group=dist.group.WORLD)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {"MEGATRON_TREE_CONFIG": written(tmp_path, "grid: 2x2"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "grid=(2, 2)" in done.stdout
