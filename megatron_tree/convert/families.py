@@ -89,9 +89,9 @@ def config_of(options: dict[str, Any], *, dtype: str) -> Any:
     Raises: ValueError for a model that none of the families has.
     """
     for name, needed in (("softmax_type", "vanilla"), ("window_size", None)):
-        if options[name] != needed:
+        if (value := options.get(name, needed)) != needed:
             raise ValueError(
-                f"{name}={options[name]!r} can't be converted: none of the families has it ({KNOWN}); serve it with "
+                f"{name}={value!r} can't be converted: none of the families has it ({KNOWN}); serve it with "
                 "MegatronRunner (docs/megatron.md)"
             )
     special = {name: options[name] for name in ("qk_layernorm", "add_qkv_bias")}

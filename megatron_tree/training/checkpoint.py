@@ -40,6 +40,7 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
         "data_digest": digest,
         "options": options_to_save(args),
         "world_size": dist.get_world_size(),
+        "checkpoint_version": 3.0,  # Megatron-LM takes a checkpoint without it for one of its oldest
         "opt_param_scheduler": trainee.scheduler.state_dict(),
         **_sharded_state(trainee, is_loading=False),
         "rng_state": _sharded_rng_state(),

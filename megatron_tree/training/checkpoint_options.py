@@ -23,8 +23,12 @@ MODEL: dict[str, Any] = {  # options that decide what the weights mean; with the
     "untie_embeddings_and_output_weights": False,
 }
 VOCABULARY: dict[str, Any] = {"vocab_size": 257, "make_vocab_size_divisible_by": 64, "tokenizer_model": None}
-RUN = ("bf16", "use_distributed_optimizer", "seq_length", "seed")
-RUN_OF_MEGATRON_LM = ("bf16", "use_distributed_optimizer")  # its data and random states are not continued
+RUN = ("bf16", "use_distributed_optimizer", "seq_length", "seed", "window_size")
+RUN_OF_MEGATRON_LM = (
+    "bf16",
+    "use_distributed_optimizer",
+    "window_size",
+)  # its data and random states are not continued
 # Options of Megatron-LM that must have this value. Those that a release lacks count as that.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -36,6 +40,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (None,),
     "no_rope_freq": (None,),
     "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),  # its name from 0.16 on
     "multi_latent_attention": (False,),
     "num_experts": (None,),
     "mtp_num_layers": (None,),
@@ -68,7 +73,7 @@ class Saved(NamedTuple):
 
 def options_to_save(args: argparse.Namespace) -> dict[str, Any]:
     """The options that a checkpoint holds."""
-    return {name: getattr(args, name) for name in (*LAYOUT, *MODEL, *VOCABULARY, *RUN, "window_size")}
+    return {name: getattr(args, name) for name in (*LAYOUT, *MODEL, *VOCABULARY, *RUN)}
 
 
 def read_saved(checkpoint: str) -> Saved:
@@ -82,7 +87,7 @@ def read_saved(checkpoint: str) -> Saved:
     if by_megatron_lm and not isinstance(common.get("args"), argparse.Namespace):
         raise ValueError(f"{checkpoint} names no options of its model: neither train_gpt.py nor Megatron-LM wrote it")
     options = _of_megatron_lm(common["args"], checkpoint) if by_megatron_lm else common["options"]
-    options = {**MODEL, **VOCABULARY, "window_size": None, **options}
+    options = {**MODEL, **VOCABULARY, **options}
     if options["kv_channels"] is None:
         options["kv_channels"] = options["hidden_size"] // options["num_attention_heads"]
     samples = (
@@ -112,7 +117,13 @@ def _of_megatron_lm(args: argparse.Namespace, checkpoint: str) -> dict[str, Any]
                 f"{checkpoint} holds a model of Megatron-LM with {name}={value!r}; launch/train_gpt.py and "
                 f"megatron_tree.convert know {name}={allowed[0]!r} only: continue it in Megatron-LM"
             )
-    given = {name: getattr(args, name) for name in (*MODEL, *LAYOUT, *RUN, "window_size") if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in (*MODEL, *LAYOUT, *RUN) if hasattr(args, name)}
+    if hasattr(args, "layernorm_epsilon"):  # its name from 0.16 on
+        given["norm_epsilon"] = args.layernorm_epsilon
+    if missing := set(MODEL) - {"softmax_type"} - set(given):
+        raise ValueError(
+            f"{checkpoint} says nothing about {min(missing)}: it was written by a release that is not known"
+        )
     if not getattr(args, "group_query_attention", False):
         given["num_query_groups"] = args.num_attention_heads
     huggingface = getattr(args, "tokenizer_type", None) == "HuggingFaceTokenizer"
@@ -158,7 +169,7 @@ def check_run(saved: Saved, args: argparse.Namespace, digest: str) -> None:
 
 
 def _compare(saved: Saved, args: argparse.Namespace, names: Any, way_out: str = "use the same value") -> None:
-    for name in names:
+    for name in (name for name in names if name in saved.options):
         there, given = saved.options[name], getattr(args, name)
         if there != given:
             raise ValueError(f"{name}={given!r}, but {saved.folder} was written with {there!r}: {way_out}")

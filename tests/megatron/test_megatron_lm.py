@@ -159,3 +159,35 @@ def test_a_real_checkout_trains_as_on_one_rank():
     assert one["lm loss value:"], "evaluations"
     tree = ("--context-parallel-size", 2, "--cp-comm-type", "tree")
     assert trained(2, *tree) == {name: pytest.approx(values, rel=2e-6) for name, values in one.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no Megatron-LM checkout")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPU ranks")
+def test_checkpoints_of_a_real_checkout_go_both_ways(tmp_path):
+    """Saved by Megatron-LM, continued by train_gpt.py at cp = 2 and by Megatron-LM, made a Transformers model."""
+    pytest.importorskip("yaml")
+    transformers = pytest.importorskip("transformers")
+    from megatron_tree.convert.checkpoints import to_huggingface
+    from support.ranks import run_distributed
+    from support.training_runs import losses, train_all, write_text
+
+    saving = ("--ckpt-format", "torch_dist", "--save-interval", 4, "--ffn-hidden-size", 160, "--save")
+    trained(1, *saving, tmp_path / "theirs")
+    text = write_text(tmp_path / "text")
+    options = (
+        "--hidden-size 64 --ffn-hidden-size 160 --seq-length 64 --vocab-size 5000 --make-vocab-size-divisible-by 128 "
+    )
+    options += f"--data-path {text} --context-parallel-size 2 --train-iters 6 --load {tmp_path / 'theirs'}"
+    runs = [(tmp_path / "run", f"{options} --save {tmp_path / 'ours'}")]
+    outcome = run_distributed(train_all, 2, runs, fresh=True, timeout=200)[0][0]
+    assert outcome.iteration == 6, outcome
+    assert sorted(losses(tmp_path / "run")) == [5, 6]
+    opening = ("--load", tmp_path / "ours", "--no-load-rng", "--override-opt_param-scheduler", "--train-iters", 8)
+    again = trained(1, *saving, tmp_path / "again", *opening)
+    assert len(again["lm loss:"]) == 2, "steps 7 and 8"
+    to_huggingface(tmp_path / "again", tmp_path / "hf", vocab_size=5000)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.config.model_type == "llama"
+    assert model(torch.arange(16)[None]).logits.shape == (1, 16, 5000)

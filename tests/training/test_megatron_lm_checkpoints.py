@@ -35,7 +35,8 @@ def as_megatron_lm(ours, target, **changed):
         common.pop(name)
     given = {name: options[name] for name in KEPT.split()} | {name: allowed[0] for name, allowed in PLAIN.items()}
     given |= {"group_query_attention": True, "padded_vocab_size": 320, "consumed_train_samples": 12}
-    given |= {"rotary_base": 10000, "attention_backend": AttnBackend.auto, "save": "somewhere"}
+    given |= {"rotary_base": 10000, "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    given |= {"attention_backend": AttnBackend.auto, "save": "somewhere"}
     common |= {"args": argparse.Namespace(**given | changed), "checkpoint_version": 3.0}
     kind = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     common["content_metadata"] = kind | {"distrib_optim_fully_reshardable_mem_efficient": False}
@@ -54,6 +55,8 @@ def test_they_are_continued(tmp_path):
         "same": {},
         "experts": {"num_experts": 4},
         "layernorm": {"normalization": "LayerNorm"},
+        "epsilon": {"layernorm_epsilon": 1e-6},
+        "window": {"window_size": (8, 0)},
         "deeper": {"num_layers": 3},
         "vocabulary": {"padded_vocab_size": 384},
     }
@@ -70,6 +73,8 @@ def test_they_are_continued(tmp_path):
         "with num_experts=4; launch/train_gpt.py and megatron_tree.convert know num_experts=None" in outcomes["experts"]
     )
     assert "with normalization='LayerNorm'" in outcomes["layernorm"]
+    assert "norm_epsilon=1e-05, but" in outcomes["epsilon"]
+    assert "window_size=None, but" in outcomes["window"]
     assert "num_layers=2, but" in outcomes["deeper"]
     assert "(padded to 320), but the vocabulary" in outcomes["vocabulary"]
     assert "384 tokens with its padding" in outcomes["vocabulary"]
