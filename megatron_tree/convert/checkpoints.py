@@ -49,7 +49,7 @@ def to_megatron(model: str, out: Path, *, dtype: str = "auto") -> list[str]:
     config = AutoConfig.from_pretrained(source)
     options = options_of(config)
     _check_free(out)
-    whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True)
     tensors = whole.state_dict()
     all_bf16 = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     options["bf16"] = all_bf16 if dtype == "auto" else dtype == "bfloat16"
