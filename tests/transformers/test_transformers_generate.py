@@ -39,8 +39,9 @@ def _families(rank, world, family, lengths, prefills):
     for length in lengths:
         for batch in (1, 3) if length == 37 else (1,):
             ids = prompt(batch, length)
-            model.set_attn_implementation(attention)
-            want = plain(model, ids, NEW)
+            of_hf = tiny_model(family)  # a new one: dynamic rope of Transformers remembers the longest row so far
+            of_hf.set_attn_implementation(attention)
+            want = plain(of_hf, ids, NEW)
             model.set_attn_implementation("tree")
             for prefill in prefills:
                 cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=2)
