@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from .documents import Dispatched, Run
+from .segments import Segment, join
 
 EVEN = 1.05  # work of the busiest rank, per mean, that is good enough
 FINEST = 64  # parts of a rank's mean work: documents with less are not spread any more
@@ -31,7 +32,8 @@ def spread_documents(lengths: tuple[int, ...], world: int, *, multiple_of: int =
         if best[0] <= EVEN * mean:
             break
         parts *= 2
-    runs = tuple(share.runs(lengths) for share in best[1])
+    starts = list(itertools.accumulate(lengths, initial=0))
+    runs = tuple(share.runs(starts) for share in best[1])
     return Dispatched(lengths, lengths, runs, rows)
 
 
@@ -55,16 +57,10 @@ class _Share:
         self.work -= _work(pos + tokens) - _work(pos)
         self.tokens -= tokens
 
-    def runs(self, lengths: tuple[int, ...]) -> tuple[Run, ...]:
-        """In the order of the packed sequence; what lies side by side is one run."""
-        starts = [0, *itertools.accumulate(lengths)]
-        runs: list[Run] = []
-        for first, count in sorted((starts[document] + pos, tokens) for document, pos, tokens in self.pieces):
-            if runs and sum(runs[-1]) == first:
-                runs[-1] = runs[-1][0], runs[-1][1] + count
-            else:
-                runs.append((first, count))
-        return tuple(runs)
+    def runs(self, starts: list[int]) -> tuple[Run, ...]:
+        """In the order of the packed sequence; what lies side by side is one run. starts: of the documents there."""
+        rows = sorted((starts[document] + pos, tokens) for document, pos, tokens in self.pieces)
+        return tuple((s.pos, s.length) for s in join(Segment(first, first, count) for first, count in rows))
 
 
 def _work(tokens: int) -> float:

@@ -52,15 +52,31 @@ class _Documents:
         fields = [getattr(self, name) for name in self.__dataclass_fields__]
         return f"{len(self.lengths)} documents ({zlib.crc32(str(fields).encode()):08x})"
 
-    def _pieces(self, runs: Iterable[Run]) -> Iterator[tuple[int, Segment]]:
-        """(first row in the packed sequence, segment) of these runs' tokens, one run after another."""
+    def runs(self, rank: int, world: int) -> Iterable[Run]:
+        """The rows of the packed sequence, padding too, that a rank of `world` has, in the order of its rows."""
+        raise NotImplementedError
+
+    def segments(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """The rank's parts of documents, without padding."""
+        return join(self._pieces(self.runs(rank, world)))
+
+    def source(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """The rank's rows that hold a row of the packed sequence, padding too; positions are those rows."""
+        row, found = 0, []
+        for first, count in self.runs(rank, world):
+            found.append(Segment(row, first, count))
+            row += count
+        return join(found)
+
+    def _pieces(self, runs: Iterable[Run]) -> Iterator[Segment]:
+        """The tokens of these runs, one run after another."""
         row = 0
         for first, count in runs:
             end = first + count
             while first < end:
                 seq = bisect_right(self.starts, first) - 1
                 pos, rows = first - self.starts[seq], min(end, self.starts[seq + 1]) - first
-                yield first, Segment(row, pos, max(0, min(rows, self.lengths[seq] - pos)), seq)
+                yield Segment(row, pos, max(0, min(rows, self.lengths[seq] - pos)), seq)
                 first, row = first + rows, row + rows
 
 
@@ -93,19 +109,8 @@ class Packed(_Documents):
         """Rows of one rank."""
         return self.starts[-1] // world
 
-    def segments(self, rank: int, world: int) -> tuple[Segment, ...]:
-        """Two chunks of every document, without its padding; whole documents if there is only one rank."""
-        return join(piece for _, piece in self._pieces(self._runs(rank, world)))
-
-    def source(self, rank: int, world: int) -> tuple[Segment, ...]:
-        """The rank's rows, padding too; positions are rows of the packed sequence."""
-        row, found = 0, []
-        for first, count in self._runs(rank, world):
-            found.append(Segment(row, first, count))
-            row += count
-        return join(found)
-
-    def _runs(self, rank: int, world: int) -> Iterator[Run]:
+    def runs(self, rank: int, world: int) -> Iterator[Run]:
+        """Two chunks of every document; all rows if there is only one rank."""
         if world == 1:
             yield 0, self.starts[-1]
             return
@@ -173,14 +178,9 @@ class Dispatched(_Documents):
         """Rows of one rank."""
         return self.num_rows
 
-    def segments(self, rank: int, world: int) -> tuple[Segment, ...]:
-        """The rank's parts of documents, without padding."""
-        return join(piece for _, piece in self._pieces(self.shares[rank]))
-
-    def source(self, rank: int, world: int) -> tuple[Segment, ...]:
-        """The rank's rows that hold a row of the packed sequence; positions are those rows."""
-        counts = itertools.accumulate((count for _, count in self.shares[rank]), initial=0)
-        return join(Segment(row, first, count) for row, (first, count) in zip(counts, self.shares[rank]))
+    def runs(self, rank: int, world: int) -> tuple[Run, ...]:
+        """The rank's share."""
+        return self.shares[rank]
 
 
 # cu_seqlens -> (its version, its values): all layers pass the same tensor, and reading it from a GPU is slow

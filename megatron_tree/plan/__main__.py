@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..config import DECODE_SCHEDULES, SCHEDULES, Visibility
 from ..files import whole_file
-from ..layout import Sharding, shard_lengths, spread_documents
+from ..layout import Dispatched, Sharding, shard_lengths, spread_documents
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
 from .cast import Mask
 from .planner import plan_decode, plan_training
@@ -120,11 +120,8 @@ def run(args: argparse.Namespace) -> None:
     """Plan, print, and write the CSV. Raises ValueError for options that don't fit together."""
     topology = load_topology(args.topology)
     passes = PASSES if args.passes == "all" else (args.passes,)
-    if args.documents is not None:
-        if args.batch > 1 or "decode" in passes:
-            raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
-        world = args.nodes * (args.ranks_per_node or topology.host_size)
-        args.seq_len = spread_documents(args.documents, world).num_rows * world
+    if args.documents is not None and (args.batch > 1 or "decode" in passes):
+        raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
     h_kv = args.kv_heads or args.heads
     if args.heads % h_kv:
         raise ValueError(f"--kv-heads {h_kv} must divide --heads {args.heads}")
@@ -133,9 +130,13 @@ def run(args: argparse.Namespace) -> None:
     hosts = [n // ranks for n in range(args.nodes * ranks)]
     placement = place(topology, hosts)
     shape = Shape(args.heads, h_kv, args.head_dim, args.head_dim_v or args.head_dim)
+    documents = None
+    if args.documents is not None:
+        documents = spread_documents(args.documents, len(hosts))
+        args.seq_len = documents.num_rows * len(hosts)
     tables, reasons = {}, {}
     if {"forward", "backward"} & set(passes):
-        training, reasons["training"] = _training(args, topology, placement, shape)
+        training, reasons["training"] = _training(args, topology, placement, shape, documents)
         tables |= {name: entries for name, entries in training.items() if name in passes}
     if "decode" in passes:
         tables["decode"], reasons["decode"] = _decode(args, topology, placement, shape)
@@ -168,13 +169,14 @@ def _check_schedule(schedule: str, passes: tuple[str, ...]) -> None:
             )
 
 
-def _training(args, topology: Topology, placement: Placement, shape: Shape) -> tuple[dict[str, list[Entry]], str]:
+def _training(
+    args, topology: Topology, placement: Placement, shape: Shape, documents: Dispatched | None
+) -> tuple[dict[str, list[Entry]], str]:
     visible, mask = 1.0, None
-    if args.documents is not None:
-        layout = spread_documents(args.documents, len(placement.order))
-        shares = Sharding(seq_len=args.seq_len, world=len(placement.order), layout=layout)
+    if documents is not None:
+        shares = Sharding(seq_len=args.seq_len, world=len(placement.order), layout=documents)
         mask = Mask(Visibility(args.window, None if args.full else 0), shares, shares)
-        visible = layout.pairs / args.seq_len**2
+        visible = documents.pairs / args.seq_len**2
     elif args.window is not None:
         shares = Sharding(seq_len=args.seq_len, world=len(placement.order), layout="zigzag")
         shard_lengths(args.seq_len, shares.world, shares.layout)

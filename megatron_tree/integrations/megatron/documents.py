@@ -63,7 +63,7 @@ def dispatch_batch(
     Returns: the batch, and the `packed_seq_params` to call the model with.
     Raises: ValueError for bad boundaries, or tensors of another length.
     """
-    group = compat.lookup("megatron.core.parallel_state:get_context_parallel_group")() if cp_group is None else cp_group
+    group = compat.context_parallel_group() if cp_group is None else cp_group
     layout = dispatch_documents(cu_seqlens, group, multiple_of=math.lcm(2, multiple_of))
     tensors = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
     if not tensors:
@@ -161,6 +161,5 @@ def _cut_as_a_whole(packed: Any) -> Any:
     if packed is None or isinstance(packed, TreePackedSeqParams) or not compat.cuts_packed_rows_as_a_whole():
         return packed
     documents = packed_layout(packed.cu_seqlens_q)
-    group = compat.lookup("megatron.core.parallel_state:get_context_parallel_group")()
-    layout = documents_over(documents.lengths, documents.padded, comm.group_size(group))
+    layout = documents_over(documents.lengths, documents.padded, comm.group_size(compat.context_parallel_group()))
     return TreePackedSeqParams.of(layout, None, packed.cu_seqlens_q.device)

@@ -72,8 +72,8 @@ def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     return split(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
-def context_parallel_group(module: Any) -> Any:
-    """The context-parallel group of a model or an attention layer."""
+def context_parallel_group(module: Any = None) -> Any:
+    """The context-parallel group of a model or an attention layer, by default that of Megatron's parallel state."""
     groups = getattr(module, "pg_collection", None)  # older: no such attribute
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     return getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
