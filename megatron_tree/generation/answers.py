@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TreeError
-from .plans import Executor
+from .executor import Executor
 from .requests import Event, Request
 from .scheduler import Scheduler
 

@@ -22,8 +22,9 @@ from ..comm import group_rank
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
+from .executor import Executor
 from .grammars import Grammars
-from .plans import Executor, Planner
+from .plans import Planner
 from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
 
 
