@@ -86,6 +86,7 @@ class Planner:
         if (row := serving.row) is None:
             if (found := self._reusable(serving)) is not None:
                 serving.handle, serving.num_prefilled = found
+                serving.num_cached = found[1]
                 self._prefixes.forget(serving.handle)
                 self._steps.append(["crop", serving.handle, serving.num_prefilled])
                 return
@@ -99,7 +100,7 @@ class Planner:
         elif shared < len(row.tokens):
             self._steps.append(["crop", row.handle, shared])
         del row.tokens[shared:]
-        serving.handle, serving.num_prefilled = row.handle, shared
+        serving.handle, serving.num_prefilled, serving.num_cached = row.handle, shared, shared
 
     def _shared(self, serving: ServedRequest) -> tuple[int, int] | None:
         """(handle, tokens) of a row that holds the beginning of a prompt: all but its last token at most."""
@@ -134,7 +135,7 @@ class Planner:
             if found is not None:
                 steps += [["remove", serving.handle], ["fork", found[0], serving.handle]]
                 steps.append(["crop", serving.handle, done])
-                serving.num_prefilled = done
+                serving.num_prefilled = serving.num_cached = done
         return steps
 
     def cancel(self, serving: ServedRequest) -> None:

@@ -41,6 +41,10 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     """Answers to the prompt, sampled independently."""
+    priority: int = 0
+    """Lower ones go first."""
+    client: str = ""
+    """Who asks: clients of the same priority take turns."""
     row: KeptRow | None = None
     """Use this row of the cache and leave it there; one request at a time, with n=1."""
 
@@ -50,6 +54,8 @@ class Usage(NamedTuple):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt's, those that the cache held already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +123,11 @@ class ServedRequest:
         grammars: Grammars,
     ):
         self.id, self.prompt, self.sink = number, prompt, sink
-        self.row = request.row
+        self.row, self.priority, self.client = request.row, request.priority, request.client
         self.params = request.sampling.with_seed()
         ends = () if self.params.ignore_eos else end_tokens
         self.handle: int | None = None  # of the prompt's row while it is prefilled
-        self.num_prefilled = 0
+        self.num_prefilled = self.num_cached = 0
         self.digests: list[bytes] | None = None  # of the prompt's blocks, once they were asked for
         self.scored: list[Choice] = []  # tokens of the prompt but the first
         self.answers = [
@@ -158,7 +164,7 @@ class ServedRequest:
         usage = None
         if finish_reason is not None:
             answer.finished = True
-            usage = Usage(len(self.prompt), answer.stopper.num_tokens)
+            usage = Usage(len(self.prompt), answer.stopper.num_tokens, self.num_cached)
         if choice is not None:
             if self.params.prompt_logprobs is not None and answer.stopper.num_tokens == 1:
                 more["prompt_logprobs"] = tuple(self.scored)

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from .executor import Executor
 from .grammars import Grammars
 from .plans import Planner
 from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
+from .waiting import Waiting
 
 
 class QueueFull(TreeError):
@@ -42,7 +42,7 @@ class Load(NamedTuple):
 
 
 class Scheduler:
-    """Serves requests first come, first served. Create it on all ranks of the runner's token_group.
+    """Serves requests by priority; clients of equal priority take turns. Create it on all ranks of its token_group.
 
     `submit`, `cancel` and `stop` are for rank 0 of the group, from any thread; `run` or `run_once` for all ranks.
     A request is admitted when rows are free for all its answers and the cache has room for its prompt and all the
@@ -53,7 +53,7 @@ class Scheduler:
         tokenizer: a Transformers tokenizer; used in the thread that runs the loop only, so don't share it with others.
             None: events carry no text.
         max_rows: answers generated at the same time.
-        max_waiting: requests that may wait; one more raises `QueueFull`.
+        max_waiting: requests that may wait; one more raises `QueueFull`, unless its client has less than its share.
         end_tokens: the model's end tokens; None: the tokenizer's.
         plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group next to NCCL; default
             the runner's token_group.
@@ -103,7 +103,7 @@ class Scheduler:
         # what threads share, under the lock
         self._changed = threading.Condition()
         self._open: dict[int, ServedRequest] = {}
-        self._waiting: deque[ServedRequest] = deque()
+        self._waiting = Waiting()
         self._cancels: set[int] = set()
         self._deadline: float | None = None  # of open requests, once the loop is to end
         self._failure: str | None = None
@@ -127,6 +127,8 @@ class Scheduler:
         prompt = prompt_tensor(request.prompt, runner.vocab_size)
         if not isinstance(request.n, int) or not 1 <= request.n <= self.max_rows:
             raise ValueError(f"n={request.n!r} must be from 1 to max_rows={self.max_rows}: ask for fewer answers")
+        if not isinstance(request.priority, int):
+            raise ValueError(f"priority={request.priority!r} must be an integer; lower ones go first")
         if request.row is not None and request.n > 1:
             raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
         for name in ("stop_token_ids", "logit_bias"):
@@ -172,11 +174,11 @@ class Scheduler:
         with self._changed:
             if self._deadline is not None or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it is stopping'}")
-            if len(self._waiting) >= self.max_waiting:
+            if self._waiting.is_full_for(request.client, self.max_waiting):
                 raise QueueFull(f"max_waiting={self.max_waiting} requests wait already: try again later")
             serving.id = next(self._numbers)
             self._open[serving.id] = serving
-            self._waiting.append(serving)
+            self._waiting.add(serving)
             self._changed.notify()
         return serving.id
 
@@ -287,7 +289,7 @@ class Scheduler:
                 self._failure = text
                 left = list(self._open.values())
                 self._open.clear()
-                self._waiting.clear()
+                self._waiting = Waiting()
             for serving in left:
                 for answer in serving.unfinished:
                     try:
@@ -314,13 +316,12 @@ class Scheduler:
         for serving in cancelled:
             self._planner.cancel(serving)
         with self._changed:
-            while self._waiting and self._planner.has_room(self._waiting[0]):
-                self._planner.admit(self._waiting.popleft())
+            while self._waiting and self._planner.has_room(self._waiting.first):
+                self._planner.admit(self._waiting.take())
             idle = not self._open
         return {"steps": self._planner.plan(), "stop": stop, "idle": idle}
 
     def _forget(self, serving: ServedRequest) -> None:
         with self._changed:
             del self._open[serving.id]
-            if serving in self._waiting:
-                self._waiting.remove(serving)
+            self._waiting.remove(serving)

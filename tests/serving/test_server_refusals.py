@@ -180,7 +180,7 @@ def test_a_tokenizer_without_a_chat_template(model):
 
 
 def test_the_key(model):
-    with serving(model, TOKENIZER, api_key=KEY) as server:
+    with serving(model, TOKENIZER, api_keys=(KEY,)) as server:
         for key in ("another-key", KEY + "x", KEY[:-1], "ключ".encode().decode("latin-1")):
             status, head, error = _post(server, "/v1/completions", COMPLETION, headers=[f"Authorization: Bearer {key}"])
             assert (status, error["code"]) == (401, "invalid_api_key") and "is wrong" in error["message"]
@@ -192,6 +192,22 @@ def test_the_key(model):
             server.client(api_key="wrong").models.list()
         assert server.client(api_key=KEY).completions.create(**COMPLETION).choices
         assert _post(server, "/health", {})[0] == 405, "needs no key"
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"), [(("first-key", "second-key"), ["key 0", "key 1"]), ((KEY,), ["127.0.0.1"]), ((), ["127.0.0.1"])]
+)
+def test_clients_are_known_by_their_keys_or_addresses(model, keys, names):
+    with serving(model, TOKENIZER, api_keys=keys) as server:
+        submit, seen = server.scheduler.submit, []
+        server.scheduler.submit = lambda one, sink: seen.append((one.client, one.priority)) or submit(one, sink)
+        for priority, key in enumerate(keys or ["any"]):
+            body = COMPLETION | {"extra_body": {"priority": priority}}
+            assert server.client(api_key=key).completions.create(**body).choices
+        assert seen == [(name, priority) for priority, name in enumerate(names)]
+        headers = [f"Authorization: Bearer {key}" for key in keys[:1]]
+        status, _, error = _post(server, "/v1/completions", COMPLETION | {"priority": -1}, headers=headers)
+        assert (status, error["param"]) == (400, "priority"), "nobody overtakes the others"
 
 
 def test_other_names_are_refused_where_no_key_is_asked_for(model):
@@ -290,12 +306,15 @@ def test_options_are_checked_before_anything_is_sent(arguments, words, monkeypat
 def test_where_the_key_comes_from(tmp_path, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     (tmp_path / "key").write_text(KEY + "\n")
-    assert _options().api_key is None
-    assert _options("--host", "0.0.0.0", "--allow-open").api_key is None
-    assert _options("--host", "0.0.0.0", "--api-key-file", str(tmp_path / "key")).api_key == KEY
+    assert _options().api_keys == ()
+    assert _options("--host", "0.0.0.0", "--allow-open").api_keys == ()
+    assert _options("--host", "0.0.0.0", "--api-key-file", str(tmp_path / "key")).api_keys == (KEY,)
     monkeypatch.setenv(KEY_VARIABLE, "from-the-environment")
-    assert _options("--host", "::").api_key == "from-the-environment"
-    assert _options("--api-key", KEY).api_key == KEY
+    assert _options("--host", "::").api_keys == ("from-the-environment",)
+    assert _options("--api-key", KEY).api_keys == (KEY,)
+    assert _options("--api-key", KEY, "second-key").api_keys == (KEY, "second-key")
+    (tmp_path / "keys").write_text(f"{KEY}\nsecond-key\n")
+    assert _options("--api-key-file", str(tmp_path / "keys")).api_keys == (KEY, "second-key")
     with pytest.raises(ValueError, match="pass one of the two"):
         _options("--api-key", KEY, "--api-key-file", str(tmp_path / "key"))
 

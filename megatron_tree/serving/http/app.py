@@ -39,7 +39,8 @@ class Service:
     """The names the model is served under; answers carry the one that the request used."""
     request_timeout: float
     """Seconds from a request's arrival to the end of its answer."""
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """Each is a client of its own; none: requests need no key."""
     loopback_names_only: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
     receive_timeout: float = RECEIVE_TIMEOUT_S
@@ -61,7 +62,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.add_middleware(
         Guard,
-        api_key=service.api_key,
+        api_keys=service.api_keys,
         loopback_names_only=service.loopback_names_only,
         max_body_bytes=service.max_body_bytes,
         receive_timeout=service.receive_timeout,
@@ -115,7 +116,8 @@ async def _answer(
     service: Service, request: Request, body: GenerationRequest, prompts: list[list[int]], form: type[Form], **options
 ) -> Response:
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
-    ticket = service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n)
+    who = {"priority": body.priority, "client": request.state.client}
+    ticket = service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n, **who)
     made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
                 **options)  # fmt: skip
     return await respond(request, ticket, made, stream=body.stream, include_usage=body.include_usage,

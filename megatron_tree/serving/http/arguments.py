@@ -43,9 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1: this machine "
         "only); any other needs an API key")  # fmt: skip
     http.add_argument("--port", type=int, default=8000, help="0: a free one, which is printed (default: 8000)")
-    http.add_argument("--api-key", metavar="KEY", help=f"token that clients must send; other users of this machine can "
-        f"see it in the list of processes: --api-key-file and the variable {KEY_VARIABLE} hide it")  # fmt: skip
-    http.add_argument("--api-key-file", metavar="FILE", help="file with that token")
+    http.add_argument("--api-key", nargs="+", metavar="KEY", help="token that clients must send; with several, each "
+        "is a client that takes turns with the others; other users of this machine see them in the list of processes: "
+        f"--api-key-file and the variable {KEY_VARIABLE} hide them")  # fmt: skip
+    http.add_argument("--api-key-file", metavar="FILE", help="file with these tokens, one a line")
     http.add_argument("--allow-open", action=switch, default=False, help="serve other machines without an API key: "
         "everyone who can reach the port can use the model and fill its queue")  # fmt: skip
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds from a request's "
@@ -72,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Check all options before any communication; fill in the key and the model's names.
+    """Check all options before any communication; fill in the keys (args.api_keys) and the model's names.
 
     Raises: ValueError that names the option, the value seen and the way out.
     """
@@ -91,34 +92,36 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         args.served_model_name = [args.served_model_name]
     args.served_model_name = args.served_model_name or [Path(args.model).resolve().name]
     check_readable("--api-key-file", args.api_key_file)
-    args.api_key = _api_key(args)
-    if args.api_key is None and not is_loopback(args.host) and not args.allow_open:
+    args.api_keys = _api_keys(args)
+    if not args.api_keys and not is_loopback(args.host) and not args.allow_open:
         raise ValueError(
             f"--host {args.host}: other machines could use the model without a key and fill its queue; "
             f"pass --api-key-file (or set {KEY_VARIABLE}), or --allow-open where the network keeps others out"
         )
 
 
-def _content(path: str) -> str:
-    return Path(path).read_bytes().decode("ascii", "replace").strip()
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()] or [""]
 
 
-def _api_key(args: argparse.Namespace) -> str | None:
-    """The token out of the first place that is given: the option, the file, the environment variable."""
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """The tokens out of the first place that is given: the option, the file, the environment variable."""
+    if isinstance(args.api_key, str):
+        args.api_key = [args.api_key]
     if args.api_key is not None and args.api_key_file is not None:
         raise ValueError("--api-key and --api-key-file: pass one of the two")
     places = {
         "--api-key": args.api_key,
-        "--api-key-file": None if args.api_key_file is None else _content(args.api_key_file),
-        KEY_VARIABLE: os.environ.get(KEY_VARIABLE),
+        "--api-key-file": None
+        if args.api_key_file is None
+        else _lines(Path(args.api_key_file).read_bytes().decode("ascii", "replace")),
+        KEY_VARIABLE: _lines(os.environ[KEY_VARIABLE]) if KEY_VARIABLE in os.environ else None,
     }
-    for place, key in places.items():
-        if key is None:
-            continue
+    place, keys = next(((place, keys) for place, keys in places.items() if keys is not None), ("", []))
+    for key in keys:
         if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
             raise ValueError(
-                f"{place}: the API key must have {MIN_KEY_LENGTH} or more printable ASCII characters without spaces; "
+                f"{place}: an API key must have {MIN_KEY_LENGTH} or more printable ASCII characters without spaces; "
                 "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
             )
-        return key
-    return None
+    return tuple(keys)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-# No effect on the answer: records, caches, priorities and speed
+# No effect on the answer: records, caches and speed
 IGNORED = frozenset({
-    "cache_salt", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_options",
+    "cache_salt", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
 

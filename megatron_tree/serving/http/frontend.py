@@ -29,16 +29,21 @@ class Ticket:
         self.choices = self.unfinished = choices
         self.numbers: list[int] = []
         """The scheduler's, one for every prompt."""
-        self._prompt_tokens, self._tokens = prompt_tokens, 0
+        self._prompt_tokens, self._tokens, self._cached = prompt_tokens, 0, 0
         self._cancel = cancel
         self._metrics, self._since, self._last = metrics, time.monotonic(), {}
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all answers."""
         prompt, completion = self._prompt_tokens, self._tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
 
     def put(self, first: int, event: Event) -> None:
         """Hand over an event of the prompt whose choices begin at `first`."""
@@ -56,6 +61,7 @@ class Ticket:
             raise failed(f"the model failed: {event.error}")
         if event.usage is not None:
             self._tokens += event.usage.completion_tokens
+            self._cached += 0 if event.answer else event.usage.cached_tokens  # once for every prompt
         self.unfinished -= event.finish_reason is not None
         return first + event.answer, event
 
@@ -74,9 +80,12 @@ class Frontend:
         self.state = "ok"
         """ "ok", "stopping" or "failed": what /health reports; unless it is "ok" requests get a 503."""
 
-    def submit(self, prompts: list[list[int]], sampling: list[SamplingParams], n: int) -> Ticket:
+    def submit(
+        self, prompts: list[list[int]], sampling: list[SamplingParams], n: int, *, priority: int = 0, client: str = ""
+    ) -> Ticket:
         """Queue n answers to every prompt; all of them or none. In the event loop.
 
+        priority, client: see `Request`.
         Raises: ApiError: 400 for sizes that never fit, 429 when the queue is full,
         503 while stopping.
         """
@@ -89,7 +98,7 @@ class Frontend:
             raise bad_value("prompt", f"{message}: send them in several requests")
         try:
             for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-                request = Request(prompt=prompt, sampling=params, n=n)
+                request = Request(prompt=prompt, sampling=params, n=n, priority=priority, client=client)
                 ticket.numbers.append(self._scheduler.submit(request, _sink(loop, ticket, i * n)))
         except QueueFull as error:
             ticket.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -31,9 +32,11 @@ def _name_of(host_header: str) -> str:
 
 
 class Guard:
-    """ASGI middleware: 401 without the right token, 413 or 408 for a body too large or slow, 403 for other names.
+    """ASGI middleware: 401 without a right token, 413 or 408 for a body too large or slow, 403 for other names.
 
-    api_key: the token, or None for none. loopback_names_only: refuse Host headers of other names: a web page can give
+    Requests get a `state.client`: who asks, by key where there are several, otherwise by address.
+
+    api_keys: the right tokens, or none. loopback_names_only: refuse Host headers of other names: a web page can give
     its own name the address 127.0.0.1 and so make a browser talk to a server that asks for no token.
     max_body_bytes: of a request's body, however it is sent. receive_timeout: seconds that it may take to come.
     """
@@ -42,14 +45,14 @@ class Guard:
         self,
         app: ASGIApp,
         *,
-        api_key: str | None,
+        api_keys: Sequence[str],
         loopback_names_only: bool,
         max_body_bytes: int,
         receive_timeout: float,
     ):
         self.app, self.loopback_names_only, self.max_body_bytes = app, loopback_names_only, max_body_bytes
         self.receive_timeout = receive_timeout
-        self.api_key = None if api_key is None else api_key.encode()
+        self.api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,6 +61,7 @@ class Guard:
         error = self._name_error(headers) or (None if scope["path"] in OPEN_PATHS else self._token_error(headers))
         error = error or self._length_error(headers.get("content-length", "0"))
         if error is None:
+            scope.setdefault("state", {})["client"] = self._client(scope, headers)
             await self.app(scope, self._limited(receive), send)
         else:
             await error.response()(scope, receive, send)
@@ -97,17 +101,25 @@ class Guard:
             code="host_not_allowed",
         )
 
-    def _token_error(self, headers: Headers) -> ApiError | None:
-        if self.api_key is None:
-            return None
+    def _key(self, headers: Headers) -> int | None:
+        """The number of the key that a request has."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(token.strip().encode("utf-8", "surrogateescape"), self.api_key)
-        if scheme.lower() == "bearer" and right:
+        given = token.strip().encode("utf-8", "surrogateescape")
+        right = [number for number, key in enumerate(self.api_keys) if hmac.compare_digest(given, key)]
+        return right[0] if right and scheme.lower() == "bearer" else None
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        if len(self.api_keys) > 1 and (number := self._key(headers)) is not None:
+            return f"key {number}"
+        return scope["client"][0] if scope.get("client") else ""
+
+    def _token_error(self, headers: Headers) -> ApiError | None:
+        if not self.api_keys or self._key(headers) is not None:
             return None
-        what = "is wrong" if token else "is missing"
+        what = "is wrong" if headers.get("authorization", "").partition(" ")[2] else "is missing"
         return ApiError(
             401,
-            f"the API key {what}: send the header 'Authorization: Bearer KEY' with the key the server was started with",
+            f"the API key {what}: send the header 'Authorization: Bearer KEY' with a key the server was started with",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

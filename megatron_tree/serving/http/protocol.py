@@ -37,6 +37,7 @@ class GenerationRequest(Sampling):
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    priority: Annotated[int, Field(ge=0, lt=2**31)] = 0  # not OpenAI's: others go first
     stream: bool = False
     stream_options: StreamOptions | None = None
     # OpenAI's ranges and defaults

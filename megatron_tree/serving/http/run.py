@@ -154,8 +154,8 @@ def _run(args: Namespace, at: Started) -> None:
             prompts=Prompts(at.tokenizer, vocab_size=runner.vocab_size, max_model_len=max_model_len),
             models=tuple(args.served_model_name),
             request_timeout=args.request_timeout,
-            api_key=args.api_key,
-            loopback_names_only=args.api_key is None and is_loopback(args.host),
+            api_keys=args.api_keys,
+            loopback_names_only=not args.api_keys and is_loopback(args.host),
             max_body_bytes=int(args.max_body_mib * 2**20),
             receive_timeout=args.receive_timeout,
         )
@@ -166,7 +166,7 @@ def _run(args: Namespace, at: Started) -> None:
             address = f"[{args.host}]" if ":" in args.host else args.host
             print(
                 f"serving {', '.join(service.models)} at http://{address}:{listener.getsockname()[1]}/v1, up to "
-                f"{max_model_len:,} tokens, {'with' if args.api_key else 'without'} an API key",
+                f"{max_model_len:,} tokens, {'with' if args.api_keys else 'without'} an API key",
                 flush=True,
             )
 
