@@ -14,8 +14,10 @@ from ..files import whole_file
 from ..layout import Dispatched, Sharding, shard_lengths, spread_documents
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
 from .cast import Mask
+from .model import load_model_sizes
 from .planner import plan_decode, plan_training
 from .plans import Cost, PassPlan, Reduction, Shape, rival_names
+from .step import plan_step
 from .topology import Placement, Topology, known_topologies, load_topology, place
 
 EXAMPLES = """\
@@ -29,6 +31,7 @@ examples:
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --json
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 4 --seq-len 1M --model my-model/config.json
 
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
 """
@@ -85,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--queries", type=parse_count, default=1, help="queries of a decode step (default 1)")
     add("--own-heads", action="store_true", help="the weights are split over the ranks, too: each needs the results of "
         "its own heads only (decode)")  # fmt: skip
+    add("--model", type=Path, help="the config.json of a model: print what a decode step of the whole model reads, "
+        "sends and takes for every way to share its weights, and nothing else")  # fmt: skip
     add = parser.add_argument_group("the plan").add_argument
     add("--pass", dest="passes", choices=(*PASSES, "all"), default="all", help="what to plan (default all)")
     names = f"of training: {', '.join(SCHEDULES)}; of decode: {', '.join(DECODE_SCHEDULES)}"
@@ -128,6 +133,9 @@ def run(args: argparse.Namespace) -> None:
     _check_schedule(args.schedule, passes)
     ranks = args.ranks_per_node or topology.host_size
     hosts = [n // ranks for n in range(args.nodes * ranks)]
+    if args.model is not None:
+        _model(args, topology, hosts)
+        return
     placement = place(topology, hosts)
     shape = Shape(args.heads, h_kv, args.head_dim, args.head_dim_v or args.head_dim)
     documents = None
@@ -157,6 +165,27 @@ def run(args: argparse.Namespace) -> None:
         print(f"\n{name}: {reason}")
     if args.csv:
         print(f"\nall candidates are in {args.csv}")
+
+
+def _model(args, topology: Topology, hosts: list[int]) -> None:
+    """Every way to share the weights of --model; the fastest is marked."""
+    sizes = dict(batch=args.batch, seq_len=args.seq_len, bytes_per_word=BYTES[args.dtype])
+    costs = plan_step(load_model_sizes(args.model), topology, hosts, **sizes)
+    if args.csv:
+        _write_rows(args.csv, [cost._asdict() for cost in costs])
+    if args.json:
+        found = [cost._asdict() for cost in costs]
+        print(json.dumps({"topology": topology.name, "ranks": len(hosts), **sizes, "ways": found}, indent=1))
+        return
+    print(f"a decode step of {args.model} on {len(hosts)} ranks of {topology.name}; batch {args.batch}, {args.seq_len} "
+          f"tokens each, {args.dtype}; predicted")  # fmt: skip
+    rows = [["", "weights", "head groups", "weights read", "cache read", "sent", "reading", "time"]]
+    fastest = min(cost.time_s for cost in costs)
+    for cost in costs:
+        figures = map(format_bytes, (cost.weight_bytes, cost.cache_bytes, cost.sent_bytes))
+        times = map(format_seconds, (cost.read_s, cost.time_s))
+        rows.append(["*" * (cost.time_s == fastest), cost.way, str(cost.head_groups), *figures, *times])
+    _print_rows(rows)
 
 
 def _check_schedule(schedule: str, passes: tuple[str, ...]) -> None:
@@ -246,13 +275,19 @@ def _print(name: str, entries: list[Entry], topology: Topology, *, everything: b
         rows.append(
             ["*" * e.chosen, str(e.candidate), *times, *sent, str(e.cost.steps), format_bytes(e.cost.peak_bytes), note]
         )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    print()
-    for mark, what, *numbers, note in rows:
-        cells = [cell.rjust(w) for cell, w in zip(numbers, widths[2:])]
-        print("  ".join([mark.ljust(1), what.ljust(widths[1]), *cells, note]).rstrip())
+    _print_rows(rows)
     if len(shown) < len(entries):
         print(f"   {len(entries) - len(shown)} more: --all")
+
+
+def _print_rows(rows: list[list[str]]) -> None:
+    """Columns: a mark and a name to the left, what begins with a digit and its heading to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    right = [any(cell[:1].isdigit() for cell in column) for column in zip(*rows)]
+    print()
+    for row in rows:
+        cells = (cell.rjust(w) if to_right else cell.ljust(w) for cell, w, to_right in zip(row, widths, right))
+        print("  ".join(cells).rstrip())
 
 
 def _values(e: Entry, topology: Topology) -> dict:
@@ -269,7 +304,10 @@ def _values(e: Entry, topology: Topology) -> dict:
 
 
 def _write(path: Path, entries: list[Entry], topology: Topology) -> None:
-    rows = [{"pass": e.name, **_values(e, topology), "chosen": int(e.chosen)} for e in entries]
+    _write_rows(path, [{"pass": e.name, **_values(e, topology), "chosen": int(e.chosen)} for e in entries])
+
+
+def _write_rows(path: Path, rows: list[dict]) -> None:
     with whole_file(path) as part, part.open("w", newline="") as file:
         writer = csv.DictWriter(file, [name for name in rows[0] if name != "rivals"], extrasaction="ignore")
         writer.writeheader()

@@ -50,6 +50,14 @@ def _all_to_all(total: _Sum, share: float) -> None:
     total.add(*placed.exchange(placed.everyone, share, None if placed.direct else 1))
 
 
+def _gather(total: _Sum, share: float) -> None:
+    """Every rank gets every other's share."""
+    if total.placed.direct:
+        _all_to_all(total, share)
+    else:
+        _around(total, share, total.placed.world - 1, hops=lambda level, n: n)
+
+
 def _around(total: _Sum, share: float, rounds: int, *, hops: Callable[[int, int], int]) -> None:
     """A built-in collective that passes `rounds` shares along a ring through all ranks.
 
@@ -70,25 +78,28 @@ def _around(total: _Sum, share: float, rounds: int, *, hops: Callable[[int, int]
     total.add(latency + placed.time(stage, 1), sent)
 
 
-def _allreduce(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
-    """The paper's Algorithm 3: MAX of lse, then SUM of packed numerators and denominators."""
-    total, p = _Sum(placed), placed.world
+def _all_reduce(total: _Sum, size: float) -> None:
+    """A built-in all-reduce."""
+    placed, p = total.placed, total.placed.world
 
     def hops(level: int, n: int) -> int:  # up and down a chain inside the innermost units and a tree of units
         return 2 * ((len(placed.population[level - 1]) - 1).bit_length() if level else placed.behind(0, 1) - 1)
 
+    _around(total, size / p, 2 * (p - 1), hops=hops)
+
+
+def _allreduce(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
+    """The paper's Algorithm 3: MAX of lse, then SUM of packed numerators and denominators."""
+    total = _Sum(placed)
     for size in (step.rows * 4, step.state):
-        _around(total, size / p, 2 * (p - 1), hops=hops)
+        _all_reduce(total, size)
     total.merge(2, step.state)
     return total, 2 * step.state
 
 
 def _allgather(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
     total = _Sum(placed)
-    if placed.direct:
-        _all_to_all(total, step.state)
-    else:
-        _around(total, step.state, placed.world - 1, hops=lambda level, n: n)
+    _gather(total, step.state)
     total.merge(placed.world, step.state)
     return total, placed.world * step.state
 
@@ -146,10 +157,7 @@ def _scatter(placed: PlacedTopology, step: StepSizes, own_heads: bool) -> tuple[
     total.merge(placed.world, share)
     if own_heads:
         return total, placed.world * share
-    if placed.direct:
-        _all_to_all(total, share)
-    else:
-        _around(total, share, placed.world - 1, hops=lambda level, n: n)
+    _gather(total, share)
     return total, 2 * placed.world * share
 
 
@@ -188,6 +196,26 @@ def _ring(placed: PlacedTopology, step: StepSizes) -> tuple[float, list[float], 
     compute, p = step.kv_bytes / placed.topology.memory_bandwidth, placed.world
     shift, each = placed.shift([step.kv_bytes])
     return (p - 1) * max(shift, compute) + compute, [(p - 1) * n for n in each], p - 1, 2 * step.kv_bytes
+
+
+def gathered(placed: PlacedTopology, share: float) -> tuple[float, float]:
+    """(seconds, bytes that a rank sends) until every rank has every other's share of so many bytes."""
+    total = _Sum(placed)
+    if placed.world > 1:
+        _gather(total, share)
+    return total.time, sum(total.sent)
+
+
+def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:
+    """(seconds, bytes that a rank sends) of a small sum over all ranks, as `comm.sum_over_ranks` makes it."""
+    total = _Sum(placed)
+    if placed.world > 1:
+        if placed.direct:
+            _all_to_all(total, size)
+            total.merge(placed.world, size)
+        else:
+            _all_reduce(total, size)
+    return total.time, sum(total.sent)
 
 
 def reductions(placed: PlacedTopology, step: StepSizes, own_heads: bool = False) -> list[Reduction]:

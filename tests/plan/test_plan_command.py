@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tree.bench.weights import MODELS
 from megatron_tree.plan import topology
 from megatron_tree.plan.__main__ import EXAMPLES, main
 
@@ -155,6 +156,8 @@ def test_help_and_its_examples(capsys, tmp_path, monkeypatch):
     assert EXAMPLES.splitlines()[1] in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text((REPO / "configs" / "topology" / "ethernet.yaml").read_text())
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(MODELS["Llama 3.1 70B"]))
     for line in EXAMPLES.splitlines():
         if line.startswith("  python -m megatron_tree.plan "):
             assert main(shlex.split(line)[3:]) == 0

@@ -32,7 +32,7 @@ def test_files(tmp_path, capsys):
     [
         (["--max-ranks", "8"], "--max-ranks 8: at least 64 ranks hold the longest sequence"),
         (["--topology", "nowhere"], "topology 'nowhere' is unknown"),
-        (["bytes", "times"], "'times' is unknown: choose paper, pays, bytes"),
+        (["bytes", "times"], "'times' is unknown: choose paper, pays, bytes, weights"),
     ],
 )
 def test_what_is_refused(options, message, capsys, tmp_path):
@@ -154,3 +154,11 @@ def test_docs_show_the_published_numbers():
         assert f"{line.tree[0]:.2f} ± {line.tree[1]:.2f} | {line.ring[0]:.2f} ± {line.ring[1]:.2f}" in text
     for name in ("latency", "memory", "scale"):
         assert f"images/simulate-{name}.png" in text and (REPO / "docs" / "images" / f"simulate-{name}.png").is_file()
+
+
+def test_weights_are_the_documented_table(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["simulate", "weights", "--out", str(tmp_path)]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert "\n".join(printed) in (REPO / "docs" / "planner.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"weights.csv", "weights.png"}

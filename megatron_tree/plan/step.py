@@ -1,0 +1,117 @@
+"""A decode step of a whole model on N ranks: what each way to share weights and cache reads, sends and takes.
+
+All ways share the cache's tokens. They differ in the weights:
+
+    whole weights     every rank has all weights; the ranks merge what they attend to
+    tensor parallel   K ranks share the weights, K a divisor of the KV heads; N / K such groups share the tokens
+    sharded           all N ranks share the weights: K head groups of N / K neighbours, which share the tokens; queries
+                      are gathered inside a head group, and every rank gets the results of its own heads
+    Helix             as sharded, but each rank of a head group computes all of its queries (arXiv 2507.07120)
+    DCP               as sharded, but states are merged by an all-gather of lse and a reduce-scatter of the outputs
+                      (vLLM's decode context parallelism)
+
+With fewer KV heads than ranks, or MLA (one KV head), only the last three divide all of the weights by N. Layers are
+added up: a layer reads its weights and the rank's share of its cache at `memory_bandwidth`, and its messages follow one
+after another. Activations, norms, Python and overlap of any kind are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .cost import PlacedTopology, placed_topology
+from .decode import gathered, summed
+from .model import ModelSizes
+from .planner import plan_decode
+from .topology import Topology, place
+
+WAYS = ("whole weights", "tensor parallel", "sharded", "Helix", "DCP")
+
+
+class StepCost(NamedTuple):
+    """The predicted cost of one decode step for a rank."""
+
+    way: str
+    head_groups: int
+    """K: groups of ranks with different KV heads."""
+    weight_bytes: float
+    """That a rank reads, and has, but for experts."""
+    cache_bytes: float
+    sent_bytes: float
+    read_s: float
+    """Seconds to read weights and cache."""
+    time_s: float
+
+
+def plan_step(
+    model: ModelSizes,
+    topology: Topology,
+    hosts: Sequence[int],
+    *,
+    batch: int = 1,
+    seq_len: int,
+    bytes_per_word: int = 2,
+) -> list[StepCost]:
+    """The cost of every way, in the order of `WAYS`.
+
+    Args:
+        hosts: the host of every rank; ranks of a host are neighbours.
+        batch: rows of the step. seq_len: tokens of each row's cache.
+        bytes_per_word: of weights, cache and activations.
+    """
+    return [_Step(model, topology, tuple(hosts), batch, seq_len, bytes_per_word).cost(way) for way in WAYS]
+
+
+class _Step(NamedTuple):
+    model: ModelSizes
+    topology: Topology
+    hosts: tuple[int, ...]
+    batch: int
+    seq_len: int
+    bytes_per_word: int
+
+    def cost(self, way: str) -> StepCost:
+        model, world, word = self.model, len(self.hosts), self.bytes_per_word
+        groups = 1 if way == "whole weights" else math.gcd(world, model.num_heads_kv)
+        split = {"whole weights": 1, "tensor parallel": groups}.get(way, world)
+        queries = groups if way == "Helix" else split
+        layer = model.queries / queries + model.keys / groups + model.shared
+        layer += (model.output + model.mlp + model.experts_read(self.batch)) / split
+        weights = (model.layers * layer + model.lm_head / split) * word
+        cache = self.batch * self.seq_len * model.num_heads_kv * model.cache * model.layers * word / world
+
+        # neighbours share a product's weights, or a head group's tokens
+        weights_of = self._placed(self.hosts[:split])
+        tokens_of = self.hosts[::groups] if split < world else self.hosts[: world // groups]
+        layers = [summed(weights_of, self.batch * model.hidden_size * word)] * 2
+        layers += self._attention(way, tokens_of, groups, cache / model.layers)
+        ends = gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)  # the logits
+        read = (weights + cache) / self.topology.memory_bandwidth
+        time, sent = (model.layers * sum(part) + end for part, end in zip(zip(*layers), ends))
+        return StepCost(way, groups, weights, cache, sent, read, read + time)
+
+    def _attention(self, way: str, hosts: tuple[int, ...], groups: int, kv_bytes: float) -> list[tuple[float, float]]:
+        """(seconds, bytes sent) of the messages of one layer's attention among the ranks that share the tokens."""
+        model, n, placed = self.model, len(hosts), self._placed(hosts)
+        heads = self.batch * model.num_heads / groups  # rows of a state
+        share = heads / n * self.bytes_per_word
+        if way == "DCP":
+            return [gathered(placed, share * model.head_dim), gathered(placed, heads * 4),
+                    gathered(placed, share * model.head_dim_v)]  # fmt: skip
+        own = way in ("sharded", "Helix")
+        plan = plan_decode(
+            n,
+            rows=math.ceil(heads),
+            head_dim_v=model.head_dim_v,
+            kv_bytes=round(kv_bytes),
+            topology=self.topology,
+            placement=placed.placement,
+            own_heads=own,
+        )
+        merged = plan.cost.time_s - plan.cost.compute_s, plan.cost.bytes
+        return [merged, gathered(placed, share * model.head_dim)] if way == "sharded" else [merged]
+
+    def _placed(self, hosts: tuple[int, ...]) -> PlacedTopology:
+        return placed_topology(self.topology, place(self.topology, list(hosts)))

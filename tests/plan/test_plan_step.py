@@ -1,0 +1,87 @@
+"""A decode step of a whole model: what each way to share weights and cache reads and sends."""
+
+import json
+import math
+
+import pytest
+
+from megatron_tree.bench.weights import MODELS
+from megatron_tree.plan import load_topology
+from megatron_tree.plan.__main__ import main
+from megatron_tree.plan.model import ModelSizes
+from megatron_tree.plan.step import WAYS, plan_step
+
+LLAMA, DEEPSEEK = (ModelSizes.of(config) for config in MODELS.values())
+DGX = load_topology("dgx_h100")
+
+
+def costs(model, ranks, **sizes):
+    found = plan_step(model, DGX, [n // 8 for n in range(ranks)], **{"seq_len": 1 << 20, **sizes})
+    assert [c.way for c in found] == list(WAYS)
+    return dict(zip(WAYS, found))
+
+
+def test_sizes_of_published_models():
+    """70.6 billion parameters, less an embedding; 37 of 671 billion for one token."""
+    assert LLAMA.words(1) == pytest.approx(70.55e9 - 128256 * 8192, rel=1e-3)
+    assert DEEPSEEK.words(1) == pytest.approx(36.6e9, rel=0.01) and DEEPSEEK.words(10**6) == pytest.approx(
+        670e9, rel=2e-3
+    )
+    assert DEEPSEEK.cache == 576 and LLAMA.cache == 256
+    assert ModelSizes.of({"text_config": MODELS["Llama 3.1 70B"]}) == LLAMA
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16, 64])
+def test_what_a_rank_reads(ranks):
+    """Sharded: all but the projections of keys over all ranks; the cache over all ranks in every way."""
+    found, whole = costs(LLAMA, ranks, batch=2), 2 * LLAMA.words(2)
+    groups = math.gcd(ranks, 8)
+    keys = 2 * 80 * LLAMA.keys
+    assert found["whole weights"].weight_bytes == whole
+    assert found["tensor parallel"].weight_bytes == pytest.approx(whole / groups)
+    assert found["sharded"].weight_bytes == pytest.approx((whole - keys) / ranks + keys / groups)
+    assert found["sharded"].weight_bytes == found["DCP"].weight_bytes <= found["Helix"].weight_bytes
+    assert {c.cache_bytes for c in found.values()} == {2 * 2 * (1 << 20) * 80 * 8 * 256 / ranks}
+    assert all(c.time_s > c.read_s > 0 for c in found.values())
+    if ranks <= 8:  # every rank is a head group of its own: nothing to merge, nothing to gather
+        assert len({found[way][1:] for way in WAYS[1:]}) == 1
+
+
+def test_latent_attention_has_one_kv_head():
+    """The product can't split anything, the others all but the projections into latents, 1/N of the cache each."""
+    found = costs(DEEPSEEK, 16)
+    assert found["tensor parallel"][1:] == found["whole weights"][1:]
+    common = 2 * 61 * DEEPSEEK.shared
+    assert found["sharded"].weight_bytes == pytest.approx((2 * DEEPSEEK.words(1) - common) / 16 + common)
+    assert found["sharded"].cache_bytes == 2 * (1 << 20) * 61 * 576 / 16
+
+
+def test_one_rank_sends_nothing():
+    for cost in costs(LLAMA, 1).values():
+        assert cost.sent_bytes == 0 and cost.time_s == cost.read_s and cost.head_groups == 1
+
+
+def test_command(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["DeepSeek V3"]))
+    options = ["--topology", "dgx_h100", "--nodes", "2", "--seq-len", "1M", "--model", str(tmp_path)]
+    assert main([*options, "--csv", str(tmp_path / "ways.csv")]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {way}  " in out for way in WAYS) and out.count("\n*") == 1 and "6.31 GB" in out
+    assert len((tmp_path / "ways.csv").read_text().splitlines()) == 1 + len(WAYS)
+    assert main([*options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [way["way"] for way in found["ways"]] == list(WAYS) and found["ranks"] == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", "is not a model's config.json"),
+        ("[1]", "is not a model's config.json: it holds a list"),
+        ('{"num_hidden_layers": 2}', "the model's config has hidden_size=None: a whole number is needed"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, text, message):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["--topology", "dgx_h100", "--model", str(tmp_path / "config.json")]) == 1
+    assert message in capsys.readouterr().err
