@@ -13,8 +13,12 @@ from pathlib import Path
 from ..config import BACKENDS, DECODE_SCHEDULES
 from ..generation.sampling import SamplingParams
 from ..plan import load_topology
+from .batch import check_lines
 
-QUESTION = "Answer in one short sentence: what does the module above implement?"
+QUESTIONS = {  # of the default text, and of others
+    True: "Answer in one short sentence: what does the module above implement?",
+    False: "Answer in one short sentence: what is the text above about?",
+}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
@@ -64,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("generate.py", DESCRIPTION, EXAMPLES)
     add = parser.add_argument
     add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
-    add("--question", help=f"what to ask about it (default: {QUESTION})")
+    add("--question", help=f"what to ask about it (default: {QUESTIONS[False]})")
     add("--stream", action=SWITCH, default=True, help="print the answer while it is generated")
     add("--check", action=SWITCH, default=False,
         help="also run the plain model on rank 0 and compare; different tokens are an error (exit code 1)")  # fmt: skip
@@ -172,10 +176,10 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     check_model_options(args, world_size)
     check_sampling_options(args)
     _check_batch(args)
+    if args.question is None:
+        args.question = QUESTIONS[args.prompt_file is None]
     if args.prompt_file is None:
         args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
-    if args.question is None:
-        args.question = QUESTION
     check_readable("--prompt-file", args.prompt_file)
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
@@ -209,6 +213,7 @@ def _check_batch(args: argparse.Namespace) -> None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
     check_readable("--prompts", args.prompts)
     check_writable("--output", args.output)
+    check_lines(args.prompts)
 
 
 def check_chat_arguments(args: argparse.Namespace, world_size: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -179,13 +179,31 @@ def read_requests(
 
     Raises: ``ValueError`` that names the file and its first ten bad lines, with the reasons.
     """
+
+    def read(line: bytes, index: int) -> BatchRequest:
+        parsed = _parse(line, index, sampling)
+        number = n if parsed.line.n is None else parsed.line.n
+        request = Request(prompt=_encode(tokenizer, parsed.line), sampling=parsed.sampling, n=number)
+        entry = BatchRequest(index, parsed.id, request)
+        scheduler.check(entry.request)
+        return entry
+
+    return _each_line(data, name, read)
+
+
+def check_lines(path: str) -> None:
+    """Check what needs neither a model nor its tokenizer. Raises: as `read_requests`; OSError."""
+    _each_line(Path(path).read_bytes(), path, lambda line, index: _parse(line, index, SamplingParams(seed=0)))
+
+
+def _each_line(data: bytes, name: str, read: Callable[[bytes, int], Any]) -> list:
+    """read(line, index) of every line that is not empty, with ids that differ; ValueError with up to ten bad lines."""
     entries, errors, lines = [], [], {}
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            entry = _read_request(line, len(entries) + len(errors), tokenizer, sampling, n)
-            scheduler.check(entry.request)
+            entry = read(line, len(entries) + len(errors))
             if (before := lines.setdefault(key_of(entry.id), number)) != number:
                 raise ValueError(f"id {entry.id!r} is used in line {before} already: ids must differ")
             entries.append(entry)
@@ -217,7 +235,13 @@ class Line(BaseModel):
     n: int | None = None
 
 
-def _read_request(line: bytes, index: int, tokenizer, sampling: SamplingParams, n: int) -> BatchRequest:
+class _Parsed(NamedTuple):
+    id: str | int
+    line: Line
+    sampling: SamplingParams
+
+
+def _parse(line: bytes, index: int, sampling: SamplingParams) -> _Parsed:
     try:
         fields = read_json(line)
     except ValueError as error:  # UnicodeDecodeError is one, too
@@ -228,19 +252,18 @@ def _read_request(line: bytes, index: int, tokenizer, sampling: SamplingParams, 
         read = Line(**fields)
     except ValidationError as error:
         raise ValueError(" ".join(first_fault(error.errors()))) from None
+    if (read.prompt is None) == (read.messages is None):
+        raise ValueError("must have one of 'prompt' and 'messages'")
+    if read.prompt is not None:
+        check_text("prompt", read.prompt)
     options = dict(read.model_extra)
     if options.get("seed") is None:
         options["seed"] = derived_seed(sampling.seed, index)
-    identity, number = index if read.id is None else read.id, n if read.n is None else read.n
-    request = Request(prompt=_encode(tokenizer, read), sampling=sampling.with_options(options), n=number)
-    return BatchRequest(index, identity, request)
+    return _Parsed(index if read.id is None else read.id, read, sampling.with_options(options))
 
 
 def _encode(tokenizer, line: Line) -> list[int]:
-    if (line.prompt is None) == (line.messages is None):
-        raise ValueError("must have one of 'prompt' and 'messages'")
     if line.prompt is not None:
-        check_text("prompt", line.prompt)
         return tokenizer(line.prompt).input_ids
     if not tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")

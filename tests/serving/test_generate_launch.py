@@ -238,6 +238,7 @@ def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):
         (["--prompts", __file__], "--prompts needs --output"),
         (["--prompts", "no/such/file", "--output", "x"], "--prompts 'no/such/file' can't be read"),
         (["--prompts", __file__, "--output", "no/such/folder/x"], "--output .* does not exist"),
+        (["--prompts", __file__, "--output", "x"], "test_generate_launch.py can't be run:\nline 1: not valid JSON"),
         (["--prompts", __file__, "--output", "x", "--check"], "--check can't be combined with --prompts"),
     ],
 )

@@ -138,13 +138,16 @@ def test_hostfile_example_has_the_launchers_format():
 
 
 def test_readme_example_runs(tmp_path):
-    """The README's Python block, as it stands there."""
-    (block,) = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
+    """The README's Python block, as it stands there, prints what it says there."""
+    readme = (REPO / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (promised,) = re.findall("`(rank 0: out .*)`", readme)
     (tmp_path / "example.py").write_text(block)
     env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "example.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+    assert promised in done.stdout and len(done.stdout.splitlines()) == 4
 
 
 def test_readme_links_lead_to_files():

@@ -60,8 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("load")
     load.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers generated at the same time "
         "(default: 8)")  # fmt: skip
-    load.add_argument("--max-waiting", type=int, default=64, metavar="N", help="prompts that may wait for a "
-        "row; further requests get a 429 (default: 64)")  # fmt: skip
+    load.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="prompts that may wait for a "
+        "row; further requests get a 429 (default: 1024)")  # fmt: skip
     load.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its answer together "
         "(default: the model's positions)")  # fmt: skip
     load.add_argument("--cache-tokens", type=int, metavar="N", help="tokens that the cache may hold on all ranks "
