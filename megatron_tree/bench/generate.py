@@ -23,7 +23,7 @@ from ..integrations.transformers.generation import generate
 from ..integrations.transformers.pieces import plan_pieces
 from ..integrations.transformers.rope import num_positions
 from ..integrations.transformers.runner import Runner
-from ..integrations.transformers.split import head_group, split_model
+from ..integrations.transformers.split import split_model
 from ..units import parse_count
 from . import runs, session
 from .measure import Measured
@@ -209,7 +209,9 @@ def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting) -> list[
         layout = plan_pieces(model, case.machines.ranks, rank)
         split_model(model, layout, group, timeout_s=LIMIT_S)
         options = {"head_shares": layout.heads.shares, "tree_config": cache.tree_config}
-        cache = TreeCache(model.config, cp_group=head_group(layout), **options)
+        cache = TreeCache(
+            model.config, cp_group=comm.neighbours(group, layout.heads.size, timeout_s=LIMIT_S), **options
+        )
         prefill_s = _prefill(
             Runner(model, cache, token_group=group, chunk_size=case.chunk), prompt[0, :held], meeting, rank
         )

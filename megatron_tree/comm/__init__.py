@@ -33,7 +33,7 @@ from .group import backend, group_rank, group_size, resolve_transport
 from .health.watchdog import monitored
 from .machines import hosts
 from .reductions import start_reduction
-from .team import Team
+from .team import Team, neighbours
 from .traffic import Sent, record
 from .work import Pending, Transfer, start_shift
 
@@ -52,6 +52,7 @@ __all__ = [
     "group_size",
     "hosts",
     "monitored",
+    "neighbours",
     "record",
     "resolve_transport",
     "shared_checks",

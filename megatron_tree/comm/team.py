@@ -97,6 +97,18 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
     return made[team.name, ranks]
 
 
+def neighbours(group, size: int, *, timeout_s: float):
+    """The process group of this rank and its neighbours, if a group is cut into runs of `size` ranks; None for one.
+
+    Made once. All ranks of the group must call it.
+    """
+    if size == 1:
+        return None
+    first = group_rank(group) // size * size
+    team = Team(group, ((first,),), "auto", timeout_s, ("neighbours", size))
+    return subgroup(team, tuple(range(first, first + size)))
+
+
 def _in_time(make, timeout_s: float):
     """make(), in its own thread: torch waits without a time limit for a store whose process is stopped."""
     answer: Future = Future()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import deepspeed
 
+from ...comm import neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import TreeConfig, check_choice
 from ...files import read_deepspeed_config
@@ -32,7 +33,7 @@ from ..transformers.pieces import plan_pieces
 from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
 from ..transformers.slices import empty_model, read_pieces
-from ..transformers.split import connect, head_group, split_model
+from ..transformers.split import connect, split_model
 
 REFUSED = {
     "dtype": "pass dtype=",
@@ -172,7 +173,7 @@ def init_inference(
     model.set_attn_implementation("tree")
     if layout is not None:
         sp_size, tp_size = layout.heads.size, world
-        sp_group = head_group(layout)
+        sp_group = neighbours(_token_group(), sp_size, timeout_s=timeout_s)
         cache_options["head_shares"] = layout.heads.shares
         if folder is not None:
             read_pieces(model, folder, layout)

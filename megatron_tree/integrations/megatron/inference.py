@@ -1,4 +1,7 @@
-"""Serve a Megatron-core GPTModel: decoding and prefill with the KV cache sharded over the context-parallel ranks.
+"""Serve a Megatron-core GPTModel: decoding and prefill with a sharded KV cache.
+
+The ranks that share the cache are the context-parallel ones. Without context parallelism they are the tensor-parallel
+ranks that have the same KV head, where there are more ranks than KV heads: then all ranks share weights and cache.
 
     runner = MegatronRunner(model.eval())                # a GPTModel whose core attention is tree attention
     row = runner.add()
@@ -22,6 +25,7 @@ from torch import Tensor
 from ...cache import ShardedCache
 from ...cache.forward import ForwardPass
 from ...cache.runner import CHUNK_SIZE, RowRunner
+from ...comm import group_rank, group_size, neighbours
 from . import compat
 from .attention import TreeDotProductAttention, serving
 
@@ -48,9 +52,11 @@ REFUSED_OPTIONS = {
 
 
 class MegatronRunner(RowRunner):
-    """A GPTModel with tree attention and the rows that it runs over, their keys and values spread over the cp ranks.
+    """A GPTModel with tree attention and the rows that it runs over, their keys and values spread over ranks.
 
     Every rank of the context- and tensor-parallel groups calls the same methods in the same order with equal arguments.
+    With tensor parallelism alone (context_parallel_size=1) each of N ranks holds 1/N of the weights and of the cache,
+    also with fewer KV heads than ranks.
     Supported: MHA, GQA, MQA, MLA (the cache holds keys and values of all heads, not their latent), sliding windows of
     any layers, attention sinks, rotary (also YaRN), learned or no positions, tensor parallelism, experts. The model may
     be trained or run otherwise between calls.
@@ -87,12 +93,12 @@ class MegatronRunner(RowRunner):
             raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {self.model.vocab_size}")
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
-        group = self._cores[0].cp_group
+        group, head_shares = _cache_group(self.model.config, self._cores[0])
         self._windows = [_causal_window(core.window_size) for core in self._cores]
         store = ShardedCache(
             [None if left < 0 else left + 1 for left, _ in self._windows],
-            rank=0 if group is None else group.rank(),
-            world=1 if group is None else group.size(),
+            rank=group_rank(group),
+            world=group_size(group),
             page_size=block_size,
             dtype=dtype,
         )
@@ -106,6 +112,7 @@ class MegatronRunner(RowRunner):
             chunk_size=chunk_size,
             capacity_tokens=capacity_tokens,
             schedule=schedule,
+            head_shares=head_shares,
             config=self._cores[0].tree_config,
         )
         self._layers = {core: (layer, self._windows[layer]) for layer, core in enumerate(self._cores)}
@@ -257,6 +264,18 @@ def _core_attentions(model: Any) -> list[TreeDotProductAttention]:
                 "a KV cache serves causal self attention"
             )
     return [core for _, core in named]
+
+
+def _cache_group(config: Any, core: TreeDotProductAttention) -> tuple[Any, tuple[int, ...] | None]:
+    """The ranks over which the cache is sharded, and, if they share the weights, too, the query heads of each.
+
+    With more tensor-parallel ranks than KV heads, neighbours have the same KV head, and each some of its query heads.
+    """
+    tp, groups = config.tensor_model_parallel_size, config.num_query_groups
+    if core.cp_group is not None or config.multi_latent_attention or tp <= groups:
+        return core.cp_group, None
+    group = neighbours(core.tp_group, tp // groups, timeout_s=core.tree_config.timeout_s)
+    return group, (config.num_attention_heads // tp,) * (tp // groups)
 
 
 def _causal_window(window: tuple[int, int]) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,17 +26,6 @@ def split_model(model, layout: Layout, group, *, timeout_s: float) -> None:
         whole = model.get_parameter(names[0])
         set_parameter(model, names, layout.piece_of(names[0], whole.data))
     connect(model, layout, group, timeout_s=timeout_s)
-
-
-def head_group(layout: Layout):
-    """The group of this rank's head group, neighbours; None for one rank. All ranks of the job make all groups."""
-    world, size = layout.world, layout.heads.size
-    if size == 1:
-        return None
-    if size == world:
-        return dist.group.WORLD
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    return groups[layout.rank // size]
 
 
 def tied_parameters(model) -> list[list[str]]:

@@ -1,0 +1,123 @@
+"""MegatronRunner with tensor parallelism alone: N ranks hold 1/N of the weights and of the cache each."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_tree.generation.requests import Request
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.integrations import megatron as tree
+from support import megatron_models
+from support.megatron_models import Case, build_model, megatron
+from support.megatron_serving import FullForwards, text_of
+from support.ranks import largest, run_distributed
+from support.scheduling import serve, tokens_of
+
+SERVED = "serving a GPTModel, its weights and its KV cache over all ranks (MegatronRunner)"
+PAGE, NEW, LONG, PROMPTS = 2, 3, 77, (9, 3, 40)
+CHUNK = 34  # for the kernels of the prefill, and the rest for those of decoding
+MIXED = (("num_moe_experts", 4), ("moe_token_dispatcher_type", "alltoall"), ("qk_layernorm", True))
+MIXED += (("softmax_type", "learnable"), ("window_size", (5, 0)), ("window_attn_skip_freq", 2))
+
+
+def case(tp, num_heads_kv, *extra):
+    return Case(tp=tp, num_heads_kv=num_heads_kv, tree=True, extra=extra)
+
+
+def _cut_from(model, whole):
+    """Give a model this rank's parts of the whole model's parameters."""
+    from megatron.core import parallel_state
+
+    size, rank = (getattr(parallel_state, f"get_tensor_model_parallel_{x}")() for x in ("world_size", "rank"))
+    for name, parameter in model.named_parameters():
+        part = whole[name]
+        for dim, n in enumerate(parameter.shape):
+            if n != part.shape[dim]:
+                halves = part.chunk(2 if "linear_fc1" in name else 1, dim)  # gate and value are cut one by one
+                part = torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
+        parameter.data.copy_(part)
+    return model
+
+
+def _answers(runner):
+    """{what: logits} of a long row alone and of four rows together; the bytes that the cache held of the first."""
+    row = runner.add()
+    found = {"prompt": runner.prefill(row, text_of(LONG, 5))}
+    found["step"] = runner.step([row], found["prompt"].argmax().view(1, 1))
+    found["three tokens"] = runner.step([row], torch.tensor([[5, 7, 11]]))
+    held = None if isinstance(runner, FullForwards) else runner.store.nbytes
+    runner.crop(row, LONG + 1)
+    rows = [row, *(runner.add() for _ in PROMPTS)]
+    for late, n in zip(rows[1:], PROMPTS):
+        found[f"prompt of {n}"] = runner.prefill(late, text_of(n, n))
+    found["ragged rows"] = runner.step(rows, torch.tensor([[1], [2], [3], [4]]))
+    for row in rows:
+        runner.remove(row)
+    return found, held
+
+
+def _scheduled(runner, rank):
+    """The tokens of requests that are served together, on rank 0."""
+    scheduler = Scheduler(runner, None, max_rows=4, max_waiting=4)
+    if rank:
+        scheduler.run()
+        return None
+    requests = [Request(prompt=text_of(n, n), sampling=SamplingParams(max_tokens=NEW)) for n in PROMPTS]
+    return [tokens_of(events) for events in serve(scheduler, requests)]
+
+
+def _alone(runner, tokens):
+    row, answer = runner.add(), []
+    for _ in range(NEW):
+        answer.append(int(runner.prefill(row, tokens).argmax()))
+        tokens = torch.tensor(answer[-1:])
+    return answer
+
+
+def _compare(rank, world, cases):
+    """By case: relative errors, whether tokens are equal, bytes of weights here and of all, bytes of the cache."""
+    results = []
+    with mock.patch.object(megatron_models, "SEQ_LENGTH", 128):
+        for of_case in cases:
+            with megatron(tp=1, pp=1, cp=1):
+                model = build_model(dataclasses.replace(of_case, tp=1, tree=False)).eval()
+                whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+                plain = FullForwards(model)
+                expected, _ = _answers(plain)
+                tokens = [_alone(plain, text_of(n, n)) for n in PROMPTS]
+            with megatron(tp=world, pp=1, cp=1):
+                model = _cut_from(build_model(of_case).eval(), whole)
+                runner = tree.MegatronRunner(model, block_size=PAGE, chunk_size=CHUNK)
+                got, held = _answers(runner)
+                served = _scheduled(runner, rank)
+            errors = {name: float((x - got[name]).abs().max() / x.abs().max()) for name, x in expected.items()}
+            same = all(torch.equal(x.argmax(-1), got[name].argmax(-1)) for name, x in expected.items())
+            on_every = sum(p.nbytes for name, p in whole.items() if "norm" in name or "router" in name)
+            of_all, own = (sum(p.nbytes for p in ps) - on_every for ps in (whole.values(), model.parameters()))
+            results.append((errors, same and served in (None, tokens), own, of_all, held))
+    return results
+
+
+@pytest.mark.supports(SERVED, with_="tp = 2, 4; h_kv < N; prompts in chunks, ragged rows, speculation, the scheduler")
+@pytest.mark.supports(SERVED, with_="tp = 4; MQA, sinks, windows, qk_layernorm, experts")
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [case(2, 1)]),
+        (4, [case(4, 2), case(4, 1, *MIXED)]),
+    ],
+)
+def test_a_rank_holds_its_part_of_weights_and_cache(world, cases):
+    for of_case, *results in zip(cases, *run_distributed(_compare, world, cases, timeout=280.0, fresh=True)):
+        for errors, same, own, of_all, _ in results:
+            assert largest(errors.values()) <= 1e-4 and same, f"{errors} in {of_case}"
+            assert own * world == of_all, of_case
+        held, of_token = [result[-1] for result in results], 4 * 8 * 2 * 2 * of_case.num_heads_kv
+        if of_case.extra != MIXED:  # windows are kept otherwise
+            assert sum(held) == of_token * (LONG + 4), of_case
+            assert max(held) <= sum(held) / world + of_token * PAGE, of_case
