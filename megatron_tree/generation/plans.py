@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 from torch import Tensor
 
 from ..errors import TreeError
 from .executor import Executor
-from .prefixes import Prefixes
 from .requests import ActiveAnswer, ServedRequest
+from .room import Room
 from .sampling import Choice, choose_tokens, with_logprobs
 
 SHORT = 64  # prompts of up to this many tokens are run together,
@@ -22,8 +21,7 @@ class Planner:
     """The requests that are served. Only the thread that runs the loop uses it.
 
     prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
-    keep_bytes: rows stay when their requests have ended, for prompts that begin alike, while the cache takes at most
-        this many bytes on a rank; 0: none stays.
+    max_rows, page, keep_bytes: see `Room`.
     on_end: called with a request when its last answer has ended, before its last event.
     """
 
@@ -37,106 +35,14 @@ class Planner:
         keep_bytes: int,
         on_end: Callable[[ServedRequest], None],
     ):
-        self._executor, self._runner, self._prefill_first = executor, executor.runner, prefill_first
-        self._max_rows, self._page, self._on_end = max_rows, page, on_end
-        self._keep_bytes, self._prefixes = keep_bytes, Prefixes(page)
-        self.served: list[ServedRequest] = []
-        self._handles = itertools.count()
-        self._steps: list[list] = []  # what the next plan begins with
+        self._runner, self._prefill_first, self._on_end = executor.runner, prefill_first, on_end
+        self.room = Room(executor, max_rows=max_rows, page=page, keep_bytes=keep_bytes)
         self._running: list[tuple[ServedRequest, ActiveAnswer]] = []  # whose logits the current plan returns
-        self._prefilled: list[tuple[ServedRequest, int]] = []  # and the chunks, in tokens
+        self._filled: list[tuple[ServedRequest, ActiveAnswer, list[int]]] = []  # and the chunks
 
     @property
     def has_work(self) -> bool:
-        return bool(self._steps or self.served or self._keeps_too_much)
-
-    @property
-    def _keeps_too_much(self) -> bool:
-        return len(self._prefixes) > 0 and self._runner.used_bytes > self._keep_bytes
-
-    def has_room(self, serving: ServedRequest) -> bool:
-        """Whether rows and cache suffice for all that a request may need. Raises: `TreeError` if they never will."""
-        rows = sum(len(s.unfinished) for s in self.served)
-        if rows + len(serving.answers) > self._max_rows:
-            return False
-        free = self._runner.free_tokens
-        if free is None:
-            return True
-        promised = sum(s.reserved(self._page) - s.held(self._page) for s in self.served)
-        needed = serving.reserved(self._page)
-        if serving.row is not None:
-            needed -= serving.row.shared(serving.prompt) // self._page * self._page
-        if free - promised < needed and len(self._prefixes):
-            own = self._reusable(serving)
-            held = 0 if own is None else -(-self._prefixes.kept_length(own[0]) // self._page) * self._page
-            if free - promised + held < needed:
-                self._steps.append(["remove", self._prefixes.evict()])
-                return False
-            needed -= held  # it takes that row's place
-        if free - promised < needed and not self.served and not self._steps:
-            raise TreeError(
-                f"request {serving.id} needs {needed:,} tokens of the cache; no other request is served, but "
-                f"only {free:,} are free: rows that the scheduler did not make are in it"
-            )
-        return free - promised >= needed
-
-    def admit(self, serving: ServedRequest) -> None:
-        """Give a request's prompt a row: a new one, or its own."""
-        self.served.append(serving)
-        if (row := serving.row) is None:
-            if (found := self._reusable(serving)) is not None:
-                serving.handle, serving.num_prefilled = found
-                serving.num_cached = found[1]
-                self._prefixes.forget(serving.handle)
-                self._steps.append(["crop", serving.handle, serving.num_prefilled])
-                return
-            serving.handle = next(self._handles)
-            self._steps.append(["add", serving.handle])
-            return
-        shared = row.shared(serving.prompt)
-        if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
-            self._steps += [["remove", row.handle], ["add", row.handle]]
-            shared = 0
-        elif shared < len(row.tokens):
-            self._steps.append(["crop", row.handle, shared])
-        del row.tokens[shared:]
-        serving.handle, serving.num_prefilled, serving.num_cached = row.handle, shared, shared
-
-    def _shared(self, serving: ServedRequest) -> tuple[int, int] | None:
-        """(handle, tokens) of a row that holds the beginning of a prompt: all but its last token at most."""
-        if not self._keep_bytes or serving.row is not None or serving.params.prompt_logprobs is not None:
-            return None
-        if serving.digests is None:
-            serving.digests = self._prefixes.digests(serving.prompt)
-        found = self._prefixes.find(serving.digests)
-        if found is None:
-            return None
-        handle, shared = found[0], min(found[1], len(serving.prompt) - 1)
-        return (handle, shared) if shared and self._executor.can_crop(handle, shared) else None
-
-    def _reusable(self, serving: ServedRequest) -> tuple[int, int] | None:
-        """The same, for a kept row of which little would be lost: the request takes it over."""
-        found = self._shared(serving)
-        kept = None if found is None else self._prefixes.kept_length(found[0])
-        return None if kept is None or 2 * found[1] < kept else found
-
-    def _reuse(self) -> list[list]:
-        """Steps that copy rows with the beginning of a prompt whose first chunk is about to be run."""
-        steps, left = [], self._runner.chunk_size
-        for serving in self.served:
-            if serving.handle is None:
-                continue
-            found = None if serving.num_prefilled else self._shared(serving)
-            done = serving.num_prefilled if found is None else found[1]
-            chunk = min(len(serving.prompt) - done, self._runner.chunk_size)
-            if chunk > left:
-                continue  # perhaps more of it can be copied in a later turn
-            left -= chunk
-            if found is not None:
-                steps += [["remove", serving.handle], ["fork", found[0], serving.handle]]
-                steps.append(["crop", serving.handle, done])
-                serving.num_prefilled = serving.num_cached = done
-        return steps
+        return bool(self.room.steps or self.room.served or self.room.keeps_too_much)
 
     def cancel(self, serving: ServedRequest) -> None:
         """End a request that waits or is served."""
@@ -148,13 +54,14 @@ class Planner:
 
         Several prompts get a chunk if these have at most runner.chunk_size tokens together.
         """
-        if self._keeps_too_much:
-            self._steps.append(["remove", self._prefixes.evict()])
-        steps, self._steps = self._steps, []
-        steps += self._reuse()  # before these rows grow
-        self._running, self._prefilled = [], []
-        if not (self._prefill_first and any(serving.handle is not None for serving in self.served)):
-            self._running = [(s, a) for s in self.served for a in s.unfinished if a.handle is not None]
+        room, size = self.room, self._runner.chunk_size
+        if room.keeps_too_much:
+            room.evict_one()
+        room.copy_beginnings()  # before these rows grow
+        room.make_room(size)
+        steps, room.steps = room.steps, []
+        filling = room.filling
+        self._running = [] if self._prefill_first and filling else room.ready
         if self._running:
             answers = [answer for _, answer in self._running]
             steps.append(["step", [a.handle for a in answers], [a.token for a in answers]])
@@ -163,41 +70,38 @@ class Planner:
                 if serving.row is not None:
                     serving.row.tokens.append(answer.token)
                 answer.token = None
-        size = left = self._runner.chunk_size
-        together = self._short_prompts(min(size, TOGETHER) if self._running else TOGETHER)
+        self._filled = []
+        together = self._short_ones(filling, min(size, TOGETHER) if self._running else TOGETHER)
+        left = size
         if together:
-            prompts = [serving.prompt[serving.num_prefilled :] for serving in together]
-            steps.append(["prefill_rows", [s.handle for s in together], [prompt.tolist() for prompt in prompts]])
-            self._prefilled += [(serving, len(prompt)) for serving, prompt in zip(together, prompts, strict=True)]
-            left -= len(together) * max(map(len, prompts))
-        for serving in self.served:
-            if serving.handle is None or serving in together:
+            known = [serving.known(answer) for serving, answer in together]
+            steps.append(["prefill_rows", [answer.handle for _, answer in together], known])
+            self._filled += [(*each, tokens) for each, tokens in zip(together, known, strict=True)]
+            left -= len(together) * max(map(len, known))
+        for serving, answer in filling:
+            if (serving, answer) in together:
                 continue
             # chunks don't depend on other requests, so that logits don't
-            scored = serving.params.prompt_logprobs is not None
-            chunk = serving.prompt[serving.num_prefilled :][: min(size, SCORED_CHUNK) if scored else size]
+            scored = serving.scores and not serving.begun
+            chunk = serving.known(answer)[: min(size, SCORED_CHUNK) if scored else size]
             if len(chunk) <= left:
-                steps.append(["score" if scored else "prefill", serving.handle, chunk.tolist(), len(serving.prompt)])
-                self._prefilled.append((serving, len(chunk)))
+                steps.append(["score" if scored else "prefill", answer.handle, chunk, serving.num_known(answer)])
+                self._filled.append((serving, answer, chunk))
                 left -= len(chunk)
         return steps
 
-    def _short_prompts(self, most: int) -> list[ServedRequest]:
-        """Prompts to run in one pass, padded to at most this many tokens together; none if there is only one."""
+    def _short_ones(self, filling: list[tuple[ServedRequest, ActiveAnswer]], most: int) -> list:
+        """Those to run in one pass, padded to at most this many tokens together; none if there is only one."""
         found, longest = [], 0
-        for serving in self.served:
-            if serving.handle is None or serving.row is not None or serving.params.prompt_logprobs is not None:
-                continue
-            left = len(serving.prompt) - serving.num_prefilled
-            if left > SHORT:
+        for serving, answer in filling:
+            left = serving.num_known(answer) - answer.length
+            if serving.row is not None or serving.scores or left > SHORT:
                 continue
             longer = max(longest, left)
-            # the padding needs no more room than its answer will
-            room = all(longer <= n + s.params.max_tokens for s, n in [*found, (serving, left)])
-            if room and longer * (len(found) + 1) <= most:
-                found.append((serving, left))
+            if longer * (len(found) + 1) <= most and self.room.can_pad([*found, (serving, answer)], longer):
+                found.append((serving, answer))
                 longest = longer
-        return [serving for serving, _ in found] if len(found) > 1 else []
+        return found if len(found) > 1 else []
 
     def digest(self, logits: list[Tensor]) -> None:
         """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
@@ -207,39 +111,36 @@ class Planner:
             choices = choose_tokens([answer.sampler for _, answer in self._running], rows)
             for (serving, answer), choice in zip(self._running, choices):
                 self._take(serving, answer, choice)
-        for (serving, num_tokens), last in zip(self._prefilled, logits):
+        for (serving, answer, chunk), last in zip(self._filled, logits):
+            answer.length += len(chunk)
             if serving.row is not None:
-                serving.row.tokens += serving.prompt[serving.num_prefilled :][:num_tokens].tolist()
-            serving.num_prefilled += num_tokens
-            if serving.params.prompt_logprobs is not None:
-                self._score(serving, num_tokens, last)
+                serving.row.tokens += chunk
+            if serving.begun:
+                continue
+            if serving.scores:
+                self._score(serving, answer.length, len(chunk), last)
                 last = last[-1]
-            if serving.num_prefilled == len(serving.prompt):
-                self._begin(serving, last)
+            if answer.length == len(serving.prompt):
+                self._begin(serving, answer, last)
 
-    def _score(self, serving: ServedRequest, num_tokens: int, logits: Tensor) -> None:
-        """Note the log-probabilities of the tokens that follow a chunk's, by its logits [n, vocab]."""
-        following = serving.prompt[serving.num_prefilled - num_tokens + 1 :][:num_tokens].tolist()
+    def _score(self, serving: ServedRequest, end: int, num_tokens: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the tokens that follow a chunk's, which ends here, by its logits [n, vocab]."""
+        following = serving.prompt[end - num_tokens + 1 :][:num_tokens].tolist()
         if following:
             serving.scored += with_logprobs(logits[: len(following)], following, serving.params.prompt_logprobs)
 
-    def _begin(self, serving: ServedRequest, logits: Tensor) -> None:
-        """The prompt is in the cache: first tokens, and a row for every answer that continues."""
+    def _begin(self, serving: ServedRequest, first: ActiveAnswer, logits: Tensor) -> None:
+        """The prompt is in the first answer's row: first tokens, and a row for every answer that continues."""
         choices = choose_tokens([a.sampler for a in serving.answers], logits.expand(len(serving.answers), -1))
-        going = [a for a, c in zip(serving.answers, choices) if not isinstance(c, TreeError)]
+        handle, first.handle = first.handle, None
+        self.room.filled(serving, handle)
         for answer, choice in zip(serving.answers, choices):
             self._take(serving, answer, choice)
-        going = [answer for answer in going if not answer.finished]
-        handle, serving.handle = serving.handle, None
-        if self._keep_bytes and serving.row is None:
-            self._prefixes.put(handle, serving.prompt)
-        for answer in going:
-            answer.length, answer.forked = len(serving.prompt), answer is not going[0]
-            answer.handle = next(self._handles) if answer.forked else handle
-            if answer.forked:
-                self._steps.append(["fork", handle, answer.handle])
-        if not going:
-            self._remove(serving, handle, serving.prompt.tolist())
+        if serving.unfinished:
+            heir = serving.unfinished[0]
+            heir.handle, heir.length = handle, len(serving.prompt)
+        else:
+            self.room.release(serving, handle, serving.prompt.tolist())
 
     def _take(self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | TreeError) -> None:
         if isinstance(choice, TreeError):
@@ -259,23 +160,12 @@ class Planner:
         """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
         answer.finished = True
         if serving.row is not None:
-            self._steps.append(["end", serving.row.handle, answer.token, reason, more.get("error")])
+            self.room.steps.append(["end", serving.row.handle, answer.token, reason, more.get("error")])
         if answer.handle is not None:
-            self._remove(serving, answer.handle, [] if reason == "error" else answer.row_tokens(serving.prompt))
+            self.room.release(serving, answer.handle, [] if reason == "error" else serving.held(answer))
             answer.handle = None
         if not serving.unfinished:
-            if serving.handle is not None and serving.num_prefilled < len(serving.prompt):
-                self._remove(serving, serving.handle, serving.prompt[: serving.num_prefilled].tolist())
-                serving.handle = None
-            if serving in self.served:
-                self.served.remove(serving)
+            if serving in self.room.served:
+                self.room.served.remove(serving)
             self._on_end(serving)
         serving.send(answer, choice, text, reason, **more)
-
-    def _remove(self, serving: ServedRequest, handle: int, tokens: list[int]) -> None:
-        """A request needs a row no more, which holds these tokens: it goes, or is kept for others."""
-        if serving.row is not None:
-            return
-        self._prefixes.forget(handle)
-        if not (self._keep_bytes and self._prefixes.keep(handle, tokens)):
-            self._steps.append(["remove", handle])

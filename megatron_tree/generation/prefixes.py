@@ -27,6 +27,11 @@ class Prefixes:
         """How many rows are kept."""
         return len(self._kept)
 
+    @property
+    def kept(self) -> list[tuple[int, int]]:
+        """(handle, tokens) of the rows that are kept, those used least recently first."""
+        return list(self._kept.items())
+
     def kept_length(self, handle: int) -> int | None:
         """Tokens of a kept row; None for others."""
         return self._kept.get(handle)
@@ -68,12 +73,6 @@ class Prefixes:
             del holders[handle]
             if not holders:
                 del self._holders[digest]
-
-    def evict(self) -> int:
-        """The kept row that was used least recently: it is to be removed."""
-        handle = next(iter(self._kept))
-        self.forget(handle)
-        return handle
 
     def digests(self, tokens: Sequence[int]) -> list[bytes]:
         """Of whole blocks, each with all before it."""

@@ -90,23 +90,19 @@ EventSink = Callable[[Event], None]
 
 @dataclass(kw_only=True)
 class ActiveAnswer:
-    """One answer under way: a row of the cache once it has tokens of its own."""
+    """One answer under way."""
 
     index: int
     sampler: Sampler
     stopper: Stopper
     handle: int | None = None
-    forked: bool = False
+    """Of its row. While a prompt is run the first answer has it."""
     token: int | None = None
     """The last one, while no plan holds it."""
     length: int = 0
     """Tokens in its row."""
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
-
-    def row_tokens(self, prompt: Tensor) -> list[int]:
-        """What its row holds."""
-        return prompt.tolist() + self.tokens[: self.length - len(prompt)]
 
 
 class ServedRequest:
@@ -126,10 +122,11 @@ class ServedRequest:
         self.row, self.priority, self.client = request.row, request.priority, request.client
         self.params = request.sampling.with_seed()
         ends = () if self.params.ignore_eos else end_tokens
-        self.handle: int | None = None  # of the prompt's row while it is prefilled
-        self.num_prefilled = self.num_cached = 0
+        self.num_cached = 0
+        """Tokens of the prompt that the cache held."""
         self.digests: list[bytes] | None = None  # of the prompt's blocks, once they were asked for
         self.scored: list[Choice] = []  # tokens of the prompt but the first
+        self.scores = self.params.prompt_logprobs is not None
         self.answers = [
             ActiveAnswer(
                 index=i,
@@ -145,19 +142,54 @@ class ServedRequest:
     def unfinished(self) -> list[ActiveAnswer]:
         return [answer for answer in self.answers if not answer.finished]
 
-    def reserved(self, page: int) -> int:
-        """Tokens, in whole pages, that all unfinished answers may need."""
-        return len(self.unfinished) * _whole(len(self.prompt) + self.params.max_tokens, page)
+    @property
+    def importance(self) -> tuple[int, int]:
+        """The smallest is the most important one."""
+        return self.priority, self.id
 
-    def held(self, page: int) -> int:
-        """Tokens, in whole pages, that its rows have certainly taken from the cache.
+    @property
+    def begun(self) -> bool:
+        """Whether the prompt has been run: every answer has a token, and each goes on in a row of its own."""
+        return any(answer.tokens for answer in self.answers)
 
-        The prompt of a copied row may still be shared with the row that it was copied from; it counts as not taken.
-        """
-        if self.handle is not None:
-            return _whole(self.num_prefilled, page)
-        shared = _whole(len(self.prompt), page)
-        return sum(_whole(a.length, page) - shared * a.forked for a in self.unfinished if a.handle is not None)
+    @property
+    def num_rows(self) -> int:
+        """Rows that an answer's row stands for: a prompt's is copied for all answers."""
+        return 1 if self.begun else len(self.unfinished)
+
+    @property
+    def num_rows_held(self) -> int:
+        """Rows that all answers have or will have without asking again."""
+        return self.num_rows * sum(answer.handle is not None for answer in self.unfinished)
+
+    def num_known(self, answer: ActiveAnswer) -> int:
+        """Tokens that an answer's row is to hold before the next one can be chosen from its last token."""
+        return len(self.prompt) + max(len(answer.tokens) - 1, 0)
+
+    def known(self, answer: ActiveAnswer) -> list[int]:
+        """These tokens, from those on that the row holds."""
+        own = answer.tokens[max(answer.length - len(self.prompt), 0) : -1]
+        return self.prompt[answer.length :].tolist() + own
+
+    def held(self, answer: ActiveAnswer) -> list[int]:
+        """The tokens in an answer's row."""
+        return (self.prompt.tolist() + answer.tokens)[: answer.length]
+
+    def soon(self, answer: ActiveAnswer, tokens: int) -> int:
+        """What an answer's row holds after this many more tokens; a kept row of its own is never taken back."""
+        most = len(self.prompt) + self.params.max_tokens
+        return most if self.row is not None else min(max(answer.length, self.num_known(answer)) + tokens, most)
+
+    def note_cached(self, answer: ActiveAnswer) -> None:
+        """An answer has a row, perhaps with the beginning of the prompt."""
+        if not self.begun:
+            self.num_cached = answer.length
+
+    def preempt(self, answer: ActiveAnswer) -> None:
+        """An answer loses its row; its token that no plan holds is still to come first."""
+        answer.handle, answer.length = None, 0
+        if not self.begun:
+            self.scored = []
 
     def send(self, answer: ActiveAnswer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
         """Send an event of one answer, and record its end."""
@@ -180,10 +212,6 @@ class ServedRequest:
                 **more,
             )
         )
-
-
-def _whole(tokens: int, page: int) -> int:
-    return -(-tokens // page) * page
 
 
 def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:

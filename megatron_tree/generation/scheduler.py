@@ -45,8 +45,9 @@ class Scheduler:
     """Serves requests by priority; clients of equal priority take turns. Create it on all ranks of its token_group.
 
     `submit`, `cancel` and `stop` are for rank 0 of the group, from any thread; `run` or `run_once` for all ranks.
-    A request is admitted when rows are free for all its answers and the cache has room for its prompt and all the
-    tokens it may get. A long prompt is prefilled a chunk per turn, and the active answers get a token per turn.
+    A request is admitted when rows are free for all its answers and the cache has room for its prompt and what follows
+    soon, or less important answers have that. Answers that find no room later are preempted: they pause. A long
+    prompt is prefilled a chunk per turn, and the active answers get a token per turn.
 
     Args:
         runner: the model and its rows.
@@ -201,6 +202,11 @@ class Scheduler:
             self._changed.notify()
 
     @property
+    def preemptions(self) -> int:
+        """Answers that lost their rows to more important ones, since the start. From any thread of the leader."""
+        return self._planner.room.preemptions
+
+    @property
     def load(self) -> Load:
         """From any thread of the leader."""
         with self._changed:
@@ -316,8 +322,9 @@ class Scheduler:
         for serving in cancelled:
             self._planner.cancel(serving)
         with self._changed:
-            while self._waiting and self._planner.has_room(self._waiting.first):
-                self._planner.admit(self._waiting.take())
+            self._planner.room.resume()
+            while self._waiting and self._planner.room.admits(self._waiting.first):
+                self._waiting.take()
             idle = not self._open
         return {"steps": self._planner.plan(), "stop": stop, "idle": idle}
 

@@ -177,4 +177,7 @@ def test_the_index():
     assert prefixes.keep(1, [1, 2, 3, 4, 5]) and prefixes.keep(2, [1, 2, 7, 7]) and prefixes.keep(3, [8, 8])
     assert not prefixes.keep(4, [1, 2, 3, 4]) and not prefixes.keep(5, [1]), "held elsewhere, or too short"
     assert find([1, 2, 3, 4]) == (1, 4), "used now"
-    assert [prefixes.evict() for _ in range(3)] == [2, 3, 1] and not len(prefixes) and find([1, 2]) is None
+    assert prefixes.kept == [(2, 4), (3, 2), (1, 5)]
+    for handle in (2, 3, 1):
+        prefixes.forget(handle)
+    assert not len(prefixes) and find([1, 2]) is None

@@ -118,11 +118,13 @@ class Frontend:
     def metrics(self) -> str:
         """The page of /metrics."""
         waiting, served = self._scheduler.load
-        gauges = {
-            "requests_waiting": ("Prompts that wait for a row.", waiting),
-            "requests_served": ("Prompts that are prefilled or answered.", served),
+        paused = self._scheduler.preemptions
+        more = {
+            "requests_waiting": ("gauge", "Prompts that wait for a row.", waiting),
+            "requests_served": ("gauge", "Prompts that are prefilled or answered.", served),
+            "preemptions_total": ("counter", "Answers that lost their rows for a while.", paused),
         }
-        return self._metrics.text(gauges)
+        return self._metrics.text(more)
 
 
 def _sink(loop: asyncio.AbstractEventLoop, ticket: Ticket, first: int) -> Callable[[Event], None]:

@@ -55,15 +55,15 @@ class Metrics:
             self._answers[event.finish_reason] += 1
             self._whole.add(now - since)
 
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """The whole page. gauges: by name, what they are and their values now."""
+    def text(self, more: Mapping[str, tuple[str, str, float]]) -> str:
+        """The whole page. more: by name, the kind of other numbers, what they are and their values now."""
         lines = []
 
         def put(name: str, kind: str, about: str, values: Iterable[str]) -> None:
             lines.extend((f"# HELP {PREFIX}{name} {about}", f"# TYPE {PREFIX}{name} {kind}", *values))
 
-        for name, (about, value) in gauges.items():
-            put(name, "gauge", about, [f"{PREFIX}{name} {value}"])
+        for name, (kind, about, value) in more.items():
+            put(name, kind, about, [f"{PREFIX}{name} {value}"])
         for kind, count in self._tokens.items():
             put(f"{kind}_tokens_total", "counter", f"Tokens: {kind}.", [f"{PREFIX}{kind}_tokens_total {count}"])
         ends = [f'{PREFIX}answers_total{{finish_reason="{reason}"}} {n}' for reason, n in self._answers.items()]

@@ -1,0 +1,165 @@
+"""Memory that runs out: the least important, latest answers pause, are run again later, and get the same tokens."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+
+import transformers
+from megatron_tree.generation import room
+from megatron_tree.generation.requests import Request
+from megatron_tree.generation.sampling import Grammar, SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.integrations.transformers.attention import TreeCache
+from megatron_tree.integrations.transformers.runner import Runner
+from support.byte_tokens import byte_tokenizer
+from support.hf_models import SHAPE, plain, prompt, tiny_model
+from support.ranks import run_distributed
+from support.scheduling import make_scheduler, request, serve, text_of, tokens_of
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(autouse=True)
+def _hardly_any_foresight(monkeypatch):
+    monkeypatch.setattr(room, "SOON", 2)
+
+
+def _told(events):
+    """All that a client sees of every answer."""
+    answers = {e.answer for e in events}
+    told = {
+        i: [(e.token, e.logprob, e.top_logprobs, e.finish_reason) for e in events if e.answer == i] for i in answers
+    }
+    return told, {i: text_of(events, i) for i in answers}
+
+
+def _alike(one, other):
+    (one, texts), (other, others) = one, other
+    assert texts == others and one.keys() == other.keys()
+    for answer, want in one.items():
+        for (token, logprob, _, reason), (same, near, _, end) in zip(want, other[answer], strict=True):
+            assert (token, reason) == (same, end) and logprob == (
+                near if near is None else pytest.approx(near, abs=1e-4)
+            )
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_answers_that_pause_get_the_same_tokens(page_size):
+    pytest.importorskip("llguidance")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**SHAPE | {"vocab_size": 257})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    hot = {"temperature": 1.0, "seed": 5}
+    requests = [
+        request(9, 30, n=3, logprobs=2, **hot),
+        request(20, 25),
+        request(5, 40, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1, **hot),
+        request(30, 20, prompt_logprobs=1),
+        request(4, 30, grammar=Grammar(kind="regex", text="([a-z]{3},){20}"), **hot),
+        request(12, 30, stop="no such text"),
+    ]
+    tokenizer = byte_tokenizer()
+    free = serve(make_scheduler(model, tokenizer, max_rows=8)[0], requests)
+    assert "," in text_of(free[4])
+    scheduler, runner = make_scheduler(model, tokenizer, max_rows=8, capacity=120, page_size=page_size)
+    tight = serve(scheduler, requests)
+    assert scheduler.preemptions > 2 and 0 <= runner.least_free < 10 and not runner.rows
+    for one, other in zip(free, tight, strict=True):
+        _alike(_told(one), _told(other))
+        assert sum(e.prompt_logprobs is not None for e in one) == sum(e.prompt_logprobs is not None for e in other)
+    firsts = [call[1] for call in runner.calls if call[0] == "step"]
+    assert max(map(len, firsts)) > 3, "what fits goes on together"
+
+
+def test_the_least_important_and_latest_pause_first(model):
+    scheduler, _ = make_scheduler(model, max_rows=8, capacity=60)
+    ended = []
+    for number, priority in enumerate((1, 0, 0, 1)):
+        one = replace(request(8, 25), priority=priority)
+        scheduler.submit(one, lambda event, number=number: event.last and ended.append(number))
+    scheduler.run_until_idle()
+    assert ended == [1, 2, 0, 3] and scheduler.preemptions >= 2
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 1}, {"max_rows": 8, "capacity": 36}])
+def test_a_more_important_request_takes_the_place_of_others(model, options):
+    scheduler, _ = make_scheduler(model, **options)
+    events, order = [[], []], []
+    scheduler.submit(replace(request(8, 20), priority=5), lambda e: events[0].append(e) or order.append(0))
+    for _ in range(6):
+        scheduler.run_once()
+    scheduler.submit(request(25, 10), lambda e: events[1].append(e) or order.append(1))
+    scheduler.run_until_idle()
+    assert order == [0] * 6 + [1] * 10 + [0] * 14 and scheduler.preemptions == 1
+    for (length, new), told in zip(((8, 20), (25, 10)), events, strict=True):
+        assert tokens_of(told) == plain(model, prompt(1, length), new)[0][0].tolist()
+
+
+def test_paused_requests_can_be_cancelled(model):
+    scheduler, runner = make_scheduler(model, max_rows=2)
+    told = []
+    number = scheduler.submit(replace(request(8, 20), priority=1), told.append)
+    for _ in range(3):
+        scheduler.run_once()
+    scheduler.submit(request(8, 6, n=2, temperature=1.0), lambda event: None)
+    scheduler.run_once()
+    assert scheduler.preemptions == 1 and len(told) == 3
+    assert scheduler.cancel(number)
+    scheduler.run_until_idle()
+    assert told[-1].finish_reason == "cancelled" and told[-1].usage.completion_tokens == 3 and not runner.rows
+
+
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_whatever_comes_ends(model, seed):
+    chance = random.Random(seed)
+    requests, late = [], {}
+    for number in range(8):
+        length, new, n = chance.randint(1, 30), chance.randint(1, 25), chance.choice((1, 1, 2))
+        one = request(length, new, n=n, temperature=chance.choice((0.0, 1.0)), seed=number)
+        requests.append(replace(one, priority=chance.randint(0, 2), client=chance.choice("abc")))
+        late[number] = chance.randint(0, 25)
+    page = chance.choice((1, 3, 8))
+    most = max(r.n * -(-(len(r.prompt) + r.sampling.max_tokens) // page) * page for r in requests)
+    scheduler, runner = make_scheduler(model, max_rows=chance.randint(3, 6), capacity=most, page_size=page)
+    got = serve(scheduler, requests, late=late)
+    assert scheduler.preemptions and not runner.rows and runner.least_free >= 0
+    want = serve(make_scheduler(model, max_rows=40, max_waiting=40)[0], requests)
+    for one, other in zip(want, got, strict=True):
+        _alike(_told(one), _told(other))
+
+
+def _on_ranks(rank, world):
+    room.SOON = 2
+    model = tiny_model("llama")
+    model.set_attn_implementation("tree")
+    cache = TreeCache(model.config, cp_group=dist.group.WORLD, block_size=4)
+    runner = Runner(model, cache, chunk_size=16, capacity_tokens=120)
+    scheduler = Scheduler(runner, max_rows=8, max_waiting=16, keep_bytes=1 << 20, heartbeat_s=0.1)
+    if rank > 0:
+        return scheduler.run(), {row: held.owners for row, held in runner.store.book.rows.items()}
+    events = serve(scheduler, _questions())
+    owners = {row: held.owners for row, held in runner.store.book.rows.items()}
+    return [tokens_of(e) for e in events], owners, scheduler.preemptions, runner.free_tokens
+
+
+def _questions():
+    text = prompt(1, 30)[0].tolist()
+    return [Request(prompt=[*text, 3 + i, 7], sampling=SamplingParams(max_tokens=20 + i)) for i in range(6)]
+
+
+def test_rows_are_copied_and_kept_and_given_up_on_all_ranks_alike(model):
+    (tokens, owners, preemptions, free), (_, others) = run_distributed(_on_ranks, 2)
+    assert owners == others and preemptions > 1 and free >= 0
+    want = [
+        plain(model, prompt(1, 30).new_tensor([q.prompt]), q.sampling.max_tokens)[0][0].tolist() for q in _questions()
+    ]
+    assert tokens == want
