@@ -30,6 +30,7 @@ VARIANTS = {
     "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),
 }
 IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 4)}
+SAME = 1e-5  # a step moves a parameter by up to 1e-3; processors round differently
 SLOW_FAMILIES = ("llama", "qwen2", "mistral", "gpt_oss")  # qwen2: a window in some layers, biases
 
 
@@ -190,8 +191,8 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", MATRIX | VARIANTS)
 def test_parameters_equal_those_of_one_rank(results, name):
     for loss, apart in (found[name] for found in results):
-        assert loss < 2e-6
-        assert apart < 2e-6
+        assert loss < SAME
+        assert apart < SAME
 
 
 def test_bf16_is_as_exact_as_without_sharding_and_keeps_fp32_masters(results):
@@ -204,17 +205,17 @@ def test_bf16_is_as_exact_as_without_sharding_and_keeps_fp32_masters(results):
 
 def test_a_checkpoint_is_resumed(results):
     for found in results:
-        assert largest(found["resumed"]) < 2e-6
+        assert largest(found["resumed"]) < SAME
 
 
 def test_parameters_partitioned_from_the_start(results):
-    assert largest(found["zero.Init"] for found in results) < 2e-6
+    assert largest(found["zero.Init"] for found in results) < SAME
 
 
 def test_evaluation_and_generation_of_the_trained_model(results):
     for found in results:
         loss, same = found["evaluate, generate"]
-        assert loss < 2e-6 and same
+        assert loss < SAME and same
 
 
 def test_same_losses_as_deepspeed_ulysses(results):
@@ -243,4 +244,4 @@ def _slow_cases(family):
 def test_every_layout(family):
     cases = dict(_slow_cases(family))
     for found in run_distributed(_run_all, 4, cases, {}, None, fresh=True, timeout=290):
-        assert not {name: apart for name, apart in found.items() if not largest(apart) <= 2e-6}
+        assert not {name: apart for name, apart in found.items() if not largest(apart) <= SAME}

@@ -92,6 +92,7 @@ def test_a_script_runs_unmodified_with_its_own_arguments(checkout):
     assert "not installed" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_package_that_the_script_lacks_is_named(checkout):
     (checkout / "pretrain_gpt.py").write_text("import no_such_package\n")
     done = launch("-n", 1, checkout, "pretrain_gpt.py", timeout=250)

@@ -8,16 +8,28 @@ import pytest
 import support_matrix
 from support_matrix import page_with
 
+COLLECT = """
+import sys
+from pathlib import Path
+import support_matrix
+for path in sys.argv[1:]:
+    try:
+        marks = support_matrix.collect([Path(path)])
+        print()
+        print(support_matrix.tables(marks))
+    except SystemExit as error:
+        print("refused:", path, error)
+"""
 
-def collect_text(tmp_path, text):
-    """The marks of one test file, collected in a process of its own."""
-    (tmp_path / "test_it.py").write_text(f"import pytest\n{text}")
-    script = (
-        "import sys, support_matrix as m; from pathlib import Path; marks = m.collect([Path(sys.argv[1])]); "
-        "print(); print(m.tables(marks))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "test_it.py")]
-    return subprocess.run(command, cwd=support_matrix.TESTS, capture_output=True, text=True, timeout=120)
+
+def collect_texts(tmp_path, **texts):
+    """What is printed about the marks of test files of these names, collected in a process of its own."""
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(f"import pytest\n{text}")
+    command = [sys.executable, "-c", COLLECT, *(str(tmp_path / f"{name}.py") for name in texts)]
+    done = subprocess.run(command, cwd=support_matrix.TESTS, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 def test_the_page_is_up_to_date():
@@ -29,9 +41,9 @@ def test_the_page_is_up_to_date():
 
 
 def test_marks_become_rows(tmp_path):
-    done = collect_text(
+    printed = collect_texts(
         tmp_path,
-        """
+        test_it="""
 @pytest.mark.supports("windows", with_="cp = 2")
 @pytest.mark.supports("sinks", with_="cp = 2")
 def test_a(): ...
@@ -45,8 +57,7 @@ def test_b(cp): ...
 def test_c(name): ...
 """,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout[done.stdout.index("| supported") :].splitlines() == [
+    assert printed[printed.index("| supported") :].splitlines()[:9] == [
         "| supported | with | shown by |",
         "| --- | --- | --- |",
         "| sinks | cp = 2 | `test_it.py::test_a` |",
@@ -58,20 +69,18 @@ def test_c(name): ...
     ]
 
 
-@pytest.mark.parametrize(
-    ("marks", "message"),
-    [
+def test_marks_that_say_nothing_are_refused(tmp_path):
+    cases = [
         ("@pytest.mark.supports('x')", 'write @pytest.mark.supports("feature", with_="...")'),
         ("@pytest.mark.refuses('x', with_='y')", 'write @pytest.mark.refuses("feature", when="...")'),
         ("@pytest.mark.supports('a|b', with_='y')", "does not fit into a table"),
         ("@pytest.mark.skip\n@pytest.mark.supports('x', with_='y')", "is marked skip: it shows nothing"),
         ("@pytest.mark.xfail\n@pytest.mark.supports('x', with_='y')", "is marked xfail: it shows nothing"),
-    ],
-)
-def test_marks_that_say_nothing_are_refused(tmp_path, marks, message):
-    done = collect_text(tmp_path, f"{marks}\ndef test_a(): ...\n")
-    assert done.returncode != 0
-    assert message in done.stdout + done.stderr
+    ]
+    texts = {f"test_{i}": f"{marks}\ndef test_a(): ...\n" for i, (marks, _) in enumerate(cases)}
+    printed = collect_texts(tmp_path, **texts)
+    assert printed.count("refused: ") == len(cases) and "| supported" not in printed
+    assert all(message in printed for _, message in cases)
 
 
 def test_only_the_matrix_is_replaced():

@@ -21,7 +21,7 @@ from megatron_tree.integrations.megatron.norm import use_sequence_parallel_norm
 from support.ranks import run_distributed
 
 SEQ_LENGTH, VOCAB = 32, 64
-TOLERANCE = 1e-5  # of the largest entry
+TOLERANCE = 3e-5  # of the largest entry, in fp32; processors round differently
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

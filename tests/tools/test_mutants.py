@@ -55,6 +55,7 @@ def test_every_fault_applies_and_names_tests(mutant):
         assert f"def {name.partition('[')[0] or 'test_'}" in (REPO / "tests" / file).read_text(), test
 
 
+@pytest.mark.slow
 def test_what_is_found_and_what_is_not(small, capsys):
     fails = _mutant("fails")
     survives = _mutant("survives", function="unused", find="y = 2 * x", replace="y = 3 * x")
@@ -69,6 +70,7 @@ def test_what_is_found_and_what_is_not(small, capsys):
     assert main(["--skip-baseline", "survives"], small) == 1
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_fault(small, capsys):
     (small / "tests/test_small.py").write_text(TEST.replace("6", "7"))
     _write(small, _mutant())
