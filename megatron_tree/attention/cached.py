@@ -6,7 +6,7 @@ and partial results, not the cache. Bad input raises errors as in functional.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +23,22 @@ from .topology import GroupTopology
 from .validate import (
     check_cache,
     check_decode_schedule,
+    check_latents,
     check_paged,
     check_sinks,
     check_visible,
     make_spec,
+    values_of,
 )
 
 
 def tree_decode(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *,
     cp_group,
+    head_dim_v: int | None = None,
     cache_seqlens: Tensor | None = None,
     q_positions: Tensor | None = None,
     cache_positions: Tensor | None = None,
@@ -58,6 +61,7 @@ def tree_decode(
         k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: this rank's slots, in any order; s_local
             may differ between ranks and may be 0. The keys of the new tokens must already be in one rank's cache.
         cp_group: the process group over which the cache is sharded; None for one rank.
+        head_dim_v: with v_cache=None: the first head_dim_v numbers of a key are its value (latent attention).
         cache_seqlens: int [b], how many leading slots of this rank's shard are valid; default: all.
         q_positions, cache_positions: int64 [b, s_q] or [s_q], and [b, s_local] or [s_local]. A query sees a slot if
             0 <= the slot's position <= the query's, within the window; -1 hides a slot (padding). Needed for s_q > 1
@@ -81,6 +85,7 @@ def tree_decode(
     config = config or default_config()
     with comm.collective_call("tree_decode", cp_group, config) as call, torch.no_grad():
         check_decode_schedule(schedule, config)
+        latent, v_cache = v_cache is None, values_of(k_cache, v_cache, head_dim_v)
         head_shares = check_head_shares(head_shares, q, cp_group)
         whole = all_heads_of(q, head_shares)
         paged = check_paged(whole, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
@@ -100,6 +105,7 @@ def tree_decode(
             q=whole.shape,
             num_heads_kv=v_cache.shape[2],
             head_dim_v=v_cache.shape[3],
+            latent=latent,
             dtype=q.dtype,
             spec=spec,
             sinks=sinks is not None,
@@ -141,6 +147,7 @@ def tree_decode(
             timeout_s=config.timeout_s,
             paged=paged,
             head_shares=head_shares,
+            latent=latent,
         )
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
 
@@ -148,9 +155,11 @@ def tree_decode(
 def tree_prefill(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *,
     cp_group,
+    head_dim_v: int | None = None,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     shares: list[list[tuple[int, int]]],
     key_segments: list[Segment] | list[list[Segment]],
     softmax_scale: float | None = None,
@@ -167,12 +176,15 @@ def tree_prefill(
         k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: all keys that this rank holds, including
             the chunk's.
         cp_group: the process group over which both are sharded; None for one rank.
+        head_dim_v: as in `tree_decode`, also with expand: then that of the values that it makes.
+        expand: with v_cache=None: makes keys [b, n, h_kv, d] and values [b, n, h_kv, d_v] of n entries of k_cache
+            [b, n, 1, any size]; it is called for a part of them at a time.
         shares: for each group rank the positions of its queries, in order, as runs (first position, count).
         key_segments: the positions of this rank's keys; without a window, keys before the chunk may be in any order.
             Or a list of these for every group rank: then keys are gathered instead of queries, which sends less while
             there are few keys.
         head_shares: as in `tree_decode`: the queries' heads are sharded then, not their tokens. q holds all queries of
-            the chunk, shares has one entry for them, and key_segments are this rank's.
+            the chunk, shares has one entry for them. With key_segments of all ranks k_cache has one head.
         Others as in `tree_decode`; comm_dtype of config is used as well.
     Returns: out [b, n, h, d_v] in q's dtype.
     Raises: as `tree_decode`.
@@ -180,9 +192,14 @@ def tree_prefill(
     """
     config = config or default_config()
     with comm.collective_call("tree_prefill", cp_group, config) as call, torch.no_grad():
+        latent = v_cache is None
         head_shares = check_head_shares(head_shares, q, cp_group)
         whole = all_heads_of(q, head_shares)
-        check_cache(whole, k_cache, v_cache)
+        if expand is None:
+            v_cache = values_of(k_cache, v_cache, head_dim_v)
+            check_cache(whole, k_cache, v_cache)
+        else:
+            check_latents(q, k_cache, v_cache, head_dim_v)
         spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
         check_sinks(sinks, q)
         num_queries = [sum(count for _, count in runs) for runs in shares]
@@ -194,14 +211,18 @@ def tree_prefill(
         if head_shares is None and (len(shares) != world or num_queries[rank] != q.shape[1]):
             raise ValueError(f"q has {q.shape[1]} queries, but shares={num_queries} for {world} ranks")
         gathers_keys = bool(key_segments) and isinstance(key_segments[0], list)
-        if gathers_keys and head_shares is not None:
+        if gathers_keys and head_shares is not None and k_cache.shape[2] > 1:
             raise ValueError(
-                "key_segments of all ranks gather the keys, but head_shares gathers queries: pass one's own"
+                f"key_segments of all ranks gather the keys, which head_shares={head_shares} allows for one KV head, "
+                f"not {k_cache.shape[2]}: pass this rank's key_segments"
             )
+        if expand is not None and head_shares is not None and not gathers_keys:
+            raise ValueError("expand makes one rank's heads, with head_shares: pass key_segments of all ranks")
         own = key_segments[rank] if gathers_keys else key_segments
         if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache has {k_cache.shape[1]} keys, but key_segments describes a different number")
-        backend = kernels.choose(whole, k_cache, v_cache, spec, config.backend)
+        k_like, v_like = (k_cache, v_cache) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
+        backend = kernels.choose(whole, k_like, v_like, spec, config.backend)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         net = GroupTopology.of(cp_group, q.device, config)
         call.agree(
@@ -209,7 +230,9 @@ def tree_prefill(
             num_heads=whole.shape[2],
             num_heads_kv=k_cache.shape[2],
             head_dim=q.shape[3],
-            head_dim_v=v_cache.shape[3],
+            head_dim_v=v_like.shape[3],
+            latent=latent,
+            expanded=expand is not None,
             dtype=q.dtype,
             spec=spec,
             sinks=sinks is not None,
@@ -227,14 +250,14 @@ def tree_prefill(
             timeout_s=config.timeout_s,
         )
         if gathers_keys:
-            queries = _segments(shares[rank : rank + 1], 0)
-            options.update(q_segments=queries, k_segments=key_segments)
+            queries = _segments(shares if head_shares is not None else shares[rank : rank + 1], 0)
+            options.update(q_segments=queries, k_segments=key_segments, expand=expand, latent=latent)
             out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **options)
         else:
             wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
             options.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments, wire=wire)
             if head_shares is None:
-                out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, **options)
+                out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, expand=expand, **options)
             else:
                 out, _ = decode.prefill_of_heads(q, k_cache, v_cache, sinks, head_shares=head_shares, **options)
     return out.to(q.dtype)

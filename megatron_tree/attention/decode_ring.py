@@ -20,11 +20,11 @@ from ..config import AttnSpec
 
 def decode_ring(
     q, k, v, *, visible: kernels.Visible, spec: AttnSpec, group, order: tuple[int, ...], backend: kernels.Backend,
-    timeout_s: float, paged: kernels.PagedKV | None = None,
+    timeout_s: float, paged: kernels.PagedKV | None = None, latent: bool = False,
 ) -> Tensor:  # fmt: skip
     """The packed state [b, s_q, h, d_v + 1] of q [b, s_q, h, d] over every rank's cache: p - 1 shifts of the cache.
 
-    The ranks' states are merged in rank order, so all ranks get the same bits.
+    The ranks' states are merged in rank order, so all ranks get the same bits. latent: v begins k and is not sent.
     """
     shift = functools.partial(comm.start_shift, group=group, order=order, timeout_s=timeout_s)
     p, at = len(order), order.index(comm.group_rank(group))
@@ -33,7 +33,9 @@ def decode_ring(
     q_positions = visible.q_positions
     if q_positions is None:
         q_positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-    shard, rooms = _Shard.of(k, v, visible), _TwoRooms(k, v)
+    width = v.shape[-1]
+    shard = _Shard.of(k, None if latent else v, visible)
+    rooms = _TwoRooms(*(x for x in (shard.k, shard.v) if x is not None))
     header = shift(shard.header, torch.empty_like(shard.header)).wait()
     states: dict[int, Tensor] = {}
     for step in range(p):
@@ -47,7 +49,8 @@ def decode_ring(
         seen = kernels.Visible()
         if shard.positions is not None:
             seen = kernels.Visible(q_positions=q_positions, k_positions=shard.positions)
-        states[order[at - step]] = backend.attn_decode(q, shard.k, shard.v, visible=seen, spec=spec)
+        values = shard.k[..., :width] if latent else shard.v
+        states[order[at - step]] = backend.attn_decode(q, shard.k, values, visible=seen, spec=spec)
         for transfer in transfers:
             transfer.wait()
         if step < p - 1:
@@ -59,14 +62,15 @@ def decode_ring(
 
 @dataclass(frozen=True)
 class _Shard:
-    """One rank's cache on its way: k [b, n, h_kv, d], v [b, n, h_kv, d_v], positions int64 [b, n] or None for all."""
+    """One rank's cache on its way: k [b, n, h_kv, d], v [b, n, h_kv, d_v] or None where it begins k, positions int64
+    [b, n] or None for all."""
 
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     positions: Tensor | None
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, visible: kernels.Visible) -> _Shard:
+    def of(cls, k: Tensor, v: Tensor | None, visible: kernels.Visible) -> _Shard:
         """This rank's: slots beyond a row's length get position -1, and zeros since NaN may lie there."""
         positions = visible.k_positions
         if visible.lengths is not None:
@@ -74,8 +78,8 @@ class _Shard:
             if positions is None:
                 positions = torch.zeros(k.shape[:2], dtype=torch.int64, device=k.device)
             positions = positions.masked_fill(beyond, -1)
-            k, v = (x.masked_fill(beyond[..., None, None], 0) for x in (k, v))
-        return cls(k.contiguous(), v.contiguous(), None if positions is None else positions.contiguous())
+            k, v = (None if x is None else x.masked_fill(beyond[..., None, None], 0) for x in (k, v))
+        return cls(*(None if x is None else x.contiguous() for x in (k, v, positions)))
 
     @property
     def header(self) -> Tensor:
@@ -90,8 +94,8 @@ class _Shard:
 class _TwoRooms:
     """Two buffers, for the current shard and the arriving one, used in turn; they grow for longer shards."""
 
-    def __init__(self, k: Tensor, v: Tensor):
-        self._like = (k, v)
+    def __init__(self, *like: Tensor):
+        self._like = like
         self._rooms = [[x.new_empty(0) for x in self._like] for _ in range(2)]
 
     def shard(self, step: int, header: Tensor) -> _Shard:
@@ -105,7 +109,7 @@ class _TwoRooms:
             views.append(rooms[i][: math.prod(shape)].view(shape))
         batch, device = self._like[0].shape[0], self._like[0].device
         positions = torch.empty(batch, length, dtype=torch.int64, device=device) if with_positions else None
-        return _Shard(*views, positions)
+        return _Shard(views[0], views[1] if len(views) > 1 else None, positions)
 
 
 def _gathered(q, k, v, visible: kernels.Visible, paged: kernels.PagedKV):

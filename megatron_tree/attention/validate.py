@@ -75,6 +75,33 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(f"k_cache holds {k_cache.shape[1]} slots and v_cache {v_cache.shape[1]}: they must be equal")
 
 
+def values_of(k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> Tensor:
+    """v_cache; None: the first head_dim_v numbers of every key."""
+    if (v_cache is None) != (head_dim_v is not None):
+        raise ValueError(
+            f"head_dim_v={head_dim_v} with v_cache={'None' if v_cache is None else 'given'}: pass values, or None and "
+            "how many numbers of a key are its value"
+        )
+    if v_cache is not None:
+        return v_cache
+    if not isinstance(k_cache, Tensor) or k_cache.dim() != 4 or not 0 < head_dim_v <= k_cache.shape[3]:
+        seen = tuple(k_cache.shape) if isinstance(k_cache, Tensor) else type(k_cache).__name__
+        raise ValueError(f"head_dim_v={head_dim_v} must be from 1 to the head_dim of k_cache {seen}")
+    return k_cache[..., :head_dim_v]
+
+
+def check_latents(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> None:
+    """k_cache [b, s_local, 1, any], of which keys and values with head_dim_v are made, like q."""
+    seen = tuple(k_cache.shape) if isinstance(k_cache, Tensor) else type(k_cache).__name__
+    if v_cache is not None or not isinstance(head_dim_v, int) or not isinstance(k_cache, Tensor) or k_cache.dim() != 4:
+        raise ValueError(f"expand makes values of k_cache {seen}: pass v_cache=None and head_dim_v, not {head_dim_v}")
+    if (k_cache.shape[0], k_cache.shape[2]) != (q.shape[0], 1) or (k_cache.dtype, k_cache.device) != (
+        q.dtype,
+        q.device,
+    ):
+        raise ValueError(f"k_cache {seen} {k_cache.dtype} must be [{q.shape[0]}, slots, 1, any] like q, in {q.dtype}")
+
+
 def _check_heads(
     q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str, *, pages: bool = False, eight_bits: bool = False
 ) -> None:

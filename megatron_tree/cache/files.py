@@ -303,7 +303,8 @@ def _load_row(store: ShardedCache, row: int, index: int, files, places, about: d
                 raise ValueError(f"{folder} is damaged: tokens of row {index} between {begin} and {length} are missing")
         for layer, shapes in enumerate(about["shapes"]):
             pages, kind = store.layers[layer], store.kind_of[layer]
-            like = [torch.empty(1, 1, *shapes[name], dtype=dtype, device=device) for name in ("k", "v")]
+            nothing = (1, 0)  # of latents: they are whole in k
+            like = [torch.empty(1, 1, *shapes.get(x, nothing), dtype=dtype, device=device) for x in ("k", "v")]
             pages.reserve(store.book.numbers[kind].capacity, *like)
             for file, (numbers, slots) in zip(files, chosen[kind], strict=True):
                 if len(slots):

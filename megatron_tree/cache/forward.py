@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..attention.cached import tree_decode, tree_prefill
 from ..config import TreeConfig
-from ..kernels import gather_row
 from . import Append, ShardedCache, View
+from .latent import LatentHeads
 
 PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kernels skip what is hidden
 
@@ -80,28 +80,12 @@ class ForwardPass:
         if kind not in self.views:
             self.views[kind] = self.store.view(kind, self.rows, k.device)
 
-    def held(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All keys and values of the rows that this rank holds, after `write`.
-
-        Returns: ([b, longest, h_kv, d], [b, longest, h_kv, d_v]) in dtype, zeros beyond each row's length; one token of
-            zeros where this rank holds none.
-        """
-        pages, view = self.store.layers[layer], self.views[self.store.kind_of[layer]]
-        lengths, paged = view.lengths.tolist(), pages.paged(view.block_table)
-        if not max(lengths):
-            return tuple(x.new_zeros((len(self.rows), 1, *x.shape[2:]), dtype=dtype) for x in (pages.k, pages.v))
-        rows = [gather_row(pages.k, pages.v, paged, i, n, dtype) for i, n in enumerate(lengths)]
-        if len(rows) == 1:
-            return rows[0]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return tuple(pad([row[which][0] for row in rows], batch_first=True) for which in (0, 1))
-
     def attend(
         self,
         layer: int,
         q: Tensor,
         *,
-        kv: tuple[Tensor, Tensor] | None = None,
+        latent: LatentHeads | None = None,
         visible: Tensor | None = None,
         config: TreeConfig | None = None,
         **options,
@@ -110,9 +94,8 @@ class ForwardPass:
 
         Args:
             q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
-                of this rank's heads; so are the result and sinks.
-            kv: keys and values made from `held`, [b, longest, h_kv, d] and [..., d_v], where the cache holds something
-                else (latent attention); default what the cache holds.
+                of this rank's heads; so are the result, sinks and latent.
+            latent: how these heads read the cache, where it holds latents.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
             config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks.
@@ -124,48 +107,88 @@ class ForwardPass:
             run = self._prefill
         elif self.head_shares is not None:
             options["head_shares"] = self.head_shares
-            if len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None and kv is None:
+            if len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None:
                 run = self._prefill_heads
-        out = run(layer, q, kv, visible, cp_group=self.cp_group, config=config, **options)
+        if latent is not None and options.get("softmax_scale") is None:
+            options["softmax_scale"] = q.shape[-1] ** -0.5  # of the heads, not of latents
+        out = run(layer, q, latent, visible, cp_group=self.cp_group, config=config, **options)
         if self.progress is not None:
             self.progress(len(self.written), len(self.store.layers))
         return out
 
-    def _prefill(self, layer: int, q: Tensor, kv, visible: Tensor | None, **options) -> Tensor:
+    def _prefill(self, layer: int, q: Tensor, latent, visible: Tensor | None, **options) -> Tensor:
+        """One row's tokens, each on one rank."""
         if visible is not None:
             raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
-        store, append, rank = self.store, self.append, self.store.book.rank
-        pages, kind = store.layers[layer], store.kind_of[layer]
-        own = sum(count for _, count in append.shares[rank])
-        num_heads_kv = (pages.k if kv is None else kv[0]).shape[2]
-        # queries and partial outputs are as wide as keys and values: send whichever are fewer
-        gather_keys = store.book.num_visible(append, kind) * num_heads_kv <= append.num_tokens * q.shape[2]
-        segments = store.key_segments(append, kind, of_all_ranks=gather_keys)
-        held = sum(segment.length for segment in (segments[rank] if gather_keys else segments))
-        if kv is None:
-            k, v = gather_row(pages.k, pages.v, pages.paged(self.views[kind].block_table), 0, held, q.dtype)
-        else:
-            k, v = (x[:, :held] for x in kv)
-        out = tree_prefill(q[:, :own], k, v, shares=append.shares, key_segments=segments, **options)
+        append = self.append
+        own = sum(count for _, count in append.shares[self.store.book.rank])
+        gather_keys = self._sends_keys(layer, q.shape[-1], append.num_tokens * q.shape[2], latent, append.num_tokens)
+        # of the queries that meet a key on a rank
+        num_queries = append.num_tokens // (self.store.book.world if gather_keys else 1)
+        out = self._run_prefill(
+            layer, q[:, :own], latent, num_queries, gather_keys=gather_keys, shares=append.shares, **options
+        )
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))  # a rank without tokens still runs one
 
-    def _prefill_heads(self, layer: int, q: Tensor, kv, visible, **options) -> Tensor:
+    def _prefill_heads(self, layer: int, q: Tensor, latent, visible, **options) -> Tensor:
         """Many tokens of one row, all on every rank, whose heads are sharded."""
-        store, kind, first = self.store, self.store.kind_of[layer], self.append.first[0]
-        pages, view = store.layers[layer], self.views[kind]
-        segments = store.key_segments(self.append, kind, of_all_ranks=False)
-        held = sum(segment.length for segment in segments)
-        k, v = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype)
-        return tree_prefill(q, k, v, shares=[[(first, q.shape[1])]], key_segments=segments, **options)
+        num_queries, width = q.shape[1], self._width(layer)
+        gather_keys = width[0] == 1 and self._sends_keys(
+            layer, q.shape[-1], num_queries * sum(self.head_shares), latent, 0
+        )
+        shares = [[(self.append.first[0], num_queries)]]
+        expandable = num_queries if gather_keys else 0  # a rank can make keys of its own heads only
+        return self._run_prefill(layer, q, latent, expandable, gather_keys=gather_keys, shares=shares, **options)
 
-    def _decode(self, layer: int, q: Tensor, kv, visible: Tensor | None, **options) -> Tensor:
+    def _run_prefill(self, layer: int, q: Tensor, latent, num_queries: int, *, gather_keys: bool, **options) -> Tensor:
+        store, kind, view = self.store, self.store.kind_of[layer], self.views[self.store.kind_of[layer]]
+        segments = store.key_segments(self.append, kind, of_all_ranks=gather_keys)
+        held = sum(segment.length for segment in (segments[store.book.rank] if gather_keys else segments))
+        k, v = store.layers[layer].row(view.block_table, 0, held, q.dtype)
+        if latent is None:
+            return tree_prefill(q, k, v, key_segments=segments, **options)
+        q, of_latents, finish = latent.prepare(q, expands=latent.pays_to_expand(num_queries))
+        return finish(tree_prefill(q, k, v, key_segments=segments, **of_latents, **options))
+
+    def _sends_keys(self, layer: int, head_dim: int, num_vectors: int, latent, num_queries: int) -> bool:
+        """Whether sending all visible keys and values takes fewer numbers than num_vectors queries and partial outputs.
+
+        num_queries: of those that meet a key on one rank; it decides how wide queries of latents are.
+        """
+        num_heads_kv, numbers = self._width(layer)
+        visible = self.store.book.num_visible(self.append, self.store.kind_of[layer])
+        if latent is None:
+            wide = numbers // num_heads_kv
+        elif latent.pays_to_expand(num_queries):
+            wide = head_dim + latent.head_dim_v
+        else:
+            wide = numbers + latent.rank
+        return visible * numbers <= num_vectors * wide
+
+    def _width(self, layer: int) -> tuple[int, int]:
+        """(KV heads, numbers of all their keys and values) of a token in the cache."""
+        pages = self.store.layers[layer]
+        return pages.k.shape[2], sum(x[0, 0].numel() for x in (pages.k, pages.v) if x is not None)
+
+    def _held(self, layer: int, dtype: torch.dtype) -> Tensor:
+        """The latents and rotary keys that this rank holds: [b, longest row, 1, ...] in dtype, then zeros."""
         pages, view = self.store.layers[layer], self.views[self.store.kind_of[layer]]
-        num_queries, positions = q.shape[1], view.positions
-        if kv is None:
-            k, v = pages.k, pages.v
+        rows = [pages.row(view.block_table, i, n, dtype)[0][0] for i, n in enumerate(view.lengths.tolist())]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def _decode(self, layer: int, q: Tensor, latent, visible: Tensor | None, **options) -> Tensor:
+        pages, view = self.store.layers[layer], self.views[self.store.kind_of[layer]]
+        num_queries, positions, k, v, finish = q.shape[1], view.positions, pages.k, pages.v, None
+        # most of the keys are new: as many are made as there are queries
+        expands = latent is not None and self.head_shares is None and self.end <= 2 * num_queries
+        if expands and latent.pays_to_expand(num_queries):
+            k, v = latent.expand(self._held(layer, q.dtype))
+        elif latent is not None:
+            options["head_dim_v"], finish = latent.rank, latent.project
+            q, k, v = latent.absorb(q), k if pages.joined else self._held(layer, q.dtype), None
+        if k is pages.k:
             options.update(block_table=view.block_table, k_scale=pages.k_scale, v_scale=pages.v_scale)
         else:
-            k, v = kv
             positions = positions[:, : k.shape[1]]
         if visible is not None:
             if visible.shape[1] != self.end:
@@ -179,4 +202,5 @@ class ForwardPass:
             first = torch.tensor(self.append.first, device=q.device)[:, None]
             q_positions = first + torch.arange(num_queries, device=q.device)
             options.update(q_positions=q_positions, cache_positions=positions)
-        return tree_decode(q, k, v, cache_seqlens=view.lengths, schedule=self.schedule, **options)
+        out = tree_decode(q, k, v, cache_seqlens=view.lengths, schedule=self.schedule, **options)
+        return out if finish is None else finish(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import PagedKV
+from ..kernels import PagedKV, gather_row
 
 GROWTH = 8  # a full pool grows by 1/GROWTH of its size: at most that much memory is spare
 CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -21,10 +21,12 @@ class LayerPages:
     Args:
         page_size: tokens of a page.
         stored: torch.int8, torch.float8_e4m3fn, or None for the dtype of the keys.
+        latent: the keys are latents and the values rotary keys, of one head. Attention takes both together as a key,
+            whose first part is the value, so they lie side by side in one tensor; in 8 bits in two, for their scales.
     """
 
-    def __init__(self, page_size: int, stored: torch.dtype | None = None):
-        self.page_size, self.stored = page_size, stored
+    def __init__(self, page_size: int, stored: torch.dtype | None = None, *, latent: bool = False):
+        self.page_size, self.stored, self.latent = page_size, stored, latent
         self.reset()
 
     def reset(self) -> None:
@@ -39,17 +41,24 @@ class LayerPages:
         """
         if self.k is None:
             self.dtype = k.dtype
-            stored, h_kv = self.stored or k.dtype, k.shape[2]
-            self.k = k.new_zeros((0, self.page_size, *k.shape[2:]), dtype=stored)
-            self.v = v.new_zeros((0, self.page_size, *v.shape[2:]), dtype=stored)
+            for name, shape in self._shapes(k, v).items():
+                setattr(self, name, k.new_zeros((0, self.page_size, *shape), dtype=self.stored or k.dtype))
             if self.stored is not None:
-                self.k_scale, self.v_scale = k.new_zeros((2, 0, self.page_size, h_kv), dtype=torch.float32)
-        elif (k.shape[2:], v.shape[2:], k.dtype) != (self.k.shape[2:], self.v.shape[2:], self.dtype):
+                scales = (2, 0, self.page_size, k.shape[2])
+                self.k_scale, self.v_scale = k.new_zeros(scales, dtype=torch.float32)
+        have = {name: tuple(x.shape[2:]) for name, x in self.tensors.items() if not name.endswith("scale")}
+        if (self._shapes(k, v), k.dtype) != (have, self.dtype):
             raise ValueError(
                 f"keys {tuple(k.shape)} and values {tuple(v.shape)} in {k.dtype} don't fit the cache: heads and "
-                f"head_dim are {tuple(self.k.shape[2:])} and {tuple(self.v.shape[2:])} there, in {self.dtype}"
+                f"head_dim are {' and '.join(map(str, have.values()))} there, in {self.dtype}"
             )
         self._grow(num_pages)
+
+    def _shapes(self, k: Tensor, v: Tensor) -> dict[str, tuple[int, int]]:
+        """(heads, head_dim) of what is stored for tokens like these."""
+        if self.joined:
+            return {"k": (k.shape[2], k.shape[3] + v.shape[3])}
+        return {"k": tuple(k.shape[2:]), "v": tuple(v.shape[2:])}
 
     def _grow(self, num_pages: int) -> None:
         have = self.k.shape[0]
@@ -66,11 +75,18 @@ class LayerPages:
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + offset in the page."""
-        if self.stored is None:
+        if self.joined:
+            self.put(slots, {"k": torch.cat((k, v), -1)})
+        elif self.stored is None:
             self.put(slots, {"k": k, "v": v})
         else:
             (k, k_scale), (v, v_scale) = quantize(k, self.stored), quantize(v, self.stored)
             self.put(slots, {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale})
+
+    @property
+    def joined(self) -> bool:
+        """Whether `k` holds both, and `v` nothing."""
+        return self.latent and self.stored is None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -102,6 +118,16 @@ class LayerPages:
     def paged(self, block_table: Tensor) -> PagedKV:
         """This layer's pages with the rows' block table, as the kernels take them."""
         return PagedKV(block_table, self.k_scale, self.v_scale)
+
+    def row(self, block_table: Tensor, row: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The first `length` tokens of a row: k [1, length, h_kv, d], v [1, length, h_kv, d_v] in dtype.
+
+        Latents: k [1, length, 1, r + rotary head_dim], None.
+        """
+        k, v = gather_row(self.k, self.k if self.joined else self.v, self.paged(block_table), row, length, dtype)
+        if self.latent:
+            return (k if self.joined else torch.cat((k, v), -1)), None
+        return k, v
 
     @property
     def bytes_of_a_token(self) -> int:

@@ -39,6 +39,7 @@ class ShardedCache:
         rank, world: this rank's number in the group, and the group's size.
         page_size: tokens of a page, and of a block of neighbouring tokens on one rank.
         dtype: "auto" (that of the keys), "int8" or "fp8" (e4m3), the last two with a scale per token and head.
+        latent: the keys are latents, the values rotary keys; see `LayerPages`.
     Raises: ValueError for sizes below 1 or an unknown dtype.
     """
 
@@ -50,13 +51,14 @@ class ShardedCache:
         world: int = 1,
         page_size: int = 16,
         dtype: str = "auto",
+        latent: bool = False,
     ):
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(CACHE_DTYPES)}")
         kinds = list(dict.fromkeys(windows))
         self.kind_of = [kinds.index(window) for window in windows]
         self.book = RowBook(rank, world, page_size, tuple(kinds))
-        self.layers = [LayerPages(page_size, CACHE_DTYPES[dtype]) for _ in windows]
+        self.layers = [LayerPages(page_size, CACHE_DTYPES[dtype], latent=latent) for _ in windows]
         self._tables: dict[tuple[int, int], tuple[tuple, tuple[Tensor, Tensor]]] = {}
         self._views: dict[int, tuple] = {}  # by kind: the tables of the rows of the last step
 

@@ -17,7 +17,7 @@ from ..config import AttnSpec
 from ..merge import NEG_INF, empty_state, merge_into, state_dtype
 from .blocks import DIAGONAL, FULL, MASKED, Block, split
 from .masks import Visible, visible
-from .paged import PagedKV, decode_masked
+from .paged import PagedKV, begins, decode_masked
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -215,6 +215,7 @@ def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True)
     causal = block is not None and block.kind == DIAGONAL
     if causal and q.device.type == "cpu" and q.shape[1] > _strip_rows(q.shape[1]):
         return _diagonal_fwd(q, k, v, spec)
+    v = k if d_v < k.shape[-1] and begins(v, k) else v  # instead of a copy of v that is as wide
     q, k, v = _widen(max(q.shape[-1], d_v), q, k, v)
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

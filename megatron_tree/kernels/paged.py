@@ -50,7 +50,7 @@ def decode_masked(attn_masked: Callable, q, k, v, *, visible: Visible, spec: Att
 
 def gather_row(k, v, paged: PagedKV, row: int, length: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The first `length` tokens (None: all) of a row of a paged cache: k [1, length, h_kv, d], v [1, length, h_kv, d_v]
-    in `dtype`; views where the row's pages lie one after another."""
+    in `dtype`; views where the row's pages lie one after another. Values that begin the keys do so afterwards."""
     size = k.shape[1]
     length = paged.block_table.shape[1] * size if length is None else length
     pages = paged.block_table[row, : -(-length // size)]
@@ -64,7 +64,14 @@ def gather_row(k, v, paged: PagedKV, row: int, length: int | None, dtype: torch.
     def gathered(x: Tensor, scale: Tensor | None) -> Tensor:
         return tokens(x) if scale is None else (tokens(x).float() * tokens(scale)[..., None]).to(dtype)
 
-    return gathered(k, paged.k_scale)[None], gathered(v, paged.v_scale)[None]
+    keys = gathered(k, paged.k_scale)[None]
+    return keys, keys[..., : v.shape[-1]] if begins(v, k) else gathered(v, paged.v_scale)[None]
+
+
+def begins(v: Tensor, k: Tensor) -> bool:
+    """Whether values v are the first columns of keys k, in the same memory (latent attention)."""
+    same = v.data_ptr() == k.data_ptr() and v.shape[:-1] == k.shape[:-1] and v.stride() == k.stride()
+    return same and v.dtype == k.dtype and v.shape[-1] <= k.shape[-1]
 
 
 def _index(x: Tensor, pages: Tensor) -> Tensor:

@@ -15,9 +15,12 @@ from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_mode
 
 NEW = 6
 BLOCK = 2
-FAMILIES = ("llama", "gemma3", "gpt_oss", "mixtral", "phi3", "smollm2", "qwen2")
-SLOW_FAMILIES = ("qwen3", "gemma2", "mistral", "qwen2_moe")
-FULL_ATTENTION = ("llama", "mixtral", "smollm2", "qwen3", "qwen2_moe")  # all layers keep all tokens
+FAMILIES = ("llama", "gemma3", "gpt_oss", "mixtral", "phi3", "smollm2", "qwen2", "deepseek_v3_experts")
+SLOW_FAMILIES = ("qwen3", "gemma2", "mistral", "qwen2_moe", "deepseek_v2")
+LATENT = ("deepseek_v3_experts", "deepseek_v2")
+FULL_ATTENTION = ("llama", "mixtral", "smollm2", "qwen3", "qwen2_moe", *LATENT)  # all layers keep all tokens
+
+ROWS = ("gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head", "q_a_proj", "kv_a_proj_with_mqa")
 
 
 def _model(family, dtype=torch.float32):
@@ -32,13 +35,13 @@ def _model(family, dtype=torch.float32):
 def _most_bytes(model, world):
     """Bytes of the first rank, which gets what doesn't come out even: k and v over head groups, all else over ranks."""
     config, total = model.config, 0
-    groups = math.gcd(world, config.num_key_value_heads)
-    d = model.model.layers[0].self_attn.head_dim
+    groups = 1 if hasattr(config, "kv_lora_rank") else math.gcd(world, config.num_key_value_heads)
+    d = getattr(model.model.layers[0].self_attn, "head_dim", None)
     for name, p in model.named_parameters():
         last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         heads, heads_kv, n = config.num_attention_heads, config.num_key_value_heads, p.numel()
         own = groups and -(-(heads // groups) // (world // groups))  # the most query heads of a rank
-        if last in ("q_proj", "sinks") or (last == "o_proj" and p.dim() == 2):
+        if last in ("q_proj", "q_b_proj", "kv_b_proj", "sinks") or (last == "o_proj" and p.dim() == 2):
             total += n // heads * own
         elif last in ("k_proj", "v_proj"):
             total += n // groups
@@ -49,7 +52,7 @@ def _most_bytes(model, world):
             width //= 2 if "gate_up" in last else 1
             unit = 8 if width // 8 >= world else 4
             total += n // width * unit * -(-(width // unit) // world)
-        elif last in ("gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head"):
+        elif last in ROWS:
             rows = p.shape[0] // (2 if last == "gate_up_proj" else 1)
             total += n // rows * -(-rows // world)
         elif last == "down_proj" and p.dim() == 2:
@@ -58,6 +61,13 @@ def _most_bytes(model, world):
             assert "norm" in name or "gate" in name or "router" in name or name.endswith("bias"), name
             total += n
     return total * model.dtype.itemsize
+
+
+def _numbers_of_a_token(model):
+    config = model.config
+    if hasattr(config, "kv_lora_rank"):
+        return config.kv_lora_rank + config.qk_rope_head_dim
+    return 2 * config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
 
 
 def _run(rank, world, families):
@@ -75,7 +85,7 @@ def _run(rank, world, families):
         result = tree_deepspeed.generate(engine, one, max_new_tokens=NEW, keep_logits=True)
         assert torch.equal(result.tokens, want[0]), family
         held = result.cache.nbytes
-        whole = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
+        whole = 4 * config.num_hidden_layers * _numbers_of_a_token(model)
         if family in FULL_ATTENTION:
             group = engine.sp_size
             most_tokens = -(-(77 + NEW - 1) // BLOCK // group) * BLOCK + BLOCK
@@ -98,7 +108,9 @@ def _check(results, world):
             assert sum(held) == whole[0], family
 
 
-@pytest.mark.parametrize(("world", "families"), [(4, FAMILIES), (2, ("gpt_oss", "smollm2")), (3, ("smollm2", "llama"))])
+@pytest.mark.parametrize(
+    ("world", "families"), [(4, FAMILIES), (2, ("gpt_oss", "smollm2", "deepseek_v2")), (3, ("smollm2", "llama"))]
+)
 def test_tokens_and_bytes(world, families):
     _check(run_distributed(_run, world, families, fresh=True, timeout=280), world)
 
@@ -110,13 +122,13 @@ def test_tokens_and_bytes_of_all_families(world):
     _check(run_distributed(_run, world, families, fresh=True, timeout=290), world)
 
 
-def _bf16(rank, world):
+def _bf16(rank, world, family):
     """Error of the logits of the next token, by that of the plain model in bf16."""
     from megatron_tree.integrations import deepspeed as tree_deepspeed
 
     ids = prompt(1, 60)
-    truth = _model("llama")(ids, logits_to_keep=1).logits
-    model = _model("llama", torch.bfloat16)
+    truth = _model(family)(ids, logits_to_keep=1).logits
+    model = _model(family, torch.bfloat16)
     allowed = (model(ids, logits_to_keep=1).logits - truth).abs().max()
     engine = tree_deepspeed.init_inference(model, weights="sharded", block_size=BLOCK)
     runner = engine.new_runner()
@@ -127,12 +139,19 @@ def _bf16(rank, world):
     return float(error), all(torch.equal(batch, part) for part in parts)
 
 
-def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks():
-    for error, same in run_distributed(_bf16, 4, fresh=True):
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks(family):
+    for error, same in run_distributed(_bf16, 4, family, fresh=True):
         assert error <= 2 and same
 
 
-FILES = ("smollm2", "mixtral", "gpt_oss", "phi3")  # tied weights, a tensor for each expert, biases, several files
+FILES = (
+    "smollm2",
+    "mixtral",
+    "gpt_oss",
+    "phi3",
+    "deepseek_v2",
+)  # tied weights, a tensor for each expert, biases, several files
 
 
 def _from_files(rank, world, folder):
@@ -221,7 +240,6 @@ def _refusals(rank, world):
 
     said = []
     for family, options in (
-        ("deepseek_v3", {}),
         ("gpt2", {}),
         ("olmo2", {}),
         ("llama", {"tp_size": 2}),
@@ -251,7 +269,6 @@ def _refusals(rank, world):
 
 def test_refusals():
     expected = (
-        "DeepseekV3ForCausalLM: weights='sharded' can't split model.layers.0.self_attn",
         "GPT2LMHeadModel: weights='sharded' can't split attention",
         "model.layers.0.self_attn.q_norm: it normalizes all heads together",
         "leave sp_size=None and tp_size=2 out",

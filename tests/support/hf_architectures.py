@@ -46,6 +46,7 @@ OF_ONE = {  # what these configurations want besides
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     "phimoe": {"sliding_window": 7},
+    "longcat_flash": {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
     "ctrl": {"n_embd": 32, "dff": 48, "n_layer": 3, "n_head": 4},
 }
 WINDOW = 7
@@ -109,6 +110,7 @@ SERVED = (
     "laguna",
     "lfm2",
     "llama",
+    "longcat_flash",
     "mellum",
     "mimo_v2_flash",
     "minicpm3",

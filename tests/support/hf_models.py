@@ -19,6 +19,21 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LATENT = {  # the ratios of DeepSeek V3
+    **{name: value for name, value in SHAPE.items() if name != "head_dim"},
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 SWITCH = 24  # longrope and dynamic NTK: longer rows have other rotary embeddings
 WINDOWED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
@@ -88,6 +103,8 @@ WEIGHT_CONFIGS = {
         moe_intermediate_size=32,
         shared_expert_intermediate_size=40,
     ),
+    "deepseek_v3_experts": lambda: transformers.DeepseekV3Config(**LATENT, q_lora_rank=96, n_group=2, topk_group=1),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, q_lora_rank=None, n_group=1, topk_group=1),
     "olmo2": lambda: transformers.Olmo2Config(**{name: value for name, value in SHAPE.items() if name != "head_dim"}),
 }
 

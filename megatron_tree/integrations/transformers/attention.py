@@ -8,7 +8,7 @@ latter for the prompt, too, and works with left padding.
 
 How attention finds the cache: Transformers passes the attention function the module, q, k, v and the mask, not the
 cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
-the keys and values that the update returned (or, with latent attention, ones expanded from them row by row). So the
+the keys and values that the update returned (with latent attention latents and rotary keys, see latent.py). So the
 update leaves a note in a context variable, and the attention call takes it. A note with other keys or values than those
 of the call, one that nobody takes, and a second call for the same note are errors, never a guess.
 """
@@ -29,6 +29,7 @@ from ...comm import collective_call
 from ...config import TreeConfig
 from .architectures import WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache, TreeCacheLayer, Update, current_run, last_update
+from .latent import latent_heads
 from .training import attend_to_shard
 
 __all__ = [
@@ -104,8 +105,10 @@ def tree_attention(
             "attn_implementation='sdpa' for this model, and Transformers' own cache"
         )
     cache = update.cache
-    kv = (k, v) if cache.returns_all else None
-    out = update.forward.attend(layer_idx, q, kv=kv, visible=attention_mask, config=cache.tree_config, **options)
+    latent = latent_heads(module) if cache.latent else None
+    out = update.forward.attend(
+        layer_idx, q, latent=latent, visible=attention_mask, config=cache.tree_config, **options
+    )
     cache.end_layer(update.forward)
     return out.contiguous(), None  # some models view it
 
@@ -113,11 +116,7 @@ def tree_attention(
 def _check_update(module, key: Tensor, value: Tensor, update: Update) -> None:
     """Raise ``ValueError`` unless a layer attends to what the last cache update returned."""
     layer_idx = getattr(module, "layer_idx", None)
-    if update.cache.returns_all:  # keys and values are made from it, row by row
-        same = update.layer_idx == layer_idx and update.keys.shape[2] == key.shape[2]
-    else:
-        same = _is_same(key, update.keys) and _is_same(value, update.values)
-    if not same:
+    if not (_is_same(key, update.keys) and _is_same(value, update.values)):
         raise ValueError(
             f"{type(module).__name__} (layer_idx={layer_idx}) attends to {key.shape[2]} keys {list(key.shape)}, but "
             f"the last cache update was one of layer {update.layer_idx} with {update.keys.shape[2]} keys "

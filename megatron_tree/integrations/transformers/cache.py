@@ -16,6 +16,7 @@ from ...cache.forward import ForwardPass, forward_pass
 from ...comm import group_rank, group_size
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, check_layers
+from .latent import keep_latents
 from .rope import keep_cache_in_generate, rope_rule
 
 
@@ -25,15 +26,21 @@ class Update(NamedTuple):
     cache: TreeCache
     layer_idx: int
     keys: Tensor
-    """[b, h_kv, n, d], what the update returned; ..."""
+    """[b, h_kv, n, d], what the update returned; latents [b, 1, n, r]; ..."""
     values: Tensor
-    """... [b, h_kv, n, d_v]."""
+    """... [b, h_kv, n, d_v]; their rotary keys [b, 1, n, d]."""
     forward: ForwardPass
 
 
 last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
 current_run: contextvars.ContextVar[TreeCache | None] = contextvars.ContextVar("tree_cache_run", default=None)
 """The cache whose model is in the middle of a run."""
+
+
+def _just_stored(latents: Tensor) -> bool:
+    """Whether these are the latents that the last update returned."""
+    update = last_update.get()
+    return update is not None and update.keys is latents
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -107,11 +114,13 @@ class TreeCache(Cache):
         self.head_shares = head_shares
         self._has_all_heads = head_shares is None or sum(head_shares) == text.num_attention_heads
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
-        self.store = ShardedCache(windows, rank=self.rank, world=self.world, page_size=block_size, dtype=dtype)
+        self.latent = getattr(text, "kv_lora_rank", None) is not None
+        if self.latent:
+            keep_latents(text, _just_stored)
+        options = {"page_size": block_size, "dtype": dtype, "latent": self.latent}
+        self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)
         self.rows: list[int] = []
         """The rows of the batch of Transformers' own `generate`, in its order."""
-        # latent attention stores latents, from which the model computes keys and values: it needs all of them back
-        self.returns_all = getattr(text, "kv_lora_rank", None) is not None
         self._forward = self._batch_forward = None
         self.rope = rope_rule(config)
         self.rope_kinds: list[int] = []
@@ -139,19 +148,13 @@ class TreeCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Take new tokens k [b, h_kv, n, d] and v [b, h_kv, n, d_v], and leave a note for the attention call.
 
-        Returns: what that call is to be given: for latent attention all that this rank holds (one token of zeros where
-        it holds nothing: latent attention can't expand an empty tensor), otherwise the arguments; the attention reads
-        the pages.
+        Returns: what that call is to be given, the arguments; the attention reads the pages.
         """
         self._check_taken()
         forward = self._forward or self._own_forward(key_states, layer_idx)
-        k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        forward.write(layer_idx, k, v)
-        if self.returns_all:
-            k, v = forward.held(layer_idx, k.dtype)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        last_update.set(Update(self, layer_idx, k, v, forward))
-        return k, v
+        forward.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        last_update.set(Update(self, layer_idx, key_states, value_states, forward))
+        return key_states, value_states
 
     def _check_taken(self) -> None:
         """Raise ``ValueError`` if no attention call followed the last update."""

@@ -2,8 +2,9 @@
 
 N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a head group share the tokens of the cache
 of their KV heads. So cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
-output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Norms and routers,
-which are small, are on every rank. What can't be split is refused.
+output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Latent attention
+has one KV head, so all ranks share the tokens; its down projections are split by rows, and the ranks gather what they
+give. Norms and routers, which are small, are on every rank. What can't be split is refused.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class Layout:
     """Biases that are added once: zeros on the other ranks."""
     summed: list[str] = field(default_factory=list)
     """Modules that return a partial sum."""
+    gathered: dict[str, int] = field(default_factory=dict)
+    """Modules that return some of the last dimension's columns, and how many there are."""
     attentions: list[str] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Of this rank's part of every parameter."""
@@ -117,9 +120,13 @@ def plan_pieces(model, world: int, rank: int) -> Layout:
     """
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) is not None:
+        kv_heads = 1
     layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads))
     for name, module in model.named_modules():
-        if hasattr(module, "o_proj") and (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
+        if hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
+            _latent_attention(layout, model, name, module, config.num_attention_heads)
+        elif hasattr(module, "o_proj") and (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
             _attention(layout, model, name, module, config.num_attention_heads, kv_heads)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             _experts(layout, model, name, module)
@@ -140,17 +147,14 @@ def plan_pieces(model, world: int, rank: int) -> Layout:
 def _attention(layout: Layout, model, name: str, module, num_heads: int, num_heads_kv: int) -> None:
     d = getattr(module, "head_dim", None)
     if d is None:
-        raise _refused(model, name, "heads of one head_dim were expected, not latent attention")
+        raise _refused(model, name, "heads of one head_dim were expected")
     fused = getattr(module, "qkv_proj", None)
     widths = {"qkv_proj": (num_heads + 2 * num_heads_kv) * d} if fused is not None else {
         "q_proj": num_heads * d, "k_proj": num_heads_kv * d, "v_proj": num_heads_kv * d
     }  # fmt: skip
     for child, width in widths.items():
-        projection = getattr(module, child, None)
-        if not isinstance(projection, nn.Linear) or projection.weight.shape[0] != width:
-            raise _refused(model, f"{name}.{child}", f"a projection to {width // d} heads of {d} was expected")
-    if not isinstance(module.o_proj, nn.Linear) or module.o_proj.weight.shape[1] != num_heads * d:
-        raise _refused(model, f"{name}.o_proj", f"a projection from {num_heads} heads of {d} was expected")
+        _check_projection(model, f"{name}.{child}", getattr(module, child, None), 0, width // d, d)
+    _check_projection(model, f"{name}.o_proj", module.o_proj, 1, num_heads, d)
     for child in ("q_norm", "k_norm"):
         norm = getattr(module, child, None)
         if norm is not None and sum(p.numel() for p in norm.parameters()) > d:
@@ -167,6 +171,33 @@ def _attention(layout: Layout, model, name: str, module, num_heads: int, num_hea
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         layout.pieces[f"{name}.sinks"] = Piece(0, (layout.heads.query_heads(layout.rank),))
     layout.attentions.append(name)
+
+
+def _latent_attention(layout: Layout, model, name: str, module, num_heads: int) -> None:
+    """Query heads are split, with the rows that make their keys and values of latents."""
+    first, last = layout.heads.query_heads(layout.rank)
+    for child in ("q_a_proj", "kv_a_proj_with_mqa"):
+        projection = getattr(module, child, None)
+        if projection is not None:
+            if not isinstance(projection, nn.Linear):
+                raise _refused(model, f"{name}.{child}", "a projection was expected")
+            _rows(layout, f"{name}.{child}", projection, [layout.share(len(projection.weight))])
+            layout.gathered[f"{name}.{child}"] = len(projection.weight)
+    queries = "q_proj" if getattr(module, "q_proj", None) is not None else "q_b_proj"
+    for child, d in ((queries, module.qk_head_dim), ("kv_b_proj", module.qk_nope_head_dim + module.v_head_dim)):
+        projection = getattr(module, child, None)
+        _check_projection(model, f"{name}.{child}", projection, 0, num_heads, d)
+        _rows(layout, f"{name}.{child}", projection, [(first * d, last * d)])
+    d = module.v_head_dim
+    _check_projection(model, f"{name}.o_proj", module.o_proj, 1, num_heads, d)
+    _columns(layout, f"{name}.o_proj", module.o_proj, (first * d, last * d))
+    layout.attentions.append(name)
+
+
+def _check_projection(model, name: str, module, dim: int, num_heads: int, d: int) -> None:
+    if not isinstance(module, nn.Linear) or module.weight.shape[dim] != num_heads * d:
+        what = ("to", "from")[dim]
+        raise _refused(model, name, f"a projection {what} {num_heads} heads of {d} was expected")
 
 
 def _mlp(layout: Layout, model, name: str, module) -> None:

@@ -1,13 +1,14 @@
 """A Transformers model whose weights are split over all ranks: its parameters are cut, and hooks join the results.
 
 Partial sums of output projections, MLPs and experts are added up over all ranks, in rank order, so every rank has the
-same bits. The embedding looks up the rows that a rank has, the LM head's logits are gathered. Attention itself needs a
-`TreeCache` with the same head shares (attention.py).
+same bits. The embedding looks up the rows that a rank has; the LM head's logits and latents are gathered. Attention
+itself needs a `TreeCache` with the same head shares (attention.py).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,10 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
             attention.num_key_value_heads = layout.heads.num_heads_kv
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     words.forward = _own_words(words, *layout.share(layout.num_words), group, timeout_s)
-    widths = even_shares(layout.num_logits, layout.world)
-    head.register_forward_hook(lambda module, args, out: _all_logits(out, widths, group, timeout_s))
+    gathered = [(model.get_submodule(name), n) for name, n in layout.gathered.items()]
+    for module, num_columns in ((head, layout.num_logits), *gathered):
+        widths = even_shares(num_columns, layout.world)
+        module.register_forward_hook(functools.partial(_gather, widths=widths, group=group, timeout_s=timeout_s))
 
 
 def _own_words(words, first: int, stop: int, group, timeout_s: float):
@@ -84,8 +87,8 @@ def _own_words(words, first: int, stop: int, group, timeout_s: float):
     return forward
 
 
-def _all_logits(logits: Tensor, widths: tuple[int, ...], group, timeout_s: float) -> Tensor:
-    """logits [..., own words] of every rank -> [..., all words]."""
-    mine = F.pad(logits, (0, max(widths) - logits.shape[-1])).movedim(-1, 0).contiguous()
+def _gather(module, args, out: Tensor, *, widths: tuple[int, ...], group, timeout_s: float) -> Tensor:
+    """A hook: out [..., own columns] of every rank -> [..., all columns]."""
+    mine = F.pad(out, (0, max(widths) - out.shape[-1])).movedim(-1, 0).contiguous()
     whole = gather_sequence(mine, group, timeout_s=timeout_s).unflatten(0, (len(widths), max(widths)))
-    return torch.cat([part[:n] for part, n in zip(whole, widths)]).movedim(0, -1)
+    return torch.cat([part[:n].movedim(0, -1) for part, n in zip(whole, widths)], -1)

@@ -1,0 +1,182 @@
+"""Latent attention: heads that read latents get what keys made of them would give; what is stored and what is sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree.attention.cached import tree_decode, tree_prefill
+from megatron_tree.attention.validate import make_spec
+from megatron_tree.cache import ShardedCache
+from megatron_tree.cache.forward import ForwardPass, forward_pass
+from megatron_tree.cache.latent import LatentHeads
+from megatron_tree.comm import traffic
+from megatron_tree.config import TreeConfig
+from megatron_tree.kernels import Visible, attn_decode
+from support.ranks import largest, run_distributed
+
+HEADS, NOPE, ROTARY, WIDTH_V, RANK = 6, 8, 4, 6, 12  # from 17 queries on it pays to expand
+CHUNKS = (40, 3, 21, 64)
+
+
+def _heads(dtype=torch.float64):
+    up = torch.randn(HEADS, NOPE + WIDTH_V, RANK, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return LatentHeads(up, NOPE)
+
+
+def _tokens(n, seed=2):
+    """q [1, n, h, d], latents [1, n, 1, r] and rotary keys [1, n, 1, ...]."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((HEADS, NOPE + ROTARY), (1, RANK), (1, ROTARY))
+    return [torch.randn(1, n, *shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def _dense(q, latents, rotary, heads, scale):
+    """Attention with every head's keys and values, written down; q are the last tokens."""
+    k_nope, v = torch.einsum("bsr,hdr->bshd", latents[:, :, 0], heads.up).split((NOPE, WIDTH_V), -1)
+    k = torch.cat((k_nope, rotary.expand(-1, -1, HEADS, -1)), -1)
+    hidden = torch.ones(q.shape[1], k.shape[1]).triu(1 + k.shape[1] - q.shape[1]).bool()
+    p = (scale * torch.einsum("bqhd,bkhd->bhqk", q, k)).masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def test_heads_over_latents_are_heads_over_keys():
+    heads, (q, latents, rotary) = _heads(), _tokens(20)
+    want = _dense(q, latents, rotary, heads, 0.3)
+    entries = torch.cat((latents, rotary), -1)
+    k, v = heads.expand(entries)
+    options = dict(cp_group=None, softmax_scale=0.3, q_positions=torch.arange(20), cache_positions=torch.arange(20))
+    absorbed = heads.project(tree_decode(heads.absorb(q), entries, None, head_dim_v=RANK, **options))
+    for out in (tree_decode(q, k, v, **options), absorbed):
+        torch.testing.assert_close(out, want)
+    assert heads.up.data_ptr() == heads.up[:, :NOPE].data_ptr()
+
+
+def test_what_pays_is_less_work():
+    deepseek = LatentHeads(torch.empty(128, 256, 512, device="meta"), 128)
+    assert [deepseek.pays_to_expand(n) for n in (1, 170, 171)] == [False, False, True]
+    for heads in (deepseek, _heads()):
+        r, both = heads.rank, heads.up.shape[1]
+        for n in range(1, 300):  # products for one key and one head; the rotary part is the same
+            assert heads.pays_to_expand(n) == (n * both + r * both < n * 2 * r)
+    assert not LatentHeads(torch.empty(2, 12, 6, device="meta"), 6).pays_to_expand(10**9)  # latents as narrow as heads
+
+
+@pytest.mark.parametrize("backend", ["native", "aten", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backends_take_keys_of_576_that_hold_their_values(backend, dtype):
+    random = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 3, 8, 576, generator=random), torch.randn(2, 130, 1, 576, generator=random)
+    positions = torch.arange(130).expand(2, -1)
+    visible = Visible(torch.tensor([130, 57]), torch.tensor([[56, 80, 129], [3, 56, 56]]), positions)
+    found = {}
+    for name, type_ in (("exact", torch.float64), (backend, dtype), ("dense", dtype)):
+        keys = k.to(type_)
+        values = keys[..., :512] if name == backend else keys[..., :512].clone()
+        name_of = "reference" if name != backend else backend
+        spec = make_spec(q.to(type_), True, 0.07, (-1, -1), 0.0)
+        found[name] = attn_decode(q.to(type_), keys, values, visible=visible, spec=spec, backend=name_of).double()
+    error, allowed = ((found[x] - found["exact"]).abs().max() for x in (backend, "dense"))
+    assert error <= 2 * allowed + 1e-6 * found["exact"].abs().max()
+
+
+def _row_in_chunks(rank, world, sharded, dtype):
+    """Errors of all chunks of a row, and how many of them made keys."""
+    group = dist.group.WORLD if world > 1 else None
+    store = ShardedCache([None], rank=rank, world=world, page_size=4, latent=True, dtype=dtype)
+    heads, (q, latents, rotary), row = _heads(), _tokens(sum(CHUNKS)), store.book.add()
+    expanded, errors, first = [], [], 0
+    expand = LatentHeads.expand
+    for n in CHUNKS:
+        made, new = [], slice(first, first + n)
+        LatentHeads.expand = lambda self, entries, made=made: made.append(1) or expand(self, entries)
+        try:
+            with forward_pass(store, [row], n, cp_group=group, sharded=sharded) as forward:
+                runs = (forward.append.shares[rank] or [(first, 1)]) if sharded else [(first, n)]
+                own = torch.cat([torch.arange(begin, begin + count) for begin, count in runs])
+                forward.write(0, latents[:, own], rotary[:, own])
+                out = forward.attend(0, q[:, own], latent=heads, softmax_scale=0.3)
+        finally:
+            LatentHeads.expand = expand
+        first += n
+        if not sharded or forward.append.shares[rank]:
+            want = _dense(q[:, new], latents[:, :first], rotary[:, :first], heads, 0.3)
+            errors.append(float((out - want[:, own - new.start]).abs().max()))
+        expanded.append(bool(made))
+    assert store.nbytes == store.num_local() * (8 * (RANK + ROTARY) if dtype == "auto" else RANK + ROTARY + 8)
+    return errors, expanded
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_row_in_chunks(world):
+    for sharded in (True, False):
+        for errors, expanded in run_distributed(_row_in_chunks, world, sharded, "auto"):
+            assert largest(errors) < 1e-12
+            # 3 tokens meet latents; 21 tokens that are sharded meet made keys where ranks share the queries
+            assert expanded[0] == (not sharded or world < 4) and not expanded[1], (sharded, expanded)
+    for errors, _ in run_distributed(_row_in_chunks, world, True, "int8"):
+        assert 0 < largest(errors) < 0.2
+
+
+def _bytes_sent(rank, world):
+    """By way to attend: payload bytes of this rank for 64 tokens over as many that are there."""
+    group, sent = dist.group.WORLD, {}
+    heads, (q, latents, rotary) = _heads(), _tokens(128)
+    store = ShardedCache([None], rank=rank, world=world, page_size=4, latent=True)
+    row = store.book.add()
+    for what, n in (("first", 64), ("second", 64)):
+        with forward_pass(store, [row], n, cp_group=group, sharded=True) as forward:
+            own = torch.cat([torch.arange(a, a + count) for a, count in forward.append.shares[rank]])
+            forward.write(0, latents[:, own], rotary[:, own])
+            with traffic.record() as log:
+                forward.attend(0, q[:, own], latent=heads, softmax_scale=0.3)
+        sent[what] = sum(x.bytes for x in log)
+    entries = torch.cat((latents, rotary), -1)[:, rank::world]
+    with traffic.record() as log:
+        tree_decode(heads.absorb(q[:, :1]), entries, None, head_dim_v=RANK, cp_group=group, schedule="ring")
+    sent["ring"] = sum(x.bytes for x in log if x.bytes > 16)
+    return sent
+
+
+def test_latents_are_sent_once():
+    for sent in run_distributed(_bytes_sent, 2):
+        for what, tokens in (("first", 32), ("second", 64), ("ring", 64)):
+            assert sent[what] == 8 * tokens * (RANK + ROTARY), what
+
+
+def test_a_backend_that_cannot_says_so():
+    q, k = torch.zeros(1, 1, 2, 576), torch.zeros(1, 4, 1, 576)
+    with pytest.raises(ValueError, match=r"backend='triton' can't take .*: use backend='auto' or 'reference'"):
+        tree_decode(q, k, None, head_dim_v=512, cp_group=None, config=TreeConfig(backend="triton"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"v_cache": None}, "head_dim_v=None with v_cache=None"),
+        ({"v_cache": torch.zeros(1, 4, 1, 8), "head_dim_v": 8}, "head_dim_v=8 with v_cache=given"),
+        ({"v_cache": None, "head_dim_v": 17}, "head_dim_v=17 must be from 1 to the head_dim"),
+    ],
+)
+def test_values_that_are_not_clear(options, message):
+    q, k = torch.zeros(1, 1, 2, 16), torch.zeros(1, 4, 1, 16)
+    with pytest.raises(ValueError, match=message):
+        tree_decode(q, k, cp_group=None, **options)
+    if "v_cache=None" in message:
+        with pytest.raises(ValueError, match="pass v_cache=None and head_dim_v, not None"):
+            tree_prefill(q, k, None, cp_group=None, shares=[[(0, 1)]], key_segments=[], expand=lambda x: (x, x))
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2Config", "DeepseekV3Config"])
+def test_bytes_of_a_token_at_deepseeks_sizes(name):
+    transformers = pytest.importorskip("transformers")
+    from megatron_tree.integrations.transformers import TreeCache
+
+    config = getattr(transformers, name)(qk_rope_head_dim=64, kv_lora_rank=512)
+    for dtype, each in (("auto", 2 * (512 + 64)), ("int8", 512 + 64 + 8)):
+        cache = TreeCache(config, dtype=dtype)
+        with cache.forward_pass([cache.store.book.add()], 5) as forward:
+            assert isinstance(forward, ForwardPass)
+            for layer in range(config.num_hidden_layers):
+                forward.write(layer, *(torch.zeros(1, 5, 1, n, dtype=torch.bfloat16) for n in (512, 64)))
+        assert cache.nbytes == config.num_hidden_layers * 5 * each
+        assert cache.allocated_bytes == config.num_hidden_layers * 16 * each  # one page
