@@ -10,7 +10,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from ..config import BACKENDS, DECODE_SCHEDULES
+from ..config import BACKENDS, DECODE_SCHEDULES, default_config
 from ..generation.sampling import SamplingParams
 from ..plan import load_topology
 from .batch import check_lines
@@ -239,6 +239,7 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 
 def check_model_options(args: argparse.Namespace, world_size: int) -> None:
     """Options of `add_model_options`. Raises: ValueError."""
+    default_config()  # raises for a bad file
     check_counts(args, "cache_block_size", "prefill_chunk", "tensor_model_parallel_size", "context_parallel_size")
     if not 0 < args.distributed_timeout_minutes < math.inf:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
-from ..config import TreeConfig
+from ..config import default_config
 from ..generation.conversation import Conversation
 from ..generation.scheduler import Scheduler
 from ..integrations import deepspeed as tree_deepspeed
@@ -65,6 +66,8 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     prepare(tokenizer, config) is called on every rank before the weights are loaded; it may raise.
     """
     timeout_s = 60 * args.distributed_timeout_minutes
+    given = {"topology": args.topology} if args.topology else {}
+    given |= {"backend": args.backend} if args.backend != "auto" else {}
     device = tree_deepspeed.init_distributed(timeout_s=timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
@@ -86,7 +89,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         cache_dtype=args.cache_dtype,
         prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
         schedule=args.schedule,
-        tree_config=TreeConfig(backend=args.backend, topology=args.topology, timeout_s=timeout_s),
+        tree_config=replace(default_config(), **given, timeout_s=timeout_s),
     )
     comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
     if rank == 0:

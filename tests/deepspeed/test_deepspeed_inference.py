@@ -104,3 +104,17 @@ def test_a_program_without_a_launcher(monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ValueError, match=r"LOCAL_RANK.*MASTER_PORT not set: start this program with the deepspeed"):
         tree_deepspeed.init_distributed()
+
+
+def _limits(rank, world):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    engine = tree_deepspeed.init_inference(tiny_model("llama"))
+    parallel = tree_deepspeed.register_sequence_parallel(tiny_model("llama"))
+    return engine.new_runner().config.timeout_s, parallel.tree_config.timeout_s
+
+
+def test_a_file_of_options_reaches_inference_and_training(tmp_path):
+    (tmp_path / "tree.yaml").write_text("timeout_s: 77")
+    env = {"MEGATRON_TREE_CONFIG": str(tmp_path / "tree.yaml"), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert run_distributed(_limits, 1, env=env, fresh=True) == [(77, 77)]

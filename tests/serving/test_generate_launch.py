@@ -247,6 +247,13 @@ def test_options_are_checked_before_anything_is_sent(arguments, message):
         check_arguments(build_parser().parse_args(arguments), 4)
 
 
+def test_a_bad_file_of_options_is_named(monkeypatch, tmp_path):
+    (tmp_path / "tree.yaml").write_text("grit: 2x2")
+    monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "tree.yaml"))
+    with pytest.raises(ValueError, match="tree.yaml': unknown key 'grit'"):
+        check_arguments(build_parser().parse_args([]), 4)
+
+
 @pytest.mark.slow
 def test_a_chat_in_a_terminal(tmp_path):
     """Through the script that puts ranks into the background; Ctrl-C stops an answer, not the chat."""

@@ -23,7 +23,7 @@ import deepspeed
 
 from ...comm import neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
-from ...config import TreeConfig, check_choice
+from ...config import TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
@@ -168,7 +168,7 @@ def init_inference(
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
     TreeCache(model_config, **cache_options)  # raises for a model or options that the cache can't serve
     model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
-    timeout_s, tensor_parallel = (tree_config or TreeConfig()).timeout_s, {"tp_size": tp_size}
+    timeout_s, tensor_parallel = (tree_config or default_config()).timeout_s, {"tp_size": tp_size}
     plain_attention = model_config._attn_implementation
     model.set_attn_implementation("tree")
     if layout is not None:

@@ -26,7 +26,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from ...comm import collective_call, group_rank, group_size
-from ...config import TreeConfig
+from ...config import TreeConfig, default_config
 from ...files import whole_file
 from .. import transformers  # noqa: F401  registers "tree"
 from ..transformers.training import shard_batch, train_on_shards
@@ -54,7 +54,7 @@ def register_sequence_parallel(
     sp_size = world if sp_size is None else sp_size
     if not isinstance(sp_size, int) or isinstance(sp_size, bool) or sp_size < 1 or world % sp_size:
         raise ValueError(f"sp_size={sp_size!r} must be a positive integer that divides the {world} ranks")
-    tree_config = tree_config or TreeConfig()
+    tree_config = tree_config or default_config()
     train_on_shards(model)
     init_comm(tree_config.timeout_s)
     return SequenceParallel(sp_size, tree_config)

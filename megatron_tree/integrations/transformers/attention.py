@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from ...attention.cached import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import collective_call
-from ...config import TreeConfig
+from ...config import default_config
 from .architectures import WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache, TreeCacheLayer, Update, current_run, last_update
 from .latent import latent_heads
@@ -212,7 +212,7 @@ def tree_mask(
 
 def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str, **options) -> None:
     """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt."""
-    config = cache.tree_config or TreeConfig()
+    config = cache.tree_config or default_config()
     digest = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()[:16] if cache.world > 1 else ""
     values = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
     with collective_call(what, cache.cp_group, config) as call:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
 from ...attention.sequences import dispatch_documents, shard_sequence
 from ...comm import all_reduce, group_size
-from ...config import TreeConfig
+from ...config import TreeConfig, default_config
 from ...layout import Dispatched
 from .architectures import check_layers
 from .cache import TreeCache
@@ -230,7 +230,7 @@ def loss_over_all_ranks(
     sequence_shard.used_by["loss"] = None
     logits, labels = logits.float().flatten(0, -2), labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    limit = (sequence_shard.config or TreeConfig()).timeout_s
+    limit = (sequence_shard.config or default_config()).timeout_s
     count = (labels != IGNORED).sum()
     return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)
 
