@@ -1,10 +1,10 @@
-.PHONY: help setup quickstart test quick slow soak mutants gpu audit lint format
+.PHONY: help setup quickstart test quick slow ptx soak mutants gpu audit lint format
 
 # The GPU tests spend most of their time compiling, so they run in parallel with pytest-xdist. Tests that need much memory
 # share one process.
 GPU_WORKERS = $(shell python -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
 
-GPU_TESTS = tests/kernels/test_triton.py tests/kernels/test_triton_decode.py tests/kernels/test_triton_paged.py tests/kernels/test_dropout.py
+GPU_TESTS = tests/kernels/test_triton.py tests/kernels/test_triton_low_precision.py tests/kernels/test_triton_decode.py tests/kernels/test_triton_paged.py tests/kernels/test_dropout.py
 
 help:            ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -23,6 +23,9 @@ quick:           ## lint, then the tests of tests/quick.txt: one to two minutes 
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow
+
+ptx:             ## all Triton tests on what is compiled for sm_80 and sm_90, executed on the CPU: half an hour on one core
+	for arch in sm_80 sm_90; do python -m pytest -m '' --ptx $$arch $(GPU_TESTS) tests/ptx || exit 1; done
 
 soak:            ## half an hour of training and generation on an emulated cluster, in which ranks are lost
 	PYTHONPATH=. python -m tests.soak

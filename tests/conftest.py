@@ -1,6 +1,5 @@
-from support import triton_interpreter  # noqa: F401, I001  first: see its docstring
-
 import gc
+import importlib
 
 import pytest
 import torch
@@ -9,7 +8,19 @@ from support import turns
 from support.ranks import close_pools, poisoned_empty, seed_everything
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--ptx",
+        choices=("sm_80", "sm_90"),
+        help="run the Triton kernels as they are compiled for this GPU, on the CPU (tests/ptx); default: interpreter",
+    )
+
+
 def pytest_configure(config):
+    if arch := config.getoption("--ptx"):
+        importlib.import_module("ptx.device").install(arch, str(config.cache.mkdir("ptx")))
+    else:
+        importlib.import_module("support.triton_interpreter")  # before anything imports Triton: see its docstring
     torch.set_num_threads(min(2, torch.get_num_threads()))
     if hasattr(config, "workerinput"):  # one of pytest-xdist's processes
         turns.take_turns(config.workerinput["turns"])
@@ -27,11 +38,17 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+def pytest_collection_modifyitems(config, items):
+    arch = config.getoption("--ptx")
+    reasons = {
+        "gpu": None if torch.cuda.is_available() else "needs a GPU",
+        "ptx": None if arch else "needs --ptx sm_80 or sm_90: make ptx",
+        "without_ptx": "runs in processes of its own, which --ptx does not reach" if arch else None,
+    }
+    for item in items:
+        for name, reason in reasons.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the time limit

@@ -17,6 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535  # of a grid's third dimension
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+DEVICES = ("cuda", "cpu") if common.INTERPRET.value else ("cuda",)  # tests on compiled kernels have others
 
 
 def on_its_device(function):
@@ -37,7 +38,7 @@ def interpreting() -> bool:
 
 def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
     """Why this backend can't take the call, or None if it can; see `kernels.choose`. All options are supported."""
-    if q.device.type != "cuda" and not interpreting():
+    if q.device.type not in DEVICES:
         return f"device type {q.device.type} (outside of Triton's interpreter)"
     if q.dtype not in DTYPES:
         return f"dtype {q.dtype}"
