@@ -112,6 +112,38 @@ def test_a_refused_option_is_one_line():
     assert "steps=0 must be 1 or more" in done.stderr
 
 
+@pytest.mark.slow
+def test_transformers_trainer(text, tmp_path):
+    from support.http_server import byte_model, byte_tokenizer
+
+    byte_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    options = (
+        "--model",
+        tmp_path / "model",
+        "--data_path",
+        text,
+        "--seq_length",
+        48,
+        "--sequences",
+        64,
+        "--sp_size",
+        2,
+    )
+    options += ("--output_dir", tmp_path / "out", "--max_steps", 3, "--logging_steps", 1, "--use_cpu")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = REPO / "launch" / "train_trainer.py"
+    command = [LAUNCHER, "--num_gpus", 2, "--master_port", port, "--no_local_rank", script, *options]
+    done = subprocess.run(
+        [str(part) for part in command], env=os.environ | ENV, cwd=REPO, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"'loss': '?[\d.]+", done.stdout)) == 3
+    assert "after 3 steps" in done.stdout and (tmp_path / "out" / "checkpoint-3").is_dir()
+
+
 def test_help_needs_no_framework():
     done = subprocess.run(
         [sys.executable, SCRIPT, "--help"], env=os.environ | ENV, capture_output=True, text=True, check=True

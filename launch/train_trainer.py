@@ -1,0 +1,87 @@
+"""Train a Hugging Face model with Transformers' Trainer, the sequence sharded over ranks by tree attention.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank launch/train_trainer.py \\
+        --output_dir runs/trainer --sp_size 2 --seq_length 256 --max_steps 4 --logging_steps 1 --use_cpu
+
+Every rank runs this file. Of a script that you have, one line changes: where Trainer comes from. `--help` lists the
+options below and all of TrainingArguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CONFIG = Path(__file__).parents[1] / "configs" / "deepspeed" / "trainer_zero2.json"
+
+
+@dataclass
+class Options:
+    """What TrainingArguments don't have."""
+
+    model: str = field(default="smollm2", metadata={"help": "smollm2 (a Python package), or a model folder"})
+    data_path: str | None = field(
+        default=None, metadata={"help": "folder with text; default: the sources of Python's standard library"}
+    )
+    suffix: str = field(default=".py", metadata={"help": "of the files to read in it"})
+    seq_length: int = field(default=512, metadata={"help": "tokens of a sequence"})
+    sequences: int = field(default=256, metadata={"help": "number of sequences to read; every 16th is for evaluation"})
+    sp_size: int | None = field(default=None, metadata={"help": "ranks that share a sequence (default: all)"})
+
+
+def sequences_of(options: Options, tokenizer) -> list[dict]:
+    """Blocks of seq_length tokens of the text, one file after the other."""
+    import torch
+
+    from megatron_tree.training.data import standard_library
+
+    enough, tokens = options.sequences * options.seq_length, []
+    source = Path(options.data_path) if options.data_path else standard_library()
+    for path in sorted(source.rglob(f"*{options.suffix}")):
+        tokens += tokenizer(path.read_text(errors="replace")).input_ids + [tokenizer.eos_token_id or 0]
+        if len(tokens) >= enough:
+            break
+    blocks = torch.tensor(tokens[:enough]).split(options.seq_length)
+    whole = [block for block in blocks if len(block) == options.seq_length]
+    if len(whole) < 16:
+        raise ValueError(
+            f"--data_path {source}: {len(tokens):,} tokens in files *{options.suffix} are {len(whole)} sequences of "
+            f"--seq_length {options.seq_length}; at least 16 are needed"
+        )
+    return [{"input_ids": block, "labels": block} for block in whole]
+
+
+def main(argv: list[str]) -> int:
+    """Train and evaluate, on this rank; collective over all ranks."""
+    import torch
+
+    from megatron_tree.integrations.deepspeed.trainer import Trainer  # instead of: from transformers import Trainer
+    from megatron_tree.integrations.transformers import models
+    from transformers import HfArgumentParser, TrainingArguments
+
+    options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses(
+        ["--deepspeed", str(CONFIG), "--report_to", "none", *argv]
+    )
+    models.hide_progress_bars()
+    folder = models.model_folder(options.model)
+    try:
+        data = sequences_of(options, models.load_tokenizer(folder))
+    except ValueError as error:
+        print(f"train_trainer.py: {error}", file=sys.stderr)
+        return 2
+    model = models.load_model(folder, torch.float32).train()
+    held_out = data[::16]
+    del data[::16]
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out, sp_size=options.sp_size)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    found = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        print(f"eval_loss {found['eval_loss']:.4f} after {trainer.state.global_step} steps", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron_tree.launching import leave
+
+    leave(main(sys.argv[1:]))
