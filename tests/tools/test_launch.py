@@ -320,6 +320,7 @@ def test_quickstart_names_the_failing_step(copy):
     assert "generation" not in output
 
 
+@pytest.mark.slow
 def test_quickstart_does_not_believe_a_job_that_wrote_nothing(copy):
     (copy / "launch" / "train_gpt.py").write_text("")
     status, output = _run("launch/quickstart.sh", "--ranks", 1, "--train-only", cwd=copy)

@@ -52,8 +52,14 @@ def _families(rank, world, family, lengths, prefills):
     return got
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("family", list(CONFIGS))
+def on_ranks(families, fast):
+    """Every family on 1, 2 and 4 ranks; those on 2, and what `fast` holds, are not slow."""
+    pairs = [(family, world) for family in families for world in (1, 2, 4)]
+    slow = [() if world == 2 or (family, world) in fast else pytest.mark.slow for family, world in pairs]
+    return pytest.mark.parametrize(("family", "world"), [pytest.param(*p, marks=m) for p, m in zip(pairs, slow)])
+
+
+@on_ranks(CONFIGS, fast=[("llama", 1), ("llama", 4), ("gemma3", 4)])
 def test_tokens_and_logits_equal_the_plain_model(family, world):
     # 1 and 3 tokens are fewer than the ranks; 37 is a prime; 55 + 9 fills gpt2's position table to the last row
     lengths = (1, 3, 37, 55) if family in ("llama", "gpt2") else (2, 37)
@@ -83,8 +89,7 @@ def _left_padding(rank, world, family):
     _check(got, want)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@on_ranks(["llama", "qwen2", "gemma2"], fast=[("llama", 1)])
 def test_padding_with_generate_and_with_model_generate(family, world):
     run_distributed(_left_padding, world, family)
 
@@ -125,7 +130,7 @@ def _schedules(rank, world):
         _check(_generated(model, ids, cache, chunk_size=11)[0], want)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_schedule_and_page_size(world):
     run_distributed(_schedules, world)
 
