@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ..attention.cached import tree_decode, tree_prefill
+from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
+from ..comm import Team
 from ..config import TreeConfig
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
@@ -27,6 +29,7 @@ def forward_pass(
     schedule: str = "auto",
     head_shares: tuple[int, ...] | None = None,
     sharded: bool = False,
+    place: Team | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[ForwardPass]:
     """Context of one run of a model over num_tokens new tokens of each of these rows.
@@ -35,12 +38,16 @@ def forward_pass(
 
     Args:
         head_shares: query heads of every rank of cp_group, whose weights are split; see `tree_decode`.
-        sharded: this rank runs its share of one row's tokens, given by `ForwardPass.append.shares`.
+        sharded: this rank runs its share of one row's tokens, given by `ForwardPass.shares`.
+        place: with several head groups and sharded: the ranks at this rank's place of each.
         progress: called as progress(layers done, all of them).
     """
     append = store.append(rows, num_tokens, sharded=sharded)
     try:
-        yield ForwardPass(store, cp_group, schedule, tuple(rows), append, head_shares, progress)
+        forward = ForwardPass(store, cp_group, schedule, tuple(rows), append, head_shares, progress)
+        if sharded:
+            forward.share_tokens(place)
+        yield forward
     except BaseException:
         for row, length in zip(rows, append.first, strict=True):
             store.crop(row, length)
@@ -62,6 +69,17 @@ class ForwardPass:
     """Layers that have stored their tokens."""
     views: dict[int, View] = field(default_factory=dict)
     """By kind of layer: where the kernels find the rows."""
+    shares: list[list[tuple[int, int]]] | None = None
+    """Sharded: by rank of all head groups, the tokens that it runs, as runs (position, count)."""
+    exchange: HeadsForTokens | None = None
+    """Sharded, with several head groups: heads of the own tokens for tokens of the own heads."""
+
+    def share_tokens(self, place: Team | None) -> None:
+        """Let each rank run its own tokens; place: see `forward_pass`."""
+        groups, own = 1 if place is None else place.size, self.append.shares[self.store.book.rank]
+        self.shares = shares_by_rank(self.append.shares, groups)
+        if groups > 1:
+            self.exchange = HeadsForTokens(place, [count_tokens(runs) for runs in shares_by_rank([own], groups)])
 
     @property
     def end(self) -> int:
@@ -76,6 +94,8 @@ class ForwardPass:
         """
         kind = self.store.kind_of[layer]
         self.written.add(layer)
+        if self.exchange is not None:
+            k, v = self.exchange.to_heads(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         self.store.write(layer, self.append, k, v)
         if kind not in self.views:
             self.views[kind] = self.store.view(kind, self.rows, k.device)
@@ -104,7 +124,7 @@ class ForwardPass:
         """
         run = self._decode
         if self.append.shares is not None:
-            run = self._prefill
+            run = self._prefill if self.exchange is None else self._prefill_exchanged
         elif self.head_shares is not None:
             options["head_shares"] = self.head_shares
             if len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None:
@@ -121,7 +141,7 @@ class ForwardPass:
         if visible is not None:
             raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
         append = self.append
-        own = sum(count for _, count in append.shares[self.store.book.rank])
+        own = count_tokens(append.shares[self.store.book.rank])
         gather_keys = self._sends_keys(layer, q.shape[-1], append.num_tokens * q.shape[2], latent, append.num_tokens)
         # of the queries that meet a key on a rank
         num_queries = append.num_tokens // (self.store.book.world if gather_keys else 1)
@@ -129,6 +149,13 @@ class ForwardPass:
             layer, q[:, :own], latent, num_queries, gather_keys=gather_keys, shares=append.shares, **options
         )
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))  # a rank without tokens still runs one
+
+    def _prefill_exchanged(self, layer: int, q: Tensor, *args, sinks: Tensor | None = None, **options) -> Tensor:
+        """`_prefill` of this head group, for all tokens of this rank's place; q of its own tokens, with all heads."""
+        if sinks is not None:
+            options["sinks"] = self.exchange.own_heads(sinks, 0)
+        out = self._prefill(layer, self.exchange.to_heads(q), *args, **options)
+        return self.exchange.to_tokens(out, num_rows=q.shape[1])
 
     def _prefill_heads(self, layer: int, q: Tensor, latent, visible, **options) -> Tensor:
         """Many tokens of one row, all on every rank, whose heads are sharded."""

@@ -31,7 +31,7 @@ class RowRunner:
             caller must not exceed it: see `free_tokens`.
         schedule: how partial attention is merged, see `tree_decode`.
         head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. Then all of them
-            run all tokens of a prompt, each with its part of the weights.
+            run all tokens, each with its part of the weights, unless the framework's runner gathers weights.
         config: `TreeConfig`; its check and timeout_s are used to compare prompts between ranks.
     Raises: ValueError for an unknown schedule or sizes below 1.
     """
@@ -113,8 +113,8 @@ class RowRunner:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
-        with sharded=False or head_shares, are run on every rank. A failure removes the tokens of its chunk
-        again; those of earlier chunks stay.
+        with sharded=False, are run on every rank; with head_shares those for which fewer bytes move that way. A failure
+        removes the tokens of its chunk again; those of earlier chunks stay.
 
         Args:
             tokens: int64 [n], n >= 1.
@@ -133,15 +133,14 @@ class RowRunner:
         return self._prefill(row, tokens, sharded, progress)
 
     def _prefill(self, row: int, tokens: Tensor, sharded: bool = True, progress=None) -> Tensor:
-        total, world = tokens.shape[0], self._book.world
+        total = tokens.shape[0]
         for begin in range(0, total, self.chunk_size):
             chunk = tokens[begin : begin + self.chunk_size]
             tell = None
             if progress is not None:
                 done, n = begin, len(chunk)
                 tell = lambda layer, layers, done=done, n=n: progress(done + n * layer // layers, total)  # noqa: E731
-            splits = sharded and world > 1 and self.head_shares is None
-            if splits and len(chunk) >= world * self._book.page_size:
+            if sharded and self._shares_tokens(len(chunk)):
                 logits = self._sharded_chunk(row, chunk, tell)
             else:
                 with self._forward_pass([row], len(chunk), progress=tell) as forward:
@@ -210,14 +209,28 @@ class RowRunner:
     def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
         """Logits of the chunk's last token."""
         with self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
-            first, shares, rank = forward.append.first[0], forward.append.shares, self._book.rank
-            runs = shares[rank] or [(first, 1)]  # a rank without tokens still runs one
-            positions = torch.cat([torch.arange(start, start + count) for start, count in runs]).to(self.device)
-            end = first + len(chunk)
-            owner = next(i for i, runs in enumerate(shares) if runs and sum(runs[-1]) == end)
-            keep = [len(positions) - 1 if owner == rank else 0]
-            logits = self._run(forward, chunk[positions - first][None], positions[None], keep=keep)[0, -1]
+            shares, owner = self._token_shares(forward)
+            logits = self._run_share(forward, chunk, shares[self._book.rank], last=owner == self._book.rank)
             return broadcast(logits.contiguous(), self.cp_group, owner, timeout_s=self.config.timeout_s)
+
+    def _shares_tokens(self, num_tokens: int) -> bool:
+        """Whether each rank runs its own tokens of a chunk, not all of them."""
+        world = self._book.world
+        return self.head_shares is None and world > 1 and num_tokens >= world * self._book.page_size
+
+    def _token_shares(self, forward: ForwardPass) -> tuple[list[Tensor], int]:
+        """(by rank the positions of the tokens that it runs, int64 [n], the rank with the last one)."""
+        first, end = forward.append.first[0], forward.end
+        owner = next(i for i, runs in enumerate(forward.shares) if runs and sum(runs[-1]) == end)
+        shares = [runs or [(first, 1)] for runs in forward.shares]  # a rank without tokens still runs one
+        ranges = [[torch.arange(start, start + count) for start, count in runs] for runs in shares]
+        return [torch.cat(runs).to(self.device) for runs in ranges], owner
+
+    def _run_share(self, forward: ForwardPass, chunk: Tensor, positions: Tensor, *, last: bool) -> Tensor:
+        """Run one rank's tokens of a chunk; the logits of its last token, or of any if `last` is False."""
+        tokens = chunk[positions - forward.append.first[0]]
+        keep = [len(positions) - 1 if last else 0]
+        return self._run(forward, tokens[None], positions[None], keep=keep)[0, -1]
 
     def _positions(self, forward: ForwardPass) -> Tensor:
         first = torch.tensor(forward.append.first, device=self.device)[:, None]

@@ -97,19 +97,21 @@ def start_all_to_all(x: Tensor, team: Team) -> Pending:
 def start_all_to_all_v(parts: list[Tensor], lengths: Sequence[int], team: Team) -> Pending:
     """parts[i] [n, ...] goes to the team's i-th rank, which expects n rows; returns [sum(lengths), ...], in the team's
     order, of which lengths[i] rows came from its i-th rank. Nothing goes to ranks that expect no rows."""
-    note("all_to_all", team.size, sum(x.nbytes for x in parts))
+    own = team.order.index(group_rank(team.group))
+    note("all_to_all", team.size, sum(x.nbytes for i, x in enumerate(parts) if i != own))
     start = _exchange_rows_direct if team.transport == "direct" else _exchange_rows_builtin
     return Pending(start([x.contiguous() for x in parts], lengths, team), parts[0].device, tuple(parts), "gather")
 
 
 def _exchange_rows_direct(parts: list[Tensor], lengths: Sequence[int], team: Team):
     arrived = parts[0].new_empty((sum(lengths), *parts[0].shape[1:]))
-    mail = Mail("all_to_all", team.group, team.order, team.timeout_s)
-    arriving = [mail.receive(x, r) for x, r in zip(arrived.split(tuple(lengths)), team.order) if len(x)]
+    mail, by_rank = Mail("all_to_all", team.group, team.order, team.timeout_s), arrived.split(tuple(lengths))
     own = team.order.index(group_rank(team.group))
+    arriving = [mail.receive(x, r) for i, (x, r) in enumerate(zip(by_rank, team.order)) if len(x) and i != own]
     for r in from_next(team.order, own):
         if len(part := parts[team.order.index(r)]):
             mail.send(part, r)
+    by_rank[own].copy_(parts[own])
     yield
     mail.wait(*arriving)
     mail.sent()

@@ -28,7 +28,7 @@ LAYERS = (
 ATTENTION = (
     {"validate", "slices", "topology"},
     {"call", "finite"},
-    {"grid", "cast", "ring", "heads", "head_shares", "decode_ring"},
+    {"grid", "cast", "ring", "heads", "head_shares", "decode_ring", "token_shares"},
     {"passes", "decode"},
     {"autograd"},
     {"functional", "cached", "sequences"},

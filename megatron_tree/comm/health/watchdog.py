@@ -262,10 +262,10 @@ def monitored(region: str) -> Iterator[None]:
     """A region of a run in which all ranks of the job take part, collectives of other libraries included.
 
     An error that one rank raises in it becomes a `CommError` of all ranks that wait for it, whatever they wait in. The
-    error names the region, for instance "step 5".
+    error names the region, for instance "step 5". A region inside another one is a part of that.
     """
     job = GroupState.of(dist.group.WORLD)
-    if job.size == 1:
+    if job.size == 1 or job.region:
         yield
         return
     watchdog = Watchdog.of(dist.group.WORLD)

@@ -132,10 +132,10 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeCacheLayer(self, i) for i in range(len(windows))])
 
     @contextlib.contextmanager
-    def forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
+    def forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, place=None, progress=None):
         """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
         options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
-        options |= {"sharded": sharded, "progress": progress}
+        options |= {"sharded": sharded, "place": place, "progress": progress}
         try:
             with forward_pass(self.store, rows, num_tokens, **options) as self._forward:
                 current_run.set(self)

@@ -96,6 +96,9 @@ class Layout:
     attentions: list[str] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Of this rank's part of every parameter."""
+    whole_shapes: dict[str, torch.Size] = field(default_factory=dict)
+    pieces_by_rank: list[dict[str, Piece]] = field(default_factory=list)
+    """`pieces` of every rank."""
     num_words: int = 0
     """Rows of the whole embedding; num_logits: of the whole LM head."""
     num_logits: int = 0
@@ -118,6 +121,17 @@ def plan_pieces(model, world: int, rank: int) -> Layout:
 
     Raises: ValueError, naming the parameter, for a model with weights that this can't split.
     """
+    layout = _find_pieces(model, world, rank)
+    _check_rest(layout, model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        piece, layout.whole_shapes[name] = layout.pieces.get(name), parameter.shape
+        layout.shapes[name] = parameter.shape if piece is None else piece.shape(parameter.shape)
+    layout.pieces_by_rank = [layout.pieces if r == rank else _find_pieces(model, world, r).pieces for r in range(world)]
+    return layout
+
+
+def _find_pieces(model, world: int, rank: int) -> Layout:
+    """The layout without shapes."""
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -137,10 +151,6 @@ def plan_pieces(model, world: int, rank: int) -> Layout:
     for name, module in model.named_modules():
         if module is words or module is head:
             _rows(layout, name, module, [layout.share(len(module.weight))])
-    _check_rest(layout, model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        piece = layout.pieces.get(name)
-        layout.shapes[name] = parameter.shape if piece is None else piece.shape(parameter.shape)
     return layout
 
 

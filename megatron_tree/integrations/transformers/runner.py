@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...cache.runner import CHUNK_SIZE, RowRunner
+from ...comm import monitored
 from .attention import TreeCache, check_model
 from .rope import RowNote, follow_whole_rows, num_positions, rows_of
 
@@ -58,10 +59,27 @@ class Runner(RowRunner):
             config=cache.tree_config,
         )
         self.model, self.cache = model, cache
+        self._own_tokens = getattr(model, "own_tokens", None)  # where its weights are split over ranks
         follow_whole_rows(model)
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
-        return self.cache.forward_pass(rows, num_tokens, sharded=sharded, progress=progress)
+        place = None if self._own_tokens is None else self._own_tokens.place
+        return self.cache.forward_pass(rows, num_tokens, sharded=sharded, place=place, progress=progress)
+
+    def _shares_tokens(self, num_tokens: int) -> bool:
+        if self._own_tokens is None:
+            return super()._shares_tokens(num_tokens)
+        return self._own_tokens.plan(num_tokens).shares_tokens
+
+    def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
+        own = self._own_tokens
+        if own is None:
+            return super()._sharded_chunk(row, chunk, progress)
+        # ranks wait in several groups: a rank that fails must end the waits in all of them
+        with monitored("prefill"), self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
+            shares, last = self._token_shares(forward)
+            with own.run([chunk[positions - forward.append.first[0]] for positions in shares], last):
+                return self._run_share(forward, chunk, shares[own.rank], last=last == own.rank)
 
     def _begin(self, row: int, tokens: Tensor, row_length: int) -> Tensor:
         rule, held = self.cache.rope, self._book.rows[row]

@@ -2,7 +2,8 @@
 
 Partial sums of output projections, MLPs and experts are added up over all ranks, in rank order, so every rank has the
 same bits. The embedding looks up the rows that a rank has; the LM head's logits and latents are gathered. Attention
-itself needs a `TreeCache` with the same head shares (attention.py).
+itself needs a `TreeCache` with the same head shares (attention.py). Long chunks of prompts are run otherwise
+(own_tokens.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...comm import gather_sequence, sum_over_ranks
+from .own_tokens import OwnTokens, running
 from .pieces import Layout, even_shares
 
 
@@ -46,7 +48,7 @@ def set_parameter(model, names: list[str], value: Tensor) -> None:
 
 
 def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
-    """Add the hooks to a model whose parameters are this rank's pieces.
+    """Add the hooks to a model whose parameters are this rank's pieces, and `model.own_tokens`.
 
     Raises: RuntimeError if one of them has another shape than planned.
     """
@@ -56,6 +58,8 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
             raise RuntimeError(f"{name} is {list(parameter.shape)} on rank {layout.rank}, planned {planned}")
 
     def add_up(module, args, out: Tensor) -> Tensor:
+        if (run := running.get()) is not None:
+            return run.sum_up(module, out)
         return sum_over_ranks(out, group, timeout_s=timeout_s)
 
     for name in layout.summed:
@@ -69,10 +73,17 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
             attention.num_key_value_heads = layout.heads.num_heads_kv
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     words.forward = _own_words(words, *layout.share(layout.num_words), group, timeout_s)
-    gathered = [(model.get_submodule(name), n) for name, n in layout.gathered.items()]
-    for module, num_columns in ((head, layout.num_logits), *gathered):
+    join = functools.partial(_gather, group=group, timeout_s=timeout_s)
+    head.register_forward_hook(functools.partial(join, widths=even_shares(layout.num_logits, layout.world)))
+    for name, num_columns in layout.gathered.items():
         widths = even_shares(num_columns, layout.world)
-        module.register_forward_hook(functools.partial(_gather, widths=widths, group=group, timeout_s=timeout_s))
+        model.get_submodule(name).register_forward_hook(_unless_running(functools.partial(join, widths=widths)))
+    model.own_tokens = OwnTokens(model, layout, group, timeout_s=timeout_s)
+
+
+def _unless_running(hook):
+    """A hook for modules that are whole while ranks run their own tokens."""
+    return lambda module, args, out: None if running.get() is not None else hook(module, args, out)
 
 
 def _own_words(words, first: int, stop: int, group, timeout_s: float):
@@ -80,6 +91,8 @@ def _own_words(words, first: int, stop: int, group, timeout_s: float):
     look_up, words.padding_idx = words.forward, None
 
     def forward(tokens: Tensor) -> Tensor:
+        if (run := running.get()) is not None:
+            return run.words(look_up, tokens, first, stop)
         own = (tokens >= first) & (tokens < stop)
         found = look_up((tokens - first).clamp(0, stop - first - 1))
         return sum_over_ranks(found * own[..., None], group, timeout_s=timeout_s)

@@ -1,0 +1,89 @@
+"""Whole parameters, put together from the pieces that ranks hold of them.
+
+A rank contributes the rows of its piece. Ranks that hold the same piece, as those of a head group hold the same keys'
+and values' projections, contribute an equal part of it each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .pieces import Layout, Piece, even_shares
+
+
+class Parts(NamedTuple):
+    """What the ranks contribute of one parameter."""
+
+    name: str
+    shape: torch.Size
+    """Of the whole parameter."""
+    first: tuple[int, ...]
+    """By rank: number of its first row in the piece that it holds, ..."""
+    pieces: tuple[Piece, ...]
+    """... and its rows in the whole."""
+
+    def shape_of(self, rank: int) -> torch.Size:
+        """Of a rank's contribution."""
+        return self.pieces[rank].shape(self.shape)
+
+    @classmethod
+    def of(cls, layout: Layout, name: str) -> Parts:
+        """Of a parameter of which the ranks hold pieces."""
+        shape, ranks = layout.whole_shapes[name], range(layout.world)
+        if name in layout.of_first_rank:
+            whole = Piece(0, ((0, shape[0]),))
+            return cls(name, shape, (0,) * layout.world, tuple(whole if r == 0 else Piece(0, ()) for r in ranks))
+        held = [pieces[name] for pieces in layout.pieces_by_rank]
+        first, pieces = [], []
+        for r, piece in enumerate(held):
+            same = [other for other in ranks if held[other] == piece]
+            rows = even_shares(piece.shape(shape)[piece.dim], len(same))
+            before = sum(rows[: same.index(r)])
+            first.append(before)
+            pieces.append(_rows(piece, before, before + rows[same.index(r)]))
+        return cls(name, shape, tuple(first), tuple(pieces))
+
+
+def _rows(piece: Piece, start: int, stop: int) -> Piece:
+    """Rows `start` to `stop` of a piece."""
+    runs, at = [], 0
+    for a, b in piece.runs:
+        first, last = max(a, a + start - at), min(b, a + stop - at)
+        if first < last:
+            runs.append((first, last))
+        at += b - a
+    return Piece(piece.dim, tuple(runs))
+
+
+def num_words(parts: Sequence[Parts], world: int) -> int:
+    """Elements of the longest contribution to some parameters."""
+    return max(sum(p.shape_of(rank).numel() for p in parts) for rank in range(world))
+
+
+def own_part(model, parts: Sequence[Parts], world: int, rank: int) -> Tensor:
+    """What this rank contributes, one after another, [1, elements of the longest contribution]."""
+    own = []
+    for p in parts:
+        dim = p.pieces[rank].dim
+        rows = model.get_parameter(p.name).data.narrow(dim, p.first[rank], p.shape_of(rank)[dim])
+        own.append(rows.flatten())
+    flat = torch.cat(own)
+    return F.pad(flat, (0, num_words(parts, world) - len(flat)))[None]
+
+
+def whole_parameters(model, parts: Sequence[Parts], arrived: Tensor) -> dict[str, Tensor]:
+    """The whole parameters by name; arrived [ranks, elements]: what all ranks contribute."""
+    found = {p.name: model.get_parameter(p.name).data.new_empty(p.shape) for p in parts}
+    for rank, flat in enumerate(arrived):
+        sizes = [p.shape_of(rank).numel() for p in parts]
+        for p, own in zip(parts, flat[: sum(sizes)].split(sizes)):
+            (dim, runs), own, at = p.pieces[rank], own.view(p.shape_of(rank)), 0
+            for start, stop in runs:
+                found[p.name].narrow(dim, start, stop - start).copy_(own.narrow(dim, at, stop - start))
+                at += stop - start
+    return found
