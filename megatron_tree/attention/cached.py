@@ -25,6 +25,7 @@ from .validate import (
     check_decode_schedule,
     check_latents,
     check_paged,
+    check_shared,
     check_sinks,
     check_visible,
     make_spec,
@@ -45,6 +46,7 @@ def tree_decode(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    shared: Sequence[kernels.SharedPages] = (),
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -69,6 +71,8 @@ def tree_decode(
         block_table: int32 [b, n]: k_cache and v_cache are then pages [pages, page_size, h_kv, d] and [.., d_v], and row
             i's slots are those of the pages block_table[i], in order: s_local = n * page_size. Needs cache_seqlens.
         k_scale, v_scale: fp32 [pages, page_size, h_kv], for pages in int8 or fp8 (`cache.quantize`).
+        shared: `kernels.SharedPages` that rows begin with, on this rank, before those of block_table: all queries see
+            them, and they are read once for all their rows. cache_seqlens and positions are of block_table's slots.
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
         head_shares: query heads of every rank of cp_group, in rank order. q, sinks and the results are then those of
             this rank's heads (possibly none): q is gathered here, and "scatter" ends after its first half, in which
@@ -97,6 +101,7 @@ def tree_decode(
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
         masked = visible.needs_mask(paged is not None)
         backend = kernels.choose(whole, k_cache, v_cache, spec, config.backend, masked=masked, decodes=True)
+        check_shared(shared, paged, whole, k_cache, spec, schedule)
         if paged is not None:
             backend.check_pages(k_cache)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
@@ -146,6 +151,7 @@ def tree_decode(
             backend=backend,
             timeout_s=config.timeout_s,
             paged=paged,
+            shared=shared,
             head_shares=head_shares,
             latent=latent,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ EXPANDED = 4096  # latents whose keys and values exist at a time
 def decode(
     q, k, v, sinks, *, visible: kernels.Visible, spec: AttnSpec, group, schedule: str, across: str, transport: str,
     placement: Placement, backend: kernels.Backend, timeout_s: float, paged: kernels.PagedKV | None = None,
-    head_shares: tuple[int, ...] | None = None, latent: bool = False,
+    shared: Sequence[kernels.SharedPages] = (), head_shares: tuple[int, ...] | None = None, latent: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q [b, s_q, h, d] over every rank's k, v [b, s_local, h_kv, d], or pages of them.
 
@@ -53,7 +53,7 @@ def decode(
             across=across,
         )
         q = q if head_shares is None else gather_heads(q, head_shares, group, **messages)
-        state = backend.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)
+        state = backend.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged, shared=shared)
         state = reduction.finish(by_owner(state, head_shares) if keeps_own else state)
     if keeps_own:
         state = own_heads(state, num_heads)

@@ -251,6 +251,32 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
     return PagedKV(block_table, k_scale, v_scale)
 
 
+def check_shared(shared, paged, q: Tensor, k_cache: Tensor, spec: AttnSpec, schedule: str) -> None:
+    """Raise ``ValueError`` for shared pages that a decode step can't take."""
+    if not shared:
+        return
+    if paged is None or schedule == "ring" or spec.left is not None or spec.deterministic:
+        raise ValueError(
+            "shared needs a block_table, no window, another schedule than 'ring', and not deterministic=True: put the "
+            "pages into each row's block_table"
+        )
+    for rows, table in shared:
+        ok = rows.dtype == torch.int64 and rows.dim() == 1 and table.dtype == torch.int32 and table.dim() == 2
+        if not ok or len(table) != 1 or 0 in (len(rows), table.shape[1]) or {rows.device, table.device} != {q.device}:
+            raise ValueError(
+                f"shared must be pairs of rows int64 [m] and pages int32 [1, n] on {q.device}, got {rows.dtype} "
+                f"{tuple(rows.shape)} and {table.dtype} {tuple(table.shape)} on {table.device}"
+            )
+        if q.device.type == "cpu":
+            with _once((rows, table), (len(k_cache), len(q))) as unknown:
+                ends = [(rows, len(q)), (table, len(k_cache))] if unknown else []
+                if any(int(x.min()) < 0 or int(x.max()) >= end for x, end in ends):
+                    raise ValueError(
+                        f"shared: rows {rows.tolist()} must be below {len(q)} and pages {table.tolist()} below "
+                        f"{len(k_cache)}"
+                    )
+
+
 _CHECKED = 64  # checks of values that are remembered
 _checked: dict[tuple, tuple] = {}
 

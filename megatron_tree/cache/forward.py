@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention.cached import tree_decode, tree_prefill
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..comm import Team
-from ..config import TreeConfig
+from ..config import TreeConfig, default_config
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
 
@@ -205,7 +205,7 @@ class ForwardPass:
 
     def _decode(self, layer: int, q: Tensor, latent, visible: Tensor | None, **options) -> Tensor:
         pages, view = self.store.layers[layer], self.views[self.store.kind_of[layer]]
-        num_queries, positions, k, v, finish = q.shape[1], view.positions, pages.k, pages.v, None
+        num_queries, k, v, finish = q.shape[1], pages.k, pages.v, None
         # most of the keys are new: as many are made as there are queries
         expands = latent is not None and self.head_shares is None and self.end <= 2 * num_queries
         if expands and latent.pays_to_expand(num_queries):
@@ -213,6 +213,10 @@ class ForwardPass:
         elif latent is not None:
             options["head_dim_v"], finish = latent.rank, latent.project
             q, k, v = latent.absorb(q), k if pages.joined else self._held(layer, q.dtype), None
+        deterministic = (options["config"] or default_config()).deterministic
+        if view.shared and k is pages.k and visible is None and self.schedule != "ring" and not deterministic:
+            options["shared"], view = view.shared, view.rest
+        positions = view.positions
         if k is pages.k:
             options.update(block_table=view.block_table, k_scale=pages.k_scale, v_scale=pages.v_scale)
         else:

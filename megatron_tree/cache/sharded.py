@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import SharedPages
+from .beginnings import SAVED_TOKENS, common_beginnings
 from .pages import CACHE_DTYPES, LayerPages
 from .rows import Append, RowBook
 
@@ -23,6 +25,10 @@ class View:
     blocks: Tensor
     """int64 [b, pages]: the number of the block in each page."""
     page_size: int
+    shared: tuple[SharedPages, ...] = ()
+    """What some of the rows begin with on this rank, where reading it once for all of them is worth it,"""
+    rest: View | None = None
+    """and where what follows is."""
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -61,6 +67,7 @@ class ShardedCache:
         self.layers = [LayerPages(page_size, CACHE_DTYPES[dtype], latent=latent) for _ in windows]
         self._tables: dict[tuple[int, int], tuple[tuple, tuple[Tensor, Tensor]]] = {}
         self._views: dict[int, tuple] = {}  # by kind: the tables of the rows of the last step
+        self._shared: dict[int, tuple] = {}  # and what they begin with
 
     @property
     def page_size(self) -> int:
@@ -122,7 +129,8 @@ class ShardedCache:
     def view(self, kind: int, row_ids, device) -> View:
         """Where the kernels find these rows, for layers of a kind; the block table has at least one column."""
         row_ids = tuple(row_ids)
-        lengths = torch.tensor([self.book.num_local(row_id, kind) for row_id in row_ids], device=device)
+        held = [self.book.num_local(row_id, kind) for row_id in row_ids]
+        lengths = torch.tensor(held, device=device)
         rows = [self.book.rows[row_id] for row_id in row_ids]
         width, versions = max(1, *(len(row.pages[kind]) for row in rows)), [row.version for row in rows]
         before, known, tables = self._views.get(kind, (None, None, None))
@@ -134,7 +142,28 @@ class ShardedCache:
                 for table, own in zip(tables, self._table(kind, row_id, device), strict=True):
                     table[i, : len(own)] = own
         self._views[kind] = (row_ids, device, width), versions, tables
-        return View(tables[0], lengths, tables[1], self.page_size)
+        if len(rows) == 1 or self.book.windows[kind] is not None:
+            return View(tables[0], lengths, tables[1], self.page_size)
+        full = [row.pages[kind][: n // self.page_size] for row, n in zip(rows, held, strict=True)]
+        shared, skipped, own = self._beginnings(kind, full, (row_ids, device, versions), tables)
+        rest = View(own[0], lengths - skipped * self.page_size, own[1], self.page_size) if shared else None
+        return View(tables[0], lengths, tables[1], self.page_size, shared, rest)
+
+    def _beginnings(self, kind: int, pages: list[list[int]], state: tuple, tables: list[Tensor]) -> tuple:
+        """(shared pages, how many of each row's pages are among them int64 [b], tables of the others)."""
+        if kind not in self._shared or self._shared[kind][0] != state:
+            device = tables[0].device
+            shared, skipped, own = [], torch.zeros(len(pages), dtype=torch.int64, device=device), None
+            for group, count in common_beginnings(pages, -(-SAVED_TOKENS // self.page_size)):
+                numbers = torch.tensor(sorted(group), device=device)
+                skipped[numbers] = count
+                shared.append(SharedPages(numbers, tables[0][numbers[:1], :count]))
+            if shared:
+                width = max(1, tables[0].shape[1] - int(skipped.min()))
+                at = (torch.arange(width, device=device) + skipped[:, None]).clamp(max=tables[0].shape[1] - 1)
+                own = [table.gather(1, at) for table in tables]
+            self._shared[kind] = state, (tuple(shared), skipped, own)
+        return self._shared[kind][1]
 
     def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
         """(pages int32 [n], their blocks int64 [n]) of a row; cached until they change."""
@@ -169,6 +198,7 @@ class ShardedCache:
         for kind in range(len(self.book.windows)):
             self._tables.pop((kind, row_id), None)
         self._views.clear()
+        self._shared.clear()
 
     def reset(self) -> None:
         """Remove all rows and free the memory."""

@@ -3,11 +3,12 @@
 from .backends import Backend, attn_bwd, attn_decode, attn_fwd, choose
 from .by_device import attn_delta, merge_packed
 from .masks import Visible
-from .paged import PagedKV, gather_row
+from .paged import PagedKV, SharedPages, gather_row
 
 __all__ = [
     "Backend",
     "PagedKV",
+    "SharedPages",
     "Visible",
     "attn_bwd",
     "attn_decode",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from ..config import AttnSpec
 from ..log import say_once
 from . import ranges
 from .masks import Visible
-from .paged import PagedKV
+from .paged import PagedKV, SharedPages, decode_shared
 
 ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices: Triton's kernels are the default there
 
@@ -54,16 +55,27 @@ class Backend:
         return derive(dout, q, k, v, lse, delta, **call)
 
     def attn_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        visible: Visible,
+        spec: AttnSpec,
+        paged: PagedKV | None = None,
+        shared: Sequence[SharedPages] = (),
     ) -> Tensor:
         """Partial attention of few queries over a shard of the KV cache: the packed state, ready to be sent.
 
         Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides, or pages of them with `paged`,
         which says where the rows are; `visible` says what a query sees, and spec's causality and window apply to
-        positions only. Returns fp32 (float64 for float64) [b, s_q, h, d_v + 1]: out, then lse.
+        positions only. shared: pages that come before those of `paged`, read once for all their rows.
+        Returns: fp32 (float64 for float64) [b, s_q, h, d_v + 1]: out, then lse.
         """
         assert spec.dropout is None, "dropout is for training"
-        return self.module.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)
+        decode = self.module.attn_decode
+        own = decode(q, k, v, visible=visible, spec=spec, paged=paged)
+        return decode_shared(decode, q, k, v, own, shared=shared, spec=spec, paged=paged)
 
     def check_pages(self, k: Tensor) -> None:
         """Raise ``ValueError`` for pages k [pages, page_size, h_kv, d] that this backend can't read."""
@@ -139,8 +151,8 @@ def attn_bwd(
 
 
 def attn_decode(
-    q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None, backend: str = "auto"
+    q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None, shared=(), backend: str = "auto"
 ) -> Tensor:
     """`Backend.attn_decode` of a shard on its own: choose, and call."""
     chosen = choose(q, k, v, spec, backend, masked=visible.needs_mask(paged is not None), decodes=True)
-    return chosen.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged)
+    return chosen.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged, shared=shared)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..config import AttnSpec
-from ..merge import pack_state, state_dtype
+from ..merge import merge_packed, pack_state, state_dtype
 from .masks import Visible
 
 
@@ -23,6 +23,32 @@ class PagedKV(NamedTuple):
     block_table: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+
+class SharedPages(NamedTuple):
+    """Pages that several rows begin with; `PagedKV.block_table` has those that follow.
+
+    rows: int64 [m], numbers of the rows. block_table: int32 [1, n], whole pages that all queries see.
+    """
+
+    rows: Tensor
+    block_table: Tensor
+
+
+def decode_shared(decode: Callable, q, k, v, own: Tensor, *, shared: Sequence[SharedPages], spec, paged) -> Tensor:
+    """The states of whole rows from `own`, those of what follows their shared pages: packed, [b, s_q, h, d_v + 1].
+
+    Pages that rows share are read once: these rows' queries are so many queries of one row. decode: as
+    `Backend.attn_decode`.
+    """
+    for rows, table in shared:
+        queries = q[rows].flatten(0, 1)[None]
+        lengths = torch.full((1,), table.shape[1] * k.shape[1], device=q.device)
+        pages = paged._replace(block_table=table)
+        state = decode(queries, k, v, visible=Visible(lengths), spec=spec, paged=pages)
+        state = state.view(len(rows), *own.shape[1:])
+        own[rows] = merge_packed(torch.stack((state, own[rows])))
+    return own
 
 
 def decode_masked(attn_masked: Callable, q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from megatron_tree import TreeConfig, energy, kernels, tree_decode
 from megatron_tree.cache import ShardedCache, quantize
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import PagedKV, Visible
+from megatron_tree.kernels import PagedKV, SharedPages, Visible
+from megatron_tree.kernels.paged import decode_shared
 from megatron_tree.kernels.triton import decode
 from support.triton_inputs import DEVICE, inputs, paged
 
@@ -99,3 +100,19 @@ def test_fp8_on_a_gpu_that_has_none_is_refused(monkeypatch):
         decode.check_pages(pages)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     decode.check_pages(pages)
+
+
+def test_pages_that_rows_begin_with_are_read_once():
+    """Queries of several rows over the pages they share, merged with what follows: as whole rows."""
+    q, k, v, _ = inputs(1, 96, (4, 2), 16, 16, batch=3, dtype=torch.float32)
+    (k, table), (v, _) = paged(k, 16, 2), paged(v, 16, 2)
+    table[2, :4] = table[0, :4]
+    lengths, spec = torch.tensor([96, 70, 80], device=DEVICE), AttnSpec(softmax_scale=0.25)
+    whole = decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, paged=PagedKV(table))
+    rest, own = PagedKV(table.clone()), lengths.clone()
+    rest.block_table[[0, 2], :2] = table[[0, 2], 4:6]
+    own[[0, 2]] -= 64
+    state = decode.attn_decode(q, k, v, visible=Visible(own), spec=spec, paged=rest)
+    shared = [SharedPages(torch.tensor([0, 2], device=DEVICE), table[:1, :4])]
+    state = decode_shared(decode.attn_decode, q, k, v, state, shared=shared, spec=spec, paged=rest)
+    torch.testing.assert_close(state, whole, rtol=0, atol=3e-6)
