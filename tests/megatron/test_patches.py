@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 APPLY = REPO / "patches" / "apply.sh"
 PATCHES = sorted((REPO / "patches" / "megatron-lm").glob("*.patch"))
 INSTALLED = importlib.metadata.version("megatron-core")
-RELEASES = ["0.14.0", "0.15.0", "0.15.3", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0"]
+RELEASES = ["0.14.0", "0.15.0", "0.15.3", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"]
 WORLD = 2
 
 
