@@ -120,7 +120,7 @@ class Planner:
             if serving.scores:
                 self._score(serving, answer.length, len(chunk), last)
                 last = last[-1]
-            if answer.length == len(serving.prompt):
+            if answer.length == serving.num_prompt:
                 self._begin(serving, answer, last)
 
     def _score(self, serving: ServedRequest, end: int, num_tokens: int, logits: Tensor) -> None:
@@ -138,7 +138,7 @@ class Planner:
             self._take(serving, answer, choice)
         if serving.unfinished:
             heir = serving.unfinished[0]
-            heir.handle, heir.length = handle, len(serving.prompt)
+            heir.handle, heir.length = handle, serving.num_prompt
         else:
             self.room.release(serving, handle, serving.prompt.tolist())
 

@@ -118,7 +118,7 @@ class ServedRequest:
         sink: EventSink,
         grammars: Grammars,
     ):
-        self.id, self.prompt, self.sink = number, prompt, sink
+        self.id, self.prompt, self.num_prompt, self.sink = number, prompt, len(prompt), sink
         self.row, self.priority, self.client = request.row, request.priority, request.client
         self.params = request.sampling.with_seed()
         ends = () if self.params.ignore_eos else end_tokens
@@ -164,11 +164,11 @@ class ServedRequest:
 
     def num_known(self, answer: ActiveAnswer) -> int:
         """Tokens that an answer's row is to hold before the next one can be chosen from its last token."""
-        return len(self.prompt) + max(len(answer.tokens) - 1, 0)
+        return self.num_prompt + max(len(answer.tokens) - 1, 0)
 
     def known(self, answer: ActiveAnswer) -> list[int]:
         """These tokens, from those on that the row holds."""
-        own = answer.tokens[max(answer.length - len(self.prompt), 0) : -1]
+        own = answer.tokens[max(answer.length - self.num_prompt, 0) : -1]
         return self.prompt[answer.length :].tolist() + own
 
     def held(self, answer: ActiveAnswer) -> list[int]:
@@ -177,7 +177,7 @@ class ServedRequest:
 
     def soon(self, answer: ActiveAnswer, tokens: int) -> int:
         """What an answer's row holds after this many more tokens; a kept row of its own is never taken back."""
-        most = len(self.prompt) + self.params.max_tokens
+        most = self.num_prompt + self.params.max_tokens
         return most if self.row is not None else min(max(answer.length, self.num_known(answer)) + tokens, most)
 
     def note_cached(self, answer: ActiveAnswer) -> None:
@@ -196,7 +196,7 @@ class ServedRequest:
         usage = None
         if finish_reason is not None:
             answer.finished = True
-            usage = Usage(len(self.prompt), answer.stopper.num_tokens, self.num_cached)
+            usage = Usage(self.num_prompt, answer.stopper.num_tokens, self.num_cached)
         if choice is not None:
             if self.params.prompt_logprobs is not None and answer.stopper.num_tokens == 1:
                 more["prompt_logprobs"] = tuple(self.scored)

@@ -126,7 +126,9 @@ class Room:
         """Whether rows and memory for a request's row are free, or can be taken from kept rows (but the spared one) and
         from less important answers; then they are."""
         rows = self._max_rows - serving.num_rows - sum(s.num_rows_held for s in self.served)
-        free = self._free() - sum(self._promised(s, a) for s, a in self._answers()) - needed
+        free = self._free()
+        if free < math.inf:
+            free -= needed + sum(self._promised(s, a) for s, a in self._answers())
         evicted, preempted = [], []
         for handle, length in self._prefixes.kept:
             if free < 0 and handle != spared:
@@ -193,7 +195,7 @@ class Room:
 
     def can_pad(self, answers: list[tuple[ServedRequest, ActiveAnswer]], width: int) -> bool:
         """Whether rows may take this many tokens each for one turn, in which they are filled."""
-        most = all(a.length + width <= len(s.prompt) + s.params.max_tokens for s, a in answers)
+        most = all(a.length + width <= s.num_prompt + s.params.max_tokens for s, a in answers)
         padding = sum(self._whole(a.length + width) - self._whole(s.num_known(a)) for s, a in answers)
         return most and padding <= self._spare
 
@@ -211,8 +213,8 @@ class Room:
             return None
         known, new = serving.num_known(answer), self._new_handles()
         if serving.begun:
-            others = [a for a in serving.unfinished if a.handle is not None and a.length >= len(serving.prompt)]
-            found = next(((a.handle, len(serving.prompt)) for a in others if a.handle not in new), None)
+            others = [a for a in serving.unfinished if a.handle is not None and a.length >= serving.num_prompt]
+            found = next(((a.handle, serving.num_prompt) for a in others if a.handle not in new), None)
             if found is not None and self._executor.can_crop(*found):
                 return found
         elif serving.scores:
