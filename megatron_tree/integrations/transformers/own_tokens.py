@@ -57,19 +57,22 @@ class Layer(NamedTuple):
 class OwnTokens:
     """What a model's runs of own tokens need; `split.connect` makes it.
 
+    own_numbers: (object, attribute, value of a whole model, this rank's value): what modules know of their sizes.
     forced: whether chunks are run this way; None: as `plan_prefill` says. Others are for tests and measurements.
     """
 
-    def __init__(self, model, layout: Layout, group, *, timeout_s: float):
+    def __init__(self, model, layout: Layout, group, own_numbers: list[tuple[object, str, int, int]], timeout_s: float):
         self.model, self.layout, self.group, self.timeout_s = model, layout, group, timeout_s
+        self.own_numbers = own_numbers
         self.rank, self.world, self.forced = group_rank(group), layout.world, None
         self.unfinished: Pending | None = None
         """A gather of a run that failed."""
         self.layers = [_layer(model, layout, name) for name in layout.attentions]
         held = {p.name for layer in self.layers for parts in _all_parts(layer) for p in parts}
-        words, head = model.get_input_embeddings(), model.get_output_embeddings()
-        outside = [name for name in (*layout.pieces, *layout.of_first_rank) if name not in held]
-        assert all(model.get_submodule(name.rpartition(".")[0]) in (words, head) for name in outside), outside
+        head = model.get_output_embeddings()
+        for name in {*layout.pieces, *layout.of_first_rank} - held:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            assert owner is head or isinstance(owner, nn.Embedding), f"{name} is outside of all layers"
         for i, layer in enumerate(self.layers):
             module = model.get_submodule(layer.name)
             module.register_forward_pre_hook(lambda module, args, i=i: _in_run(lambda run: run.begin(i)))
@@ -113,28 +116,31 @@ class OwnTokens:
         return plan if self.forced is None else plan._replace(shares_tokens=self.forced and self.world > 1)
 
     @contextlib.contextmanager
-    def run(self, tokens: list[Tensor], last: int) -> Iterator[None]:
-        """Context of one run of the model. tokens: int64 [n] by rank, n >= 1; last: the rank whose last token's logits
-        are returned on all ranks."""
+    def run(self, num_tokens: list[int], last: int) -> Iterator[None]:
+        """Context of one run of the model. num_tokens: by rank, 1 or more; last: the rank whose last token's logits are
+        returned on all ranks."""
         if self.unfinished is not None:  # all ranks have started it
             self.unfinished.wait()
-        run = Run(self, tokens, last)
+        run = Run(self, num_tokens, last)
         outer = running.set(run)
+        for module, name, whole, _ in self.own_numbers:
+            setattr(module, name, whole)
         try:
             yield
         finally:
             running.reset(outer)
             run.end()
+            for module, name, _, own in self.own_numbers:
+                setattr(module, name, own)
             self.unfinished = run.arriving
 
 
 class Run:
     """One run of the model, what its hooks call."""
 
-    def __init__(self, own: OwnTokens, tokens: list[Tensor], last: int):
-        self._own, self._tokens, self._last = own, tokens, last
-        self._longest, self._num_tokens = max(map(len, tokens)), len(tokens[own.rank])
-        plan = own.plan(sum(map(len, tokens)))
+    def __init__(self, own: OwnTokens, num_tokens: list[int], last: int):
+        self._own, self._num_tokens, self._last = own, num_tokens, last
+        plan = own.plan(sum(num_tokens))
         blocks = [block for layer in own.layers for block in layer.blocks]
         self._moved = {block.summed for block, gathers in zip(blocks, plan.gathers, strict=True) if not gathers}
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -164,36 +170,28 @@ class Run:
             module = own.model.get_submodule(module)
             self._replaced.append((module, last, getattr(module, last)))
             setattr(module, last, nn.Parameter(value, requires_grad=False))
-        heads = own.layout.heads
-        self._count_heads(i, heads.num_groups * sum(heads.shares), heads.num_groups * heads.num_heads_kv)
-        self._layer = i
 
     def end(self) -> None:
         """The layer has its pieces again."""
         for module, name, piece in self._replaced:
             setattr(module, name, piece)
-        if self._replaced:
-            heads = self._own.layout.heads
-            self._count_heads(self._layer, heads.shares[self._own.rank % heads.size], heads.num_heads_kv)
         self._replaced = []
 
-    def _count_heads(self, i: int, num_heads: int, num_heads_kv: int) -> None:
-        attention = self._own.model.get_submodule(self._own.layout.attentions[i])
-        if hasattr(attention, "qkv_proj"):  # by these numbers the model finds q, k and v in its output
-            attention.config.num_attention_heads, attention.num_key_value_heads = num_heads, num_heads_kv
-
-    def words(self, look_up, tokens: Tensor, first: int, stop: int) -> Tensor:
-        """The embedding [1, n, width] of this rank's tokens [1, n]; it has the words from `first` to `stop`."""
-        own = self._own
-        found = [ids[(ids >= first) & (ids < stop)] - first for ids in self._tokens]
-        parts = look_up(torch.cat(found)).split([len(ids) for ids in found])
-        ends = torch.tensor(even_shares(own.layout.num_words, own.world), device=tokens.device).cumsum(0)
-        owners = torch.bucketize(tokens[0], ends, right=True)
-        lengths = owners.bincount(minlength=own.world).tolist()
+    def look_up(self, rows_of, ids: Tensor, first: int, stop: int, num_rows: int) -> Tensor:
+        """Rows [1, n, width] of an embedding of num_rows rows, of which this rank has those from `first` to `stop`: it
+        looks up what others need of them. ids: of this rank's tokens, [1, n]; rows_of: the embedding of own rows."""
+        own, world = self._own, self._own.world
+        every = self.gather(ids[..., None])[0, :, 0].view(world, -1)
+        found = [x[:n] for x, n in zip(every, self._num_tokens, strict=True)]
+        found = [x[(x >= first) & (x < stop)] - first for x in found]
+        parts = rows_of(torch.cat(found)).split([len(x) for x in found])
+        ends = torch.tensor(even_shares(num_rows, world), device=ids.device).cumsum(0)
+        owners = torch.bucketize(ids[0], ends, right=True)
+        lengths = owners.bincount(minlength=world).tolist()
         arrived = start_all_to_all_v(list(parts), lengths, own.team).wait()
-        words = torch.empty_like(arrived)
-        words[owners.argsort(stable=True)] = arrived
-        return words[None]
+        rows = torch.empty_like(arrived)
+        rows[owners.argsort(stable=True)] = arrived
+        return rows[None]
 
     def moves(self, block: Block) -> bool:
         """Whether a block's tokens are gathered, not its weights."""
@@ -204,7 +202,7 @@ class Run:
         if not isinstance(x, Tensor):
             return x
         own, rows = self._own, x.movedim(-2, 0)
-        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, self._longest - len(rows)))
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(self._num_tokens) - len(rows)))
         whole = gather_sequence(rows.contiguous(), own.group, timeout_s=own.timeout_s)
         return whole.movedim(0, -2)
 
@@ -214,7 +212,7 @@ class Run:
             return out
         reducer = SumReducer(out.dtype, torch.promote_types(out.dtype, torch.float32))
         rows = start_reduce_scatter(out.movedim(-2, 0), self._own.team, reducer).wait()
-        return rows[: self._num_tokens].movedim(0, -2).to(out.dtype)
+        return rows[: self._num_tokens[self._own.rank]].movedim(0, -2).to(out.dtype)
 
     def last_token(self, x: Tensor) -> tuple[Tensor]:
         """The hidden state [1, 1, width] whose logits are wanted, on all ranks."""

@@ -78,7 +78,7 @@ class Runner(RowRunner):
         # ranks wait in several groups: a rank that fails must end the waits in all of them
         with monitored("prefill"), self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
             shares, last = self._token_shares(forward)
-            with own.run([chunk[positions - forward.append.first[0]] for positions in shares], last):
+            with own.run([len(positions) for positions in shares], last):
                 return self._run_share(forward, chunk, shares[own.rank], last=last == own.rank)
 
     def _begin(self, row: int, tokens: Tensor, row_length: int) -> Tensor:

@@ -64,35 +64,34 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
 
     for name in layout.summed:
         model.get_submodule(name).register_forward_hook(add_up)
+    own_numbers = []
     for name in layout.attentions:
         attention = model.get_submodule(name)
         attention.head_shares = layout.heads.shares
         if hasattr(attention, "qkv_proj"):  # by these numbers the model finds q, k and v in its output
-            attention.config = copy.copy(attention.config)
-            attention.config.num_attention_heads = layout.heads.shares[layout.rank % layout.heads.size]
-            attention.num_key_value_heads = layout.heads.num_heads_kv
+            attention.config = config = copy.copy(attention.config)
+            own, own_kv = layout.heads.shares[layout.rank % layout.heads.size], layout.heads.num_heads_kv
+            own_numbers.append((config, "num_attention_heads", config.num_attention_heads, own))
+            own_numbers.append((attention, "num_key_value_heads", attention.num_key_value_heads, own_kv))
+    for module, name, _, own in own_numbers:
+        setattr(module, name, own)
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    words.forward = _own_words(words, *layout.share(layout.num_words), group, timeout_s)
-    join = functools.partial(_gather, group=group, timeout_s=timeout_s)
-    head.register_forward_hook(functools.partial(join, widths=even_shares(layout.num_logits, layout.world)))
-    for name, num_columns in layout.gathered.items():
+    words.forward = _own_words(words, layout, group, timeout_s)
+    gathered = [(model.get_submodule(name), n) for name, n in layout.gathered.items()]
+    for module, num_columns in ((head, layout.num_logits), *gathered):
         widths = even_shares(num_columns, layout.world)
-        model.get_submodule(name).register_forward_hook(_unless_running(functools.partial(join, widths=widths)))
-    model.own_tokens = OwnTokens(model, layout, group, timeout_s=timeout_s)
+        module.register_forward_hook(functools.partial(_gather, widths=widths, group=group, timeout_s=timeout_s))
+    model.own_tokens = OwnTokens(model, layout, group, own_numbers, timeout_s)
 
 
-def _unless_running(hook):
-    """A hook for modules that are whole while ranks run their own tokens."""
-    return lambda module, args, out: None if running.get() is not None else hook(module, args, out)
-
-
-def _own_words(words, first: int, stop: int, group, timeout_s: float):
-    """The forward of an embedding that has the words from `first` to `stop` only: others' rows are added up."""
+def _own_words(words, layout: Layout, group, timeout_s: float):
+    """The forward of an embedding that has this rank's words only: others' rows are added up."""
     look_up, words.padding_idx = words.forward, None
+    first, stop = layout.share(layout.num_words)
 
     def forward(tokens: Tensor) -> Tensor:
         if (run := running.get()) is not None:
-            return run.words(look_up, tokens, first, stop)
+            return run.look_up(look_up, tokens, first, stop, layout.num_words)
         own = (tokens >= first) & (tokens < stop)
         found = look_up((tokens - first).clamp(0, stop - first - 1))
         return sum_over_ranks(found * own[..., None], group, timeout_s=timeout_s)
@@ -101,7 +100,9 @@ def _own_words(words, first: int, stop: int, group, timeout_s: float):
 
 
 def _gather(module, args, out: Tensor, *, widths: tuple[int, ...], group, timeout_s: float) -> Tensor:
-    """A hook: out [..., own columns] of every rank -> [..., all columns]."""
+    """A hook: out [..., own columns] of every rank -> [..., all columns]. Whole weights give them all."""
+    if out.shape[-1] == sum(widths):
+        return out
     mine = F.pad(out, (0, max(widths) - out.shape[-1])).movedim(-1, 0).contiguous()
     whole = gather_sequence(mine, group, timeout_s=timeout_s).unflatten(0, (len(widths), max(widths)))
     return torch.cat([part[:n].movedim(0, -1) for part, n in zip(whole, widths)], -1)
