@@ -13,6 +13,7 @@ from ..attention.cached import tree_decode, tree_prefill
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..comm import Team
 from ..config import TreeConfig, default_config
+from ..kernels import ACCELERATORS
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
 
@@ -142,7 +143,7 @@ class ForwardPass:
             raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
         append = self.append
         own = count_tokens(append.shares[self.store.book.rank])
-        gather_keys = self._sends_keys(layer, q.shape[-1], append.num_tokens * q.shape[2], latent, append.num_tokens)
+        gather_keys = self._sends_keys(layer, q, append.num_tokens * q.shape[2], latent, append.num_tokens)
         # of the queries that meet a key on a rank
         num_queries = append.num_tokens // (self.store.book.world if gather_keys else 1)
         out = self._run_prefill(
@@ -159,13 +160,14 @@ class ForwardPass:
 
     def _prefill_heads(self, layer: int, q: Tensor, latent, visible, **options) -> Tensor:
         """Many tokens of one row, all on every rank, whose heads are sharded."""
-        num_queries, width = q.shape[1], self._width(layer)
-        gather_keys = width[0] == 1 and self._sends_keys(
-            layer, q.shape[-1], num_queries * sum(self.head_shares), latent, 0
-        )
+        num_queries, one_head = q.shape[1], self._width(layer)[0] == 1
+        gather_keys = one_head and self._sends_keys(layer, q, num_queries * sum(self.head_shares), latent, 0)
+        if latent is not None and _makes_keys(latent, 1, q.device):  # a rank can make keys of its own heads only
+            gather_keys = True
         shares = [[(self.append.first[0], num_queries)]]
-        expandable = num_queries if gather_keys else 0  # a rank can make keys of its own heads only
-        return self._run_prefill(layer, q, latent, expandable, gather_keys=gather_keys, shares=shares, **options)
+        return self._run_prefill(
+            layer, q, latent, num_queries if gather_keys else 0, gather_keys=gather_keys, shares=shares, **options
+        )
 
     def _run_prefill(self, layer: int, q: Tensor, latent, num_queries: int, *, gather_keys: bool, **options) -> Tensor:
         store, kind, view = self.store, self.store.kind_of[layer], self.views[self.store.kind_of[layer]]
@@ -174,10 +176,10 @@ class ForwardPass:
         k, v = store.layers[layer].row(view.block_table, 0, held, q.dtype)
         if latent is None:
             return tree_prefill(q, k, v, key_segments=segments, **options)
-        q, of_latents, finish = latent.prepare(q, expands=latent.pays_to_expand(num_queries))
+        q, of_latents, finish = latent.prepare(q, expands=_makes_keys(latent, num_queries, q.device))
         return finish(tree_prefill(q, k, v, key_segments=segments, **of_latents, **options))
 
-    def _sends_keys(self, layer: int, head_dim: int, num_vectors: int, latent, num_queries: int) -> bool:
+    def _sends_keys(self, layer: int, q: Tensor, num_vectors: int, latent, num_queries: int) -> bool:
         """Whether sending all visible keys and values takes fewer numbers than num_vectors queries and partial outputs.
 
         num_queries: of those that meet a key on one rank; it decides how wide queries of latents are.
@@ -186,8 +188,8 @@ class ForwardPass:
         visible = self.store.book.num_visible(self.append, self.store.kind_of[layer])
         if latent is None:
             wide = numbers // num_heads_kv
-        elif latent.pays_to_expand(num_queries):
-            wide = head_dim + latent.head_dim_v
+        elif _makes_keys(latent, num_queries, q.device):
+            wide = q.shape[-1] + latent.head_dim_v
         else:
             wide = numbers + latent.rank
         return visible * numbers <= num_vectors * wide
@@ -235,3 +237,11 @@ class ForwardPass:
             options.update(q_positions=q_positions, cache_positions=positions)
         out = tree_decode(q, k, v, cache_seqlens=view.lengths, schedule=self.schedule, **options)
         return out if finish is None else finish(out)
+
+
+def _makes_keys(latent: LatentHeads, num_queries: int, device: torch.device) -> bool:
+    """Whether a prefill makes keys and values that num_queries queries meet; 0: none can be made.
+
+    Accelerators always do: their kernels for prefill take heads of 256 numbers at most.
+    """
+    return num_queries > 0 and (device.type in ACCELERATORS or latent.pays_to_expand(num_queries))

@@ -1,9 +1,12 @@
 """Latent attention: heads that read latents get what keys made of them would give; what is stored and what is sent."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_tree.cache.forward as forward_module
 from megatron_tree.attention.cached import tree_decode, tree_prefill
 from megatron_tree.attention.validate import make_spec
 from megatron_tree.cache import ShardedCache
@@ -79,8 +82,13 @@ def test_backends_take_keys_of_576_that_hold_their_values(backend, dtype):
     assert error <= 2 * allowed + 1e-6 * found["exact"].abs().max()
 
 
+def _row_on_an_accelerator(rank, world):
+    with mock.patch.object(forward_module, "ACCELERATORS", ("cpu",)):
+        return _row_in_chunks(rank, world, True, "auto")
+
+
 def _row_in_chunks(rank, world, sharded, dtype):
-    """Errors of all chunks of a row, and how many of them made keys."""
+    """Errors of all chunks of a row, and which of them made keys."""
     group = dist.group.WORLD if world > 1 else None
     store = ShardedCache([None], rank=rank, world=world, page_size=4, latent=True, dtype=dtype)
     heads, (q, latents, rotary), row = _heads(), _tokens(sum(CHUNKS)), store.book.add()
@@ -115,6 +123,8 @@ def test_a_row_in_chunks(world):
             assert expanded[0] == (not sharded or world < 4) and not expanded[1], (sharded, expanded)
     for errors, _ in run_distributed(_row_in_chunks, world, True, "int8"):
         assert 0 < largest(errors) < 0.2
+    for errors, expanded in run_distributed(_row_on_an_accelerator, world):
+        assert largest(errors) < 1e-12 and all(expanded)
 
 
 def _bytes_sent(rank, world):

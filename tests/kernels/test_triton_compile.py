@@ -17,7 +17,8 @@ PROGRAM = """
 import json, sys
 from megatron_tree.kernels.triton import configs, resources
 cases = json.loads(sys.argv[1])
-print(json.dumps([resources.usage(k, resources.WIDTHS[w], a, *d)._asdict() for k, w, a, *d in cases]))
+widths = resources.WIDTHS | resources.LATENT
+print(json.dumps([resources.usage(k, widths[w], a, *d)._asdict() for k, w, a, *d in cases]))
 """
 FAST = [
     ("fwd", 128, "sm90"),
@@ -29,6 +30,7 @@ FAST = [
     ("dkdv", 256, "sm86"),
     ("fwd", 256, "sm90", "fp32"),
     ("decode", 256, "sm86", "fp32"),
+    (resources.LATENT_KERNEL, 576, "sm90"),
 ]
 
 
@@ -191,4 +193,5 @@ def test_every_nvidia_gpu_has_a_row():
 @pytest.mark.parametrize("arch", resources.TARGETS)
 def test_every_row_of_the_table_fits(arch, tmp_path):
     cases = [(k, w, arch, d) for k in resources.KERNELS for w in resources.WIDTHS for d in ("bf16", "fp32")]
+    cases += [(resources.LATENT_KERNEL, w, arch, "bf16") for w in resources.LATENT]
     check(usages(cases, tmp_path))

@@ -6,7 +6,7 @@ import torch
 from megatron_tree import energy, merge
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, Visible
-from megatron_tree.kernels.triton import decode, merge_packed
+from megatron_tree.kernels.triton import decode, host, merge_packed
 from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
 
 
@@ -59,6 +59,28 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
     lse = lse.transpose(1, 2)
     assert (state[..., :-1] - out).abs().max() < 2e-6
     assert torch.where(state[..., -1] == lse, 0.0, state[..., -1] - lse).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(("s_q", "heads"), [(1, 128), (3, 20)])
+def test_latents(s_q, heads):
+    """Keys of 576 that hold their values of 512, of one head, in pages; heads that need several tiles."""
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(2, n, h, 576, generator=generator) for n, h in ((s_q, heads), (96, 1)))
+    q, k, lengths = q.half().to(DEVICE), k.half().to(DEVICE), torch.tensor([7, 90], device=DEVICE)
+    pages, table = paged(k, 32, 2)
+    spec, slots = AttnSpec(softmax_scale=0.04), torch.arange(96, device=DEVICE)
+    q_positions = (lengths - s_q)[:, None] + torch.arange(s_q, device=DEVICE)
+    visible = Visible(lengths, q_positions, slots.expand(2, -1))
+    assert host.unsupported(q, k, k[..., :512], spec, flowing_lse=False, masked=True, decodes=True) is None
+    state = decode.attn_decode(q, pages, pages[..., :512], visible=visible, spec=spec, paged=PagedKV(table))
+    keep = slots <= q_positions[..., None]
+    out, lse = energy.attention(q.double(), k.double(), k[..., :512].double(), spec=spec, keep=keep)
+    dense, _ = energy.attention(q, k, k[..., :512], spec=spec, keep=keep)
+    assert (state[..., :-1] - out).abs().max() <= 2 * (dense - out).abs().max() + 1e-3
+    assert (state[..., -1] - lse.transpose(1, 2)).abs().max() < 1e-4
+    for other in (k.expand(-1, -1, 2, -1), k.float()):
+        said = host.unsupported(q.to(other.dtype), other, other, spec, flowing_lse=False, masked=True, decodes=True)
+        assert "head_dim 576 above 256 (decoding bf16 or fp16 with one KV head: 576)" in said
 
 
 def test_splits_fill_the_gpu():

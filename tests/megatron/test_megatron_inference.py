@@ -55,7 +55,32 @@ def test_served_beside_tensor_parallelism():
 
 @pytest.mark.supports(SERVED, with_="cp = 2; MLA, its rope_type rope and yarn")
 def test_served_multi_latent_attention():
-    check(2, [case(mla=True), case(mla=True, rope_type="yarn"), case(mla=True, q_lora_rank=None)])
+    wide = {"kv_lora_rank": 64, "qk_layernorm": True}  # as of 15 tokens it pays to make keys
+    cases = [case(mla=True, **wide), case(mla=True, rope_type="yarn"), case(mla=True, q_lora_rank=None)]
+    check(2, cases)
+    check(2, cases[:1], tolerance=5e-2, same_tokens=False, options={"dtype": "int8"})
+
+
+def _latents(rank, world):
+    """Bytes of a token in all layers, and the error where the up-projection norms its input as TransformerEngine's."""
+    with megatron(tp=1, pp=1, cp=1):
+        runner = served(case(cp=1, mla=True))
+        row = runner.add()
+        runner.prefill(row, text_of(9, 1))
+        each = runner.store.nbytes / runner.length(row)
+        runner, text = served(case(cp=1, mla=True, qk_layernorm=True)), text_of(9, 1)
+        want, fused = runner.prefill(runner.add(), text), 0
+        for layer in runner.model.decoder.layers:
+            attention, up = layer.self_attention, layer.self_attention.linear_kv_up_proj
+            up.layer_norm_weight, attention.kv_layernorm = attention.kv_layernorm.weight, torch.nn.Identity()
+            fused += 1
+        got = runner.prefill(runner.add(), text)
+    return each, fused, float((got - want).abs().max() / want.abs().max())
+
+
+def test_latents_are_what_is_kept():
+    ((each, fused, error),) = run_distributed(_latents, 1, fresh=True)
+    assert each == 4 * 2 * (16 + 8) and fused == 2 and error < 1e-5
 
 
 def _answers(run):

@@ -104,12 +104,12 @@ def _compare(rank, world, cases):
 
 
 @pytest.mark.supports(SERVED, with_="tp = 2, 4; h_kv < N; prompts in chunks, ragged rows, speculation, the scheduler")
-@pytest.mark.supports(SERVED, with_="tp = 4; MQA, sinks, windows, qk_layernorm, experts")
+@pytest.mark.supports(SERVED, with_="tp = 4; MQA, sinks, windows, qk_layernorm, experts; MLA")
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
         (2, [case(2, 1)]),
-        (4, [case(4, 2), case(4, 1, *MIXED)]),
+        (4, [case(4, 2), case(4, 1, *MIXED), Case(tp=4, mla=True, tree=True)]),
     ],
 )
 def test_a_rank_holds_its_part_of_weights_and_cache(world, cases):
@@ -117,7 +117,10 @@ def test_a_rank_holds_its_part_of_weights_and_cache(world, cases):
         for errors, same, own, of_all, _ in results:
             assert largest(errors.values()) <= 1e-4 and same, f"{errors} in {of_case}"
             assert own * world == of_all, of_case
-        held, of_token = [result[-1] for result in results], 4 * 8 * 2 * 2 * of_case.num_heads_kv
+        held, of_token = (
+            [result[-1] for result in results],
+            4 * 2 * (16 + 8 if of_case.mla else of_case.num_heads_kv * 16),
+        )
         if of_case.extra != MIXED:  # windows are kept otherwise
             assert sum(held) == of_token * (LONG + 4), of_case
             assert max(held) <= sum(held) / world + of_token * PAGE, of_case

@@ -17,7 +17,7 @@ tokens and the token whose logits are wanted. Outside of that context they do no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from ...cache.runner import CHUNK_SIZE, RowRunner
 from ...comm import group_rank, group_size, neighbours
 from . import compat
 from .attention import TreeDotProductAttention, serving
+from .latent import Latents, hand_latents_on
 
 compat.megatron_version()  # a clear error before the import below fails
 
@@ -39,7 +40,7 @@ POSITIONS = ("learned_absolute", *ROTARY, "none")
 _BUILD_ANEW = "build the model for serving without it and load the same checkpoint"
 REFUSED_OPTIONS = {
     "sequence_parallel": _BUILD_ANEW,
-    "cache_mla_latents": "set it to False: keys and values of all heads are kept",
+    "cache_mla_latents": "set it to False: MegatronRunner keeps latents without it",
     "mtp_num_layers": "build the model without mtp_block_spec and load the checkpoint without these layers",
     "cuda_graph_impl": "set it to 'none'",
     "enable_cuda_graph": "set it to False",
@@ -57,9 +58,9 @@ class MegatronRunner(RowRunner):
     Every rank of the context- and tensor-parallel groups calls the same methods in the same order with equal arguments.
     With tensor parallelism alone (context_parallel_size=1) each of N ranks holds 1/N of the weights and of the cache,
     also with fewer KV heads than ranks.
-    Supported: MHA, GQA, MQA, MLA (the cache holds keys and values of all heads, not their latent), sliding windows of
-    any layers, attention sinks, rotary (also YaRN), learned or no positions, tensor parallelism, experts. The model may
-    be trained or run otherwise between calls.
+    Supported: MHA, GQA, MQA, MLA (the cache holds latents, see `cache.latent`), sliding windows of any layers,
+    attention sinks, rotary (also YaRN), learned or no positions, tensor parallelism, experts. The model may be trained
+    or run otherwise between calls.
 
     Args:
         model: GPTModel (or a wrapper of it, as Float16Module) in eval mode, with TreeDotProductAttention in all layers.
@@ -101,6 +102,7 @@ class MegatronRunner(RowRunner):
             world=group_size(group),
             page_size=block_size,
             dtype=dtype,
+            latent=bool(self.model.config.multi_latent_attention),
         )
         super().__init__(
             store,
@@ -140,15 +142,21 @@ class ServedPass:
     """int64 [b, n], of the tokens that this rank runs."""
     keep: list[int] | None
     """Indices of the tokens whose logits are wanted; None: all."""
+    latents: dict[TreeDotProductAttention, Latents] = field(default_factory=dict)
+    """Of multi-latent attention, by core attention: what it is to attend to next."""
 
     def attend(self, core: TreeDotProductAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """In place of core attention: q [n, b, h/tp, d], k and v of the new tokens, out [n, b, h/tp * d_v]."""
         layer, window_size = self.layers[core]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        new, heads = self.latents.pop(core, (None, None))
+        if heads is not None:
+            k, v = new.transpose(0, 1)[:, :, None], k[:, :, :1, heads.head_dim_nope :]  # all heads have one rotary key
         self.forward.write(layer, k, v)
         out = self.forward.attend(
             layer,
             q,
+            latent=heads,
             config=core.tree_config,
             softmax_scale=core.softmax_scale,
             window_size=window_size,
@@ -168,6 +176,7 @@ def _add_hooks(model: Any) -> None:
             module.register_forward_pre_hook(_ask_all_positions, with_kwargs=True)
             module.register_forward_hook(_pick_positions)
     model.output_layer.register_forward_pre_hook(_pick_token)
+    hand_latents_on(model)
 
 
 def _ask_all_positions(module, args, kwargs):
@@ -272,7 +281,9 @@ def _cache_group(config: Any, core: TreeDotProductAttention) -> tuple[Any, tuple
     With more tensor-parallel ranks than KV heads, neighbours have the same KV head, and each some of its query heads.
     """
     tp, groups = config.tensor_model_parallel_size, config.num_query_groups
-    if core.cp_group is not None or config.multi_latent_attention or tp <= groups:
+    if config.multi_latent_attention:
+        groups = 1
+    if core.cp_group is not None or tp <= groups:
         return core.cp_group, None
     group = neighbours(core.tp_group, tp // groups, timeout_s=core.tree_config.timeout_s)
     return group, (config.num_attention_heads // tp,) * (tp // groups)

@@ -72,12 +72,24 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool =
     return found
 
 
+# of decoding with keys wider than 256 (latents): a key and its value fill the shared memory
+_LATENT = {"sm80": Tiles(32, 32, 8, 2), "sm86": Tiles(16, 16, 4, 2), "gfx942": Tiles(16, 16, 4, 1)}
+_LATENT |= dict.fromkeys(("sm90", "sm100", "interpreter"), Tiles(64, 32, 8, 2))
+
+
+def latent_rows(arch: str) -> int:
+    """How many query heads share a tile of keys wider than 256."""
+    return _LATENT[arch].m
+
+
 def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2) -> Tiles:
     """Tiles of decoding for a head_dim of `width`, where `rows` query heads and tokens share a KV head.
 
     Memory is what counts: as many stages as fit beside the rows.
     """
     m = 1 << max(4, (rows - 1).bit_length())
+    if width > 256:
+        return _LATENT[arch]._replace(m=min(m, _LATENT[arch].m))
     warps = 8 if m > 64 else 4
     if itemsize > 2:
         small = width > 128 or m > 16 or arch == "gfx942"

@@ -217,12 +217,22 @@ def attn_decode(
     q, k, v = (host.unit_last_stride(x) for x in (q, k, v))
     if visible.k_positions is not None:
         visible = visible._replace(k_positions=_unit_rows(visible.k_positions))
-    n = max(1, ROWS[q.element_size()] // (q.shape[2] // k.shape[2]))
+    rows = ROWS[q.element_size()]
+    if host.head_width(q.shape[-1], v.shape[-1]) > host.MAX_HEAD_DIM:
+        rows = configs.latent_rows(host.arch(q.device))
+        k, v = _head_in_parts(q.shape[2], rows, k, v)
+    n = max(1, rows // (q.shape[2] // k.shape[2]))
     states = []
     for some in (slice(i, i + n) for i in range(0, q.shape[1], n)):
         seen = visible if visible.q_positions is None else visible._replace(q_positions=visible.q_positions[:, some])
         states.append(_launch(q[:, some], k, v, visible=seen, spec=spec, paged=paged, num_splits=num_splits))
     return states[0] if len(states) == 1 else torch.cat(states, 1)
+
+
+def _head_in_parts(num_heads: int, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The one KV head of latents as several that lie in the same place, each for at most `rows` query heads."""
+    parts = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= rows)
+    return k.expand(-1, -1, parts, -1), v.expand(-1, -1, parts, -1)
 
 
 def _addressable(paged: PagedKV) -> PagedKV:
@@ -240,7 +250,8 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
     h_kv, e = k.shape[2], v.shape[-1]
     page = k.shape[1] if paged else 0
     num_keys = table.shape[1] * page if paged else k.shape[1]
-    num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, q.device)
+    places = (OCCUPANCY if host.head_width(d, e) <= host.MAX_HEAD_DIM else 1) * host.multiprocessors(q.device)
+    num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, places)
     state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
     tiles = configs.decode_tiles(h // h_kv * s_q, host.head_width(d, e), host.arch(q.device), q.element_size())
     attn_decode_kernel[(num_splits, h_kv, b)](
@@ -262,12 +273,10 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
     return state[:, 0] if num_splits == 1 else merge_packed(state, 1)
 
 
-def _splits(
-    num_keys: int, programs: int, num_splits: int | None, deterministic: bool, device: torch.device
-) -> tuple[int, int]:
+def _splits(num_keys: int, programs: int, num_splits: int | None, deterministic: bool, places: int) -> tuple[int, int]:
     """How many splits, and the keys of each."""
     if num_splits is None and deterministic:
         return max(1, triton.cdiv(num_keys, SPLIT_KEYS)), SPLIT_KEYS
     if num_splits is None:
-        num_splits = choose_splits(num_keys, programs, OCCUPANCY * host.multiprocessors(device))
+        num_splits = choose_splits(num_keys, programs, places)
     return num_splits, KEYS * max(1, triton.cdiv(triton.cdiv(num_keys, KEYS), num_splits))

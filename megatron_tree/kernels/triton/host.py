@@ -15,6 +15,7 @@ from . import bwd, common, configs, fwd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
+MAX_LATENT = 576  # of decoding in half precision with one KV head
 MAX_BATCH = 65535  # of a grid's third dimension
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 DEVICES = ("cuda", "cpu") if common.INTERPRET.value else ("cuda",)  # tests on compiled kernels have others
@@ -44,8 +45,9 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
         return f"dtype {q.dtype}"
     if interpreting() and q.dtype == torch.bfloat16:
         return "bf16 in Triton's interpreter, which computes it wrongly"
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        return f"head_dim {max(q.shape[-1], v.shape[-1])} above {MAX_HEAD_DIM}"
+    width, latent = max(q.shape[-1], v.shape[-1]), decodes and k.shape[2] == 1 and k.element_size() == 2
+    if width > (MAX_LATENT if latent else MAX_HEAD_DIM):
+        return f"head_dim {width} above {MAX_HEAD_DIM} (decoding bf16 or fp16 with one KV head: {MAX_LATENT})"
     if any(x.dtype not in (q.dtype, *EIGHT_BITS) for x in (k, v)):
         return f"q in {q.dtype} with k in {k.dtype} and v in {v.dtype}"
     if q.shape[0] > MAX_BATCH:

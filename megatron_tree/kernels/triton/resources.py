@@ -33,6 +33,7 @@ TENSOR_MEMORY_LIMIT = 512  # columns, sm_100
 SPILL_LIMIT = 600  # bytes a thread may keep in local memory; docs/kernel-resources.md shows where there are any
 LOOP_SPILL_LIMIT = 0.06  # share of the instructions of the loop over unmasked tiles that may access it
 WIDTHS = {64: (64, 64), 128: (128, 128), 192: (192, 128), 256: (256, 256)}  # head_dim of q and k, of v (192/128: MLA)
+LATENT = {576: (576, 512)}  # keys that hold their values, in decoding only
 _BIN = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -90,6 +91,7 @@ KERNELS = {
     "merge": merge.merge_states_kernel,
 }
 ROWS = {"decode": 8, "decode, 64 rows": 64, "decode, 128 rows": 128, "merge": 8}  # that share a KV head
+LATENT_KERNEL = "decode, 64 rows"
 _FP32 = {"OUT", "LSE", "LSE2", "DELTA", "DQ", "DK", "DV", "STATE", "IN"}
 _FLOATS = {"scale", "softcap", "keep_weight"}
 _INT32 = {"q_tiles", "k_tiles", "k_segments", "q_segments"}
@@ -184,10 +186,11 @@ def _main_loop(cubin: bytes) -> list[str]:
     return min((x for x in loops if any("MMA" in op for op in x)), key=len, default=[])
 
 
-def table(arches, kernels=tuple(KERNELS), widths=tuple(WIDTHS)) -> list[Usage]:
+def table(arches, kernels=tuple(KERNELS), widths=(*WIDTHS, *LATENT)) -> list[Usage]:
     """Usage of every row asked for."""
     assert not common.INTERPRET.value, "unset TRITON_INTERPRET: the interpreter compiles nothing"
-    return [usage(k, WIDTHS[w], a) for a in arches for k in kernels for w in widths]
+    found = [usage(k, WIDTHS[w], a) for a in arches for k in kernels for w in widths if w in WIDTHS]
+    return found + [usage(LATENT_KERNEL, LATENT[w], a) for a in arches for w in widths if w in LATENT]
 
 
 def as_markdown(rows: list[Usage]) -> str:
@@ -211,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument("--head-dim", nargs="+", type=int, choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--head-dim", nargs="+", type=int, choices=(*WIDTHS, *LATENT), default=[*WIDTHS, *LATENT])
     parser.add_argument("--out", type=pathlib.Path, help="also write the table to this Markdown file")
     args = parser.parse_args()
     text = as_markdown(table(args.arch, args.kernel, args.head_dim))

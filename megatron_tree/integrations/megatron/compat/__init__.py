@@ -32,8 +32,10 @@ from .layers import (
     attention_classes,
     decoder_layer_specs,
     fixed_cp_comm_type_list,
+    latent_projection,
     misreads_cp_comm_type_list,
     mla_without_transformer_engine,
+    normed_latents,
 )
 from .release import (
     UnsupportedMegatronError,
@@ -59,6 +61,7 @@ __all__ = [
     "hide_import_notices",
     "hierarchical_sizes",
     "is_patched",
+    "latent_projection",
     "loading_torch_adam",
     "loads_causal_masks",
     "lookup",
@@ -67,6 +70,7 @@ __all__ = [
     "misreads_cp_comm_type_list",
     "mla_without_transformer_engine",
     "no_manager_process",
+    "normed_latents",
     "process_groups",
     "refuse_unknown_arguments",
     "sharded_parameters",

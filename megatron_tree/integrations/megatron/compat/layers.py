@@ -8,6 +8,9 @@ import inspect
 import textwrap
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ....log import say_once
 from .release import UnsupportedMegatronError, lookup, megatron_lm_arguments, megatron_version
 
@@ -88,3 +91,19 @@ def mla_without_transformer_engine():
     finally:
         if wrong:
             mla.HAVE_TE = True
+
+
+def latent_projection(module: Any) -> nn.Module | None:
+    """What makes keys and values of latents, if the module is a layer of multi-latent attention."""
+    return getattr(module, "linear_kv_up_proj", None)
+
+
+def normed_latents(up: nn.Module, latents: Tensor, config: Any) -> Tensor:
+    """What a latent projection multiplies with its weight: TransformerEngine's applies the layer's norm itself."""
+    weight, bias = getattr(up, "layer_norm_weight", None), getattr(up, "layer_norm_bias", None)
+    if weight is None:
+        return latents
+    weight = weight + 1 if config.layernorm_zero_centered_gamma else weight
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(latents, weight.shape, weight, config.layernorm_epsilon)
+    return F.layer_norm(latents, weight.shape, weight, bias, config.layernorm_epsilon)

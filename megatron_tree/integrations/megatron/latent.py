@@ -1,0 +1,42 @@
+"""Multi-latent attention of a served GPTModel: its layers hand latents on instead of making keys and values of them.
+
+Megatron's layer passes latents to an up-projection, and gives core attention queries, keys and values of its heads.
+While the model is served the up-projection keeps what it is called with; core attention takes that and the rotary part
+of the keys, and reads the cache with the up-projection's weight (cache/latent.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...cache.latent import LatentHeads
+from . import compat
+from .attention import serving
+
+
+class Latents(NamedTuple):
+    """What a layer's up-projection was called with, normed: [n, b, r]; and how this rank's heads read it."""
+
+    tokens: Tensor
+    heads: LatentHeads
+
+
+def hand_latents_on(model: Any) -> None:
+    """Change a GPTModel's layers of multi-latent attention; outside of a `ServedPass` they are what they were."""
+    for layer in model.decoder.modules():
+        up = compat.latent_projection(layer)
+        if up is not None:
+            up.forward = functools.partial(_hand_on, layer, up, up.forward)
+
+
+def _hand_on(layer: Any, up: Any, forward, latents: Tensor, *args, **kwargs):
+    served = serving.get()
+    if served is None:
+        return forward(latents, *args, **kwargs)
+    nope = layer.config.qk_head_dim
+    heads = LatentHeads(up.weight.unflatten(0, (-1, nope + layer.config.v_head_dim)), nope)
+    served.latents[layer.core_attention] = Latents(compat.normed_latents(up, latents, layer.config), heads)
+    return latents.new_zeros(1).expand(*latents.shape[:-1], len(up.weight)), None  # without memory: nobody reads them
