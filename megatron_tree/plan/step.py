@@ -5,7 +5,8 @@ All ways share the cache's tokens. They differ in the weights:
     whole weights     every rank has all weights; the ranks merge what they attend to
     tensor parallel   K ranks share the weights, K a divisor of the KV heads; N / K such groups share the tokens
     sharded           all N ranks share the weights: K head groups of N / K neighbours, which share the tokens; queries
-                      are gathered inside a head group, and every rank gets the results of its own heads
+                      are gathered inside a head group, and every rank gets the results of its own heads; MLA's
+                      projections into latents are split, too, and what they give is gathered
     Helix             as sharded, but each rank of a head group computes all of its queries (arXiv 2507.07120)
     DCP               as sharded, but states are merged by an all-gather of lse and a reduce-scatter of the outputs
                       (vLLM's decode context parallelism)
@@ -77,7 +78,7 @@ class _Step(NamedTuple):
         groups = 1 if way == "whole weights" else math.gcd(world, model.num_heads_kv)
         split = {"whole weights": 1, "tensor parallel": groups}.get(way, world)
         queries = groups if way == "Helix" else split
-        layer = model.queries / queries + model.keys / groups + model.shared
+        layer = model.queries / queries + model.keys / groups + model.shared / (world if way == "sharded" else 1)
         layer += (model.output + model.mlp + model.experts_read(self.batch)) / split
         weights = (model.layers * layer + model.lm_head / split) * word
         cache = self.batch * self.seq_len * model.num_heads_kv * model.cache * model.layers * word / world
@@ -87,6 +88,9 @@ class _Step(NamedTuple):
         tokens_of = self.hosts[::groups] if split < world else self.hosts[: world // groups]
         layers = [summed(weights_of, self.batch * model.hidden_size * word)] * 2
         layers += self._attention(way, tokens_of, groups, cache / model.layers)
+        if way == "sharded" and model.shared:  # two projections, whose results every rank needs
+            columns = model.shared / model.hidden_size / 2
+            layers += [gathered(weights_of, self.batch * columns / world * word)] * 2
         ends = gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)  # the logits
         read = (weights + cache) / self.topology.memory_bandwidth
         time, sent = (model.layers * sum(part) + end for part, end in zip(zip(*layers), ends))

@@ -48,11 +48,12 @@ def test_what_a_rank_reads(ranks):
 
 
 def test_latent_attention_has_one_kv_head():
-    """The product can't split anything, the others all but the projections into latents, 1/N of the cache each."""
+    """The product splits nothing, DCP all but the projections into latents, sharded all; 1/N of the cache each."""
     found = costs(DEEPSEEK, 16)
     assert found["tensor parallel"][1:] == found["whole weights"][1:]
     common = 2 * 61 * DEEPSEEK.shared
-    assert found["sharded"].weight_bytes == pytest.approx((2 * DEEPSEEK.words(1) - common) / 16 + common)
+    assert found["sharded"].weight_bytes == pytest.approx(2 * DEEPSEEK.words(1) / 16)
+    assert found["DCP"].weight_bytes == pytest.approx((2 * DEEPSEEK.words(1) - common) / 16 + common)
     assert found["sharded"].cache_bytes == 2 * (1 << 20) * 61 * 576 / 16
 
 
