@@ -12,9 +12,8 @@ from .results import WrongResult
 
 RACED = (16384,)  # sequence lengths of the cases that are raced
 CANDIDATES = {
-    "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (64, 4), (32, 4)) for s in (2, 3)]
-    + [Tiles(64, 64, 4, 3)],
-    "dq": [Tiles(m, n, w, 2) for m, n, w in ((128, 128, 8), (128, 64, 8), (128, 32, 8), (128, 64, 4), (64, 64, 4))]
+    "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (32, 4)) for s in (2, 3)] + [Tiles(64, 64, 4, 3)],
+    "dq": [Tiles(m, n, w, 2) for m, n, w in ((128, 128, 8), (128, 64, 8), (128, 32, 8), (64, 64, 4))]
     + [Tiles(128, 64, 8, 3), Tiles(128, 32, 4, 3)],
     "dkdv": [Tiles(m, n, w, 2) for m, n, w in ((64, 128, 8), (128, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4))]
     + [Tiles(64, 128, 8, 3), Tiles(32, 128, 8, 3)],

@@ -238,6 +238,8 @@ def test_unaligned_rows_are_copied():
     """Triton loads 2 bytes at a time where strides are not multiples of 16; a head_dim that is none stays as it is."""
     packed = torch.randn(1, 8, 2, 36, device=DEVICE)
     assert host._aligned(packed[..., :32]).stride() == (512, 64, 32, 1)
+    shifted = torch.randn(1, 8, 2, 48, device=DEVICE)[..., 1:33]
+    assert host._aligned(shifted).data_ptr() % 16 == 0 and torch.equal(host._aligned(shifted), shifted)
     for x in (packed[..., :24], torch.randn(1, 8, 2, 48, device=DEVICE)[..., :32]):
         assert host._aligned(x) is x
 

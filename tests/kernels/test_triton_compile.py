@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ FAST = [
     ("merge", 128, "sm90"),
     ("dq", 64, "gfx942"),
     ("dkdv", 256, "sm86"),
+    ("dkdv", 256, "sm90"),
     ("fwd", 256, "sm90", "fp32"),
     ("decode", 256, "sm86", "fp32"),
     (resources.LATENT_KERNEL, 576, "sm90"),
@@ -164,15 +166,28 @@ def test_another_seed_does_not_recompile(tmp_path):
     assert counts == [3] + [6] * (len(counts) - 1), counts
 
 
+def check_occupancy(row):
+    """As many blocks fit a multiprocessor as decoding counts on: by shared memory, and registers suffice for them."""
+    columns = resources.WIDTHS[int(row["head_dim"].split("/")[0])]
+    m, n, warps, stages = map(int, re.fullmatch(r"(\d+)x(\d+) w(\d+) s(\d+)", row["tiles"]).groups())
+    blocks = configs.decode_blocks(configs.Tiles(m, n, warps, stages), columns, row["arch"])
+    assert blocks == (configs._SHARED[row["arch"]] << 10) // (row["shared_bytes"] + configs._RESERVED), row
+    assert blocks * warps * 32 * row["registers"] <= 65536, row
+
+
 def check(rows):
     for row in rows:
-        assert 0 < row["shared_bytes"] <= resources.SHARED_LIMIT[row["arch"]], row
+        assert (row["kernel"] != "merge") <= row["shared_bytes"] <= resources.SHARED_LIMIT[row["arch"]], row
         assert 0 <= row["spill_bytes"] <= resources.SPILL_LIMIT, row
         assert 0 <= row["tensor_memory"] <= resources.TENSOR_MEMORY_LIMIT, row
         assert 16 <= row["registers"] <= (512 if row["arch"] == "gfx942" else 255), row
         if row["kernel"] == "merge" or row["dtype"] == "fp32":  # no matrix products, or none by matrix instructions
             continue
         assert row["matrix_ops"] > 0, row
+        if row["arch"] == "sm90" and not row["kernel"].startswith("decode"):
+            assert row["warpgroup_ops"] == row["matrix_ops"], row
+        if row["kernel"] == "decode" and row["arch"] != "gfx942":
+            check_occupancy(row)
         if row["arch"] != "gfx942":
             assert row["loop_instructions"] > 100, row
             assert row["loop_spills"] <= resources.LOOP_SPILL_LIMIT * row["loop_instructions"], row

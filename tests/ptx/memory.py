@@ -81,7 +81,7 @@ class GlobalMemory:
         at = address.view(np.uint64) - np.uint64(BASE)
         bad = (at > np.uint64(len(self._bytes) - size)) | ((at & np.uint64(size - 1)) != 0)
         if mask is not None:
-            bad &= mask
+            bad = bad & mask
         if np.any(bad):
             raise Fault(
                 f"line {line}: address {int(np.broadcast_to(at, bad.shape)[bad][0])} is misaligned, or far outside"
@@ -93,7 +93,7 @@ class GlobalMemory:
         whole = owned[index] if size < 16 else owned.reshape(-1, 2)[index].min(-1)
         lost = whole != np.iinfo(owned.dtype).max // 255
         if mask is not None:
-            lost &= mask
+            lost = lost & mask
         if np.any(lost):
             raise Fault(f"line {line}: {np.sum(lost)} accesses of {size} bytes outside of all tensors' elements")
         return index

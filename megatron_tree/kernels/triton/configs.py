@@ -5,7 +5,8 @@ How they were chosen, from what the compiler makes of them (docs/kernels.md, doc
 - Blocks of 4 warps, two to a multiprocessor, where their registers allow it: the softmax of one overlaps the matrix
   products of the other. Else 8 warps and tiles as large as possible: fewest instructions for each product.
 - At least two stages, so that loads run ahead, within the shared memory of a block (227 KiB on sm_90 and sm_100, 163
-  on sm_80, 99 on sm_86, sm_89 and sm_120, 64 on gfx942).
+  on sm_80, 99 on sm_86, sm_89 and sm_120, 64 on gfx942); a third one where it costs nothing but memory.
+- On sm_90 products have at least 64 rows: with fewer, Triton does not use wgmma.
 - No spilled registers in the loop over unmasked tiles, but for a few accesses where a tile without any would be slower.
 """
 
@@ -25,9 +26,9 @@ class Tiles(NamedTuple):
 
 # the wider of the two head dims, at most -> tiles
 _SM90 = {
-    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 64, 8, 2)},
-    "dq": {64: Tiles(128, 32, 8, 2), 128: Tiles(128, 64, 8, 2), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
-    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 2), 192: Tiles(32, 64, 4, 3), 256: Tiles(64, 32, 8, 2)},
+    "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 3), 256: Tiles(128, 64, 8, 2)},
+    "dq": {64: Tiles(128, 32, 8, 2), 128: Tiles(128, 64, 8, 3), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 3), 192: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 8, 2)},
 }
 _SM100 = {
     "fwd": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 128, 8, 2), 256: Tiles(128, 64, 8, 2)},
@@ -51,6 +52,8 @@ _GFX942 = {
 }
 ARCHES = {"sm80": _SM80, "sm86": _SM86, "sm90": _SM90, "sm100": _SM100, "gfx942": _GFX942}
 _INTERPRETER = Tiles(16, 16, 4, 1)
+_SHARED = {"sm80": 164, "sm86": 100, "sm90": 228, "sm100": 228, "gfx942": 64}  # KiB of a multiprocessor
+_RESERVED = 1024  # bytes of each block, for the driver
 
 
 def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False) -> Tiles:
@@ -99,6 +102,18 @@ def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2) -> Tiles:
     if arch == "sm86" and width > 192:
         return Tiles(m, 64 if m <= 64 else 32, warps, 2 if m == 16 else 1)
     return Tiles(m, 64, warps, 3 if m == 16 or width <= 128 else 2)
+
+
+def decode_blocks(tiles: Tiles, columns: tuple[int, int], arch: str, itemsize: int = 2) -> int:
+    """Blocks of the decode kernel that a multiprocessor holds; columns: of the tiles of q and k, of v.
+
+    Shared memory limits them: it holds the tiles of k and v that are under way, q, and the weights. Latents fill it.
+    """
+    if columns[0] > 256:
+        return 1
+    buffers = max(1, tiles.stages - 1) * tiles.n * sum(columns) * itemsize
+    block = buffers + tiles.m * (columns[0] * itemsize + 2 * tiles.n) + _RESERVED
+    return max(1, (_SHARED.get(arch, 64) << 10) // block)
 
 
 def arch_of(capability: tuple[int, int]) -> str:

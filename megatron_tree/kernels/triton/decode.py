@@ -24,7 +24,6 @@ from .merge import merge_packed
 KEYS = 64  # a split is a multiple of these
 ROWS = {2: 64, 4: 16}  # of a tile, by itemsize; more queries go into further launches
 PAGE_SIZES = (16, 32, 64, 128, 256)
-OCCUPANCY = 3  # blocks of this kernel that one multiprocessor of sm_90 holds (70 KiB of shared memory each)
 SPLIT_KEYS = 1024  # keys of a split where the bits must not depend on the batch: 16 tiles
 SPLIT_COST = 4.0  # overhead of a split, in tiles: prologue, partial state, merge
 
@@ -250,10 +249,12 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
     h_kv, e = k.shape[2], v.shape[-1]
     page = k.shape[1] if paged else 0
     num_keys = table.shape[1] * page if paged else k.shape[1]
-    places = (OCCUPANCY if host.head_width(d, e) <= host.MAX_HEAD_DIM else 1) * host.multiprocessors(q.device)
-    num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, places)
+    arch, itemsize, heads = host.arch(q.device), q.element_size(), host.head_dims(d, e)
+    tiles = configs.decode_tiles(h // h_kv * s_q, host.head_width(d, e), arch, itemsize)
+    blocks = configs.decode_blocks(tiles, (heads["D0"] + heads["D1"], heads["E0"] + heads["E1"]), arch, itemsize)
+    num_slots = blocks * host.multiprocessors(q.device)
+    num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, num_slots)
     state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
-    tiles = configs.decode_tiles(h // h_kv * s_q, host.head_width(d, e), host.arch(q.device), q.element_size())
     attn_decode_kernel[(num_splits, h_kv, b)](
         Q=q, K=k, V=v, STATE=state,
         LENGTHS=lengths if lengths is None else lengths.contiguous(),
@@ -264,7 +265,7 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
         spb=0 if k_positions is None else k_positions.stride(0), stb=0 if table is None else table.stride(0),
         scb=0 if k_scale is None else k_scale.stride(0), scs=0 if k_scale is None else k_scale.stride(1),
         left=host.window_sides(spec)[0], scale=spec.softmax_scale, softcap=spec.softcap,
-        GROUP=h // h_kv, **host.head_dims(d, e), M=tiles.m, N=tiles.n,
+        GROUP=h // h_kv, **heads, M=tiles.m, N=tiles.n,
         HAS_LENGTHS=lengths is not None, HAS_POSITIONS=k_positions is not None, WINDOW=spec.left is not None,
         SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=k_scale is not None,
         NARROW=k_scale is not None and q.dtype == torch.float16,
@@ -273,10 +274,12 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
     return state[:, 0] if num_splits == 1 else merge_packed(state, 1)
 
 
-def _splits(num_keys: int, programs: int, num_splits: int | None, deterministic: bool, places: int) -> tuple[int, int]:
-    """How many splits, and the keys of each."""
+def _splits(
+    num_keys: int, programs: int, num_splits: int | None, deterministic: bool, num_slots: int
+) -> tuple[int, int]:
+    """How many splits, and the keys of each; num_slots: programs that the GPU holds at a time."""
     if num_splits is None and deterministic:
-        return max(1, triton.cdiv(num_keys, SPLIT_KEYS)), SPLIT_KEYS
+        return max(1, -(-num_keys // SPLIT_KEYS)), SPLIT_KEYS
     if num_splits is None:
-        num_splits = choose_splits(num_keys, programs, places)
-    return num_splits, KEYS * max(1, triton.cdiv(triton.cdiv(num_keys, KEYS), num_splits))
+        num_splits = choose_splits(num_keys, programs, num_slots)
+    return num_splits, KEYS * max(1, -(-num_keys // (KEYS * num_splits)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 
 from ... import dropout
@@ -147,10 +146,10 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     delta = torch.empty((b, h, s), dtype=torch.float32, device=out.device)
     dlse = dlse if dlse is None else dlse.contiguous()
     m = 16
-    bwd.delta_kernel[(triton.cdiv(s, m), h, b)](
+    bwd.delta_kernel[(-(-s // m), h, b)](
         DOUT=dout, OUT=out, DLSE=dlse, DELTA=delta, num_rows=s,
         **strides(d=dout, o=out), slb=delta.stride(0), slh=delta.stride(1),
-        E=e, COLS=triton.next_power_of_2(e), M=m, HAS_DLSE=dlse is not None,
+        E=e, COLS=power_of_2(e), M=m, HAS_DLSE=dlse is not None,
     )  # fmt: skip
     return delta
 
@@ -188,11 +187,17 @@ def unit_last_stride(x: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x with strides that let Triton load 16 bytes at a time: multiples of 16, where head_dim is a multiple of 16."""
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
-    if x.shape[-1] % 16 == 0 and any(stride % 16 for stride in strides):
-        return x.contiguous()
+    """x whose address and strides let Triton load 16 bytes at a time, where head_dim is a multiple of 16."""
+    if x.shape[-1] % 16 == 0:
+        strides = (stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
+        if x.data_ptr() % 16 or any(stride % 16 for stride in strides):
+            return x.clone(memory_format=torch.contiguous_format)
     return unit_last_stride(x)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest one that is n at least."""
+    return 1 << (n - 1).bit_length()
 
 
 def head_width(d: int, e: int) -> int:
@@ -207,9 +212,9 @@ def _tiles(kernel: str, q: Tensor, v: Tensor, spec: AttnSpec) -> configs.Tiles:
 @functools.lru_cache
 def split_head_dim(d: int) -> tuple[int, int]:
     """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0)."""
-    whole = max(triton.next_power_of_2(d), 16)
+    whole = max(power_of_2(d), 16)
     half = whole // 2
-    rest = max(triton.next_power_of_2(d - half), 16) if d > half else 0
+    rest = max(power_of_2(d - half), 16) if d > half else 0
     return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
 
 

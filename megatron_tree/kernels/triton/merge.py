@@ -9,56 +9,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import host
 from .common import LN2, LOG2E
-from .host import on_its_device
 
 
-@triton.jit(do_not_specialize=["num_states", "num_rows", "inner", "outer_stride", "state_stride"])
+@triton.jit(do_not_specialize=["num_states", "inner", "outer_stride", "state_stride"])
 def merge_states_kernel(
-    IN, OUT, num_states, num_rows, inner, outer_stride, state_stride,
-    E: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    IN, OUT, num_states, inner, outer_stride, state_stride, E: tl.constexpr, COLS: tl.constexpr, STATES: tl.constexpr
 ):  # fmt: skip
-    """OUT row r = merge over i of IN[r // inner * outer_stride + i * state_stride + r % inner * (E + 1)], in order."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """OUT row r = merge over i of IN[r // inner * outer_stride + i * state_stride + r % inner * (E + 1)].
+
+    A program takes one row, STATES states at a time, whose loads don't wait for each other. STATES depends on E
+    alone: so empty states at the end don't change the bits.
+    """
+    r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLS)
-    valid = r < num_rows
     base = IN + r // inner * outer_stride + r % inner * (E + 1)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    at = base  # goes from state to state: i * state_stride would not fit 32 bits
-    for _ in range(num_states):
-        top = tl.maximum(top, tl.load(at + E, mask=valid, other=float("-inf")))
-        at += state_stride
-    top = tl.where(top == float("-inf"), 0.0, top)
-    den = tl.zeros((ROWS,), tl.float32)
-    num = tl.zeros((ROWS, COLS), tl.float32)
-    at = base
-    for _ in range(num_states):
-        w = tl.math.exp2((tl.load(at + E, mask=valid, other=float("-inf")) - top) * LOG2E)
-        den += w
-        num += w[:, None] * tl.load(at[:, None] + c[None, :], mask=valid[:, None] & (c < E)[None, :], other=0.0)
-        at += state_stride
+    top = float("-inf")
+    den = 0.0
+    num = tl.zeros((COLS,), tl.float32)
+    for first in range(0, num_states, STATES):
+        i = first + tl.arange(0, STATES)
+        at = base + i.to(tl.int64) * state_stride
+        lse = tl.load(at + E, mask=i < num_states, other=float("-inf"))
+        out = tl.load(at[:, None] + c[None, :], mask=(i < num_states)[:, None] & (c < E)[None, :], other=0.0)
+        new = tl.maximum(top, tl.max(lse, 0))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        w = tl.math.exp2((lse - level) * LOG2E)
+        shrink = tl.math.exp2((top - level) * LOG2E)
+        den = den * shrink + tl.sum(w, 0)
+        num = num * shrink + tl.sum(w[:, None] * out, 0)
+        top = new
     safe = tl.where(den == 0.0, 1.0, den)
     lse = tl.where(den == 0.0, float("-inf"), top + tl.math.log2(safe) * LN2)
     to = OUT + r * (E + 1)
-    tl.store(to[:, None] + c[None, :], num / safe[:, None], mask=valid[:, None] & (c < E)[None, :])
-    tl.store(to + E, lse, mask=valid)
+    tl.store(to + c, num / safe, mask=c < E)
+    tl.store(to + E, lse)
 
 
-@on_its_device
+@host.on_its_device
 def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
     """Merge contiguous fp32 states packed [..., n, ..., E + 1] over `dim` in one launch. States may be empty.
 
-    Returns the merged states [..., E + 1], packed. Sums are in the order of `dim`: the same bits everywhere.
+    Returns the merged states [..., E + 1], packed. Sums have one order: the same bits everywhere, and the same
+    with more empty states at the end.
     """
     assert packed.is_contiguous() and packed.dtype == torch.float32
     n, e = packed.shape[dim], packed.shape[-1] - 1
     out = torch.empty((*packed.shape[:dim], *packed.shape[dim + 1 :]), dtype=torch.float32, device=packed.device)
     rows, inner = out.numel() // (e + 1), math.prod(packed.shape[dim + 1 : -1])
     if rows:
-        cols = triton.next_power_of_2(e)
-        block = max(1, min(16, 2048 // cols))
-        merge_states_kernel[(triton.cdiv(rows, block),)](
-            IN=packed, OUT=out, num_states=n, num_rows=rows, inner=inner,
-            outer_stride=n * inner * (e + 1), state_stride=inner * (e + 1), E=e, COLS=cols, ROWS=block, num_warps=4,
+        cols = host.power_of_2(e)
+        merge_states_kernel[(rows,)](
+            IN=packed, OUT=out, num_states=n, inner=inner, outer_stride=n * inner * (e + 1),
+            state_stride=inner * (e + 1), E=e, COLS=cols, STATES=max(1, min(32, 8192 // cols)), num_warps=4,
         )  # fmt: skip
     return out

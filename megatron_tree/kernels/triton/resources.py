@@ -58,6 +58,7 @@ class Usage(NamedTuple):
     spill_bytes: int
     shared_bytes: int
     matrix_ops: int
+    warpgroup_ops: int = 0  # those of them that only sm_90 and sm_100 have
     tensor_memory: int = 0
     loop_instructions: int = -1
     loop_spills: int = -1
@@ -73,7 +74,7 @@ def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
         )
         return dict(GROUP=8, **heads, M=tiles.m, N=tiles.n, **flags, STAGES=tiles.stages)
     if kernel == "merge":
-        return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), ROWS=8)
+        return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), STATES=32)
     return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, STAGES=tiles.stages)
 
 
@@ -146,11 +147,12 @@ def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") ->
         return Usage(kernel, dtype, dim, arch, shape, registers, 4 * spills, compiled.metadata.shared, matrix)
     registers, spills = _nvidia_usage(compiled, arch)
     ptx = compiled.asm["ptx"]
-    matrix = ptx.count("wgmma.mma_async") + ptx.count("mma.sync") + ptx.count("tcgen05.mma")
+    warpgroup = ptx.count("wgmma.mma_async") + ptx.count("tcgen05.mma")
+    matrix = warpgroup + ptx.count("mma.sync")
     loop = _main_loop(compiled.asm["cubin"])
     local = sum(instruction.startswith(("LDL", "STL")) for instruction in loop)
     shared, tensor_memory = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0
-    found = registers, spills, shared, matrix, tensor_memory, len(loop), local
+    found = registers, spills, shared, matrix, warpgroup, tensor_memory, len(loop), local
     return Usage(kernel, dtype, dim, arch, shape, *found)
 
 
