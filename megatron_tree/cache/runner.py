@@ -81,6 +81,10 @@ class RowRunner:
             return False
         return True
 
+    def most_at_once(self, length: int) -> int | None:
+        """How many tokens `step` takes at most, for a row of this length, with the logits of one by one; None: any."""
+        return None if self.max_positions is None else self.max_positions - length
+
     def fork(self, row: int) -> int:
         """A copy of a row, which shares its memory until one of the two is appended to; returns its id."""
         return self._book.fork(row)

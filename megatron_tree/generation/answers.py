@@ -42,7 +42,8 @@ class Answer:
 class Recorder(Executor):
     """Follows the answers in kept rows on every rank: their tokens are in the plans.
 
-    Attributes of the last call of `begin`: times: when token i of all answers was known, for each i. prefill_s.
+    Attributes of the last call of `begin`: times: by handle, when each token of its answer was known; those of one step
+    share its time. prefill_s.
     """
 
     def begin(self, answers: dict[int, Answer], *, keep_logits: bool, progress, on_tokens) -> None:
@@ -52,22 +53,26 @@ class Recorder(Executor):
         on_tokens: called when tokens or an end have come.
         """
         self._answers, self._keep_logits, self._on_tokens = answers, keep_logits, on_tokens
-        self._last: dict[int, Tensor] = {}  # the logits of the next token
+        self._last: dict[int, Tensor] = {}  # [n, vocab], the logits of the next tokens
+        self._proposed: dict[int, list[int]] = {handle: [] for handle in answers}  # in the row, perhaps to be cropped
         self._done, self._total, self._progress = 0, None, progress
-        self.times: list[float] = []
+        self.times: dict[int, list[float]] = {handle: [] for handle in answers}
         self.prefill_s, self.error = 0.0, None
 
     def run(self, steps: list[list]) -> list[Tensor]:
         found = False
         for name, *arguments in steps:
             match name, arguments:
+                case "crop", [handle, length]:
+                    proposed = self._proposed[handle]
+                    del proposed[max(0, len(proposed) - (self.length(handle) - length)) :]
                 case "step", [handles, tokens]:
-                    for handle, token in zip(handles, tokens, strict=True):
-                        self._hear(handle, token)
+                    for handle, (token, *proposed) in zip(handles, tokens, strict=True):
+                        self._hear(handle, [*self._proposed[handle], token])
+                        self._proposed[handle] = proposed
                     found = True
                 case "end", [handle, token, reason, error]:
-                    if token is not None:
-                        self._hear(handle, token)
+                    self._hear(handle, self._proposed[handle] + [token] * (token is not None))
                     self._answers[handle].finish_reason, self.error = reason, self.error or error
                     found = True
         if found:
@@ -80,15 +85,16 @@ class Recorder(Executor):
             if name == "step":
                 self._last |= zip(arguments[0], next(outputs), strict=True)
             elif name == "prefill":
-                self._last[arguments[0]] = next(outputs)
+                self._last[arguments[0]] = next(outputs)[None]
         return logits
 
-    def _hear(self, handle: int, token: int) -> None:
-        answer = self._answers[handle]
-        self.times[len(answer.tokens) :] = [time.perf_counter()]
-        answer.tokens.append(token)
+    def _hear(self, handle: int, tokens: list[int]) -> None:
+        answer, times, now = self._answers[handle], self.times[handle], time.perf_counter()
+        before = times[-1] if times else now
+        times += [before + (now - before) * n / len(tokens) for n in range(1, len(tokens) + 1)]
+        answer.tokens += tokens
         if self._keep_logits:
-            answer.logits.append(self._last[handle])
+            answer.logits += self._last[handle][: len(tokens)]
 
     def prefill(self, handle: int, tokens: Tensor, **options) -> Tensor:
         if self._total is None:  # the rows are cropped by now
@@ -147,8 +153,7 @@ def answer_all(
     scheduler.run_until_idle(each_turn)
     if recorder.error is not None:
         raise TreeError(recorder.error)
-    for answer in answers:
-        times = recorder.times[: len(answer.tokens)]
+    for answer, times in zip(answers, recorder.times.values(), strict=True):
         answer.prefill_s = recorder.prefill_s
         answer.first_token_s = times[0] - start if times else 0.0
         answer.step_s = [after - before for before, after in itertools.pairwise(times)]

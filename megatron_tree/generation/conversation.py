@@ -8,6 +8,7 @@ from .answers import Answer, Recorder, answer_all
 from .requests import Request
 from .sampling import SamplingParams
 from .scheduler import Scheduler
+from .speculation import Speculated, Speculation
 
 
 class Conversation:
@@ -16,11 +17,20 @@ class Conversation:
     It is a `Scheduler` with one request at a time.
 
     end_tokens: those of the model. group: of all ranks, with the runner's rank 0, for messages of rank 0.
-    sharded: every rank runs its share of a prompt; otherwise all of it. timeout_s: limit of one broadcast.
+    sharded: every rank runs its share of a prompt; otherwise all of it. timeout_s: limit of one broadcast. speculation:
+    see `Scheduler`.
     """
 
     def __init__(
-        self, runner, tokenizer, *, end_tokens: Collection[int], group, sharded: bool = True, timeout_s: float = 600.0
+        self,
+        runner,
+        tokenizer,
+        *,
+        end_tokens: Collection[int],
+        group,
+        sharded: bool = True,
+        timeout_s: float = 600.0,
+        speculation: Speculation | None = None,
     ):
         self.runner = runner
         self._scheduler = Scheduler(
@@ -31,11 +41,17 @@ class Conversation:
             end_tokens=end_tokens,
             plan_group=group,
             timeout_s=timeout_s,
+            speculation=speculation,
             executor=Recorder(runner, **({} if sharded else {"sharded": False})),
         )
         self._row = self._scheduler.keep()
         self.held: list[int] = []
         """Tokens that the cache holds."""
+
+    @property
+    def speculated(self) -> Speculated:
+        """Numbers of proposals of all answers; on rank 0."""
+        return self._scheduler.speculated
 
     def forget(self) -> None:
         """Start again with an empty row."""

@@ -38,8 +38,8 @@ class Executor:
 
     @torch.no_grad()
     def run(self, steps: list[list]) -> list[Tensor]:
-        """Logits of every "step" (fp32 [rows, vocab]), "prefill" (fp32 [vocab]) and "score" (fp32 [tokens, vocab]) of a
-        plan, in its order."""
+        """Logits of every "step" (fp32 [rows, n, vocab] for up to n tokens of each row), "prefill" (fp32 [vocab]) and
+        "score" (fp32 [tokens, vocab]) of a plan, in its order."""
         runner, rows, logits = self.runner, self._rows, []
         for name, *arguments in steps:
             match name, arguments:
@@ -52,8 +52,7 @@ class Executor:
                 case "crop", [handle, length]:
                     runner.crop(rows[handle], length)
                 case "step", [handles, tokens]:
-                    tokens = torch.tensor(tokens, device=runner.device)[:, None]
-                    logits.append(runner.step([rows[handle] for handle in handles], tokens)[:, -1])
+                    logits.append(self._step([rows[handle] for handle in handles], tokens))
                 case "prefill", [handle, tokens, row_length]:
                     tokens = torch.tensor(tokens, device=runner.device)
                     logits.append(self.prefill(handle, tokens, row_length=row_length))
@@ -67,6 +66,16 @@ class Executor:
                     pass  # for those who follow the answers in kept rows
                 case _:
                     raise AssertionError(f"unknown step {name!r}")
+        return logits
+
+    def _step(self, rows: list[int], tokens: list[list[int]]) -> Tensor:
+        """Rows with fewer tokens than others are padded for this pass."""
+        lengths, longest = [self.runner.length(row) for row in rows], max(map(len, tokens))
+        padded = [own + own[-1:] * (longest - len(own)) for own in tokens]
+        logits = self.runner.step(rows, torch.tensor(padded, device=self.runner.device))
+        for row, length, own in zip(rows, lengths, tokens, strict=True):
+            if len(own) < longest:
+                self.runner.crop(row, length + len(own))
         return logits
 
     def prefill(self, handle: int, tokens: Tensor, **options) -> Tensor:

@@ -11,6 +11,7 @@ from .executor import Executor
 from .requests import ActiveAnswer, ServedRequest
 from .room import Room
 from .sampling import Choice, choose_tokens, with_logprobs
+from .speculation import Speculation
 
 SHORT = 64  # prompts of up to this many tokens are run together,
 TOGETHER = 1024  # up to this many tokens with their padding, or to a chunk where answers wait meanwhile
@@ -22,6 +23,7 @@ class Planner:
 
     prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
     max_rows, page, keep_bytes: see `Room`.
+    speculation: decides which tokens are proposed; None: none are.
     on_end: called with a request when its last answer has ended, before its last event.
     """
 
@@ -33,10 +35,12 @@ class Planner:
         page: int,
         prefill_first: bool,
         keep_bytes: int,
+        speculation: Speculation | None,
         on_end: Callable[[ServedRequest], None],
     ):
         self._runner, self._prefill_first, self._on_end = executor.runner, prefill_first, on_end
         self.room = Room(executor, max_rows=max_rows, page=page, keep_bytes=keep_bytes)
+        self._speculation = speculation
         self._running: list[tuple[ServedRequest, ActiveAnswer]] = []  # whose logits the current plan returns
         self._filled: list[tuple[ServedRequest, ActiveAnswer, list[int]]] = []  # and the chunks
 
@@ -63,13 +67,11 @@ class Planner:
         filling = room.filling
         self._running = [] if self._prefill_first and filling else room.ready
         if self._running:
+            self._propose()
             answers = [answer for _, answer in self._running]
-            steps.append(["step", [a.handle for a in answers], [a.token for a in answers]])
+            steps.append(["step", [a.handle for a in answers], [[a.token, *a.proposed] for a in answers]])
             for serving, answer in self._running:
-                answer.length += 1
-                if serving.row is not None:
-                    serving.row.tokens.append(answer.token)
-                answer.token = None
+                answer.hold(serving.row)
         self._filled = []
         together = self._short_ones(filling, min(size, TOGETHER) if self._running else TOGETHER)
         left = size
@@ -103,14 +105,25 @@ class Planner:
                 longest = longer
         return found if len(found) > 1 else []
 
+    def _propose(self) -> None:
+        """Find tokens that may be the next ones of the answers that are about to make a step."""
+        if (speculation := self._speculation) is None:
+            return
+        for serving, answer in self._running:
+            answer.guess = answer.guess or speculation.guess(serving.prompt, answer.tokens, serving.params.max_tokens)
+        widest = self.room.widest_step(self._running, 1 + speculation.num_tokens)
+        found = speculation.propose([answer.guess for _, answer in self._running], widest)
+        for (_, answer), proposed in zip(self._running, found, strict=True):
+            answer.proposed, answer.num_right = proposed, 0
+        width = 1 + max(map(len, found))
+        self.room.widen_step(self._running, width)
+        speculation.begin(len(found) * width)
+
     def digest(self, logits: list[Tensor]) -> None:
         """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
         logits = iter(logits)
         if self._running:
-            rows = next(logits)
-            choices = choose_tokens([answer.sampler for _, answer in self._running], rows)
-            for (serving, answer), choice in zip(self._running, choices):
-                self._take(serving, answer, choice)
+            self._digest_step(next(logits))
         for (serving, answer, chunk), last in zip(self._filled, logits):
             answer.length += len(chunk)
             if serving.row is not None:
@@ -122,6 +135,32 @@ class Planner:
                 last = last[-1]
             if answer.length == serving.num_prompt:
                 self._begin(serving, answer, last)
+
+    def _digest_step(self, logits: Tensor) -> None:
+        """Choose every answer's next token by logits [rows, n, vocab], and more while they are those proposed."""
+        proposed, going = [len(answer.proposed) for _, answer in self._running], list(range(len(logits)))
+        for place in range(logits.shape[1]):
+            rows = logits[:, place] if len(going) == len(logits) else logits[going, place]
+            choices = choose_tokens([self._running[i][1].sampler for i in going], rows)
+            for i, choice in zip(going, choices, strict=True):
+                self._take(*self._running[i], choice)
+            going = [i for i in going if self._running[i][1].is_right]
+            for serving, answer in map(self._running.__getitem__, going):
+                answer.num_right += 1
+                answer.hold(serving.row)
+            if not going:
+                break
+        if self._speculation is not None:
+            judged = [(a.guess, n, a.num_right) for (_, a), n in zip(self._running, proposed, strict=True)]
+            self._speculation.end(judged, alone=not self._filled)
+        for _, answer in self._running:
+            self._trim(answer)
+
+    def _trim(self, answer: ActiveAnswer) -> None:
+        """Remove what was proposed and is not right from an answer's row."""
+        if answer.handle is not None and answer.num_right < len(answer.proposed):
+            self.room.steps.append(["crop", answer.handle, answer.length])
+        answer.proposed = []
 
     def _score(self, serving: ServedRequest, end: int, num_tokens: int, logits: Tensor) -> None:
         """Note the log-probabilities of the tokens that follow a chunk's, which ends here, by its logits [n, vocab]."""
@@ -149,6 +188,8 @@ class Planner:
         piece = answer.stopper.add(choice.token)
         answer.token = choice.token
         answer.tokens.append(choice.token)
+        if answer.guess is not None:
+            answer.guess.add(choice.token)
         if piece.finish_reason is None:
             serving.send(answer, choice, piece.text, None)
         else:
@@ -159,6 +200,9 @@ class Planner:
     ) -> None:
         """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
         answer.finished = True
+        if answer.guess is not None:
+            self._speculation.forget(answer.guess)
+            self._trim(answer)
         if serving.row is not None:
             self.room.steps.append(["end", serving.row.handle, answer.token, reason, more.get("error")])
         if answer.handle is not None:

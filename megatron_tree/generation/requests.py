@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .grammars import Grammars
 from .sampling import Choice, Sampler, SamplingParams
+from .speculation import Guess
 from .stopping import Stopper
 
 
@@ -103,6 +104,24 @@ class ActiveAnswer:
     """Tokens in its row."""
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
+    guess: Guess | None = None
+    """With speculation, once it makes steps."""
+    proposed: list[int] = field(default_factory=list)
+    """Tokens that were appended to its row in the step that goes on, since they may be the next ones."""
+    num_right: int = 0
+    """How many of them are; `length` counts these."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether its last token is the one that was proposed."""
+        return not self.finished and self.num_right < len(self.proposed) and self.token == self.proposed[self.num_right]
+
+    def hold(self, row: KeptRow | None) -> None:
+        """Its last token is in its row. row: the request's own."""
+        self.length += 1
+        if row is not None:
+            row.tokens.append(self.token)
+        self.token = None
 
 
 class ServedRequest:

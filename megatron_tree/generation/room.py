@@ -199,6 +199,20 @@ class Room:
         padding = sum(self._whole(a.length + width) - self._whole(s.num_known(a)) for s, a in answers)
         return most and padding <= self._spare
 
+    def widest_step(self, answers: list[tuple[ServedRequest, ActiveAnswer]], most: int) -> int:
+        """How many tokens each of these rows may take in the next turn, up to `most`; some are removed again."""
+        limits = [limit for _, a in answers if (limit := self._runner.most_at_once(a.length)) is not None]
+        widths = range(min([most, *limits]), 1, -1)
+        return next((width for width in widths if self._widening(answers, width) <= self._spare), 1)
+
+    def widen_step(self, answers: list[tuple[ServedRequest, ActiveAnswer]], width: int) -> None:
+        """They take so many."""
+        self._spare -= self._widening(answers, width)
+
+    def _widening(self, answers: list[tuple[ServedRequest, ActiveAnswer]], width: int) -> int:
+        """Tokens of the cache that they take beyond those for one token each."""
+        return sum(self._whole(a.length + width) - self._whole(a.length + 1) for _, a in answers)
+
     def release(self, serving: ServedRequest, handle: int, tokens: list[int]) -> None:
         """A request needs a row no more, which holds these tokens: it goes, or is kept for others."""
         if serving.row is not None:

@@ -25,6 +25,7 @@ from .executor import Executor
 from .grammars import Grammars
 from .plans import Planner
 from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
+from .speculation import Speculated, Speculation
 from .waiting import Waiting
 
 
@@ -65,6 +66,7 @@ class Scheduler:
         prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
         keep_bytes: rows stay in the cache when their requests have ended, for later prompts that begin alike, as long
             as it takes at most this many bytes on rank 0; those used least recently go first. 0: none stays.
+        speculation: on rank 0, decides which tokens are proposed in steps; None: none are. Answers don't depend on it.
     Raises: ValueError.
     """
 
@@ -82,6 +84,7 @@ class Scheduler:
         executor: Executor | None = None,
         prefill_first: bool = False,
         keep_bytes: int = 0,
+        speculation: Speculation | None = None,
     ):
         for name, value in (("max_rows", max_rows), ("max_waiting", max_waiting)):
             if not isinstance(value, int) or value < 1:
@@ -101,6 +104,7 @@ class Scheduler:
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._capacity, self._page = runner.free_tokens, runner.page_size
         self.executor, self._ended = executor or Executor(runner), False
+        self._speculation = speculation
         # what threads share, under the lock
         self._changed = threading.Condition()
         self._open: dict[int, ServedRequest] = {}
@@ -115,6 +119,7 @@ class Scheduler:
             page=self._page,
             prefill_first=prefill_first,
             keep_bytes=keep_bytes,
+            speculation=speculation,
             on_end=self._forget,
         )
 
@@ -211,6 +216,11 @@ class Scheduler:
         """From any thread of the leader."""
         with self._changed:
             return Load(len(self._waiting), len(self._open) - len(self._waiting))
+
+    @property
+    def speculated(self) -> Speculated:
+        """Numbers of proposals. From any thread of the leader."""
+        return Speculated() if self._speculation is None else self._speculation.numbers
 
     def run(self) -> None:
         """Serve until `stop`. On all ranks."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..config import BACKENDS, DECODE_SCHEDULES, default_config
 from ..generation.sampling import SamplingParams
+from ..generation.speculation import MOST
 from ..plan import load_topology
 from .batch import check_lines
 
@@ -23,6 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
 WEIGHTS = ("replicated", "sharded")
+NUM_DRAFTED = 4  # tokens that a draft model proposes
 SWITCH = argparse.BooleanOptionalAction
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 OPTIONS = {"max_tokens": "max_new_tokens"}  # fields of SamplingParams whose options have another name
@@ -154,6 +156,11 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
     add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per page of the cache")
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
         "with one scale per token and head")  # fmt: skip
+    add("--num-speculative-tokens", type=int, metavar="N", help="speculation: propose up to N tokens in a step, "
+        "and keep those that the model would have chosen; found in the text so far, or by --draft-model (default: 0, "
+        "none; with --draft-model 4)")  # fmt: skip
+    add("--draft-model", metavar="FOLDER", help="a smaller Transformers model with the same tokens that proposes them; "
+        "it runs on rank 0")  # fmt: skip
     add("--deepspeed-config", metavar="JSON", help="file with options of deepspeed.init_inference")
     add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="time limit of a collective")
 
@@ -258,9 +265,23 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
         )
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
         raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")
+    _check_speculation(args)
     check_readable("--deepspeed-config", args.deepspeed_config)
     if args.topology is not None:
         load_topology(args.topology)
+
+
+def _check_speculation(args: argparse.Namespace) -> None:
+    if args.num_speculative_tokens is None:
+        args.num_speculative_tokens = 0 if args.draft_model is None else NUM_DRAFTED
+    if not 0 <= args.num_speculative_tokens <= MOST:
+        raise ValueError(f"--num-speculative-tokens {args.num_speculative_tokens} must be from 0 (none) to {MOST}")
+    if args.draft_model is None:
+        return
+    if not args.num_speculative_tokens:
+        raise ValueError("--draft-model proposes nothing with --num-speculative-tokens 0: leave one of the two out")
+    if not (Path(args.draft_model) / "config.json").is_file():
+        raise ValueError(f"--draft-model {args.draft_model!r} is not a folder with a config.json")
 
 
 def check_readable(option: str, path: str | None) -> None:

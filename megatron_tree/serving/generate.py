@@ -19,7 +19,7 @@ from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
-from .report import memory_table, progress_bar, time_figures, time_table, write_json
+from .report import memory_table, progress_bar, speculation_text, time_figures, time_table, write_json
 from .start import WAIT_HOURS, Started, start
 
 
@@ -60,6 +60,8 @@ def _run_file(args: Namespace, ready: Started) -> None:
             f"there, {result.failed} failed",
             flush=True,
         )
+        if args.num_speculative_tokens:
+            print(f"speculation: {speculation_text(scheduler.speculated)}", flush=True)
     if result.failed:
         raise BatchError(f"{result.failed} prompts have no answer: --resume tries them again")
     dist.barrier(group=ready.group)
@@ -94,6 +96,8 @@ def _run_one(args: Namespace, ready: Started) -> None:
     own["weight_bytes"] = engine.weight_bytes
     figures["ranks"] = share_all(own | {"prefill_s": result.prefill_s}, ready.group)
     if rank == 0:
+        if args.num_speculative_tokens:
+            figures["speculation"] = conversation.speculated._asdict()
         figures |= {"model": args.model, "dtype": str(ready.dtype), "device": ready.device.type}
         figures |= {"cache_dtype": args.cache_dtype, "sp_size": engine.sp_size, "tp_size": engine.tp_size}
         figures |= {"weights": args.weights, "model_bytes": engine.model_bytes}

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..files import whole_file
+from ..generation.speculation import Speculated
 
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
@@ -51,7 +52,7 @@ def memory_table(ranks: list[dict[str, Any]], model_bytes: int) -> str:
 
 def time_table(figures: dict[str, Any]) -> str:
     """The times of one generation; `figures` as from `time_figures`."""
-    steps = figures["new_tokens"] - 1
+    steps, speculation = figures["new_tokens"] - 1, figures.get("speculation")
     prompt, seconds = figures["prompt_tokens"], figures["prefill_s"]
     lines = [
         f"prompt               {prompt:,} tokens, prefill {figures['prefill']}",
@@ -62,9 +63,17 @@ def time_table(figures: dict[str, Any]) -> str:
         median, longest = 1e3 * figures["token_median_s"], 1e3 * figures["token_max_s"]
         lines.append(
             f"per token            {median:.1f} ms median, {longest:.1f} ms at most "
-            f"({steps} steps, schedule {figures['schedule']})"
+            f"({speculation['steps'] if speculation else steps} steps, schedule {figures['schedule']})"
         )
+    if speculation:
+        lines.append(f"speculation          {speculation_text(Speculated(**speculation))}")
     return "\n".join(lines)
+
+
+def speculation_text(numbers: Speculated) -> str:
+    """What speculation came to, in a line."""
+    each = (numbers.steps + numbers.accepted) / max(numbers.steps, 1)
+    return f"{numbers.accepted:,} of {numbers.proposed:,} proposed tokens were right, {each:.2f} tokens per step"
 
 
 def time_figures(result, *, prefill: str, schedule: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,13 +15,19 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
-from ..config import default_config
+from ..comm.wire import share_check
+from ..config import TreeConfig, default_config
 from ..generation.conversation import Conversation
+from ..generation.proposals import DraftModel, PromptLookup
 from ..generation.scheduler import Scheduler
+from ..generation.speculation import Speculation
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
+from ..integrations.transformers.cache import TreeCache
+from ..integrations.transformers.runner import Runner
 
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
+DRAFT_BYTES = 1 << 30  # of a draft model's cache, for the turns of a conversation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,23 +48,53 @@ class Started(NamedTuple):
     """What `prepare` returned."""
     timeout_s: float
     """Of one collective."""
+    num_proposed: int
+    """Tokens proposed in a step, at most."""
+    draft: Runner | None
+    """On rank 0: of the model that proposes them; None: they are looked up in the text."""
 
     def scheduler(self, runner, *, max_rows: int, max_waiting: int, keep_bytes: int = 0) -> Scheduler:
         """A scheduler of a runner of the engine."""
         options = {"end_tokens": self.end_tokens, "plan_group": self.group, "timeout_s": self.timeout_s}
-        return Scheduler(
-            runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, keep_bytes=keep_bytes, **options
-        )
+        options |= {"keep_bytes": keep_bytes, "speculation": self._speculation(runner, keep_bytes)}
+        return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
 
     def conversation(self, prefill: str) -> Conversation:
         """A conversation over a new cache; prefill: "sharded" or "replicated"."""
         options = {"end_tokens": self.end_tokens, "group": self.group, "timeout_s": self.timeout_s}
-        return Conversation(self.engine.new_runner(), self.tokenizer, sharded=prefill == "sharded", **options)
+        runner = self.engine.new_runner()
+        options |= {"sharded": prefill == "sharded", "speculation": self._speculation(runner, DRAFT_BYTES)}
+        return Conversation(runner, self.tokenizer, **options)
+
+    def _speculation(self, runner, keep_bytes: int) -> Speculation | None:
+        if self.rank or not self.num_proposed:
+            return None
+        proposer = PromptLookup()
+        if self.draft is not None:
+            proposer = DraftModel(self.draft, vocab_size=runner.vocab_size, keep_bytes=keep_bytes)
+        return Speculation(self.num_proposed, proposer)
 
 
 def _served_chunk(device: torch.device, ranks: int) -> int:
     """Tokens of a prompt that a server runs between two tokens of other answers."""
     return ranks * (128 if device.type == "cpu" else 1024)
+
+
+def _load_draft(
+    args: Namespace, tokenizer, device: torch.device, dtype: torch.dtype, tree_config: TreeConfig
+) -> Runner:
+    """The draft model, whole and with a cache of its own, on this rank alone. Raises: ValueError."""
+    folder = models.model_folder(args.draft_model)
+    if models.load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"--draft-model {args.draft_model!r}: its tokens are not those of --model {args.model!r}: take a smaller "
+            "model of the same family"
+        )
+    model = models.load_model(folder, dtype).to(device)
+    model.set_attn_implementation("tree")
+    options = {"block_size": args.cache_block_size, "dtype": args.cache_dtype, "tree_config": tree_config}
+    cache = TreeCache(model.config, **options)
+    return Runner(model, cache, chunk_size=_served_chunk(device, 1))
 
 
 def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
@@ -68,6 +105,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     timeout_s = 60 * args.distributed_timeout_minutes
     given = {"topology": args.topology} if args.topology else {}
     given |= {"backend": args.backend} if args.backend != "auto" else {}
+    tree_config = replace(default_config(), **given, timeout_s=timeout_s)
     device = tree_deepspeed.init_distributed(timeout_s=timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
@@ -77,6 +115,10 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     tokenizer = models.load_tokenizer(folder)
     prepared = prepare(tokenizer, models.load_config(folder))
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    drafts: list[Runner] = []
+    if args.draft_model is not None:
+        load = functools.partial(_load_draft, args, tokenizer, device, dtype, tree_config)
+        share_check(lambda: drafts.append(load()), group, timeout_s=timeout_s)
     model = folder if args.weights == "sharded" else models.load_model(folder, dtype)  # a rank reads its pieces only
     engine = tree_deepspeed.init_inference(
         model,
@@ -89,7 +131,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         cache_dtype=args.cache_dtype,
         prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
         schedule=args.schedule,
-        tree_config=replace(default_config(), **given, timeout_s=timeout_s),
+        tree_config=tree_config,
     )
     comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
     if rank == 0:
@@ -105,4 +147,5 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     end = engine.module.generation_config.eos_token_id
     end = tokenizer.eos_token_id if end is None else end
     ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
-    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, prepared, timeout_s)
+    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, prepared, timeout_s,
+                   args.num_speculative_tokens, drafts[0] if drafts else None)  # fmt: skip

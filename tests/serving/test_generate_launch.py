@@ -98,8 +98,9 @@ def test_generates_checks_and_reports(folder, tmp_path):
         assert text in output
 
 
-def _runs(rank, world, batch, long, split, check):
-    """What a batch, the same again, a long prompt, sharded weights, and a check of a wrong cache print and raise."""
+def _runs(rank, world, batch, long, split, draft, check):
+    """What a batch, the same again, a long prompt, sharded weights, a draft model, and a check of a wrong cache print
+    and raise."""
     from megatron_tree.cache import LayerPages
     from megatron_tree.serving.generate import run
 
@@ -114,7 +115,7 @@ def _runs(rank, world, batch, long, split, check):
                 error = f"{type(raised).__name__}: {raised}"
         return output.getvalue(), error
 
-    found = [outcome(argv) for argv in (batch, batch, long, split)]
+    found = [outcome(argv) for argv in (batch, batch, long, split, draft)]
     write = LayerPages.write
     LayerPages.write = lambda self, slots, k, v: write(self, slots, 3 * k, -3 * v)
     return [*found, outcome(check)]
@@ -133,10 +134,13 @@ def outcomes(folder, tmp_path_factory):
     long = ["--model", folder, "--prompt-file", place / "long"]
     check = [*_about(folder), "--max-new-tokens", 12, "--ignore-eos", "--check"]
     split = [*check, "--weights", "sharded", "--json", place / "split.json"]
+    draft = [*split[:-1], place / "draft.json", "--draft-model", folder]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    return run_distributed(_runs, 2, batch, long, split, check, env=env, fresh=True, timeout=200), place / "out.jsonl"
+    return run_distributed(
+        _runs, 2, batch, long, split, draft, check, env=env, fresh=True, timeout=200
+    ), place / "out.jsonl"
 
 
 def test_a_file_of_prompts_with_sampling_and_the_same_again(outcomes):
@@ -167,8 +171,17 @@ def test_weights_and_cache_over_all_ranks(outcomes):
         assert f"{rank['weight_bytes']:,}" in said
 
 
-def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):
+def test_a_draft_model_on_rank_0(outcomes):
     ((said, error), (_, other)) = (of_rank[4] for of_rank in outcomes[0])
+    assert error is None and other is None
+    assert "check: all 12 tokens are equal" in said and "proposed tokens were right" in said
+    figures = json.loads(outcomes[1].with_name("draft.json").read_text())
+    numbers = figures["speculation"]
+    assert numbers["accepted"] == numbers["proposed"] == 11 - numbers["steps"] > 0, "it is the model itself"
+
+
+def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):
+    ((said, error), (_, other)) = (of_rank[5] for of_rank in outcomes[0])
     assert error == other and error.startswith("CheckError: token ")
     assert "of the answer differs from the plain model's" in error
     assert "sharded: [" in said and "plain: [" in said
@@ -221,6 +234,9 @@ def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):
         (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
         (["--prompt-file", "no/such/file"], "--prompt-file 'no/such/file' can't be read"),
         (["--json", "no/such/folder/f.json"], "does not exist"),
+        (["--num-speculative-tokens", "17"], "--num-speculative-tokens 17 must be from 0 .none. to 16"),
+        (["--draft-model", "no/such/model"], "--draft-model 'no/such/model' is not a folder"),
+        (["--draft-model", "x", "--num-speculative-tokens", "0"], "--draft-model proposes nothing"),
         (["--question", " "], "--question is empty"),
         (["--distributed-timeout-minutes", "0"], "must be more than 0"),
         (["--temperature", "-1"], "--temperature -1.0 must be greater than or equal to 0"),

@@ -46,6 +46,9 @@ class PlainRunner:
     def length(self, row):
         return self.rows[row].get_seq_length()
 
+    def most_at_once(self, length):
+        return self.max_positions - length
+
     def can_crop(self, row, length):
         return True
 

@@ -61,6 +61,13 @@ class RopeRule:
         """Which set of frequencies a row of this length has."""
         return sum(length > switch for switch in self.switches)
 
+    def most_at_once(self, length: int) -> int | None:
+        """How many more tokens a row of this length takes at once with the frequencies of one by one; None: any."""
+        if self.limit is not None and length >= self.limit:
+            return 1
+        ends = [end for end in (*self.switches, self.limit) if end is not None and end > length]
+        return min(ends, default=length) - length or None
+
     def representatives(self, lengths: Tensor) -> Tensor:
         """For each length the least one of those with the same frequencies, of the same shape and dtype."""
         found = torch.ones_like(lengths)

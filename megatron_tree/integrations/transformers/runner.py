@@ -62,6 +62,12 @@ class Runner(RowRunner):
         self._own_tokens = getattr(model, "own_tokens", None)  # where its weights are split over ranks
         follow_whole_rows(model)
 
+    def most_at_once(self, length: int) -> int | None:
+        limits = [super().most_at_once(length)]
+        if self.cache.rope is not None:
+            limits.append(self.cache.rope.most_at_once(length))
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         place = None if self._own_tokens is None else self._own_tokens.place
         return self.cache.forward_pass(rows, num_tokens, sharded=sharded, place=place, progress=progress)

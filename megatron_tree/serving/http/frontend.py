@@ -118,10 +118,12 @@ class Frontend:
     def metrics(self) -> str:
         """The page of /metrics."""
         waiting, served = self._scheduler.load
-        paused = self._scheduler.preemptions
+        paused, speculated = self._scheduler.preemptions, self._scheduler.speculated
         more = {
             "requests_waiting": ("gauge", "Prompts that wait for a row.", waiting),
             "requests_served": ("gauge", "Prompts that are prefilled or answered.", served),
+            "proposed_tokens_total": ("counter", "Tokens: proposed by speculation.", speculated.proposed),
+            "accepted_tokens_total": ("counter", "Tokens: proposed and right.", speculated.accepted),
             "preemptions_total": ("counter", "Answers that lost their rows for a while.", paused),
         }
         return self._metrics.text(more)
