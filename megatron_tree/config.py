@@ -18,7 +18,7 @@ SCHEDULES = ("auto", "grid", "cast", "ring")
 BACKENDS = ("auto", "triton", "native", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
-TRANSPORTS = ("auto", "direct", "builtin")
+TRANSPORTS = ("auto", "shm", "direct", "builtin")
 DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
 
 
@@ -62,7 +62,9 @@ class TreeConfig:
     """Limit in bytes of a rank's communication buffers; schedules that need more are excluded. None: no limit."""
 
     transport: str = "auto"
-    """How messages are sent: "direct" (point-to-point; gloo on CPU), "builtin" (the backend's collectives), "auto"."""
+    """How messages are sent: "direct" (point-to-point; gloo on CPU), "builtin" (the backend's collectives), "shm" (as
+    direct, but the collectives of decoding go through memory that the CPU ranks of one host share), or "auto": "shm"
+    where it can be had, else direct on CPUs and builtin elsewhere."""
 
     backend: str = "auto"
     """Kernels: "triton" (ours, for GPUs), "native" (ours in C, decodes on CPUs), "aten" (torch's flash kernels),

@@ -121,7 +121,7 @@ def tree_decode(
             config=config,
             topology=net.digest,
         )
-        net, world = net.placed(cp_group, q.device, config), comm.group_size(cp_group)
+        net, world = GroupTopology.over_cache(cp_group, q.device, config), comm.group_size(cp_group)
         plan = plan_decode(
             world,
             rows=whole.shape[:3].numel(),
@@ -251,7 +251,7 @@ def tree_prefill(
         options = dict(
             spec=spec,
             group=cp_group,
-            transport=net.transport,
+            transport=GroupTopology.over_cache(cp_group, q.device, config).transport,
             backend=backend,
             timeout_s=config.timeout_s,
         )

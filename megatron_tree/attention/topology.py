@@ -47,8 +47,22 @@ class GroupTopology(NamedTuple):
 
     @property
     def transport(self) -> str:
-        """The transport of messages: "direct" or "builtin"."""
+        """The transport of messages: "direct", "builtin" or "shm"."""
         return self.topology.transport
+
+    @classmethod
+    def over_cache(cls, group, device: torch.device, config: TreeConfig) -> GroupTopology:
+        """`of` and `placed`, for collectives over a cache: their transport is "shm" where the ranks share memory.
+
+        Collective at the group's first call. Raises ``ValueError`` where that is asked for and can't be had.
+        """
+        made, key = GroupState.of(group).topologies, (*cls._key(device, config), "cache")
+        if key not in made:
+            net = cls.of(group, device, config).placed(group, device, config)
+            if comm.resolve_shared(group, device, config.transport, timeout_s=config.timeout_s) == "shm":
+                net = net._replace(topology=dataclasses.replace(net.topology, transport="shm"))
+            made[key] = net
+        return made[key]
 
     @staticmethod
     def _key(device: torch.device, config: TreeConfig) -> tuple:

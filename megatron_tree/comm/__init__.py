@@ -6,7 +6,7 @@
 - machines.py     on which host every rank runs
 - work.py         messages and collectives in progress, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; sums and broadcast
-- leader.py       small messages among the ranks of one host
+- shared/         small collectives of the ranks of one host, through memory that they share
 - reductions.py   decode's reductions of one state per rank
 - own_share.py    those of which each rank gets its own part
 - wire.py         JSON values between ranks
@@ -33,6 +33,7 @@ from .group import backend, group_rank, group_size, resolve_transport
 from .health.watchdog import monitored
 from .machines import hosts
 from .reductions import start_reduction
+from .shared import resolve_shared
 from .team import Team, neighbours
 from .traffic import Sent, record
 from .work import Pending, Transfer, start_shift
@@ -54,6 +55,7 @@ __all__ = [
     "monitored",
     "neighbours",
     "record",
+    "resolve_shared",
     "resolve_transport",
     "shared_checks",
     "start_all_to_all",

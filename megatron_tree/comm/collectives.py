@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..merge import SumReducer
-from .group import group_rank, group_size, resolve_transport
+from .group import group_rank, group_size
 from .health.watchdog import Watchdog
-from .leader import SMALL_BYTES, has_leader, through_leader
+from .shared import SUMS, resolve_shared, shared
 from .team import Team, from_next, subgroup
 from .traffic import note
 from .work import Mail, Pending, run, wait_for
+
+SMALL_BYTES = 1 << 16  # sums up to this size are one round of whole messages
 
 # the newer name; the older one warns from torch 2.13 on
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,10 +30,9 @@ def start_gather(x: Tensor, team: Team) -> Pending:
     In two levels: each rank first gets its own place's shares from the other nodes, then hands them round its node, so
     that a share crosses to another node once and not once for every rank there.
     """
-    note("all_gather", team.size, (team.size - 1) * x.nbytes)
-    gather = _gather_direct if team.transport == "direct" else _gather_builtin
+    _note("all_gather", team, (team.size - 1) * x.nbytes)
     x = x.contiguous()
-    return Pending(gather(x, team), x.device, (x,))
+    return Pending(_GATHERS[team.transport](x, team), x.device, (x,))
 
 
 def _gather_direct(x: Tensor, team: Team):
@@ -64,16 +65,23 @@ def _gather_builtin(x: Tensor, team: Team):
     return x
 
 
+def _gather_shared(x: Tensor, team: Team):
+    yield
+    return shared(team.group).gather(x, team.group, team.timeout_s).flatten(0, 1)
+
+
+_GATHERS = {"direct": _gather_direct, "builtin": _gather_builtin, "shm": _gather_shared}
+
+
 def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:
     """Reduce x [n * s, ...], shards in the team's order, so that every rank ends with its own shard, complete.
 
     reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (merge.py).
     In two levels: what is meant for one place is merged inside the node first, then across nodes.
     """
-    note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))
+    _note("all_to_all", team, (team.size - 1) * (x.nbytes // team.size))
     x = x.contiguous().unflatten(0, (team.inner, team.outer, x.shape[0] // team.size))
-    exchange = _exchange_direct if team.transport == "direct" else _exchange_builtin
-    return Pending(_reduce_scatter(x, team, reducer, exchange), x.device, (x,), "reduce")
+    return Pending(_reduce_scatter(x, team, reducer, _EXCHANGES[team.transport]), x.device, (x,), "reduce")
 
 
 def _reduce_scatter(x: Tensor, team: Team, reducer, exchange):
@@ -89,8 +97,8 @@ def _reduce_scatter(x: Tensor, team: Team, reducer, exchange):
 
 def start_all_to_all(x: Tensor, team: Team) -> Pending:
     """x [n, ...]: entry i goes to the team's i-th rank; the result's entry i came from it. In one level."""
-    note("all_to_all", team.size, (team.size - 1) * (x.nbytes // team.size))
-    exchange, x = _exchange_direct if team.transport == "direct" else _exchange_builtin, x.contiguous()
+    _note("all_to_all", team, (team.size - 1) * (x.nbytes // team.size))
+    exchange, x = _EXCHANGES[team.transport], x.contiguous()
     return Pending(exchange(x, team, team.order, team.order.index(group_rank(team.group))), x.device, (x,), "exchange")
 
 
@@ -99,7 +107,7 @@ def start_all_to_all_v(parts: list[Tensor], lengths: Sequence[int], team: Team) 
     order, of which lengths[i] rows came from its i-th rank. Nothing goes to ranks that expect no rows."""
     own = team.order.index(group_rank(team.group))
     note("all_to_all", team.size, sum(x.nbytes for i, x in enumerate(parts) if i != own))
-    start = _exchange_rows_direct if team.transport == "direct" else _exchange_rows_builtin
+    start = _exchange_rows_builtin if team.transport == "builtin" else _exchange_rows_direct
     return Pending(start([x.contiguous() for x in parts], lengths, team), parts[0].device, tuple(parts), "gather")
 
 
@@ -154,6 +162,19 @@ def _exchange_builtin(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
     return _reordered(arrived, ranks, rising=False)
 
 
+def _exchange_shared(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
+    yield
+    return shared(team.group).exchange(x, team.group, team.timeout_s)
+
+
+_EXCHANGES = {"direct": _exchange_direct, "builtin": _exchange_builtin, "shm": _exchange_shared}
+
+
+def _note(op: str, team: Team, num_bytes: int) -> None:
+    if team.transport != "shm":  # which takes note itself
+        note(op, team.size, num_bytes)
+
+
 def _reordered(x: Tensor, ranks: tuple[int, ...], *, rising: bool) -> Tensor:
     """x [n, ...] from the order of `ranks` to rising ranks, which is a sub-group's order, or back."""
     if list(ranks) == sorted(ranks):
@@ -174,12 +195,11 @@ def _builtin(op: str, team: Team, ranks, start):
 
 def gather_sequence(x: Tensor, group, *, transport: str = "auto", timeout_s: float = 600.0) -> Tensor:
     """All-gather x [s, ...], of equal length on all ranks, to [n * s, ...] in rank order."""
-    n = group_size(group)
-    if n == 1:
+    if group_size(group) == 1:
         return x.contiguous()
-    transport = resolve_transport(group, x.device, transport)
-    if transport == "direct" and has_leader(group, n * x.nbytes, timeout_s=timeout_s):
-        return through_leader(x, group, torch.Tensor.contiguous, (n, *x.shape), timeout_s=timeout_s).flatten(0, 1)
+    transport = resolve_shared(group, x.device, transport, timeout_s=timeout_s)
+    if transport == "shm":
+        return shared(group).gather(x.contiguous(), group, timeout_s).flatten(0, 1)
     return start_gather(x, Team.flat(group, transport=transport, timeout_s=timeout_s)).wait()
 
 
@@ -193,20 +213,22 @@ def all_reduce(x: Tensor, group, *, op: str = "sum", timeout_s: float = 600.0) -
     return x
 
 
-def sum_over_ranks(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:
+def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: float = 600.0) -> Tensor:
     """The sum of x, of equal shape, over all ranks: the same bits everywhere. It may be x itself.
 
-    Direct messages are added up in rank order, in fp32 at least, so a row's bits don't depend on the batch either.
+    Unless the transport is builtin it is added up in rank order, in fp32 at least, so a row's bits don't depend on the
+    batch either.
     """
     n = group_size(group)
     if n == 1:
         return x
-    if resolve_transport(group, x.device) == "builtin":
+    transport = resolve_shared(group, x.device, transport, timeout_s=timeout_s)
+    if transport == "builtin":
         return all_reduce(x.contiguous(), group, timeout_s=timeout_s)
-    team = Team.flat(group, transport="direct", timeout_s=timeout_s)
+    if transport == "shm" and x.dtype in SUMS:
+        return shared(group).sum(x.contiguous(), group, timeout_s)
+    team = Team.flat(group, transport=transport, timeout_s=timeout_s)
     reducer = SumReducer(x.dtype, torch.promote_types(x.dtype, torch.float32))
-    if has_leader(group, x.nbytes, timeout_s=timeout_s):
-        return through_leader(x, group, lambda parts: reducer.merge(parts).to(x.dtype), x.shape, timeout_s=timeout_s)
     if n == 2 or x.nbytes <= SMALL_BYTES:  # one round of whole tensors, or two of shares
         return reducer.merge(start_gather(x[None], team).wait()).to(x.dtype)
     rows = F.pad(x.flatten(), (0, -x.numel() % n))
@@ -215,10 +237,14 @@ def sum_over_ranks(x: Tensor, group, *, timeout_s: float = 600.0) -> Tensor:
 
 
 def broadcast(x: Tensor, group, src: int, *, timeout_s: float = 600.0) -> Tensor:
-    """x of group rank `src` on all ranks, in place."""
+    """x, contiguous, of group rank `src` on all ranks, in place."""
     n = group_size(group)
-    if n > 1:
-        sent = x.nbytes if group_rank(group) == src else 0
-        start = functools.partial(dist.broadcast, x, group=group, group_src=src, async_op=True)
-        run("broadcast", group, sent, timeout_s, start)
+    if n == 1:
+        return x
+    if resolve_shared(group, x.device, "auto", timeout_s=timeout_s) == "shm":
+        shared(group).broadcast(x, src, group, timeout_s)
+        return x
+    sent = x.nbytes if group_rank(group) == src else 0
+    start = functools.partial(dist.broadcast, x, group=group, group_src=src, async_op=True)
+    run("broadcast", group, sent, timeout_s, start)
     return x

@@ -13,6 +13,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from .health.store import StoreClient
     from .health.watchdog import Watchdog
+    from .shared import SharedMemory
 
 
 @dataclass(eq=False)
@@ -34,6 +35,8 @@ class GroupState:
     """work.py: tags of messages."""
     hosts: tuple[str, ...] | None = None
     """machines.py: the host of every rank, once asked."""
+    shared: SharedMemory | str | None = None
+    """shared/: the memory that the ranks share, or why there is none; None before they were asked."""
     topologies: dict[tuple, Any] = field(default_factory=dict)
     """attention/topology.py."""
     agreed: dict[tuple, None] = field(default_factory=dict)
@@ -86,15 +89,16 @@ def backend(group) -> str:
 def resolve_transport(group, device, transport: str = "auto") -> str:
     """How messages travel: "direct" (point-to-point, receives posted early) or "builtin" (the backend's collectives).
 
-    "auto" is direct with gloo on the CPU, whose collectives wait for every message in turn, and builtin elsewhere.
-    Raises ``ValueError`` where "direct" is asked for and can't be had.
+    "auto" is direct with gloo on the CPU, whose collectives wait for every message in turn, and builtin elsewhere. What
+    may go through shared memory ("auto" and "shm") is direct here; `shared.resolve_shared` says whether it does.
+    Raises ``ValueError`` where "direct" or "shm" is asked for and can't be had.
     """
     if group is None:
         return "direct"
     gloo = device.type == "cpu" and backend(group) == "gloo"
-    if transport == "direct" and not gloo:
+    if transport in ("direct", "shm") and not gloo:
         raise ValueError(
-            f"transport='direct' needs gloo and tensors on the CPU; this group has {backend(group)} and "
+            f"transport={transport!r} needs gloo and tensors on the CPU; this group has {backend(group)} and "
             f"tensors on {device.type}: use transport='builtin' or 'auto'"
         )
-    return transport if transport != "auto" else "direct" if gloo else "builtin"
+    return "direct" if gloo and transport != "builtin" else "builtin"

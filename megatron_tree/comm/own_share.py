@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from ..kernels import merge_packed
 from .collectives import start_reduce_scatter
 from .group import group_rank, group_size
-from .leader import has_leader
 from .team import Team, from_next
 from .traffic import note
 from .work import Mail
@@ -64,6 +62,7 @@ class _Packed:
 
 
 def own_share_builtin(args: ReduceArgs) -> Steps:
+    """In one collective, the backend's or that of shared memory."""
     state = yield
     return start_reduce_scatter(state.flatten(0, 1), args.team(args.ranks), _Packed).wait().view(args.shape[1:])
 
@@ -81,34 +80,3 @@ def own_share_direct(args: ReduceArgs) -> Steps:
     merged = merge_packed(parts)
     mail.sent()
     return merged
-
-
-def _own_share_of_host(args: ReduceArgs) -> Steps:
-    """The same on one host, see leader.py: the first rank merges the states, and sends every rank its entry."""
-    n, up, down = len(args.ranks), args.mail("all_to_all"), args.mail("all_to_all")
-    if args.rank:
-        own = args.empty(shape=args.shape[1:])
-        arriving = down.receive(own, 0)
-        state = yield
-        note("send", n, state.nbytes)
-        up.send(state, 0)
-        down.wait(arriving)
-        up.sent()
-        return own
-    parts = args.empty(n)
-    arriving = [up.receive(parts[s], s) for s in args.ranks[1:]]
-    parts[0] = yield
-    up.wait(*arriving)
-    merged = merge_packed(parts)
-    note("send", n, (n - 1) * merged[0].nbytes)
-    for s in args.ranks[1:]:
-        down.send(merged[s], s)
-    down.sent()
-    return merged[0]
-
-
-def own_share(args: ReduceArgs) -> Steps:
-    """Directly, or small states of one host through its first rank."""
-    num_bytes = math.prod(args.shape) * args.dtype.itemsize
-    small = has_leader(args.group, num_bytes, timeout_s=args.timeout_s)
-    return (_own_share_of_host if small else own_share_direct)(args)

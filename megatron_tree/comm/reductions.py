@@ -17,7 +17,7 @@ from ..kernels import merge_packed
 from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather
 from .group import group_size
-from .own_share import ReduceArgs, Steps, own_share, own_share_builtin, own_share_direct
+from .own_share import ReduceArgs, Steps, own_share_builtin, own_share_direct
 from .team import from_next
 from .traffic import note
 from .work import Mail, Transfer
@@ -60,9 +60,10 @@ def start_reduction(
     """Begin to reduce states of `shape` [..., d + 1] over the group: every rank calls it, then `Reduction.finish`.
 
     Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level", or "own_share": `shape` is then
-    [ranks, ..., d + 1], and each rank gets only its own entry [..., d + 1] back; transport "direct" or "builtin";
-    order, block: the ranks by node and how many a node has (`plan.Placement`), default: every rank is its own node;
-    across: how two_level's leaders exchange, "direct" or "butterfly".
+    [ranks, ..., d + 1], and each rank gets only its own entry [..., d + 1] back; transport "direct" or "builtin", or
+    "shm": then schedules of several rounds of messages are direct; order, block: the ranks by node and how many a node
+    has (`plan.Placement`), default: every rank is its own node; across: how two_level's leaders exchange, "direct" or
+    "butterfly".
     """
     n = group_size(group)
     if n == 1:
@@ -78,7 +79,8 @@ def start_reduction(
         block=block,
         across=across,
     )
-    return Reduction(_SCHEDULES[schedule, transport](args))
+    start = _SCHEDULES.get((schedule, transport)) or _SCHEDULES[schedule, "direct"]
+    return Reduction(start(args))
 
 
 def _allreduce(args: ReduceArgs) -> Steps:
@@ -256,12 +258,15 @@ _SCHEDULES = {
     ("allreduce", "direct"): _allreduce,  # the paper's schedule is made of the backend's collectives
     ("allgather", "builtin"): _allgather_builtin,
     ("allgather", "direct"): _allgather_direct,
+    ("allgather", "shm"): _allgather_builtin,
     ("butterfly", "builtin"): _butterfly_builtin,
     ("butterfly", "direct"): _butterfly_direct,
     ("scatter", "builtin"): _scatter_builtin,
     ("scatter", "direct"): _scatter_direct,
+    ("scatter", "shm"): _scatter_builtin,
     ("own_share", "builtin"): own_share_builtin,
-    ("own_share", "direct"): own_share,
+    ("own_share", "direct"): own_share_direct,
+    ("own_share", "shm"): own_share_builtin,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

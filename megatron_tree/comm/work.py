@@ -93,7 +93,7 @@ class Mail:
 
     def _failure(self, error: RuntimeError, peer: int) -> Exception:
         watchdog = Watchdog.of(self._group)
-        return watchdog.operation_failed(self._op, self._timeout_s, error, self._ranks, peer)
+        return watchdog.operation_failed(self._op, self._timeout_s, error, self._ranks, (peer,))
 
 
 class Pending:
@@ -178,7 +178,7 @@ class Transfer:
 
     def _failed(self, error: RuntimeError) -> Exception:
         watchdog = Watchdog.of(self._group)
-        return watchdog.operation_failed(self._name, self._timeout_s, error, peer=self._src)
+        return watchdog.operation_failed(self._name, self._timeout_s, error, peers=(self._src,))
 
 
 def start_shift(

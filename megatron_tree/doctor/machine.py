@@ -14,6 +14,7 @@ import torch
 
 import megatron_tree
 
+from ..comm import shared
 from .findings import MISSING, NOTE, OK, Finding, Section
 
 # Distribution, what it is for.
@@ -112,6 +113,10 @@ def network(ranks: int) -> Section:
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and gpu else "available" if nccl else "none"
     findings.append(Finding("NCCL", version, "for GPU ranks", _state(nccl, ranks > 1 and gpu)))
     used = "nccl" if gpu and nccl else "gloo"
+    if used == "gloo":
+        why = shared.unavailable()
+        note = f"small collectives are messages: {why}" if why else "for small collectives of CPU ranks of one host"
+        findings.append(Finding("shared memory", "none" if why else "available", note, _state(not why, False)))
     findings.append(Finding("backend of the ranks", used, "what torch.distributed should be initialized with"))
     findings += [_interface(name, ranks, used) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -46,7 +46,8 @@ class PlacedTopology:
         self.topology, self.placement = topology, placement
         self.world, self.block, self.top = len(placement.order), placement.block, placement.top
         self.nodes = self.world // self.block
-        self.direct = topology.transport == "direct"
+        self.direct = topology.transport in ("direct", "shm")
+        self.shared = topology.transport == "shm"
         self.units = [placement.units[r] for r in placement.order]
         self.population = [Counter(unit[i] for unit in self.units) for i in range(len(topology.levels))]
         self._first = [dict(zip(n, itertools.accumulate(n.values(), initial=0))) for n in self.population]

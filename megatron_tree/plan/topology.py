@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..files import read_yaml, whole_file
 
-TRANSPORTS = ("direct", "builtin")
+TRANSPORTS = ("direct", "builtin", "shm")
 MAX_COUNT = 10**9
 _SHARE = "share/megatron_tree/topology"  # where a wheel puts the files of configs/topology
 
@@ -55,7 +55,8 @@ class Topology:
     flops: float
     """Matrix flop/s of the attention kernels in training."""
     transport: str
-    """"direct": point-to-point exchanges (gloo); "builtin": the backend's own collectives (nccl)."""
+    """"direct": point-to-point exchanges (gloo); "builtin": the backend's own collectives (nccl); "shm": as direct, but
+    the gathers and sums of decoding go through memory that the ranks, all on one host, share."""
 
     def __post_init__(self):
         if self.transport not in TRANSPORTS:

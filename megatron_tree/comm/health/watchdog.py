@@ -12,7 +12,7 @@ import contextlib
 import copy
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +130,13 @@ class Watchdog:
         finally:
             self.waiting_on = before
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a wait of this rank in this group is to end, because another rank failed or rejected its input."""
+        job = GroupState.of(dist.group.WORLD)
+        watchdogs = (self, job.watchdog) if job.region else (self,)
+        return any(x._failure_seen or x.rejection is not None for x in watchdogs)
+
     # what the store client's thread does; also used by requests of agreement.py
 
     def poll(self, store):
@@ -202,18 +209,19 @@ class Watchdog:
         return any(type(error) is type(x) and str(error) == str(x) for x in (self.rejection, self.error))
 
     def operation_failed(
-        self, op: str, timeout_s: float, error: Exception, ranks: Iterable[int] | None = None, peer: int | None = None
+        self, op: str, timeout_s: float, error: Exception, ranks: Iterable[int] | None = None, peers: Sequence[int] = ()
     ) -> Exception:
-        """What to raise for an operation that failed. ranks: that take part; peer: the one waited for."""
+        """What to raise for an operation that failed. ranks: that take part; peers: those waited for."""
         if self.rejection is not None:
             return self.conclude(Report(str(self.rejection), cause="input"))
         ranks = range(self.world) if ranks is None else sorted(ranks)
-        message = "" if peer is None else f", in a message with rank {self.ranks[peer]}"
+        waited_for = " and ".join(str(self.ranks[r]) for r in peers)
+        message = f", in a message with rank {waited_for}" if peers else ""
         what = (
             f"{op} among ranks {[self.ranks[r] for r in ranks]} failed on rank "
             f"{self.ranks[self.rank]}{self.where()} (time limit {timeout_s:g} s){message}: {error}"
         )
-        suspects = tuple(r for r in ranks if r != self.rank) if peer is None else (peer,)
+        suspects = tuple(peers) or tuple(r for r in ranks if r != self.rank)
         timed_out = gloo.is_timeout(error) and not self._failure_seen  # and was not interrupted
         conclusion = self.fail(Report(what, suspects, limit_s=timeout_s if timed_out else None))
         if isinstance(conclusion, ValueError) or what in str(conclusion):

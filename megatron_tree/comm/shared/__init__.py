@@ -1,0 +1,252 @@
+"""Collectives of the CPU ranks of one host through memory that they share: microseconds instead of messages.
+
+All ranks of a group must be on one host and have a C compiler once; otherwise none of them uses it. The memory belongs
+to an anonymous file of the first rank, which the others open through /proc: it needs no room in /dev/shm, and nothing
+is left of it when the ranks end, however they end. memory.c says how ranks meet in it.
+
+Every rank holds a lock on its own byte of the file, which the kernel releases when its process ends: so ranks that wait
+notice a dead one. What else can go wrong is the watchdog's, as in any other collective.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...compiled import NotCompiled, compiled
+from ...errors import CommError
+from ...log import say_once
+from ..group import GroupState, resolve_transport
+from ..health.reports import Report
+from ..health.watchdog import Watchdog
+from ..machines import hosts
+from ..traffic import note
+
+CAPACITY = 1 << 18  # bytes of a slot: what is larger goes in pieces
+_OPTIONS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+_DONE, _WAITING, _DIFFERENT = range(3)  # these three as in memory.c
+_GATHER, _EXCHANGE, _BROADCAST, *_SUMS = range(6)
+_EVERYONE = -1
+SUMS = dict(zip((torch.float32, torch.float64, torch.bfloat16), _SUMS))
+
+
+class _Team(ctypes.Structure):
+    """`Team` of memory.c."""
+
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("world", "rank", "capacity")),
+        ("step", ctypes.c_uint64),
+        ("at", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("round", "published", "fd")),
+    ]
+
+
+def resolve_shared(group, device: torch.device, transport: str, *, timeout_s: float) -> str:
+    """The transport of small collectives: "shm" where the ranks share memory, else as `resolve_transport`.
+
+    Collective at the group's first call, unless the transport is "direct" or "builtin".
+    Raises: ``ValueError`` where "shm" is asked for and can't be had; `CommError`.
+    """
+    resolved = resolve_transport(group, device, transport)
+    state = GroupState.of(group)
+    if state.size == 1 or resolved != "direct" or transport == "direct":
+        return resolved
+    if state.shared is None:
+        state.shared = _join(group, timeout_s)
+    if isinstance(state.shared, SharedMemory):
+        return "shm"
+    if transport == "shm":
+        raise ValueError(f"transport='shm' can't be had: {state.shared}; use transport='auto' or 'direct'")
+    return "direct"
+
+
+def shared(group) -> SharedMemory:
+    """The memory of a group for which `resolve_shared` has said "shm"."""
+    return GroupState.of(group).shared
+
+
+def unavailable() -> str | None:
+    """Why this process can't take part in shared memory, or None if it can."""
+    if not hasattr(os, "memfd_create"):
+        return "anonymous files are Linux's"
+    loaded = _library()
+    return loaded if isinstance(loaded, str) else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """memory.c, or why it can't be had."""
+    try:
+        library = ctypes.CDLL(str(compiled(Path(__file__).with_name("memory.c"), *_OPTIONS)))
+    except (NotCompiled, OSError) as error:
+        return str(error)
+    team, pointer, size = ctypes.POINTER(_Team), ctypes.c_void_p, ctypes.c_int64
+    library.bytes_needed.argtypes, library.bytes_needed.restype = [size, size], size
+    library.collective.argtypes = [team, size, size, pointer, pointer, size, ctypes.c_int32]
+    library.be_alive.argtypes = library.sees_all.argtypes = [team]
+    library.see_who_is_late.argtypes, library.see_who_is_late.restype = [team, pointer], None
+    return library
+
+
+class _Refused(Exception):
+    """Some rank can't share memory; the message says which one, and why."""
+
+
+def _join(group, timeout_s: float) -> SharedMemory | str:
+    """The memory of a group, or why there is none: the same on all ranks. Collective."""
+    if len(set(hosts(group, timeout_s=timeout_s))) > 1:
+        return "its ranks are on several hosts"
+    watchdog, state = Watchdog.of(group, timeout_s), GroupState.of(group)
+
+    def all_ranks(step: str, act: Callable[[], str | None]) -> list[str]:
+        """What every rank's act() returned. Raises `_Refused` on all ranks if one of them failed."""
+        try:
+            said = f"+{act() or ''}"
+        except (OSError, _Refused) as error:
+            said = f"-rank {dist.get_rank()}: {error}"
+        answers = watchdog.gather(f"shared memory: {step}", said, timeout_s)
+        for answer in answers:
+            if answer.startswith("-"):
+                raise _Refused(answer[1:])
+        return [answer[1:] for answer in answers]
+
+    memory = None
+
+    def make() -> str | None:
+        nonlocal memory
+        if (why := unavailable()) is not None:
+            raise _Refused(why)
+        if state.rank == 0:
+            memory = SharedMemory.make(state.size)
+            return memory.address
+        return None
+
+    def join() -> None:
+        nonlocal memory
+        if state.rank:
+            memory = SharedMemory.join(address, state.size, state.rank)
+        memory.be_alive()
+
+    try:
+        address = all_ranks("made", make)[0]
+        all_ranks("joined", join)
+        all_ranks("checked", lambda: memory.check())
+    except _Refused as refused:
+        say_once(f"small collectives of ranks {list(state.ranks)} are messages, not shared memory: {refused}")
+        return str(refused)
+    return memory
+
+
+class SharedMemory:
+    """The memory of one group on one of its ranks, and the collectives in it: of contiguous tensors on the CPU."""
+
+    def __init__(self, fd: int, name: str, world: int, rank: int):
+        """fd: of the file, which is closed with this object; name: the file's."""
+        self.address, self._pid, self._in_use = f"{os.getpid()} {fd} {name}", os.getpid(), threading.Lock()
+        weakref.finalize(self, os.close, fd)
+        self._memory = mmap.mmap(fd, _library().bytes_needed(world, CAPACITY))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._team = _Team(memory=start, world=world, rank=rank, capacity=CAPACITY, fd=fd)
+        self._ref = ctypes.byref(self._team)
+
+    @classmethod
+    def make(cls, world: int) -> SharedMemory:
+        """On the first rank. Raises ``OSError`` if there is not enough memory."""
+        name = f"megatron_tree {secrets.token_hex(16)}"
+        fd = os.memfd_create(name)
+        try:
+            os.posix_fallocate(fd, 0, _library().bytes_needed(world, CAPACITY))
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(fd, name, world, 0)
+
+    @classmethod
+    def join(cls, address: str, world: int, rank: int) -> SharedMemory:
+        """On the other ranks. Raises ``OSError`` where the first rank's file can't be reached."""
+        pid, fd, name = address.split(" ", 2)
+        path = f"/proc/{pid}/fd/{fd}"
+        if not os.readlink(path).startswith(f"/memfd:{name}"):  # of a container with processes of its own
+            raise OSError(f"process {pid} is not the one that the first rank means")
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), name, world, rank)
+
+    def be_alive(self) -> None:
+        """Hold this rank's lock, from now on."""
+        if (error := _library().be_alive(self._ref)) != 0:
+            raise OSError(error, f"no lock: {os.strerror(error)}")
+
+    def check(self) -> None:
+        """Raise ``OSError`` unless this rank sees that the others are alive."""
+        if not _library().sees_all(self._ref):
+            raise OSError("it does not see the locks of the other ranks")
+
+    def gather(self, x: Tensor, group, timeout_s: float) -> Tensor:
+        """x of every rank -> [n, ...], in rank order."""
+        out = x.new_empty((self._team.world, *x.shape))
+        self._run("gather", group, timeout_s, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
+        return out
+
+    def exchange(self, x: Tensor, group, timeout_s: float) -> Tensor:
+        """x [n, ...] -> [n, ...]: entry i came from rank i, whose entry for this rank it was."""
+        out = torch.empty_like(x)
+        size = x.nbytes // self._team.world
+        self._run("exchange", group, timeout_s, _EXCHANGE, _EVERYONE, x.data_ptr(), out.data_ptr(), size)
+        return out
+
+    def sum(self, x: Tensor, group, timeout_s: float) -> Tensor:
+        """The sum of x, of a dtype in `SUMS`, over all ranks: in rank order, in fp32 at least."""
+        out = torch.empty_like(x)
+        self._run("sum", group, timeout_s, SUMS[x.dtype], _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
+        return out
+
+    def broadcast(self, x: Tensor, source: int, group, timeout_s: float) -> None:
+        """x of group rank `source` on all ranks, in place."""
+        self._run("broadcast", group, timeout_s, _BROADCAST, source, x.data_ptr(), x.data_ptr(), x.nbytes)
+
+    def _run(self, name: str, group, timeout_s: float, op: int, source: int, x: int, out: int, num_bytes: int) -> None:
+        """One collective of memory.c."""
+        if os.getpid() != self._pid:
+            raise CommError("a forked process must create a process group of its own")
+        watchdog, world = Watchdog.of(group), self._team.world
+        watchdog.check_usable()
+        sends = source in (_EVERYONE, self._team.rank)
+        note(f"shared {name}", world, sends * num_bytes * (world if op == _EXCHANGE else 1))
+        with self._in_use:
+            call = self._ref, op, source, x, out, num_bytes
+            code = _library().collective(*call, 1)
+            if code == _WAITING:
+                began = time.monotonic()
+                with watchdog.waits(group):
+                    while code == _WAITING:
+                        self._look(watchdog, name, began, timeout_s)
+                        code = _library().collective(*call, 0)
+        if code == _DIFFERENT:
+            what = f"shared {name}: the ranks run different collectives, or of different sizes{watchdog.where()}"
+            raise watchdog.fail(Report(what, cause="error"))
+
+    def _look(self, watchdog: Watchdog, name: str, began: float, timeout_s: float) -> None:
+        """See what keeps the others; raises an error if there is no use in waiting."""
+        late = (ctypes.c_int8 * self._team.world)()
+        _library().see_who_is_late(self._ref, late)
+        ranks, why = [r for r, x in enumerate(late) if x == 2], "its process has ended"
+        if not ranks:
+            ranks, why = [r for r, x in enumerate(late) if x], "interrupted"
+            if not watchdog.is_interrupted:
+                if time.monotonic() - began < timeout_s:
+                    return
+                why = "timed out"
+        error = RuntimeError(why)
+        raise watchdog.operation_failed(f"shared {name}", timeout_s, error, range(self._team.world), ranks) from error

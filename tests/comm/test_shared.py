@@ -1,0 +1,230 @@
+"""Collectives through memory that the ranks of one host share: the bits of messages, and ranks that can't or fail."""
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import CommError, TreeConfig, comm, tree_decode
+from megatron_tree.comm import shared
+from megatron_tree.comm.group import GroupState
+from megatron_tree.doctor import machine
+from support.failing_ranks import LIMIT, die, run_to_the_end, start_clock
+from support.ranks import run_distributed
+
+CPU = torch.device("cpu")
+LARGE = shared.CAPACITY // 4 + 4001  # fp32 elements of more than a slot
+
+
+def _both(run, x):
+    """run(x, group, transport=...) through shared memory and in messages: the same bits, and what each records."""
+    with comm.record() as in_memory:
+        out = run(x, dist.group.WORLD, transport="shm", timeout_s=20.0)
+    with comm.record() as messages:
+        expected = run(x, dist.group.WORLD, transport="direct", timeout_s=20.0)
+    assert out.dtype == expected.dtype and torch.equal(out, expected)
+    assert all(sent.op.startswith("shared ") for sent in in_memory) and in_memory
+    assert not any(sent.op.startswith("shared ") for sent in messages)
+    return in_memory
+
+
+def _reduced(schedule, state, group, **options):
+    return comm.start_reduction(state.shape, torch.float32, CPU, group, schedule, **options).finish(state)
+
+
+def _same_bits(rank, world):
+    group, options = dist.group.WORLD, {"timeout_s": 20.0}
+    assert comm.resolve_shared(group, CPU, "auto", **options) == "shm"
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
+        for size in (1, 7, 5000, LARGE):
+            x = torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+            before = x.clone()
+            _both(comm.sum_over_ranks, x)
+            assert torch.equal(x, before)
+    for shape in ((1,), (3, 5), (5, 0), (2, LARGE)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+        log = _both(comm.gather_sequence, x)
+        assert [sent.bytes for sent in log] == [x.nbytes]
+    for rows in (1, 4, 4000):
+        state = torch.randn(world, rows, 33, generator=torch.Generator().manual_seed(rank))
+        for schedule in ("allgather", "scatter", "own_share"):
+            _both(functools.partial(_reduced, schedule), state)
+    x = torch.full((LARGE,), float(rank))
+    comm.broadcast(x, group, world - 1, **options)
+    assert (x == world - 1).all()
+    nan = torch.tensor([float("nan"), float("inf")]).bfloat16()
+    assert comm.sum_over_ranks(nan, group, **options).isnan().tolist() == [True, False]
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_same_bits_as_messages(world):
+    assert all(run_distributed(_same_bits, world))
+
+
+def _many_in_disorder(rank, world):
+    """Rounds in two groups whose ranks come at very different times; a wrong slot would show."""
+    groups = [dist.group.WORLD, dist.new_group(range(world))]
+    late = torch.Generator().manual_seed(rank)
+    for i in range(300):
+        if torch.rand((), generator=late) < 0.02:
+            time.sleep(0.005)
+        group, x = groups[i % 2], torch.tensor([float(i + rank)])
+        if i % 3 == 0:
+            comm.broadcast(x, group, i % world, timeout_s=20.0)
+            assert x.item() == i + i % world
+        else:
+            whole = comm.gather_sequence(x, group, timeout_s=20.0)
+            assert whole.tolist() == [float(i + r) for r in range(world)]
+    assert shared.shared(groups[0]) is not shared.shared(groups[1])
+    return True
+
+
+def test_many_rounds_in_two_groups():
+    assert all(run_distributed(_many_in_disorder, 4))
+
+
+def _refused(rank, world, what):
+    """Rank 1 can't take part: no rank does, and says why; everything goes on in messages."""
+    group, real = dist.group.WORLD, (shared._library, shared.SharedMemory.join, shared.SharedMemory.make)
+    if what == "compiler" and rank == 1:
+        shared._library = lambda: "memory.c needs a C compiler"
+    elif what == "containers" and rank == 1:
+        shared.SharedMemory.join = lambda address, *args: real[1](f"{os.getpid()} 0 {address.split()[2]}", *args)
+    elif what == "memory" and rank == 0:
+        shared.os.posix_fallocate, allocate = _no_room, os.posix_fallocate
+    elif what == "hosts":
+        GroupState.of(group).hosts = ("a", "b", "b")
+    try:
+        assert comm.resolve_shared(group, CPU, "auto", timeout_s=20.0) == "direct"
+        assert comm.sum_over_ranks(torch.ones(3), group, timeout_s=20.0).tolist() == [world] * 3
+        q, k = torch.ones(1, 1, 2, 8), torch.ones(1, 3, 2, 8)
+        tree_decode(q, k, k, cp_group=group)
+        with pytest.raises(ValueError, match="transport='shm' can't be had") as caught:
+            tree_decode(q, k, k, cp_group=group, config=TreeConfig(transport="shm"))
+        return str(caught.value)
+    finally:
+        shared._library, shared.SharedMemory.join, shared.SharedMemory.make = real
+        if what == "memory" and rank == 0:
+            shared.os.posix_fallocate = allocate
+
+
+def _no_room(fd, offset, size):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("compiler", "rank 1: memory.c needs a C compiler"),
+        ("containers", "rank 1:"),
+        ("memory", "rank 0: [Errno 28] No space left"),
+        ("hosts", "several hosts"),
+    ],
+)
+def test_all_ranks_do_without_it_if_one_can_not(what, words):
+    said = run_distributed(_refused, 3, what)
+    assert len(set(said)) == 1 and words in said[0]
+
+
+def _lost(rank, world, how, where):
+    """The victim does not come to the third sum, or to the broadcast of which it is the source."""
+    group = dist.group.WORLD
+    for i in range(3):
+        comm.sum_over_ranks(torch.ones(8), group, timeout_s=LIMIT)
+        if i == 1:
+            start_clock()
+            if rank == 2:
+                die(how)
+            if where == "broadcast":
+                comm.broadcast(torch.ones(8), group, 2, timeout_s=LIMIT)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("how", "where"), [("SIGKILL", "sum"), ("SIGSTOP", "broadcast"), ("SIGSTOP", "sum")])
+def test_survivors_name_the_rank_in_time(how, where):
+    outcomes = run_to_the_end(_lost, 4, how, where, victims=(2,))
+    for outcome in outcomes[:2] + outcomes[3:]:
+        assert outcome.error == "CommError" and "rank 2" in outcome.text, outcome
+        assert "did not respond" in outcome.text and f"shared {where}" in outcome.text, outcome
+        assert outcome.seconds < (LIMIT if how == "SIGKILL" else LIMIT + 2), outcome
+        if how == "SIGSTOP":
+            assert f"within {LIMIT:g} s" in outcome.text
+
+
+def _different(rank, world):
+    group = dist.group.WORLD
+    comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
+    act = comm.sum_over_ranks if rank else comm.gather_sequence
+    with pytest.raises(CommError, match="different collectives, or of different sizes"):
+        act(torch.ones(8), group, timeout_s=20.0)
+    with pytest.raises(CommError, match="can't be used any more"):
+        comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
+    return True
+
+
+def test_ranks_that_differ_raise():
+    assert all(run_distributed(_different, 2, fresh=True))
+
+
+def _interrupted(rank, world):
+    group = dist.group.WORLD
+    comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
+    if rank == 1:
+        time.sleep(1.0)
+        return comm.broadcast(torch.ones(1), group, 1, timeout_s=20.0).item()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    started = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            comm.broadcast(torch.ones(1), group, 1, timeout_s=20.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return time.monotonic() - started
+
+
+def test_a_signal_ends_the_wait():
+    assert run_distributed(_interrupted, 2, fresh=True)[0] < 0.9
+
+
+def _traces(rank, world):
+    """What the memory leaves: no name, and nothing at all once the group is gone. A fork must not touch it."""
+    group = dist.new_group(range(world))
+    comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
+    files = _files()
+    assert files and all(name.startswith("/memfd:") and name.endswith("(deleted)") for name in files)
+    if (child := os.fork()) == 0:
+        try:
+            comm.sum_over_ranks(torch.ones(8), group, timeout_s=1.0)
+        except CommError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert comm.sum_over_ranks(torch.ones(1), group, timeout_s=20.0).item() == world
+    GroupState.of(group).shared = None
+    return _files()
+
+
+def _files():
+    """Open files of this package."""
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [name for name in (os.readlink(path) for path in paths if os.path.lexists(path)) if "megatron_tree" in name]
+
+
+def test_it_leaves_nothing_behind():
+    assert run_distributed(_traces, 2, fresh=True) == [[], []]
+
+
+def test_the_doctor_says_whether_it_can_be_had(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = []
+    for why in (None, "memory.c needs a C compiler"):
+        monkeypatch.setattr(shared, "unavailable", lambda why=why: why)
+        found += [f for f in machine.network(2).findings if f.what == "shared memory"]
+    assert [(f.value, f.state) for f in found] == [("available", "ok"), ("none", "note")]
+    assert "memory.c needs a C compiler" in found[1].note
