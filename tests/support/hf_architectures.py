@@ -149,6 +149,19 @@ SERVED = (
     "youtu",
 )
 
+# of those, the ones whose weights can't be split over the ranks, and why
+_BERTS = ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta")
+_BERTS += ("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+WHOLE = {
+    **dict.fromkeys((*_BERTS, "ctrl", "modernbert-decoder"), "unknown names"),
+    "biogpt": "embed_positions",
+    "gpt_bigcode": "a projection to 8 heads of 8",
+    "hrm_text": "z_L_init",
+    "lfm2": "feed_forward.w1",
+    "mimo_v2_flash": "k_proj",
+    "opt": "embed_positions",
+}
+
 
 def tiny_config(name):
     """The configuration of an architecture, made small."""

@@ -3,22 +3,14 @@
 import torch
 
 import transformers
+from support.hf_architectures import SIZES
 from transformers import AutoModelForCausalLM
 
-VOCAB = 131
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+VOCAB = SIZES["vocab_size"]
+SHAPE = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+SHAPE |= {name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+SHAPE |= {name: SIZES[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+SHAPE["max_position_embeddings"] = 256
 LATENT = {  # the ratios of DeepSeek V3
     **{name: value for name, value in SHAPE.items() if name != "head_dim"},
     "hidden_size": 64,

@@ -10,12 +10,16 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
-from support.hf_architectures import SERVED, tiny_config
+from megatron_tree import comm
+from megatron_tree.integrations.transformers.pieces import ROUTERS, plan_pieces
+from megatron_tree.integrations.transformers.split import split_model
+from support.hf_architectures import SERVED, WHOLE, tiny_config
 from support.hf_models import hf_generate, plain, prompt
 from transformers import AutoModelForCausalLM
 
 NEW = 6
 REPAIRED = ("afmoe", "hrm_text", "phimoe", "llama")  # and one that was never wrong; the others are slow
+OF_OTHER_FORM = ("olmo2", "gpt2", "gpt_neox")  # of weights; each stands for some models
 NOT_TRAINED = {
     **dict.fromkeys(
         ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), "counts positions from its padding token"
@@ -123,10 +127,29 @@ def _training(rank, world, name):
             assert float((grad / world - grads[n]).abs().max()) <= 1e-4 * largest, n
 
 
-def _cases(with_, without=()):
+def _sharded(rank, world, name):
+    model, ids = _model(name), prompt(1, 45)
+    want = plain(model, ids, 3)
+    model.set_attn_implementation("tree")
+    layout = plan_pieces(model, world, rank)
+    for parameter_name, parameter in model.named_parameters():
+        whole = parameter.dim() == 1 or parameter_name in layout.of_first_rank  # norms and biases
+        whole = whole or set(ROUTERS) & set(parameter_name.split("."))
+        assert whole or layout.shapes[parameter_name].numel() <= 0.75 * parameter.numel(), parameter_name
+    group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
+    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
+    options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}
+    for model.own_tokens.forced in (False, True):
+        cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, block_size=2)
+        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, **options)
+        _close(torch.stack(result.logits, 1), want[1], f"generate, forced={model.own_tokens.forced}")
+        assert torch.equal(result.tokens, want[0])
+
+
+def _cases(with_, without=(), fast=REPAIRED):
     def marks(name):
         found = [pytest.mark.supports(f"`{name}`", with_=with_)]
-        return found if name in REPAIRED else [*found, pytest.mark.slow]
+        return found if name in fast else [*found, pytest.mark.slow]
 
     return [pytest.param(name, marks=marks(name), id=name) for name in SERVED if name not in without]
 
@@ -139,6 +162,27 @@ def test_generation(name):
 @pytest.mark.parametrize("name", _cases("training on shards; 2 ranks", NOT_TRAINED))
 def test_training(name):
     run_distributed(_training, 2, name)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", WHOLE, OF_OTHER_FORM))
+def test_weights_over_all_ranks(name, world):
+    run_distributed(_sharded, world, name, timeout=200.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        pytest.param(name, what, marks=pytest.mark.refuses(f"`{name}`, weights='sharded'", when=f"started: {what}"))
+        for name, what in WHOLE.items()
+    ],
+)
+def test_weights_that_stay_whole_are_refused_by_name(name, what):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(name))
+    for world in (2, 4):
+        with pytest.raises(ValueError, match=what):
+            plan_pieces(model, world, 0)
 
 
 @pytest.mark.parametrize(

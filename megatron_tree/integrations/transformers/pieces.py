@@ -4,7 +4,8 @@ N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a h
 of their KV heads. So cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
 output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Latent attention
 has one KV head, so all ranks share the tokens; its down projections are split by rows, and the ranks gather what they
-give. Norms and routers, which are small, are on every rank. What can't be split is refused.
+give. Norms over all heads are split as these are. Other norms and routers, which are small, are on every rank. What
+can't be split is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
+PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
+QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+GATES = ("gate_proj", "g_proj")  # of the result of each query head
+OF_HEADS = ("sinks", "gate_bias")
+MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
+ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
 
 
@@ -94,14 +102,17 @@ class Layout:
     gathered: dict[str, int] = field(default_factory=dict)
     """Modules that return some of the last dimension's columns, and how many there are."""
     attentions: list[str] = field(default_factory=list)
+    norms: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    """RMS norms over more heads than a rank has: numbers of a whole row, and whether this rank's count."""
+    tables: dict[str, int] = field(default_factory=dict)
+    """Embeddings, of words and positions, and their rows."""
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Of this rank's part of every parameter."""
     whole_shapes: dict[str, torch.Size] = field(default_factory=dict)
     pieces_by_rank: list[dict[str, Piece]] = field(default_factory=list)
     """`pieces` of every rank."""
-    num_words: int = 0
-    """Rows of the whole embedding; num_logits: of the whole LM head."""
     num_logits: int = 0
+    """Rows of the whole LM head."""
 
     def piece_of(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter."""
@@ -138,48 +149,68 @@ def _find_pieces(model, world: int, rank: int) -> Layout:
         kv_heads = 1
     layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads))
     for name, module in model.named_modules():
+        queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
         if hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
             _latent_attention(layout, model, name, module, config.num_attention_heads)
-        elif hasattr(module, "o_proj") and (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
-            _attention(layout, model, name, module, config.num_attention_heads, kv_heads)
+        elif queries and output:
+            _attention(layout, model, name, module, queries, output, config.num_attention_heads, kv_heads)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             _experts(layout, model, name, module)
-        elif isinstance(getattr(module, "down_proj", None), nn.Linear):
-            _mlp(layout, model, name, module)
+        for up, down in MLPS:
+            if isinstance(getattr(module, down, None), PROJECTIONS) and not queries:
+                _mlp(layout, model, name, module, up, down)
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layout.num_words, layout.num_logits = len(words.weight), len(head.weight)
+    layout.num_logits = len(head.weight)
     for name, module in model.named_modules():
-        if module is words or module is head:
+        if module is head:
             _rows(layout, name, module, [layout.share(len(module.weight))])
+        elif module is words or (type(module) is nn.Embedding and len(module.weight) >= world):
+            layout.tables[name] = len(module.weight)
+            layout.pieces[f"{name}.weight"] = Piece(0, (layout.share(len(module.weight)),))
     return layout
 
 
-def _attention(layout: Layout, model, name: str, module, num_heads: int, num_heads_kv: int) -> None:
-    d = getattr(module, "head_dim", None)
+def _attention(
+    layout: Layout, model, name: str, module, queries: str, output: str, num_heads: int, num_heads_kv: int
+) -> None:
+    d = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if d is None:
         raise _refused(model, name, "heads of one head_dim were expected")
-    fused = getattr(module, "qkv_proj", None)
-    widths = {"qkv_proj": (num_heads + 2 * num_heads_kv) * d} if fused is not None else {
-        "q_proj": num_heads * d, "k_proj": num_heads_kv * d, "v_proj": num_heads_kv * d
-    }  # fmt: skip
-    for child, width in widths.items():
-        _check_projection(model, f"{name}.{child}", getattr(module, child, None), 0, width // d, d)
-    _check_projection(model, f"{name}.o_proj", module.o_proj, 1, num_heads, d)
-    for child in ("q_norm", "k_norm"):
-        norm = getattr(module, child, None)
-        if norm is not None and sum(p.numel() for p in norm.parameters()) > d:
-            raise _refused(model, f"{name}.{child}", f"it normalizes all heads together, not each head of {d}")
     q = tuple(d * i for i in layout.heads.query_heads(layout.rank))
     kv = tuple(d * i for i in layout.heads.kv_heads(layout.rank))
-    if fused is None:
-        for child, run in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            _rows(layout, f"{name}.{child}", getattr(module, child), [run])
-    else:
-        k, v = ([start + i for i in kv] for start in (num_heads * d, (num_heads + num_heads_kv) * d))
-        _rows(layout, f"{name}.qkv_proj", fused, [q, tuple(k), tuple(v)])
-    _columns(layout, f"{name}.o_proj", module.o_proj, q)
-    if isinstance(getattr(module, "sinks", None), nn.Parameter):
-        layout.pieces[f"{name}.sinks"] = Piece(0, (layout.heads.query_heads(layout.rank),))
+    k, v = (tuple(start + i for i in kv) for start in (num_heads * d, (num_heads + num_heads_kv) * d))
+    all_heads = (num_heads + 2 * num_heads_kv) * d
+    projections = {  # of each, its whole width and this rank's part
+        "q_proj": {
+            "q_proj": (num_heads * d, [q]),
+            "k_proj": (k_width := num_heads_kv * d, [kv]),
+            "v_proj": (k_width, [kv]),
+        },
+        "query_key_value": {"query_key_value": (all_heads, [tuple(3 * i for i in q)])},
+    }.get(queries, {queries: (all_heads, [q, k, v])})
+    if queries == "query_key_value" and (num_heads != num_heads_kv or layout.heads.size > 1):
+        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise _refused(
+            model, f"{name}.{queries}", f"q, k and v of each head lie together: start one of {divisors} ranks"
+        )
+    for child, (width, runs) in projections.items():
+        projection = getattr(module, child, None)
+        _check_projection(model, f"{name}.{child}", projection, 0, width // d, d)
+        _rows(layout, f"{name}.{child}", projection, runs)
+    _check_projection(model, f"{name}.{output}", getattr(module, output), 1, num_heads, d)
+    _columns(layout, f"{name}.{output}", getattr(module, output), q)
+    for child in GATES:
+        gate = getattr(module, child, None)
+        if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
+            unit = d * num_heads // len(gate.weight)
+            _rows(layout, f"{name}.{child}", gate, [tuple(i // unit for i in q)])
+    counts = layout.rank % layout.heads.size == 0
+    _whole_norm(layout, model, f"{name}.q_norm", num_heads * d, q, above=d)
+    _whole_norm(layout, model, f"{name}.k_norm", num_heads_kv * d, kv, above=d, counts=counts)
+    _whole_norm(layout, model, f"{name}.attn_sub_norm", num_heads * d, q)
+    for child in OF_HEADS:
+        if isinstance(getattr(module, child, None), nn.Parameter):
+            layout.pieces[f"{name}.{child}"] = Piece(0, (layout.heads.query_heads(layout.rank),))
     layout.attentions.append(name)
 
 
@@ -205,23 +236,40 @@ def _latent_attention(layout: Layout, model, name: str, module, num_heads: int) 
 
 
 def _check_projection(model, name: str, module, dim: int, num_heads: int, d: int) -> None:
-    if not isinstance(module, nn.Linear) or module.weight.shape[dim] != num_heads * d:
+    if not isinstance(module, PROJECTIONS) or _widths(module)[dim] != num_heads * d:
         what = ("to", "from")[dim]
         raise _refused(model, name, f"a projection {what} {num_heads} heads of {d} was expected")
 
 
-def _mlp(layout: Layout, model, name: str, module) -> None:
-    width = module.down_proj.weight.shape[1]
+def _whole_norm(
+    layout: Layout, model, name: str, width: int, run: tuple[int, int], *, above: int = 0, counts: bool = True
+) -> None:
+    """A norm, if there is one, of more than `above` numbers, `width`, of which this rank has a run."""
+    owner, _, child = name.rpartition(".")
+    norm = getattr(model.get_submodule(owner), child, None)
+    if norm is None or sum(p.numel() for p in norm.parameters()) <= above:
+        return
+    if [x for x, _ in norm.named_parameters()] != ["weight"] or norm.weight.shape != (width,):
+        raise _refused(model, name, f"a weight for each of {width} numbers was expected")
+    if not hasattr(norm, "variance_epsilon"):
+        raise _refused(model, name, "an RMS norm with a variance_epsilon was expected")
+    layout.pieces[f"{name}.weight"] = Piece(0, (run,))
+    layout.norms[name] = width, counts
+
+
+def _mlp(layout: Layout, model, name: str, module, up: str, down: str) -> None:
+    width = _widths(getattr(module, down))[1]
     start, stop = own = layout.share(width)
     if isinstance(getattr(module, "gate_up_proj", None), nn.Linear):
         _rows(layout, f"{name}.gate_up_proj", module.gate_up_proj, [own, (width + start, width + stop)])
     else:
-        for child in ("gate_proj", "up_proj"):
+        for child in ("gate_proj", up) if hasattr(module, "gate_proj") else (up,):
             projection = getattr(module, child, None)
-            if not isinstance(projection, nn.Linear) or projection.weight.shape[0] != width:
+            if not isinstance(projection, PROJECTIONS) or _widths(projection)[0] != width:
                 raise _refused(model, f"{name}.{child}", f"a projection to {width} was expected")
             _rows(layout, f"{name}.{child}", projection, [own])
-    _columns(layout, f"{name}.down_proj", module.down_proj, own)
+    _whole_norm(layout, model, f"{name}.ffn_sub_norm", width, own)
+    _columns(layout, f"{name}.{down}", getattr(module, down), own)
 
 
 def _experts(layout: Layout, model, name: str, module) -> None:
@@ -244,14 +292,20 @@ def _experts(layout: Layout, model, name: str, module) -> None:
     layout.summed.append(name)
 
 
+def _widths(projection) -> tuple[int, int]:
+    """(out, in) features of a projection."""
+    rows, columns = projection.weight.shape
+    return (columns, rows) if isinstance(projection, Conv1D) else (rows, columns)
+
+
 def _rows(layout: Layout, name: str, module, runs) -> None:
-    for which in ("weight", "bias"):
-        if getattr(module, which, None) is not None:
-            layout.pieces[f"{name}.{which}"] = Piece(0, tuple(runs))
+    layout.pieces[f"{name}.weight"] = Piece(int(isinstance(module, Conv1D)), tuple(runs))
+    if module.bias is not None:
+        layout.pieces[f"{name}.bias"] = Piece(0, tuple(runs))
 
 
-def _columns(layout: Layout, name: str, module: nn.Linear, run: tuple[int, int]) -> None:
-    layout.pieces[f"{name}.weight"] = Piece(1, (run,))
+def _columns(layout: Layout, name: str, module, run: tuple[int, int]) -> None:
+    layout.pieces[f"{name}.weight"] = Piece(int(not isinstance(module, Conv1D)), (run,))
     if module.bias is not None:
         layout.of_first_rank.add(f"{name}.bias")
     layout.summed.append(name)
@@ -260,14 +314,16 @@ def _columns(layout: Layout, name: str, module: nn.Linear, run: tuple[int, int])
 def _check_rest(layout: Layout, model) -> None:
     """Raise ``ValueError`` for a parameter that would be on every rank though it is neither a norm nor a router's."""
     if not layout.attentions:
-        raise _refused(model, "attention", "no layer has q_proj, k_proj, v_proj (or qkv_proj) and o_proj")
+        raise _refused(model, "attention", "its projections to q, k and v have unknown names")
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in layout.pieces or name in layout.of_first_rank:
+        if name in layout.pieces or name in layout.of_first_rank or parameter.numel() == 1:
             continue
-        owner = name.rpartition(".")[0]
+        owner, parts = name.rpartition(".")[0], set(name.split("."))
         is_norm = "norm" in type(modules[owner]).__name__.lower() and parameter.dim() == 1
-        if not is_norm and owner.rpartition(".")[2] not in ROUTERS:
+        depth = owner.count(".") - 1  # deeper in attention, there is a norm for each head
+        of_heads = any(owner.startswith(f"{x}.") and depth > x.count(".") for x in layout.attentions)
+        if (not is_norm or of_heads) and not parts.intersection(ROUTERS):
             raise _refused(model, name, f"{list(parameter.shape)} is no part of attention, an MLP or experts")
 
 

@@ -1,7 +1,7 @@
 """A Transformers model whose weights are split over all ranks: its parameters are cut, and hooks join the results.
 
 Partial sums of output projections, MLPs and experts are added up over all ranks, in rank order, so every rank has the
-same bits. The embedding looks up the rows that a rank has; the LM head's logits and latents are gathered. Attention
+same bits. Embeddings look up the rows that a rank has; the LM head's logits and latents are gathered. Attention
 itself needs a `TreeCache` with the same head shares (attention.py). Long chunks of prompts are run otherwise
 (own_tokens.py).
 """
@@ -14,6 +14,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ...comm import gather_sequence, sum_over_ranks
 from .own_tokens import OwnTokens, running
@@ -65,18 +66,31 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
     for name in layout.summed:
         model.get_submodule(name).register_forward_hook(add_up)
     own_numbers = []
-    for name in layout.attentions:
+    num_heads, num_heads_kv = layout.heads.shares[layout.rank % layout.heads.size], layout.heads.num_heads_kv
+    own = {"num_heads": num_heads, "num_key_value_heads": num_heads_kv}
+    for name in layout.attentions:  # by such numbers models find q, k and v in what projections give
         attention = model.get_submodule(name)
         attention.head_shares = layout.heads.shares
-        if hasattr(attention, "qkv_proj"):  # by these numbers the model finds q, k and v in its output
+        own_numbers += [(attention, x, getattr(attention, x), n) for x, n in own.items() if hasattr(attention, x)]
+        if hasattr(attention, "qkv_proj"):
             attention.config = config = copy.copy(attention.config)
-            own, own_kv = layout.heads.shares[layout.rank % layout.heads.size], layout.heads.num_heads_kv
-            own_numbers.append((config, "num_attention_heads", config.num_attention_heads, own))
-            own_numbers.append((attention, "num_key_value_heads", attention.num_key_value_heads, own_kv))
-    for module, name, _, own in own_numbers:
-        setattr(module, name, own)
-    words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    words.forward = _own_words(words, layout, group, timeout_s)
+            own_numbers.append((config, "num_attention_heads", config.num_attention_heads, num_heads))
+        elif hasattr(attention, "c_attn"):
+            sizes = [attention.head_dim * n for n in (num_heads, num_heads_kv, num_heads_kv)]
+            own_numbers.append((attention, "split_size", attention.split_size, sizes))
+    for module, name, _, number in own_numbers:
+        setattr(module, name, number)
+    for module in model.modules():
+        if isinstance(module, Conv1D):  # its own forward has the width from before
+            module.forward = functools.partial(_projected, module)
+    for name, (width, counts) in layout.norms.items():
+        norm = model.get_submodule(name)
+        options = {"width": width, "counts": counts, "group": group, "timeout_s": timeout_s}
+        norm.forward = functools.partial(_norm, norm, norm.forward, **options)
+    for name, rows in layout.tables.items():
+        table = model.get_submodule(name)
+        table.forward = _own_rows(table, layout, rows, group, timeout_s)
+    head = model.get_output_embeddings()
     gathered = [(model.get_submodule(name), n) for name, n in layout.gathered.items()]
     for module, num_columns in ((head, layout.num_logits), *gathered):
         widths = even_shares(num_columns, layout.world)
@@ -84,16 +98,35 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
     model.own_tokens = OwnTokens(model, layout, group, own_numbers, timeout_s)
 
 
-def _own_words(words, layout: Layout, group, timeout_s: float):
-    """The forward of an embedding that has this rank's words only: others' rows are added up."""
-    look_up, words.padding_idx = words.forward, None
-    first, stop = layout.share(layout.num_words)
+def _projected(projection, x: Tensor) -> Tensor:
+    """What a Conv1D gives, of whatever part of its weights it has."""
+    rows = torch.addmm(projection.bias, x.reshape(-1, x.shape[-1]), projection.weight)
+    return rows.view(*x.shape[:-1], -1)
 
-    def forward(tokens: Tensor) -> Tensor:
+
+def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, group, timeout_s: float) -> Tensor:
+    """An RMS norm of rows whose `width` numbers are split over the ranks; counts: none of this rank's is another's.
+
+    Whole weights give whole rows.
+    """
+    if x.shape[-1] == width:
+        return of_whole_rows(x)
+    numbers = x.float()
+    squares = numbers.pow(2).sum(-1, keepdim=True)
+    mean = sum_over_ranks(squares if counts else torch.zeros_like(squares), group, timeout_s=timeout_s) / width
+    return (norm.weight * (numbers * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
+
+
+def _own_rows(table, layout: Layout, num_rows: int, group, timeout_s: float):
+    """The forward of an embedding that has this rank's rows only: others' rows are added up."""
+    look_up, table.padding_idx = table.forward, None
+    first, stop = layout.share(num_rows)
+
+    def forward(rows: Tensor) -> Tensor:
         if (run := running.get()) is not None:
-            return run.look_up(look_up, tokens, first, stop, layout.num_words)
-        own = (tokens >= first) & (tokens < stop)
-        found = look_up((tokens - first).clamp(0, stop - first - 1))
+            return run.look_up(look_up, rows, first, stop, num_rows)
+        own = (rows >= first) & (rows < stop)
+        found = look_up((rows - first).clamp(0, stop - first - 1))
         return sum_over_ranks(found * own[..., None], group, timeout_s=timeout_s)
 
     return forward
