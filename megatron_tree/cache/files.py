@@ -3,7 +3,8 @@
     FOLDER/cache.json               what it is: layers, dtype, rows, fingerprint of the model, size and sha256 of files,
                                     and its own sha256
     FOLDER/rank_00000.safetensors   the tokens that rank 0 held; of each kind of layers `runs.KIND` int64 [m, 3] (row,
-                                    first position, count), and of each layer k, v (and scales) [tokens, h_kv, ...]
+                                    first position, count), and of each layer k, v (and scales) [tokens, h_kv, ...],
+                                    with head groups the KV heads of rank 0's group
 
 A folder is complete or absent: ranks write into `.FOLDER.part`, and when all are done one of them renames it. Any
 number of ranks with any block size can read it, since tokens are stored with their positions; each rank reads those
@@ -15,34 +16,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
+from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ..comm import collective_call, group_rank, group_size
 from ..comm.wire import share_all
 from ..config import TreeConfig
-from ..files import digest_of, read_json
 from . import ShardedCache
+from .description import (
+    DESCRIPTION,
+    DTYPES,
+    check_digest,
+    check_fit,
+    check_size,
+    describe,
+    file_of,
+    naming,
+    read_description,
+)
 
-FORMAT = 2
-DESCRIPTION = "cache.json"
 TIMEOUT_S = 1800.0  # for the slowest rank to write or verify its files
 _CHECKED = TreeConfig(check="always", timeout_s=TIMEOUT_S)
 CHUNK = 4096  # tokens that are read at once
-_DTYPES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-}
 _SAMPLE = 64  # numbers of each weight that go into a fingerprint
 
 
@@ -63,77 +66,91 @@ def model_fingerprint(model) -> str:
 
 
 def save_rows(
-    store: ShardedCache, rows: list[int], folder: str | Path, tokens: list[Tensor], *, cp_group, fingerprint: str
+    store: ShardedCache,
+    rows: list[int],
+    folder: str | Path,
+    tokens: list[Tensor],
+    *,
+    cp_group,
+    fingerprint: str,
+    weights_group=None,
 ) -> None:
-    """Write rows of a cache to a shared file system. Collective: all ranks of cp_group pass the same arguments.
+    """Write rows of a cache to a shared file system. Collective: all ranks pass the same arguments.
 
     Args:
         rows: ids. tokens: by row, the tokens it holds, int64 [n], the same on all ranks.
         folder: must not exist.
-        fingerprint: of the model, such as `model_fingerprint`; loading the rows needs the same.
+        fingerprint: of the model, such as `model_fingerprint` before its weights are split; loading needs the same.
+        cp_group: the ranks that share the tokens of this rank's KV heads. weights_group: all ranks, where they are
+            several such head groups, neighbouring ranks each.
     Raises: ValueError on all ranks: an existing folder, tokens that don't match the rows, or files that can't be
         written. At most `.FOLDER.part` is left then; the next save to this folder removes it.
     """
-    folder, rank, world = Path(folder), group_rank(cp_group), group_size(cp_group)
+    everyone, (num_groups, _) = weights_group or cp_group, _head_group(cp_group, weights_group)
+    folder, rank, world = Path(folder), group_rank(everyone), group_size(everyone)
     part = folder.with_name(f".{folder.name}.part")
     lengths = [store.book.rows[row].length for row in rows]
-    with collective_call("save of a cache", cp_group, _CHECKED) as call:
+    with collective_call("save of a cache", everyone, _CHECKED) as call:
         if [list(x.shape) for x in tokens] != [[n] for n in lengths] or any(x.dtype != torch.int64 for x in tokens):
             seen = [f"{list(x.shape)} {x.dtype}" for x in tokens]
             raise ValueError(f"tokens={seen} must be int64, of each row as many as the cache holds: {lengths}")
         if rank == 0 and folder.exists():
             raise ValueError(f"folder={str(folder)!r} exists already: choose another one, or delete it")
         if rank == 0:
-            with _naming(part):
+            with naming(part):
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
         digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tokens)).hexdigest()[:16]
         values = {"folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
         call.agree(lengths=tuple(lengths), **values)
-    with collective_call("save: all files are written", cp_group, _CHECKED) as call, _naming(part / _file(rank)):
-        written = _write(part / _file(rank), store, rows, tokens if rank == 0 else [])
-        (part / f"{_file(rank)}.json").write_text(json.dumps(written))
+    with collective_call("save: all files are written", everyone, _CHECKED) as call, naming(part / file_of(rank)):
+        written = _write(part / file_of(rank), store, rows, tokens if rank == 0 else [])
+        (part / f"{file_of(rank)}.json").write_text(json.dumps(written))
         call.agree()
-    with collective_call("save: the folder has its name", cp_group, _CHECKED) as call, _naming(part):
+    with collective_call("save: the folder has its name", everyone, _CHECKED) as call, naming(part):
         if rank == 0:
-            (part / DESCRIPTION).write_text(json.dumps(_describe(store, part, world, lengths, fingerprint), indent=1))
+            about = describe(store, part, world, num_groups, lengths, fingerprint)
+            (part / DESCRIPTION).write_text(json.dumps(about, indent=1))
             os.replace(part, folder)
         call.agree()
-    share_all(None, cp_group, timeout_s=TIMEOUT_S)  # until then rank 0 must stay: it hosts the store
+    share_all(None, everyone, timeout_s=TIMEOUT_S)  # until then rank 0 must stay: it hosts the store
 
 
 def load_rows(
-    store: ShardedCache, folder: str | Path, *, cp_group, fingerprint: str, device="cpu"
+    store: ShardedCache, folder: str | Path, *, cp_group, fingerprint: str, weights_group=None, device="cpu"
 ) -> tuple[list[int], list[Tensor]]:
-    """Add rows from files to a cache. Collective: all ranks of cp_group pass the same arguments; any number of ranks.
+    """Add rows from files to a cache. Collective: all ranks pass the same arguments; any number of ranks.
 
+    cp_group, weights_group: as in `save_rows`; the rows may have been saved with more or fewer head groups.
     Returns: (ids of the new rows, their tokens int64 [n] each, on the CPU).
     Raises: ValueError on all ranks, with nothing added: a cache or fingerprint of another model, another dtype, files
         that are missing, cut short or damaged.
     """
-    folder, rank, world = Path(folder), group_rank(cp_group), group_size(cp_group)
-    with collective_call("load of a cache", cp_group, _CHECKED) as call:
-        about = _read_description(folder)
-        _check_fit(store, about, folder, fingerprint)
-        names = [_file(i) for i in range(about["world"])]
+    everyone, (num_groups, own) = weights_group or cp_group, _head_group(cp_group, weights_group)
+    folder, rank, world = Path(folder), group_rank(everyone), group_size(everyone)
+    with collective_call("load of a cache", everyone, _CHECKED) as call:
+        about = read_description(folder)
+        check_fit(store, about, num_groups, folder, fingerprint)
+        names = [file_of(i) for i in range(about["world"])]
         for name in names:
-            _check_size(folder / name, about["files"][name]["bytes"])
+            check_size(folder / name, about["files"][name]["bytes"])
         for name in names[rank::world]:
-            _check_digest(folder / name, about["files"][name]["sha256"])
+            check_digest(folder / name, about["files"][name]["sha256"])
         call.agree(folder=str(folder), lengths=tuple(about["lengths"]), fingerprint=fingerprint)
     rows: list[int] = []
     try:
         with (
-            collective_call("load: all rows are there", cp_group, _CHECKED) as call,
-            _naming(folder),
+            collective_call("load: all rows are there", everyone, _CHECKED) as call,
+            naming(folder),
             contextlib.ExitStack() as stack,
         ):
             files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in names]
-            places = [_places_of(files, kind) for kind in range(len(store.book.windows))]
+            sources = _sources(files, about["head_groups"], num_groups, own)
+            places = [_places_of(sources, kind) for kind in range(len(store.book.windows))]
             tokens = [files[0].get_tensor(f"tokens.{i}") for i in range(len(about["lengths"]))]
             for i in range(len(tokens)):
                 rows.append(store.book.add())
-                _load_row(store, rows[-1], i, files, places, about, folder, device)
+                _load_row(store, rows[-1], i, sources, places, about, num_groups, folder, device)
             call.agree()
     except BaseException:
         for row in rows:
@@ -164,7 +181,7 @@ def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor
     header, at = {}, 0
     for name, shape, dtype, _ in entries:
         size = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -180,118 +197,57 @@ def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor
     return {"bytes": written, "sha256": digest.hexdigest()}
 
 
-def _describe(store: ShardedCache, part: Path, world: int, lengths: list[int], fingerprint: str) -> dict:
-    files = {}
-    for rank in range(world):
-        entry = part / f"{_file(rank)}.json"
-        if not entry.is_file():
-            raise ValueError(f"{entry} is missing: the folder must be on a file system that all ranks share")
-        files[_file(rank)] = json.loads(entry.read_text())
-        entry.unlink()
-        _check_size(part / _file(rank), files[_file(rank)]["bytes"])
-    about = {
-        "format": FORMAT,
-        "world": world,
-        "lengths": lengths,
-        **_layers(store),
-        "fingerprint": fingerprint,
-        "shapes": [{name: list(x.shape[2:]) for name, x in pages.tensors.items()} for pages in store.layers],
-        "files": files,
-    }
-    return {**about, "sha256": digest_of(about)}
+class _Source(NamedTuple):
+    """Files of the ranks at one place of neighbouring head groups: the same tokens, the KV heads of one group each."""
+
+    files: list
+    begin: Fraction
+    """Where the heads that are needed begin among those of the files, in whole files, and how many they are."""
+    length: Fraction
+
+    def read(self, name: str, numbers: Tensor) -> Tensor:
+        """Some tokens of a tensor [tokens, h_kv, ...], with the heads that are needed."""
+        of_files = [file.get_tensor(name)[numbers] for file in self.files]
+        num_heads = of_files[0].shape[1]
+        return torch.cat(of_files, 1).narrow(1, int(self.begin * num_heads), int(self.length * num_heads))
 
 
-def _layers(store: ShardedCache) -> dict:
-    """What two caches must have in common."""
-    return {
-        "windows": [store.book.windows[kind] for kind in store.kind_of],
-        "stored": str(store.layers[0].stored or "auto"),
-        "dtype": str(store.layers[0].dtype),
-    }
+def _sources(files: list, saved_groups: int, num_groups: int, own: int) -> list[_Source]:
+    """Where a rank of head group `own` finds its heads in the files of `saved_groups` head groups."""
+    size, length = len(files) // saved_groups, Fraction(saved_groups, num_groups)
+    groups = range(int(own * length), math.ceil((own + 1) * length))
+    begin = own * length - groups[0]
+    return [_Source([files[group * size + place] for group in groups], begin, length) for place in range(size)]
 
 
-def _read_description(folder: Path) -> dict:
-    path = folder / DESCRIPTION
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: folder={str(folder)!r} holds no saved cache, or an incomplete one")
-    try:
-        about = read_json(path.read_bytes())
-        if about["format"] != FORMAT and isinstance(about["format"], int):
-            raise _OtherFormat(f"{path} has format {about['format']}, this version reads format {FORMAT}")
-        if about.pop("sha256") != digest_of(about):
-            raise KeyError("sha256")
-        names = [_file(rank) for rank in range(about["world"])]
-        ok = all(isinstance(about["files"][name][what], kind) for name in names for what, kind in _OF_A_FILE)
-        ok = ok and all(isinstance(n, int) and n >= 0 for n in about["lengths"])
-        ok = ok and {"windows", "stored", "dtype", "shapes", "fingerprint"} <= about.keys()
-    except _OtherFormat:
-        raise
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
-        ok = False
-    if not ok:
-        raise ValueError(f"{path} is damaged: save the cache again")
-    return about
+def _head_group(cp_group, weights_group) -> tuple[int, int]:
+    """(number of head groups, this rank's)."""
+    if weights_group is None:
+        return 1, 0
+    size = group_size(cp_group)
+    return group_size(weights_group) // size, group_rank(weights_group) // size
 
 
-class _OtherFormat(ValueError):
-    """A description that this version does not read."""
-
-
-_OF_A_FILE = (("bytes", int), ("sha256", str))
-
-
-def _check_fit(store: ShardedCache, about: dict, folder: Path, fingerprint: str) -> None:
-    ours = {**_layers(store), "fingerprint": fingerprint}
-    if store.layers[0].dtype is None:  # no tokens yet: any dtype fits
-        ours["dtype"] = about["dtype"]
-    for what, mine in ours.items():
-        if about[what] != mine:
-            raise ValueError(
-                f"{folder / DESCRIPTION} is of another model or cache: {what}={about[what]!r}, here {mine!r}. Load it "
-                "with the model and the cache dtype that it was saved with, or run the prompt again"
-            )
-    if about["dtype"] not in map(str, _DTYPES) and any(about["lengths"]):
-        raise ValueError(f"{folder / DESCRIPTION} is damaged: dtype={about['dtype']!r}")
-    for layer, (pages, shapes) in enumerate(zip(store.layers, about["shapes"], strict=True)):
-        mine = {name: list(x.shape[2:]) for name, x in pages.tensors.items()}
-        if mine and mine != shapes:
-            raise ValueError(f"{folder / DESCRIPTION} is of another model: layer {layer} has {shapes}, here {mine}")
-
-
-def _check_size(path: Path, size: int) -> None:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    if path.stat().st_size != size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {size}: it was cut short or changed")
-
-
-def _check_digest(path: Path, sha256: str) -> None:
-    with _naming(path), open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        raise ValueError(f"{path} is damaged: its sha256 is {found[:16]}... instead of {sha256[:16]}...")
-
-
-def _places_of(files, kind: int) -> list[tuple[Tensor, Tensor]]:
-    """By file, of a kind's tokens: (rows int64 [n], positions int64 [n])."""
+def _places_of(sources: list[_Source], kind: int) -> list[tuple[Tensor, Tensor]]:
+    """By source, of a kind's tokens: (rows int64 [n], positions int64 [n])."""
     found = []
-    for file in files:
-        row, first, count = file.get_tensor(f"runs.{kind}").unbind(1)
+    for source in sources:
+        row, first, count = source.files[0].get_tensor(f"runs.{kind}").unbind(1)
         before = count.cumsum(0) - count
         within = torch.arange(int(count.sum())) - before.repeat_interleave(count)
         found.append((row.repeat_interleave(count), first.repeat_interleave(count) + within))
     return found
 
 
-def _load_row(store: ShardedCache, row: int, index: int, files, places, about: dict, folder: Path, device) -> None:
+def _load_row(
+    store: ShardedCache, row: int, index: int, sources, places, about: dict, num_groups: int, folder: Path, device
+) -> None:
     """This rank's tokens of the saved row `index`, in chunks: of a window there is never more than it and a chunk."""
     length, of_row = about["lengths"][index], []
     for of_kind in places:
         numbers = [(rows == index).nonzero().flatten() for rows, _ in of_kind]
         of_row.append([(positions[n], n) for (_, positions), n in zip(of_kind, numbers, strict=True)])
-    dtype = next((dtype for dtype in _DTYPES if str(dtype) == about["dtype"]), None)
+    dtype = next((dtype for dtype in DTYPES if str(dtype) == about["dtype"]), None)
     for begin in range(0, length, CHUNK):
         append = store.append([row], min(CHUNK, length - begin))
         chosen = []
@@ -304,11 +260,12 @@ def _load_row(store: ShardedCache, row: int, index: int, files, places, about: d
         for layer, shapes in enumerate(about["shapes"]):
             pages, kind = store.layers[layer], store.kind_of[layer]
             nothing = (1, 0)  # of latents: they are whole in k
-            like = [torch.empty(1, 1, *shapes.get(x, nothing), dtype=dtype, device=device) for x in ("k", "v")]
+            own = [(shapes.get(x, nothing)[0] // num_groups, *shapes.get(x, nothing)[1:]) for x in ("k", "v")]
+            like = [torch.empty(1, 1, *shape, dtype=dtype, device=device) for shape in own]
             pages.reserve(store.book.numbers[kind].capacity, *like)
-            for file, (numbers, slots) in zip(files, chosen[kind], strict=True):
+            for source, (numbers, slots) in zip(sources, chosen[kind], strict=True):
                 if len(slots):
-                    found = {name: file.get_tensor(f"{name}.{layer}")[numbers].to(device) for name in shapes}
+                    found = {name: source.read(f"{name}.{layer}", numbers).to(device) for name in shapes}
                     pages.put(slots.to(device), found)
     store.book.forget(row)
 
@@ -320,16 +277,3 @@ def _found(positions: Tensor, numbers: Tensor, wanted: Tensor, slots: Tensor) ->
     at = torch.searchsorted(positions, wanted).clamp(max=len(positions) - 1)
     hit = positions[at] == wanted
     return numbers[at[hit]], slots[hit]
-
-
-def _file(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-@contextlib.contextmanager
-def _naming(path: Path):
-    """Errors of the file system and of damaged files become a ``ValueError`` that names the path."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: {error}") from error

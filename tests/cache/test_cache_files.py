@@ -15,9 +15,12 @@ pytest.importorskip("transformers")
 
 from megatron_tree.cache import files as cache_files
 from megatron_tree.cache.files import load_rows, model_fingerprint, save_rows
+from megatron_tree.comm import neighbours
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.generation import generate
+from megatron_tree.integrations.transformers.pieces import plan_pieces
 from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.split import split_model
 from support.hf_models import plain, prompt, tiny_model
 
 LENGTH, NEW = 45, 8
@@ -90,6 +93,42 @@ def test_the_text_goes_on_on_another_number_of_ranks(tmp_path, family, writers, 
         plain_tokens, plain_logits = plain(model, torch.cat((ids, ids[:, :3]), 1), NEW)
         assert torch.equal(want, plain_tokens)
         assert (results[0][1] - plain_logits).abs().max() <= 1e-4 * plain_logits.abs().max()
+
+
+def _of_head_groups(rank, world, folder, save):
+    """Saves or loads with weights over all ranks: 2, 1, or 4 ranks are 2, 1, or 2 head groups."""
+    model = tiny_model("llama")
+    fingerprint, layout = model_fingerprint(model), plan_pieces(model, world, rank)
+    model.set_attn_implementation("tree")
+    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
+    cache = TreeCache(
+        model.config,
+        cp_group=neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0),
+        head_shares=layout.heads.shares,
+        weights_group=dist.group.WORLD,
+        block_size=4 if save else 3,
+        dtype="int8",
+    )
+    ids, options = prompt(2, LENGTH), {"token_group": dist.group.WORLD}
+    if save:
+        generate(model, ids, cache=cache, max_new_tokens=1, **options)
+        cache.save(folder, list(ids), fingerprint=fingerprint)
+    else:
+        assert torch.equal(torch.stack(cache.load(folder, fingerprint=fingerprint)), ids)
+    more = torch.cat((ids, ids[:, :3]), 1)
+    result = generate(model, more, cache=cache, max_new_tokens=3, keep_logits=True, **options)
+    return result.tokens, torch.stack(result.logits, 1)
+
+
+def test_head_groups_are_saved_and_loaded_on_another_number_of_ranks(tmp_path):
+    """int8: numbers that were quantized again, or heads in another order, would show."""
+    folders = [str(tmp_path / name) for name in ("of 4", "of 1")]
+    tokens, logits = run_distributed(_of_head_groups, 4, folders[0], True)[0]
+    run_distributed(_of_head_groups, 1, folders[1], True)
+    for readers, folder in ((2, 0), (1, 0), (4, 1)):
+        for found, others in run_distributed(_of_head_groups, readers, folders[folder], False):
+            assert torch.equal(found, tokens)
+            assert (others - logits).abs().max() <= (1e-4 if folder == 0 else 2e-2) * logits.abs().max()
 
 
 def _rows_of_a_runner(rank, world, folder):
@@ -192,7 +231,7 @@ def _damage(folder, what):
         ("missing", "rank_00001.safetensors is missing"),
         ("no description", "cache.json does not exist.*an incomplete one"),
         ("description", "cache.json is damaged"),
-        ("another format", "format 99, this version reads format 2"),
+        ("another format", "format 99, this version reads format 3"),
         ("a field", "cache.json is damaged"),
     ],
 )

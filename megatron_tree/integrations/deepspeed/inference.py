@@ -174,7 +174,7 @@ def init_inference(
     if layout is not None:
         sp_size, tp_size = layout.heads.size, world
         sp_group = neighbours(_token_group(), sp_size, timeout_s=timeout_s)
-        cache_options["head_shares"] = layout.heads.shares
+        cache_options |= {"head_shares": layout.heads.shares, "weights_group": _token_group()}
         if folder is not None:
             read_pieces(model, folder, layout)
         split = split_model if folder is None else connect

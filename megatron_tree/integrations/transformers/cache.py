@@ -88,6 +88,8 @@ class TreeCache(Cache):
         schedule: how partial attention is merged, see `tree_decode`.
         head_shares: query heads of every rank of cp_group, for a model whose weights are split over the ranks
             (`init_inference(weights="sharded")` makes such caches).
+        weights_group: all of these ranks, where they are several head groups of neighbours, of which cp_group is one;
+            needed to save and load the cache.
         tree_config: `TreeConfig` of all attention calls with this cache.
     Raises:
         ValueError: a layer that is not plain or sliding-window attention, an encoder-decoder model, an unknown
@@ -103,6 +105,7 @@ class TreeCache(Cache):
         dtype: str = "auto",
         schedule: str = "auto",
         head_shares: tuple[int, ...] | None = None,
+        weights_group=None,
         tree_config: TreeConfig | None = None,
     ):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
@@ -113,6 +116,7 @@ class TreeCache(Cache):
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
         self._has_all_heads = head_shares is None or sum(head_shares) == text.num_attention_heads
+        self._everyone = {"cp_group": cp_group, "weights_group": None if self._has_all_heads else weights_group}
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.latent = getattr(text, "kv_lora_rank", None) is not None
         if self.latent:
@@ -249,7 +253,7 @@ class TreeCache(Cache):
             self._forget_run()
 
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
-        """Write the batch to files; see `cache.files.save_rows`. ValueError if other ranks hold other KV heads."""
+        """Write the batch to files; see `cache.files.save_rows`."""
         self._check_heads("save")
         for row in self.rows:
             held = self.store.book.rows[row]
@@ -258,15 +262,15 @@ class TreeCache(Cache):
                     f"a row was cropped to {held.length} tokens, which are in the cache with the rotary embedding of "
                     "longer sequences (longrope): run it before it is saved"
                 )
-        save_rows(self.store, self.rows, folder, tokens, cp_group=self.cp_group, fingerprint=fingerprint)
+        save_rows(self.store, self.rows, folder, tokens, fingerprint=fingerprint, **self._everyone)
 
     def load(self, folder, *, fingerprint: str, device="cpu") -> list[Tensor]:
         """Make what `save` wrote the batch, which must be empty; returns its tokens. See `cache.files.load_rows`."""
         self._check_heads("load")
         if self.rows:
             raise ValueError(f"the cache holds a batch of {len(self.rows)} rows already: call reset() before load()")
-        options = dict(cp_group=self.cp_group, fingerprint=fingerprint, device=device)
-        self.rows, tokens = load_rows(self.store, folder, **options)
+        options = dict(fingerprint=fingerprint, device=device)
+        self.rows, tokens = load_rows(self.store, folder, **options, **self._everyone)
         self.note_tokens(tokens)
         return tokens
 
@@ -278,10 +282,10 @@ class TreeCache(Cache):
                 row.note = self.rope.note(own[: row.length], row.length)
 
     def _check_heads(self, what: str) -> None:
-        if not self._has_all_heads:
+        if not self._has_all_heads and self._everyone["weights_group"] is None:
             raise ValueError(
-                f"{what} of a cache with head_shares={self.head_shares}: other head groups hold other KV heads; use "
-                "weights='replicated', or a number of ranks that has no divisor in common with the KV heads"
+                f"{what} of a cache with head_shares={self.head_shares}: other head groups hold other KV heads. Make "
+                "it with weights_group=, the group of all ranks, as an engine's new_cache() does"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
