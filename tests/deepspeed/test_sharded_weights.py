@@ -300,3 +300,24 @@ def test_more_ranks_than_heads_are_refused():
 
     with pytest.raises(ValueError, match="on 8 ranks: each takes at least one of the model's 4 query heads; start 4"):
         plan_pieces(tiny_model("llama"), 8, 0)
+
+
+def _operations(rank, world):
+    """Names of the operations of a short answer, by transport."""
+    from megatron_tree import TreeConfig, comm
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    found = {}
+    for transport in ("auto", "direct"):
+        config = TreeConfig(transport=transport)
+        engine = tree_deepspeed.init_inference(_model("llama"), weights="sharded", tree_config=config)
+        with comm.record() as sent, torch.no_grad():
+            engine.module(prompt(1, 4), past_key_values=engine.new_cache())
+        found[transport] = {op.op for op in sent}
+    return found
+
+
+def test_the_transport_is_that_of_the_configuration():
+    for found in run_distributed(_operations, 2, fresh=True, timeout=100):
+        assert any(op.startswith("shared ") for op in found["auto"])
+        assert found["direct"] and not any(op.startswith("shared ") for op in found["direct"])

@@ -168,7 +168,8 @@ def init_inference(
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
     TreeCache(model_config, **cache_options)  # raises for a model or options that the cache can't serve
     model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
-    timeout_s, tensor_parallel = (tree_config or default_config()).timeout_s, {"tp_size": tp_size}
+    tree, tensor_parallel = tree_config or default_config(), {"tp_size": tp_size}
+    timeout_s = tree.timeout_s
     plain_attention = model_config._attn_implementation
     model.set_attn_implementation("tree")
     if layout is not None:
@@ -178,7 +179,7 @@ def init_inference(
         if folder is not None:
             read_pieces(model, folder, layout)
         split = split_model if folder is None else connect
-        split(model, layout, _token_group(), timeout_s=timeout_s)
+        split(model, layout, _token_group(), transport=tree.transport, timeout_s=timeout_s)
     else:
         sp_group, tp_group = _make_groups(world, rank, sp_size, tp_size)
         if tp_size > 1:

@@ -21,15 +21,17 @@ from .own_tokens import OwnTokens, running
 from .pieces import Layout, even_shares
 
 
-def split_model(model, layout: Layout, group, *, timeout_s: float) -> None:
+def split_model(model, layout: Layout, group, *, transport: str = "auto", timeout_s: float) -> None:
     """Keep this rank's pieces of a model, in place, and add the hooks. group: all ranks that share the weights.
+
+    transport: of sums and gathers, see `TreeConfig`; weights themselves are gathered by messages.
 
     Raises: RuntimeError if a parameter has another shape than planned.
     """
     for names in tied_parameters(model):
         whole = model.get_parameter(names[0])
         set_parameter(model, names, layout.piece_of(names[0], whole.data))
-    connect(model, layout, group, timeout_s=timeout_s)
+    connect(model, layout, group, transport=transport, timeout_s=timeout_s)
 
 
 def tied_parameters(model) -> list[list[str]]:
@@ -48,8 +50,8 @@ def set_parameter(model, names: list[str], value: Tensor) -> None:
         setattr(model.get_submodule(owner), last, parameter)
 
 
-def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
-    """Add the hooks to a model whose parameters are this rank's pieces, and `model.own_tokens`.
+def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s: float) -> None:
+    """Add the hooks to a model whose parameters are this rank's pieces, and `model.own_tokens`; see `split_model`.
 
     Raises: RuntimeError if one of them has another shape than planned.
     """
@@ -58,10 +60,12 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
             planned = list(layout.shapes[name])
             raise RuntimeError(f"{name} is {list(parameter.shape)} on rank {layout.rank}, planned {planned}")
 
+    messages = {"transport": transport, "timeout_s": timeout_s}
+
     def add_up(module, args, out: Tensor) -> Tensor:
         if (run := running.get()) is not None:
             return run.sum_up(module, out)
-        return sum_over_ranks(out, group, timeout_s=timeout_s)
+        return sum_over_ranks(out, group, **messages)
 
     for name in layout.summed:
         model.get_submodule(name).register_forward_hook(add_up)
@@ -85,16 +89,16 @@ def connect(model, layout: Layout, group, *, timeout_s: float) -> None:
             module.forward = functools.partial(_projected, module)
     for name, (width, counts) in layout.norms.items():
         norm = model.get_submodule(name)
-        options = {"width": width, "counts": counts, "group": group, "timeout_s": timeout_s}
+        options = {"width": width, "counts": counts, "group": group, "messages": messages}
         norm.forward = functools.partial(_norm, norm, norm.forward, **options)
     for name, rows in layout.tables.items():
         table = model.get_submodule(name)
-        table.forward = _own_rows(table, layout, rows, group, timeout_s)
+        table.forward = _own_rows(table, layout, rows, group, messages)
     head = model.get_output_embeddings()
     gathered = [(model.get_submodule(name), n) for name, n in layout.gathered.items()]
     for module, num_columns in ((head, layout.num_logits), *gathered):
         widths = even_shares(num_columns, layout.world)
-        module.register_forward_hook(functools.partial(_gather, widths=widths, group=group, timeout_s=timeout_s))
+        module.register_forward_hook(functools.partial(_gather, widths=widths, group=group, messages=messages))
     model.own_tokens = OwnTokens(model, layout, group, own_numbers, timeout_s)
 
 
@@ -104,7 +108,7 @@ def _projected(projection, x: Tensor) -> Tensor:
     return rows.view(*x.shape[:-1], -1)
 
 
-def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, group, timeout_s: float) -> Tensor:
+def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, group, messages: dict) -> Tensor:
     """An RMS norm of rows whose `width` numbers are split over the ranks; counts: none of this rank's is another's.
 
     Whole weights give whole rows.
@@ -113,11 +117,11 @@ def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, group, ti
         return of_whole_rows(x)
     numbers = x.float()
     squares = numbers.pow(2).sum(-1, keepdim=True)
-    mean = sum_over_ranks(squares if counts else torch.zeros_like(squares), group, timeout_s=timeout_s) / width
+    mean = sum_over_ranks(squares if counts else torch.zeros_like(squares), group, **messages) / width
     return (norm.weight * (numbers * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
 
 
-def _own_rows(table, layout: Layout, num_rows: int, group, timeout_s: float):
+def _own_rows(table, layout: Layout, num_rows: int, group, messages: dict):
     """The forward of an embedding that has this rank's rows only: others' rows are added up."""
     look_up, table.padding_idx = table.forward, None
     first, stop = layout.share(num_rows)
@@ -127,15 +131,15 @@ def _own_rows(table, layout: Layout, num_rows: int, group, timeout_s: float):
             return run.look_up(look_up, rows, first, stop, num_rows)
         own = (rows >= first) & (rows < stop)
         found = look_up((rows - first).clamp(0, stop - first - 1))
-        return sum_over_ranks(found * own[..., None], group, timeout_s=timeout_s)
+        return sum_over_ranks(found * own[..., None], group, **messages)
 
     return forward
 
 
-def _gather(module, args, out: Tensor, *, widths: tuple[int, ...], group, timeout_s: float) -> Tensor:
+def _gather(module, args, out: Tensor, *, widths: tuple[int, ...], group, messages: dict) -> Tensor:
     """A hook: out [..., own columns] of every rank -> [..., all columns]. Whole weights give them all."""
     if out.shape[-1] == sum(widths):
         return out
     mine = F.pad(out, (0, max(widths) - out.shape[-1])).movedim(-1, 0).contiguous()
-    whole = gather_sequence(mine, group, timeout_s=timeout_s).unflatten(0, (len(widths), max(widths)))
+    whole = gather_sequence(mine, group, **messages).unflatten(0, (len(widths), max(widths)))
     return torch.cat([part[:n].movedim(0, -1) for part, n in zip(whole, widths)], -1)
