@@ -106,8 +106,8 @@ def test_merging_states_beyond_32_bits():
     states = randn(4, rows, e + 1)
     near = triton_merge.merge_packed(states)
     far, found = spread(states, 0), torch.empty_like(near)
-    arguments = (far, found, 4, rows, rows, 0, FAR)
-    triton_merge.merge_states_kernel[(1,)](*arguments, E=e, COLS=8, ROWS=4)
+    strides = dict(inner=rows, outer_stride=0, state_stride=FAR)
+    triton_merge.merge_states_kernel[(rows,)](IN=far, OUT=found, num_states=4, **strides, E=e, COLS=8, STATES=32)
     assert torch.equal(near, found)
 
 

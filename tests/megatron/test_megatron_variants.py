@@ -26,7 +26,7 @@ MTP = options(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 NO_Q_LORA = options(q_lora_rank=None)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("qk_layernorm", with_="cp = 2, 4")
 @pytest.mark.supports("attention_output_gate", with_="cp = 2, 4")
 @pytest.mark.supports("head_dim above 256 (kv_channels)", with_="288; cp = 2, 4")
@@ -35,7 +35,7 @@ def test_what_is_around_attention(cp):
     check(cp, cases + [Case(cp=cp, batch=1, extra=QK_NORM + GATE + WIDE, **schedule) for schedule in schedules(cp)])
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("multi-latent attention (MLA)", with_="cp = 2, 4; with and without q_lora_rank")
 def test_multi_latent_attention(cp):
     kinds = [NO_Q_LORA, QK_NORM, options(rope_type="yarn")]
@@ -44,7 +44,7 @@ def test_multi_latent_attention(cp):
     check(cp, cases + [Case(cp=cp, mla=True, **schedule) for schedule in schedules(cp)])
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="two layers; cp = 2, 4; also with MLA")
 def test_multi_token_prediction(cp):
     cases = [Case(cp=cp, mla=True, extra=MTP)]
@@ -65,7 +65,7 @@ def _rolled(rank, world):
         return torch.equal(ours, shares["rolled"]), int(total) == int(shares["rolled"].sum())
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_megatron_rolls_a_sharded_sequence(cp):
     """Multi-token prediction relies on it: the next token of a chunk's last one lies on another rank."""
     assert run_distributed(_rolled, cp) == [(True, True)] * cp
@@ -113,7 +113,7 @@ def with_tree_attention(case):
     return dataclasses.replace(reference_of(case), tree=True)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports(
     "attention_dropout", with_="a GPTModel's masks on 2 and 4 ranks are those on 1; MLA; recomputation"
 )

@@ -95,14 +95,14 @@ def t5(case):
     return run(case, model, forward, valid)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("non-causal attention, padding masks (BertModel)", with_="cp = 2, 4; rotary positions")
 def test_bert(cp):
     pinned = [schedule for schedule in schedules(cp) if "cp_comm_type" not in schedule]
     check(cp, [Case(cp=cp, num_heads_kv=h, **schedule) for h in (8, 2) for schedule in pinned], run=bert)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("cross attention (T5Model)", with_="another length and padding in the encoder; cp = 2, 4")
 def test_t5(cp):
     check(cp, [Case(cp=cp, num_heads_kv=8, **schedule) for schedule in schedules(cp)], run=t5)

@@ -192,7 +192,7 @@ def test_dispatched_documents(cp):
     check(cp, [case(**kind) for kind in kinds], run=dispatched, reference=alone, run_reference=each_alone)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("packed sequences (thd)", with_="cut as a whole (inter-document masking); cp = 2, 4; MLA")
 def test_inter_document_masking(cp):
     case = functools.partial(Packed, cp=cp, documents=(13, 0, 27, 5, 3), install=True, local_spec=True, **ONE)

@@ -157,3 +157,14 @@ def test_no_worker_survives_a_killed_session(tmp_path):
         session.kill()
         session.wait()
     assert not _wait_gone(pids)
+
+
+@pytest.fixture(scope="module")
+def made_once():
+    return None
+
+
+def test_tests_that_share_a_fixture_are_kept_together(made_once, request):
+    """pytest-xdist puts the group behind the test's name; some releases of pytest don't let it."""
+    in_parallel = getattr(request.config.option, "loadgroup", False)
+    assert request.node.nodeid.endswith("@test_harness") == in_parallel

@@ -121,7 +121,9 @@ def test_a_failing_rank_ends_all_and_shows(rank_script):
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["SIGINT", "SIGTERM"]
+)
 def test_a_signal_leaves_nothing_behind(rank_script, number):
     """Even a rank that ignores SIGTERM goes, and its child in a session of its own."""
     process = _start("launch/deepspeed_local.sh", "-n", 2, rank_script, "sleep")
@@ -328,6 +330,7 @@ def test_quickstart_does_not_believe_a_job_that_wrote_nothing(copy):
     assert "runs/quickstart/train.jsonl was not written" in output
 
 
+@pytest.mark.slow
 def test_quickstart_can_be_interrupted(copy):
     (copy / "launch" / "train_gpt.py").write_text(RANK_SCRIPT.replace("sys.argv[1]", "'sleep'"))
     process = _start("launch/quickstart.sh", "--ranks", 2, cwd=copy)

@@ -208,7 +208,10 @@ def test_resumed_runs_go_on(tmp_path, text):
     assert "has already done 3" in outcomes["done"]
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("--no-bf16", 1e-5), ("--bf16", 1e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "rel"),
+    [pytest.param("--no-bf16", 1e-5, id="fp32", marks=pytest.mark.slow), pytest.param("--bf16", 1e-3, id="bf16")],
+)
 def test_the_distributed_optimizer(tmp_path, text, precision, rel):
     """Saved at tp = 2, cp = 2 with the distributed optimizer: bit for bit there, at cp = 4 within rounding."""
     options = f"--data-path {text} {SHORT} --train-iters 4 --lr-decay-iters 4 --use-distributed-optimizer {precision}"
