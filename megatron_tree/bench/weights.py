@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 from ..plan import Topology, load_topology
 from ..plan.model import ModelSizes
-from ..plan.step import WAYS, plan_step
+from ..plan.step import WAYS, StepCost, plan_step
 from .figures import Curve, Panel, draw
 from .results import write_csv
 
@@ -43,19 +43,8 @@ MODELS = {  # fields of the models' own config.json
 }
 
 
-class Point(NamedTuple):
-    """One way on one number of ranks, batch 1, bf16; of a rank."""
-
-    topology: str
-    model: str
-    ranks: int
-    way: str
-    head_groups: int
-    weight_bytes: float
-    cache_bytes: float
-    sent_bytes: float
-    read_s: float
-    time_s: float
+Point = namedtuple("Point", ("topology", "model", "ranks", *StepCost._fields))
+"""One way on one number of ranks, batch 1, bf16; of a rank."""
 
 
 def points(topology: Topology) -> list[Point]:
