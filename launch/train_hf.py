@@ -33,6 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1234, help="of the order of the text, and of tiny's weights")
     add("--sp-size", type=int, help="ranks that share a sequence (default: all); the others are data parallel")
     add("--ulysses-size", type=int, help="of these, ranks that exchange heads (default: the planner chooses)")
+    add("--loss-tile", type=int, help="tokens whose logits are computed at a time, 0: all (default: 256 MiB of logits)")
+    add("--mlp-tile", type=int, help="tokens that the MLPs compute at a time, and again in the backward (default: all)")
     add("--deepspeed-config", default=str(CONFIG), help="JSON: ZeRO stage, bf16, clipping, accumulation, ...")
     add("--save", help="folder for checkpoints; the newest one in it is continued")
     add("--save-interval", type=int, help="steps between checkpoints (default: one at the end); two are kept")
@@ -92,7 +94,11 @@ def run(args: argparse.Namespace) -> None:
     device = init_distributed()
     model, text = load(args)
     parallel = register_sequence_parallel(
-        model, sp_size=args.sp_size, tree_config=TreeConfig(ulysses_size=args.ulysses_size)
+        model,
+        sp_size=args.sp_size,
+        tree_config=TreeConfig(ulysses_size=args.ulysses_size),
+        loss_tile=args.loss_tile,
+        mlp_tile=args.mlp_tile,
     )
     optimizer = None if "optimizer" in args.deepspeed_config else torch.optim.AdamW(model.parameters(), lr=args.lr)
     engine, *_ = deepspeed.initialize(

@@ -28,6 +28,13 @@ class Options:
     seq_length: int = field(default=512, metadata={"help": "tokens of a sequence"})
     sequences: int = field(default=256, metadata={"help": "number of sequences to read; every 16th is for evaluation"})
     sp_size: int | None = field(default=None, metadata={"help": "ranks that share a sequence (default: all)"})
+    loss_tile: int | None = field(
+        default=None,
+        metadata={"help": "tokens whose logits are computed at a time, 0: all (default: 256 MiB of them)"},
+    )
+    mlp_tile: int | None = field(
+        default=None, metadata={"help": "tokens that the MLPs compute at a time, and again in the backward"}
+    )
 
 
 def sequences_of(options: Options, tokenizer) -> list[dict]:
@@ -73,7 +80,10 @@ def main(argv: list[str]) -> int:
     model = models.load_model(folder, torch.float32).train()
     held_out = data[::16]
     del data[::16]
-    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out, sp_size=options.sp_size)
+    tiles = {"loss_tile": options.loss_tile, "mlp_tile": options.mlp_tile}
+    trainer = Trainer(
+        model=model, args=args, train_dataset=data, eval_dataset=held_out, sp_size=options.sp_size, **tiles
+    )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     found = trainer.evaluate()
     if trainer.is_world_process_zero():

@@ -90,6 +90,7 @@ def _sharded(rank, world, folder, stages, sp_size, as_ulysses, want):
             from accelerate.parallelism_config import ParallelismConfig
 
             options = {"arguments": {"parallelism_config": ParallelismConfig(sp_size=sp_size, sp_backend="deepspeed")}}
+            options |= {"loss_tile": 7, "mlp_tile": 7}
         losses, norms, evaluation, model, trainer = _run(
             Trainer, 2 * sp_size // world, folder / str(zero), deepspeed=config, **options
         )
@@ -109,7 +110,9 @@ def _check(tmp_path, world, stages, sp_size, as_ulysses=False):
     run_distributed(_sharded, world, tmp_path, stages, sp_size, as_ulysses, want, timeout=500, env=ADDRESS, fresh=True)
 
 
-@pytest.mark.supports("`transformers.Trainer`", with_="ZeRO 3; sp = 2; ParallelismConfig; evaluation, accumulation")
+@pytest.mark.supports(
+    "`transformers.Trainer`", with_="ZeRO 3; sp = 2; ParallelismConfig; evaluation, accumulation; tiles"
+)
 @pytest.mark.timeout(600)
 def test_trainer_with_the_import_changed(tmp_path):
     _check(tmp_path, 2, (3,), 2, as_ulysses=True)

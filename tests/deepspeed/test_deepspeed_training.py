@@ -28,6 +28,14 @@ VARIANTS = {
     "packed documents": Case(sp=4, zero=1, batches="packed"),
     "packed documents, window": Case(sp=2, zero=3, batches="packed", family="mistral"),
     "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),
+    "loss and MLPs in tiles, tied weights, accumulation": Case(
+        sp=4, zero=0, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5
+    ),
+    "loss and MLPs in tiles, ZeRO 1": Case(sp=2, zero=1, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5),
+    "loss and MLPs in tiles, ZeRO 2": Case(sp=2, zero=2, family="gemma2", loss_tile=7, mlp_tile=5),
+    "loss and MLPs in tiles, ZeRO 3": Case(
+        sp=2, zero=3, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5, checkpointing=True
+    ),
 }
 IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 4)}
 SAME = 1e-5  # a step moves a parameter by up to 1e-3; processors round differently

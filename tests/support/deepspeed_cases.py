@@ -28,11 +28,14 @@ class Case:
     batches: str = "ignored"
     bf16: bool = False
     ulysses: int = 1
+    loss_tile: int | None = None
+    mlp_tile: int | None = None
 
     @property
     def reference(self):
         """The same without what the result does not depend on."""
-        return replace(self, sp=1, zero=0, checkpointing=False, bf16=False, ulysses=1)
+        rest = {"checkpointing": False, "bf16": False, "ulysses": 1, "loss_tile": None, "mlp_tile": None}
+        return replace(self, sp=1, zero=0, **rest)
 
     @property
     def tokens(self):
@@ -118,7 +121,8 @@ def start(case, model=None):
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     config = TreeConfig(ulysses_size=case.ulysses) if case.ulysses > 1 else None
-    parallel = register_sequence_parallel(model, sp_size=case.sp, tree_config=config)
+    tiles = {"loss_tile": case.loss_tile, "mlp_tile": case.mlp_tile}
+    parallel = register_sequence_parallel(model, sp_size=case.sp, tree_config=config, **tiles)
     small = 50_000  # elements; the default buckets are gigabytes, which poisoned_empty fills
     zero = {"stage": case.zero, "reduce_bucket_size": small, "allgather_bucket_size": small}
     if case.zero == 3:

@@ -32,6 +32,7 @@ class SequenceParallelMixin:
     Args:
         sp_size: neighbouring ranks that share a sequence; default that of args.parallelism_config, or all ranks.
         tree_config: of the attention.
+        loss_tile, mlp_tile: tokens whose logits, or MLPs, are computed at a time; see `train_on_shards`.
         others: the trainer's own. Batches may hold what `SequenceParallel.shard_batch` takes.
     Attributes: sequence_parallel: the `SequenceParallel`.
     Raises: ValueError before anything is sent, as `register_sequence_parallel`, and for what needs whole logits:
@@ -39,7 +40,15 @@ class SequenceParallelMixin:
     """
 
     def __init__(
-        self, model=None, args=None, *more, sp_size: int | None = None, tree_config: TreeConfig | None = None, **options
+        self,
+        model=None,
+        args=None,
+        *more,
+        sp_size: int | None = None,
+        tree_config: TreeConfig | None = None,
+        loss_tile: int | None = None,
+        mlp_tile: int | None = None,
+        **options,
     ):
         if model is None or args is None:
             raise ValueError("model and args are needed: model_init and default arguments don't work on shards")
@@ -53,7 +62,9 @@ class SequenceParallelMixin:
         if sp_size is None and parallelism is not None:
             sp_size = parallelism.sp_size
         _ = args.device  # starts the process group
-        self.sequence_parallel = register_sequence_parallel(model, sp_size=sp_size, tree_config=tree_config)
+        self.sequence_parallel = register_sequence_parallel(
+            model, sp_size=sp_size, tree_config=tree_config, loss_tile=loss_tile, mlp_tile=mlp_tile
+        )
         self._seed = (0, 0)  # the step, and batches in it
         super().__init__(model, args, *more, **options)
         self.can_return_loss = True

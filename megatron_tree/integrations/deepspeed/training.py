@@ -22,7 +22,7 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
-from deepspeed.utils import groups
+from deepspeed.utils import groups, set_z3_leaf_module
 from torch import Tensor
 
 from ...comm import collective_call, group_rank, group_size
@@ -35,7 +35,12 @@ from .loader import ShardedLoader
 
 
 def register_sequence_parallel(
-    model, *, sp_size: int | None = None, tree_config: TreeConfig | None = None
+    model,
+    *,
+    sp_size: int | None = None,
+    tree_config: TreeConfig | None = None,
+    loss_tile: int | None = None,
+    mlp_tile: int | None = None,
 ) -> SequenceParallel:
     """Make a Transformers model train on sharded sequences. Collective over all ranks.
 
@@ -44,6 +49,7 @@ def register_sequence_parallel(
         sp_size: number of neighbouring ranks that share a sequence; default: all ranks. ranks / sp_size is the
             data-parallel size.
         tree_config: of the attention; `TreeConfig(ulysses_size=2)` exchanges heads over pairs of ranks.
+        loss_tile, mlp_tile: tokens whose logits, or MLPs, are computed at a time; see `train_on_shards`.
     Returns: the mpu for `deepspeed.initialize(mpu=...)`, with `shard_batch`.
     Raises: ValueError before any group is created: no process group yet, a size that doesn't divide the ranks, a model
         that can't be trained on shards.
@@ -55,7 +61,8 @@ def register_sequence_parallel(
     if not isinstance(sp_size, int) or isinstance(sp_size, bool) or sp_size < 1 or world % sp_size:
         raise ValueError(f"sp_size={sp_size!r} must be a positive integer that divides the {world} ranks")
     tree_config = tree_config or default_config()
-    train_on_shards(model)
+    for mlp in train_on_shards(model, loss_tile=loss_tile, mlp_tile=mlp_tile):
+        set_z3_leaf_module(mlp, True)  # ZeRO 3 gathers its weights once for all tiles, whose number ranks may differ in
     init_comm(tree_config.timeout_s)
     return SequenceParallel(sp_size, tree_config)
 

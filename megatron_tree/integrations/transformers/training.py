@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from transformers import PreTrainedModel
 
@@ -32,8 +33,8 @@ from ...layout import Dispatched
 from .architectures import check_layers
 from .cache import TreeCache
 from .rope import follow_whole_rows, row_lengths
+from .tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
 
-IGNORED = -100  # Transformers' label of a token that has no loss
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
@@ -218,7 +219,8 @@ def loss_over_all_ranks(
 ) -> Tensor:
     """The cross entropy's mean over the tokens of all ranks that have a label. Collective over shard.loss_group.
 
-    logits [b, s / p, vocab]; labels int64 [b, s / p], shifted as `shard_batch` does it. fp32, the same on every rank.
+    logits [b, s / p, vocab], or `tiles.DeferredLogits`; labels int64 [b, s / p], shifted as `shard_batch` does it.
+    Returns fp32, the same on every rank.
     num_items_in_batch: what to divide by instead, if one step has several batches: tokens of all of them with a label.
     plain_loss: the model's own loss, for evaluation of batches that are not from `shard_batch`.
     """
@@ -228,19 +230,31 @@ def loss_over_all_ranks(
         options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
         return plain_loss(logits, labels, **options, **kwargs)
     sequence_shard.used_by["loss"] = None
-    logits, labels = logits.float().flatten(0, -2), labels.flatten()
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    labels = labels.flatten()
+    if isinstance(logits, DeferredLogits):
+        total = logits.losses(labels).sum()
+    else:
+        total = F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="sum")
     limit = (sequence_shard.config or default_config()).timeout_s
     count = (labels != IGNORED).sum()
     return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)
 
 
-def train_on_shards(model: PreTrainedModel) -> None:
+def train_on_shards(
+    model: PreTrainedModel, *, loss_tile: int | None = None, mlp_tile: int | None = None
+) -> list[nn.Module]:
     """Make a decoder-only causal language model train on batches from `shard_batch`. No communication.
 
     Sets the attention implementation "tree" and the loss `loss_over_all_ranks`. The model is then trained on no other
     batches; in evaluation (`model.eval()`) it also takes plain ones, which this rank runs alone, and a `TreeCache`.
-    Raises: ValueError for a model whose layers, attention or loss don't work on shards.
+    A second call for the same model changes nothing.
+
+    Args:
+        loss_tile: tokens whose logits are computed at a time; 0: all. Default: as many as give 256 MiB, if a shard has
+            more. The model's output has no logits then.
+        mlp_tile: tokens that the MLPs compute at a time, and once more in the backward. Default: all.
+    Returns: the MLPs that are tiled.
+    Raises: ValueError for a model whose layers, attention or loss don't work on shards, and tiles that it can't have.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel)")
@@ -256,13 +270,16 @@ def train_on_shards(model: PreTrainedModel) -> None:
     model.set_attn_implementation("tree")
     if text._attn_implementation != "tree":
         raise ValueError(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
-    if not getattr(model, "trains_on_shards", False):
-        model.loss_function = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
-        model.trains_on_shards = dict(enumerate(windows))
-        follow_whole_rows(model)
-        model.register_forward_pre_hook(_check_call, with_kwargs=True)
-        model.register_forward_hook(_check_use, with_kwargs=True)
-        model.register_forward_hook(_end_rows, always_call=True)
+    if getattr(model, "trains_on_shards", False):
+        return []
+    tiled, mlps = tile_loss(model, loss_tile), tile_mlps(model, mlp_tile)
+    model.loss_function = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
+    model.trains_on_shards, model.tiled_loss = dict(enumerate(windows)), tiled
+    follow_whole_rows(model)
+    model.register_forward_pre_hook(_check_call, with_kwargs=True)
+    model.register_forward_hook(_check_use, with_kwargs=True)
+    model.register_forward_hook(_end_call, always_call=True)
+    return mlps
 
 
 def _check_call(model, args, kwargs) -> None:
@@ -274,10 +291,17 @@ def _check_call(model, args, kwargs) -> None:
         )
     if kwargs.get("sequence_shard") is not None:
         row_lengths.set(kwargs["sequence_shard"].row_lengths)
+        if model.tiled_loss is not None and kwargs.get("labels") is not None:
+            model.tiled_loss.begin(kwargs["labels"].numel())
 
 
-def _end_rows(model, args, output) -> None:
+def _end_call(model, args, output):
     row_lengths.set(None)
+    if model.tiled_loss is not None:
+        model.tiled_loss.end()
+    if isinstance(output, ModelOutput) and isinstance(output.get("logits"), DeferredLogits):
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    return None
 
 
 def _check_use(model, args, kwargs, output) -> None:

@@ -1,0 +1,224 @@
+"""Parts of a model that work token by token, for a few tokens at a time: less memory in training on long shards.
+
+    tile_loss(model, 512)       # no logits [tokens, vocabulary]
+    tile_mlps(model, 2048)      # no activations [tokens, intermediate size]
+
+A tile is computed without a graph, and once more in the backward (`rows_in_tiles`). The weights are arguments of the
+one autograd function, so each gets its gradient once and whole, with the factors of the backward in it: gradient
+accumulation, loss scales and tied weights need nothing. Long sequences in DeepSpeed (ALST, arXiv 2506.13996) are tiled
+likewise; docs/deepspeed.md says why its functions are not used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .pieces import MLPS, PROJECTIONS
+
+IGNORED = -100  # Transformers' label of a token that has no loss
+ELEMENTS = 2**26  # of the fp32 logits of a tile (256 MiB), if the number of tokens is not given
+
+
+def rows_in_tiles(function: Callable, rows: tuple[Tensor, ...], parameters: list[Tensor], tile: int) -> Tensor:
+    """function(*rows) -> [n, ...] with `tile` rows at a time; each row of the result is of the rows with its number.
+
+    rows: [n, ...] each; only the first one, and the parameters that the function uses, get gradients, the latter summed
+    in fp32 at least. The function is called again in the backward, so it must not draw random numbers.
+    """
+    return _InTiles.apply(function, tile, len(rows), *rows, *(p for p in parameters if p.requires_grad))
+
+
+class _InTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, tile: int, num_rows: int, *tensors: Tensor) -> Tensor:
+        rows, ctx.parameters = tensors[:num_rows], tensors[num_rows:]  # ZeRO 3 takes these away, and brings them back
+        ctx.save_for_backward(*rows)
+        ctx.function, ctx.tile, device = function, tile, rows[0].device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        found = None
+        for start in range(0, len(rows[0]), tile):
+            part = function(*(x[start : start + tile] for x in rows))
+            if found is None:
+                found = part.new_empty(len(rows[0]), *part.shape[1:])
+            found[start : start + tile] = part
+        return found
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, *others = ctx.saved_tensors
+        device, dtype, enabled = ctx.autocast
+        dx = torch.empty_like(x)
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
+        for start in range(0, len(x), ctx.tile):
+            rows = slice(start, start + ctx.tile)
+            own = x[rows].detach().requires_grad_()
+            with torch.enable_grad(), torch.autocast(device, dtype, enabled):
+                part = ctx.function(own, *(other[rows] for other in others))
+            dx[rows], *found = torch.autograd.grad(part, (own, *ctx.parameters), grad[rows])
+            for total, more in zip(sums, found, strict=True):
+                total.add_(more)
+        return None, None, None, dx, *[None] * len(others), *(s.to(p.dtype) for s, p in zip(sums, ctx.parameters))
+
+
+class DeferredLogits:
+    """What a model's head gives instead of logits: the hidden states [b, s, d], and what is done with logits later.
+
+    Scaling and softcaps, elementwise and by numbers, are noted and done tile by tile. For anything else the logits are
+    computed whole or, if the user has asked for tiles, refused.
+    """
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, tile: int, asked: bool, steps: tuple = ()):
+        self.head, self.hidden, self.tile, self.asked, self.steps = head, hidden, tile, asked, steps
+        self.device = hidden.device
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """fp32 [n]: the cross entropy of every token; labels int64 [n]. Collective with ZeRO 3."""
+        return self.head(self.hidden.flatten(0, -2), deferred=self, labels=labels)
+
+    def float(self) -> DeferredLogits:
+        return self._then(torch.Tensor.float)
+
+    def _then(self, step: Callable) -> DeferredLogits:
+        return DeferredLogits(self.head, self.hidden, self.tile, self.asked, (*self.steps, step))
+
+    def _whole(self, use: str) -> Tensor:
+        if self.asked:
+            raise ValueError(
+                f"loss_tile={self.tile}: the model uses its logits in {use}, which needs them whole; leave "
+                "loss_tile out"
+            )
+        return self.apply_steps(self.head(self.hidden))
+
+    def apply_steps(self, logits: Tensor) -> Tensor:
+        """The logits [..., vocab] after what the model does with them."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole(name), name)
+
+    def __getitem__(self, rows) -> Tensor:
+        return self._whole("an index")[rows]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        first, kwargs = args[0], kwargs or {}
+        if function is torch.tanh and isinstance(first, cls):
+            return first._then(torch.tanh)
+        whole = [x._whole(function.__name__) if isinstance(x, cls) else x for x in args]
+        return function(*whole, **kwargs)
+
+
+def _operator(name: str) -> Callable:
+    def deferred(self, number):
+        if isinstance(number, (int, float)):
+            return self._then(lambda logits: getattr(logits, name)(number))
+        return getattr(self._whole(name), name)(number)
+
+    return deferred
+
+
+for _name in ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"):
+    setattr(DeferredLogits, _name, _operator(_name))
+
+
+def _head_forward(head: nn.Linear, plain: Callable, hidden: Tensor, deferred=None, labels=None) -> Tensor:
+    """The forward of a head: logits [..., vocab], or losses [n] of hidden [n, d] and labels [n]."""
+    if deferred is None:
+        return plain(hidden)
+
+    def losses(rows: Tensor, labels: Tensor) -> Tensor:
+        logits = deferred.apply_steps(plain(rows))
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+
+    return rows_in_tiles(losses, (hidden, labels), list(head.parameters()), deferred.tile)
+
+
+class TiledLoss:
+    """While a model runs forward in `with`, its head defers its logits."""
+
+    def __init__(self, model, name: str, head: nn.Linear, tile: int | None):
+        self.model, self.name, self.head = model, name, head
+        self.asked, self.tile = tile is not None, tile or max(1, ELEMENTS // head.out_features)
+        # bound before DeepSpeed adds hooks, which stay around the module's call
+        head.forward = functools.partial(_head_forward, head, head.forward)
+
+    def begin(self, num_tokens: int) -> None:
+        """Of a forward that ends in a loss."""
+        if num_tokens > self.tile:
+            # found before the module of this name, whose call would gather its weights with ZeRO 3
+            vars(self.model)[self.name] = lambda hidden: DeferredLogits(self.head, hidden, self.tile, self.asked)
+
+    def end(self) -> None:
+        """Also after an error."""
+        vars(self.model).pop(self.name, None)
+
+
+def tile_loss(model, tile: int | None) -> TiledLoss | None:
+    """Prepare a causal language model for a loss without whole logits.
+
+    tile: tokens at a time; 0: never; None: as many as give 256 MiB of logits, for shards that have more tokens, and
+    only where the head is an ``nn.Linear`` of the model.
+    Raises: ValueError for a tile that is not such a number, and if one is given and the head is another one.
+    """
+    _check("loss_tile", tile)
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_children() if module is head), None)
+    if tile == 0:
+        return None
+    if name is None or type(head) is not nn.Linear:
+        if tile is not None:
+            raise ValueError(
+                f"loss_tile={tile}: the head of {type(model).__name__} is no nn.Linear of the model itself, its logits "
+                "are computed whole; leave loss_tile out"
+            )
+        return None
+    return TiledLoss(model, name, head, tile)
+
+
+def tile_mlps(model, tile: int | None) -> list[nn.Module]:
+    """Make the MLPs of a model compute `tile` tokens at a time. Returns them; none if tile is None or 0.
+
+    Raises: ValueError for a tile that is not such a number, and for models with other MLPs than dense ones.
+    """
+    _check("mlp_tile", tile)
+    if not tile:
+        return []
+    found = [module for module in model.modules() if _is_dense_mlp(module)]
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(found) != layers:
+        raise ValueError(
+            f"mlp_tile={tile}: {type(model).__name__} has {len(found)} MLPs of linear layers without dropout in "
+            f"{layers} layers; with experts, dropout or other layers leave mlp_tile out"
+        )
+    for mlp in found:
+        mlp.forward = functools.partial(_mlp_forward, mlp, mlp.forward, tile)
+    return found
+
+
+def _mlp_forward(mlp: nn.Module, plain: Callable, tile: int, x: Tensor) -> Tensor:
+    if x.shape[:-1].numel() <= tile:
+        return plain(x)
+    return rows_in_tiles(plain, (x.flatten(0, -2),), list(mlp.parameters()), tile).view(x.shape)
+
+
+def _is_dense_mlp(module: nn.Module) -> bool:
+    layers = [m for m in module.modules() if m._parameters]
+    dropped = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+    names = (all(isinstance(getattr(module, name, None), PROJECTIONS) for name in pair) for pair in MLPS)
+    fused = isinstance(getattr(module, "gate_up_proj", None), nn.Linear)
+    down = isinstance(getattr(module, "down_proj", None), nn.Linear)
+    return (any(names) or (fused and down)) and all(isinstance(m, PROJECTIONS) for m in layers) and not dropped
+
+
+def _check(name: str, tile) -> None:
+    if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 0):
+        raise ValueError(f"{name}={tile!r} must be a number of tokens, or 0 for everything at once")

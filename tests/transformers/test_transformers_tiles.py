@@ -1,0 +1,136 @@
+"""Loss and MLPs in tiles: the same losses and gradients, without the large tensors."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers  # noqa: F401
+import transformers
+from megatron_tree.integrations.transformers import tiles, training
+from support.hf_models import prompt, tiny_model
+
+TILES = {"loss_tile": 7, "mlp_tile": 5}
+WHOLE = {"loss_tile": 0, "mlp_tile": 0}
+
+
+class _Largest(TorchDispatchMode):
+    """The largest number of elements of a tensor that an operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+def _gradients(model, options, *, dtype=torch.float32, tokens=30, checkpointing=False):
+    """(loss, name -> gradient, output) of a batch of two rows, whose first labels are left out."""
+    model = model.to(dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    training.train_on_shards(model, **options)
+    ids = prompt(2, tokens)
+    labels = ids.clone()
+    labels[0, :9] = -100
+    output = model(**training.shard_batch({"input_ids": ids, "labels": labels}, cp_group=None))
+    (3 * output.loss).backward()  # as loss scales and accumulation do
+    return output.loss.item(), {name: p.grad for name, p in model.named_parameters()}, output
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "smollm2", "phi3"])  # gemma2: a softcap; smollm2: tied weights
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_those_without_tiles(family, checkpointing):
+    loss, gradients, output = _gradients(tiny_model(family), TILES, checkpointing=checkpointing)
+    want_loss, want, whole = _gradients(tiny_model(family), WHOLE)
+    assert output.logits is None and whole.logits is not None
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-6 * float(want[name].abs().max()))
+
+
+def test_bf16_gradients_are_summed_in_fp32():
+    _, exact, _ = _gradients(tiny_model("llama"), WHOLE, tokens=200)
+
+    def error(options):
+        model = tiny_model("llama")
+        _, found, _ = _gradients(model, options, dtype=torch.bfloat16, tokens=200)
+        return {name: float((found[name].float() - exact[name]).norm()) for name in exact}
+
+    whole, tiled = error(WHOLE), error({"loss_tile": 3, "mlp_tile": 3})
+    assert all(tiled[name] < 1.5 * whole[name] for name in whole)
+
+
+def test_nothing_has_all_tokens_and_the_vocabulary():
+    model = tiny_model("llama", positions=4096)
+    wide = transformers.LlamaConfig(**model.config.to_diff_dict() | {"vocab_size": 1000, "intermediate_size": 500})
+    tokens = 2 * 512
+    largest = {}
+    for name, options in (("tiled", {"loss_tile": 64, "mlp_tile": 64}), ("whole", WHOLE)):
+        torch.manual_seed(1)
+        with _Largest() as seen:
+            _gradients(transformers.AutoModelForCausalLM.from_config(wide), options, tokens=tokens // 2)
+        largest[name] = seen.elements
+    assert largest["whole"] == tokens * wide.vocab_size
+    # what is left: the scores of the dense attention of the kernels' blocks, weights, hidden states
+    assert largest["tiled"] < tokens * wide.intermediate_size / 4
+
+
+def test_the_loss_of_long_shards_is_tiled_unless_it_is_forbidden(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(tiles, "ELEMENTS", 20 * model.config.vocab_size)
+    for tokens, options, deferred in ((10, {}, False), (11, {}, True), (11, {"loss_tile": 0}, False)):
+        _, _, output = _gradients(tiny_model("llama"), options, tokens=tokens)
+        assert (output.logits is None) == deferred
+
+
+class _Biased(transformers.LlamaForCausalLM):
+    """A model that adds a bias for each word to its logits, between head and loss."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        head, kwargs["logits_to_keep"] = self.lm_head, 0
+        hidden = self.model(*args, **{k: v for k, v in kwargs.items() if k != "logits_to_keep"}).last_hidden_state
+        logits = head(hidden) + torch.linspace(0, 1, self.config.vocab_size)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss)
+
+
+def test_other_uses_of_the_logits(monkeypatch):
+    """By themselves, long shards of such a model have whole logits; tiles that were asked for are refused."""
+    config = tiny_model("llama").config
+    losses = []
+    for elements in (2**26, 4):
+        torch.manual_seed(1)
+        monkeypatch.setattr(tiles, "ELEMENTS", elements)
+        losses.append(_gradients(_Biased(config), {})[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(ValueError, match="loss_tile=7: the model uses its logits in __add__"):
+        _gradients(_Biased(config), {"loss_tile": 7})
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"loss_tile": -1}, "loss_tile=-1 must be a number of tokens"),
+        ("llama", {"mlp_tile": True}, "mlp_tile=True must be a number of tokens"),
+        ("gpt_oss", {"mlp_tile": 8}, "mlp_tile=8: GptOssForCausalLM has 0 MLPs of linear layers without dropout"),
+        ("gpt2", {"mlp_tile": 8}, "mlp_tile=8: GPT2LMHeadModel has 0 MLPs"),  # with dropout
+    ],
+)
+def test_what_is_refused(family, options, message):
+    with pytest.raises(ValueError, match=message):
+        training.train_on_shards(tiny_model(family), **options)
+
+
+def test_a_head_of_another_kind():
+    model = tiny_model("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="the head of LlamaForCausalLM is no nn.Linear of the model itself"):
+        training.train_on_shards(model, loss_tile=8)
+    training.train_on_shards(model)  # its logits are whole, as ever
