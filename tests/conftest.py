@@ -4,6 +4,7 @@ import importlib
 import pytest
 import torch
 
+import support_matrix
 from support import turns
 from support.ranks import close_pools, poisoned_empty, seed_everything
 
@@ -39,6 +40,7 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
+    config.stash[support_matrix.COLLECTED] = items.copy()  # -m and -k take theirs out later
     arch = config.getoption("--ptx")
     reasons = {
         "gpu": None if torch.cuda.is_available() else "needs a GPU",

@@ -27,6 +27,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 MEGATRON, HUGGING_FACE = (TESTS.parent / "docs" / name for name in ("megatron.md", "huggingface.md"))
 HUGGING_FACE_FOLDERS = {"transformers", "deepspeed"}
+COLLECTED = pytest.StashKey()  # of a session: all its tests, those that -m and -k leave out, too
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 
@@ -36,7 +37,7 @@ def refused(feature, *values, when):
 
 
 class Marks:
-    """A pytest plugin that keeps what the marks of the collected tests say: {feature: {condition: [test]}}."""
+    """A pytest plugin that keeps what the marks of collected tests say: {feature: {condition: {test: is it slow}}}."""
 
     def __init__(self):
         self.supported, self.refused, self.skipped = {}, {}, []
@@ -65,12 +66,9 @@ class Marks:
                 f"{item.nodeid} is marked {never[0]}: it shows nothing, take the mark {mark.name} away"
             )
         test = f"`{item.path.name}::{item.originalname}`"
-        if item.get_closest_marker("slow"):
-            test += " (slow)"
         feature, condition = values
-        tests = table.setdefault(feature, {}).setdefault(condition, [])
-        if test not in tests:
-            tests.append(test)
+        tests = table.setdefault(feature, {}).setdefault(condition, {})
+        tests[test] = tests.get(test, True) and item.get_closest_marker("slow") is not None  # all of its cases
 
 
 def marked_files():
@@ -93,7 +91,9 @@ def tables(marks):
 def _rows(table):
     for feature in sorted(table, key=str.lower):
         conditions = table[feature]
-        tests = (", ".join(tests) for tests in conditions.values())  # line by line beside the conditions
+        tests = (  # line by line beside the conditions
+            ", ".join(test + " (slow)" * slow for test, slow in tests.items()) for tests in conditions.values()
+        )
         yield f"| {feature} | {'<br>'.join(conditions)} | {'<br>'.join(tests)} |"
 
 

@@ -26,12 +26,16 @@ REPO = Path(__file__).resolve().parents[2]
 TIMES = 50
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("world", "deterministic"),
-    [(3, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow)],
+    ("world", "deterministic", "dtype"),
+    [
+        (3, True, torch.bfloat16),
+        pytest.param(3, True, torch.float32, marks=pytest.mark.slow),
+        pytest.param(2, False, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(4, False, torch.float32, marks=pytest.mark.slow),
+    ],
 )
-def test_the_same_bits_fifty_times(world, dtype, deterministic):
+def test_the_same_bits_fifty_times(world, deterministic, dtype):
     for found in run_distributed(bits, world, dtype, TIMES, deterministic, timeout=600):
         assert {what for _, what in found} == {"training", "decode", "prefill"}
         assert all(len(runs) == TIMES for runs in found.values())

@@ -10,7 +10,7 @@ from megatron_tree import energy, merge
 from support.states import merged
 
 NEG_INF = float("-inf")
-many = settings(max_examples=500, deadline=None)
+many = settings(max_examples=200, deadline=None)
 
 
 @st.composite

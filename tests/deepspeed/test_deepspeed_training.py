@@ -37,6 +37,8 @@ VARIANTS = {
         sp=2, zero=3, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5, checkpointing=True
     ),
 }
+FEW = ((1, 2), (2, 0), (2, 3), (4, 1))  # sp, ZeRO; the slow test has all of them
+FAST = VARIANTS | {name: case for name, case in MATRIX.items() if (case.sp, case.zero) in FEW}
 IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 4)}
 SAME = 1e-5  # a step moves a parameter by up to 1e-3; processors round differently
 SLOW_FAMILIES = ("llama", "qwen2", "mistral", "gpt_oss")  # qwen2: a window in some layers, biases
@@ -191,12 +193,12 @@ def results(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     extensions = tmp_path_factory.mktemp("extensions")
     env = {"TORCH_EXTENSIONS_DIR": str(extensions)}
-    found = run_distributed(_run_all, 4, MATRIX | VARIANTS, IN_BF16, folder, env=env, fresh=True, timeout=280)
+    found = run_distributed(_run_all, 4, FAST, IN_BF16, folder, env=env, fresh=True, timeout=280)
     assert list(extensions.iterdir()) == [], "DeepSpeed compiled an op"
     return found
 
 
-@pytest.mark.parametrize("name", MATRIX | VARIANTS)
+@pytest.mark.parametrize("name", FAST)
 def test_parameters_equal_those_of_one_rank(results, name):
     for loss, apart in (found[name] for found in results):
         assert loss < SAME

@@ -47,7 +47,7 @@ def lay_out(raw):
     return join(found), row + 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(segment_lists, segment_lists, st.sampled_from(list(SPECS.values())))
 def test_blocks_cover_every_visible_pair_once(raw_q, raw_k, options):
     spec = AttnSpec(softmax_scale=1.0, **options)

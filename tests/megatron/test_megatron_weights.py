@@ -109,7 +109,8 @@ def _compare(rank, world, cases):
     ("world", "cases"),
     [
         (2, [case(2, 1)]),
-        (4, [case(4, 2), case(4, 1, *MIXED), Case(tp=4, mla=True, tree=True)]),
+        (4, [case(4, 1, *MIXED)]),
+        pytest.param(4, [case(4, 2), Case(tp=4, mla=True, tree=True)], marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_holds_its_part_of_weights_and_cache(world, cases):

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from support.ranks import WORKER_ENV
-
 pytest.importorskip("megatron.core")
+
+from support.megatron_release import compare
+from support.ranks import WORKER_ENV, run_distributed
+
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="patches are applied with git")
 
 REPO = Path(__file__).resolve().parents[2]
@@ -42,8 +44,8 @@ def changed(before, folder):
 
 
 def run_ranks(way, folder, store):
-    """What both ranks of megatron_release.py print, with the megatron-core of `folder`, None for the installed one."""
-    paths = [*([str(folder)] if folder else []), str(REPO), str(REPO / "tests")]
+    """What both ranks of megatron_release.py print, with the megatron-core of `folder`."""
+    paths = [str(folder), str(REPO), str(REPO / "tests")]
     env = {**os.environ, **WORKER_ENV, "PYTHONPATH": os.pathsep.join(paths)}
     program = [sys.executable, "-W", "ignore", str(REPO / "tests" / "support" / "megatron_release.py"), way]
     ranks = [
@@ -128,9 +130,9 @@ def test_patched_megatron_needs_no_install(installed_copy, tmp_path):
     assert apply(installed_copy, "--check").returncode == 1
 
 
-def test_spec_from_the_command_line(tmp_path):
+def test_spec_from_the_command_line():
     """`--spec megatron_tree.integrations.megatron get_gpt_layer_tree_spec`, as pretrain_gpt.py reads it."""
-    assert run_ranks("spec", None, tmp_path / "store") == [["gqa", "mla"]] * WORLD
+    assert run_distributed(compare, WORLD, "spec", fresh=True) == [["gqa", "mla"]] * WORLD
 
 
 def test_inside_another_repository(installed_copy, tmp_path):

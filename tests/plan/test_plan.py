@@ -179,7 +179,7 @@ def test_head_groups_overlap_communication_and_bound_memory():
     own=st.floats(0, 10),
     compute=st.floats(0, 10),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_pipeline_bounds(groups, gather, reduce, own, compute):
     """Never faster than compute or the network alone, never slower than one after the other."""
     stages = [[], [{"network": x} for x in gather], [{"network": x} for x in reduce], []]

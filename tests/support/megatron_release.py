@@ -120,17 +120,18 @@ def wanted_keys():
     return ("cu_seqlens",) if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else ()
 
 
-def main(way, rank, world, store):
+def compare(rank, world, way):
+    """A small model on `world` ranks against one, tree attention by `way`. Returns the kinds of attention."""
+    kinds = ["gqa", "mla"]
     if way == "patch":
         assert compat.is_patched()
         assert not compat.misreads_cp_comm_type_list()
     else:
         assert not compat.is_patched()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     with tree.megatron_on_cpu():
         if way == "install":
             tree.install()
-        for kind in ("gqa", "mla"):
+        for kind in kinds:
             loss, gradients, logits = losses_and_gradients(way, kind, world)
             expected_loss, expected, expected_logits = losses_and_gradients(way, kind, 1)
             torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
@@ -138,7 +139,13 @@ def main(way, rank, world, store):
             assert gradients.keys() == expected.keys()
             for name, gradient in gradients.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
-            print(f"equal {kind}", flush=True)
+    return kinds
+
+
+def main(way, rank, world, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for kind in compare(rank, world, way):
+        print(f"equal {kind}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

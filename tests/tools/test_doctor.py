@@ -326,7 +326,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("files", [{}, NVIDIAS], ids=["nothing", "apex"])
+@pytest.mark.parametrize("files", [pytest.param({}, marks=pytest.mark.slow), NVIDIAS], ids=["nothing", "apex"])
 def test_megatron_chooses_the_same(machine_with, tmp_path, files):
     """The stand-in for Apex has no kernels, but Megatron chooses by what can be imported."""
     pytest.importorskip("megatron.core")

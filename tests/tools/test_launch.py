@@ -141,6 +141,7 @@ def test_a_signal_leaves_nothing_behind(rank_script, number):
     assert not _left(pids)
 
 
+@pytest.mark.slow
 def test_hostfile_with_a_command_on_every_node(rank_script):
     """--node-rank: two "nodes" of two ranks form one world of four."""
     hostfile = rank_script.with_name("hosts")

@@ -238,6 +238,7 @@ def test_the_store_and_gloo_listen_on_loopback_only(master):
     assert len(first) == 2 and len(second) == 1, "the store and gloo's, and gloo's"
 
 
+@pytest.mark.slow
 def test_torch_alone_lets_its_store_listen_on_all_interfaces():
     """The control: what `start_default_group` is there for."""
     port, (first, _) = _listening_ranks("torch", "127.0.0.1")
