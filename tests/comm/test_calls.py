@@ -278,7 +278,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 def _stuck_in_the_middle(rank, world):
     """A rank that agrees and then stops: the others' collective ends with an error at its limit."""
-    config = TreeConfig(timeout_s=1.5, grid=(world, 1))
+    config = TreeConfig(timeout_s=4.0, grid=(world, 1))
     tree_attn_func(**good(), cp_group=dist.group.WORLD, config=config)
     if rank == 1:
         return None
@@ -291,7 +291,7 @@ def _stuck_in_the_middle(rank, world):
 def test_a_stuck_rank_becomes_an_error_within_the_limit():
     found = run_distributed(_stuck_in_the_middle, 2)
     message, seconds = found[0]
-    assert "all_gather among ranks [0, 1] failed on rank 0" in message and seconds < 4
+    assert "all_gather among ranks [0, 1] failed on rank 0" in message and seconds < 8
 
 
 def _destroyed_after_errors(rank, world, agrees_first):

@@ -18,7 +18,7 @@ from support.megatron_models import Case, build_model, check, megatron, referenc
 
 @pytest.mark.supports("MHA, GQA, MQA (num_query_groups)", with_="every schedule; cp = 2, 4")
 @pytest.mark.supports("cp_comm_type tree, p2p, all_gather", with_="cp = 2, 4")
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_schedule_equals_one_rank(cp):
     heads = [8, 2, 1]  # MHA, GQA, MQA
     check(cp, [Case(cp=cp, num_heads_kv=h, batch=b, **s) for h in heads for b in (1, 3) for s in schedules(cp)])

@@ -33,7 +33,7 @@ def case(**options):
 
 
 @pytest.mark.supports(SERVED, with_="cp = 1, 2, 4; ragged rows, prompts in chunks, speculation, forks")
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_served_model_equals_full_forwards(world):
     check(world, [case(cp=world), case(cp=world, window_size=(5, 0), window_attn_skip_freq=2)])
 

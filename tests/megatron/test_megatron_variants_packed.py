@@ -183,7 +183,7 @@ def test_packed_documents(cp):
 RECOMPUTED = options(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("packed sequences (thd)", with_="dispatched: no padding; cp = 1, 2, 4; MLA, windows, sinks, yarn")
 def test_dispatched_documents(cp):
     case = functools.partial(Packed, cp=cp, tree=True, documents=(13, 0, 27, 5, 3), padded_for=3, **ONE)
@@ -231,7 +231,7 @@ def test_packed_documents_and_ulysses():
     check_packed(4, two_parts)
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="packed sequences without padding")
 def test_packed_documents_and_multi_token_prediction(cp):
     """Without padding: Megatron rolls labels at the ends of documents, not of their padding."""

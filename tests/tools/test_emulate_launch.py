@@ -56,8 +56,11 @@ def _marked(mark):
     return found
 
 
+SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("succeed", "time out", "SIGINT")]
+
+
 @emulated
-@pytest.mark.parametrize("how", ["succeed", "fail", "time out", "SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("how", ["fail", "SIGTERM", "SIGKILL", *SLOW_WAYS])
 def test_nothing_stays_behind(how, tmp_path):
     """Namespaces live as long as a process that was started here: no process, no namespace."""
     (tmp_path / "parent.py").write_text(PARENT)
