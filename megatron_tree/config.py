@@ -241,6 +241,8 @@ class AttnSpec:
     """(left, right): query i sees keys i-left .. i+right; -1 = unbounded. Causal implies right = 0."""
     softcap: float = 0.0
     """Logits become softcap * tanh(logits / softcap); 0 disables it."""
+    alibi_slopes: tuple[tuple[float, ...], ...] | None = None
+    """[1 or batch][num_heads]: afterwards, slope * |query position - key position| is taken off a logit (ALiBi)."""
     dropout: Dropout | None = None
     deterministic: bool = False
     """As `TreeConfig.deterministic`."""
@@ -251,11 +253,27 @@ class AttnSpec:
     def sees(self) -> Visibility:
         return Visibility(self.left, self.right, self.ranges)
 
-    def heads_from(self, first: int) -> AttnSpec:
-        """The same call for tensors whose head 0 is this call's query head `first`."""
-        if self.dropout is None or first == 0:
+    def heads_from(self, first: int, count: int) -> AttnSpec:
+        """The same call for tensors with `count` query heads, of which head 0 is this call's `first`; what lies beyond
+        its heads is padding."""
+        spec = self
+        if self.dropout is not None and first:
+            spec = replace(spec, dropout=self.dropout._replace(first_head=self.dropout.first_head + first))
+        if self.alibi_slopes is not None and (first or count != len(self.alibi_slopes[0])):
+            rows = (row[first : first + count] for row in self.alibi_slopes)
+            spec = replace(spec, alibi_slopes=tuple(row + (0.0,) * (count - len(row)) for row in rows))
+        return spec
+
+    def batch_row(self, i: int) -> AttnSpec:
+        """The same call for row i of the batch alone."""
+        if self.alibi_slopes is None or len(self.alibi_slopes) == 1:
             return self
-        return replace(self, dropout=self.dropout._replace(first_head=self.dropout.first_head + first))
+        return replace(self, alibi_slopes=self.alibi_slopes[i : i + 1])
+
+    @property
+    def by_position(self) -> bool:
+        """Whether the distance between a query and a key counts: both are of one sequence then."""
+        return self.left is not None or self.right is not None or self.alibi_slopes is not None
 
     @property
     def left(self) -> int | None:

@@ -27,17 +27,18 @@ from .config import AttnSpec
 NEG_INF = float("-inf")
 
 
-def energy(q, k, v, zeta: Tensor, spec: AttnSpec, keep=None, sinks=None, keep_weights=None) -> Tensor:
+def energy(q, k, v, zeta: Tensor, spec: AttnSpec, keep=None, sinks=None, keep_weights=None, distance=None) -> Tensor:
     """F(zeta) [b, h, s_q], equation (1), for a source zeta [b, s_q, h, d_v].
 
     Args: q [b, s_q, h, d], k [b, s_k, h_kv, d], v [b, s_k, h_kv, d_v]; keep bool [s_q, s_k] or [b, s_q, s_k], the
-    visible pairs; sinks [h]; keep_weights [b, h, s_q, s_k], the factors that dropout gives the values.
+    visible pairs; sinks [h]; keep_weights [b, h, s_q, s_k], the factors that dropout gives the values; distance
+    [s_q, s_k] or [b, s_q, s_k] between the positions, for spec.alibi_slopes.
     """
     assert spec.dropout is None or keep_weights is not None, "the oracle takes dropout as keep_weights"
     source = torch.einsum("bqhd,bkhd->bhqk", zeta, _repeated(v, zeta))
     if keep_weights is not None:
         source = source * keep_weights
-    terms = scores(q, k, spec, keep) + source
+    terms = scores(q, k, spec, keep, distance) + source
     if sinks is not None:
         leaf = sinks.to(terms.dtype)[:, None, None].expand(*terms.shape[:3], 1)
         terms = torch.cat((terms, leaf), -1)
@@ -45,18 +46,18 @@ def energy(q, k, v, zeta: Tensor, spec: AttnSpec, keep=None, sinks=None, keep_we
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, spec: AttnSpec, keep: Tensor | None = None, sinks=None, keep_weights=None
+    q, k, v, *, spec: AttnSpec, keep: Tensor | None = None, sinks=None, keep_weights=None, distance=None
 ) -> tuple[Tensor, Tensor]:
     """Attention as the gradient of the energy, equations (2) and (3). Arguments as in `energy`, all of one dtype.
 
     Returns: out [b, s_q, h, d_v] and lse [b, h, s_q] in that dtype; a query that sees nothing gets out 0, lse -inf.
     """
-    out, lse = _first_derivative(q, k, v, spec, keep, sinks, keep_weights, create_graph=False)
+    out, lse = _first_derivative(q, k, v, spec, keep, sinks, keep_weights, distance, create_graph=False)
     return out.detach(), lse.detach()
 
 
 def attention_grads(
-    q, k, v, dout, *, spec: AttnSpec, keep=None, sinks=None, dlse=None, keep_weights=None
+    q, k, v, dout, *, spec: AttnSpec, keep=None, sinks=None, dlse=None, keep_weights=None, distance=None
 ) -> tuple[Tensor, ...]:
     """Gradients (dq, dk, dv) and, with sinks, dsinks: second derivatives of the energy along dout [b, s_q, h, d_v].
 
@@ -65,7 +66,7 @@ def attention_grads(
     leaves = [t.detach().requires_grad_() for t in ((q, k, v) if sinks is None else (q, k, v, sinks))]
     q, k, v = leaves[:3]
     sinks = leaves[3] if sinks is not None else None
-    out, lse = _first_derivative(q, k, v, spec, keep, sinks, keep_weights, create_graph=True)
+    out, lse = _first_derivative(q, k, v, spec, keep, sinks, keep_weights, distance, create_graph=True)
     loss = (out * dout).sum()
     if dlse is not None:
         loss = loss + torch.where(lse == NEG_INF, 0.0, lse * dlse).sum()
@@ -86,20 +87,23 @@ def merge_by_energy(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, f.detach()
 
 
-def _first_derivative(q, k, v, spec, keep, sinks, keep_weights, create_graph):
+def _first_derivative(q, k, v, spec, keep, sinks, keep_weights, distance, create_graph):
     """(dF/dzeta, F) at zeta = 0."""
     with torch.enable_grad():
         zeta = q.new_zeros(*q.shape[:3], v.shape[-1]).requires_grad_()
-        f = energy(q, k, v, zeta, spec, keep, sinks, keep_weights)
+        f = energy(q, k, v, zeta, spec, keep, sinks, keep_weights, distance)
         (out,) = torch.autograd.grad(f.sum(), zeta, create_graph=create_graph)
     return out, f
 
 
-def scores(q: Tensor, k: Tensor, spec: AttnSpec, keep: Tensor | None = None) -> Tensor:
-    """s_a of equation (1): [b, h, s_q, s_k], with softcap applied; hidden pairs are -inf."""
+def scores(q: Tensor, k: Tensor, spec: AttnSpec, keep: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
+    """s_a of equation (1): [b, h, s_q, s_k], with softcap and ALiBi applied; hidden pairs are -inf."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, _repeated(k, q)) * spec.softmax_scale
     if spec.softcap:
         s = spec.softcap * torch.tanh(s / spec.softcap)
+    if spec.alibi_slopes is not None:
+        slopes = torch.tensor(spec.alibi_slopes, dtype=s.dtype, device=s.device)
+        s = s - slopes[:, :, None, None] * (distance[:, None] if distance.dim() == 3 else distance)
     if keep is not None:
         s = s.masked_fill(~(keep[:, None] if keep.dim() == 3 else keep), NEG_INF)
     return s

@@ -19,6 +19,7 @@ from ..plan import plan_decode
 from . import decode
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares
+from .spec import make_spec
 from .topology import GroupTopology
 from .validate import (
     check_cache,
@@ -28,7 +29,6 @@ from .validate import (
     check_shared,
     check_sinks,
     check_visible,
-    make_spec,
     values_of,
 )
 
@@ -51,6 +51,7 @@ def tree_decode(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     head_shares: Sequence[int] | None = None,
     schedule: str = "auto",
     config: TreeConfig | None = None,
@@ -74,6 +75,7 @@ def tree_decode(
         shared: `kernels.SharedPages` that rows begin with, on this rank, before those of block_table: all queries see
             them, and they are read once for all their rows. cache_seqlens and positions are of block_table's slots.
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
+        alibi_slopes: as in `tree_attn_func`, of all heads; with positions.
         head_shares: query heads of every rank of cp_group, in rank order. q, sinks and the results are then those of
             this rank's heads (possibly none): q is gathered here, and "scatter" ends after its first half, in which
             each rank merges what it keeps. For weights that are split over the ranks of the cache.
@@ -95,7 +97,8 @@ def tree_decode(
         paged = check_paged(whole, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
         if paged is None:
             check_cache(whole, k_cache, v_cache)
-        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
+        options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
+        spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
         check_sinks(sinks, q)
         slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
         visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
@@ -172,6 +175,7 @@ def tree_prefill(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     head_shares: Sequence[int] | None = None,
     config: TreeConfig | None = None,
 ) -> Tensor:
@@ -186,9 +190,9 @@ def tree_prefill(
         expand: with v_cache=None: makes keys [b, n, h_kv, d] and values [b, n, h_kv, d_v] of n entries of k_cache
             [b, n, 1, any size]; it is called for a part of them at a time.
         shares: for each group rank the positions of its queries, in order, as runs (first position, count).
-        key_segments: the positions of this rank's keys; without a window, keys before the chunk may be in any order.
-            Or a list of these for every group rank: then keys are gathered instead of queries, which sends less while
-            there are few keys.
+        key_segments: the positions of this rank's keys; without a window or slopes, keys before the chunk may be in
+            any order. Or a list of these for every group rank: then keys are gathered instead of queries, which sends
+            less while there are few keys.
         head_shares: as in `tree_decode`: the queries' heads are sharded then, not their tokens. q holds all queries of
             the chunk, shares has one entry for them. With key_segments of all ranks k_cache has one head.
         Others as in `tree_decode`; comm_dtype of config is used as well.
@@ -206,7 +210,8 @@ def tree_prefill(
             check_cache(whole, k_cache, v_cache)
         else:
             check_latents(q, k_cache, v_cache, head_dim_v)
-        spec = make_spec(q, True, softmax_scale, window_size, softcap, deterministic=config.deterministic)
+        options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
+        spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
         check_sinks(sinks, q)
         num_queries = [sum(count for _, count in runs) for runs in shares]
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)

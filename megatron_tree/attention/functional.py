@@ -30,6 +30,7 @@ from .autograd import tree_attention
 from .call import AttnArgs
 from .finite import check_finite_shares
 from .slices import make_slices
+from .spec import make_spec
 from .topology import GroupTopology
 from .validate import (
     check_cross_documents,
@@ -37,7 +38,6 @@ from .validate import (
     check_qkv,
     check_sinks,
     check_ulysses,
-    make_spec,
 )
 
 
@@ -53,6 +53,7 @@ def tree_attn_func(
     ranges: Sequence[AttnSlice] | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     layout: Layout = "zigzag",
@@ -75,6 +76,9 @@ def tree_attn_func(
         softcap: logits become softcap * tanh(logits / softcap); 0 turns it off.
         sinks: [h] logits with value 0 that join every query's softmax. Their gradient is this rank's part: sum it over
             cp_group as for any replicated parameter.
+        alibi_slopes: fp32 [h] or [b, h], the same on all ranks: slope * |query position - key position| is taken off a
+            logit after softcap (ALiBi, arXiv 2108.12409; the sign and the name are flash-attn's). They get no gradient.
+            Not with ranges or in cross attention.
         dropout_p: probability that a weight is dropped. The mask depends only on dropout_seed, batch row, head and
             positions: it is the same for any number of ranks, schedule and backend. lse is computed without dropout.
         dropout_seed: an integer, the same on all ranks, different in every call.
@@ -91,9 +95,9 @@ def tree_attn_func(
     config = config or default_config()
     with comm.collective_call("tree_attn_func", cp_group, config) as call:
         dropout, exact = (dropout_p, dropout_seed), config.deterministic
-        spec = make_spec(q, causal, softmax_scale, window_size, softcap, *dropout, exact, ranges=ranges is not None)
-        cross = spec.left is None and spec.right is None
-        check_qkv(q, k, v, cross=cross)
+        bias = dict(ranges=ranges is not None, alibi_slopes=alibi_slopes)
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, *dropout, exact, **bias)
+        check_qkv(q, k, v, cross=not spec.by_position)
         queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
@@ -118,6 +122,7 @@ def tree_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     layout: str | Dispatched = "documents",
@@ -156,14 +161,15 @@ def tree_attn_varlen_func(
         longest = max(documents.lengths, default=0)
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(f"max_seqlen={max_seqlen} is less than the longest document of cu_seqlens, {longest}")
-        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, config.deterministic)
+        q, k, v = (x[None] for x in (q, k, v))
+        options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
         of_keys = documents
         if cu_seqlens_kv is not None:
             if not isinstance(documents, Packed):
                 raise ValueError(f"cu_seqlens_kv needs layout='documents', not {layout!r}: leave one of the two out")
-            of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[0] * world)
+            of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[1] * world)
             check_cross_documents(documents, of_keys, spec)
-        q, k, v = (x[None] for x in (q, k, v))
         check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
+from ..config import AttnSpec
 from ..plan import HeadSplit
 
 
@@ -35,6 +36,10 @@ class Heads:
     def first(self, i: int) -> int:
         """Number of the group's first query head among those of the call."""
         return self._first + i * self._queries
+
+    def spec(self, i: int, call: AttnSpec) -> AttnSpec:
+        """The mathematics of group i's heads."""
+        return call.heads_from(self.first(i), self._queries)
 
 
 class HeadExchange(Heads):

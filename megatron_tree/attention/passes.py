@@ -102,7 +102,7 @@ class _Pass:
 
     def spec(self, i: int) -> AttnSpec:
         """The mathematics of group i's heads."""
-        return self.call.spec.heads_from(self.heads.first(i))
+        return self.heads.spec(i, self.call.spec)
 
 
 class _Forward(_Pass):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..config import DECODE_SCHEDULES, AttnSpec, Dropout, TreeConfig, check_choice
+from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig, check_choice
 from ..kernels import PagedKV, Visible
 from ..layout import Packed
 
@@ -27,7 +26,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
         raise ValueError(
             f"q, k and v must have the same number of tokens on this rank: q has {q.shape[1]}, k {k.shape[1]}, "
             f"v {v.shape[1]} (shapes are [batch, sequence, heads, head_dim]); only in cross attention, with "
-            "causal=False and no window_size, may k and v have another length than q"
+            "causal=False and no window_size or alibi_slopes, may k and v have another length than q"
         )
 
 
@@ -43,10 +42,11 @@ def check_cross_documents(queries: Packed, keys: Packed, spec: AttnSpec) -> None
     """Raise ``ValueError`` unless packed queries can attend to packed keys of other lengths."""
     if queries == keys:
         return
-    if spec.left is not None or spec.right is not None:
+    if spec.by_position:
         raise ValueError(
-            f"cu_seqlens_kv differs from cu_seqlens with causal={spec.causal} and window_size={spec.window_size}: "
-            "different documents for k and v are cross attention, which needs causal=False and no window"
+            f"cu_seqlens_kv differs from cu_seqlens with causal={spec.causal}, window_size={spec.window_size} and "
+            f"alibi_slopes={spec.alibi_slopes}: different documents for k and v are cross attention, which needs "
+            "causal=False, no window and no slopes"
         )
     counts = [len(x.lengths) for x in (queries, keys)]
     if counts[0] != counts[1]:
@@ -128,64 +128,6 @@ def _check_heads(
         raise ValueError(f"{k_name} has head_dim {k.shape[3]} but q has {q.shape[3]}: they must be equal and positive")
 
 
-def make_spec(
-    q: Tensor,
-    causal: bool | None,
-    softmax_scale: float | None,
-    window_size,
-    softcap: float,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    deterministic: bool = False,
-    *,
-    ranges: bool = False,
-) -> AttnSpec:
-    """The call's `AttnSpec` from checked arguments; softmax_scale defaults to 1 / sqrt(head_dim), causal to True.
-
-    ranges: the mask is given as ranges, which leave nothing to causal and window_size.
-    """
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    if (
-        isinstance(softmax_scale, bool)
-        or not isinstance(softmax_scale, (int, float))
-        or not math.isfinite(softmax_scale)
-    ):
-        raise ValueError(f"softmax_scale={softmax_scale!r} must be a finite number (or None for 1 / sqrt(head_dim))")
-    if not isinstance(softcap, (int, float)) or not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"softcap={softcap!r} must be a number >= 0; 0 turns it off")
-    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not is_pair or any(not isinstance(n, int) or isinstance(n, bool) or n < -1 for n in window_size):
-        raise ValueError(f"window_size={window_size!r} must be (left, right), each an integer >= 0 or -1 for unbounded")
-    dropout = _dropout(dropout_p, dropout_seed)
-    if ranges and (causal is not None or tuple(window_size) != (-1, -1) or dropout):
-        raise ValueError(
-            f"ranges are the whole mask: leave causal={causal} and window_size={tuple(window_size)} out"
-            + (f"; and dropout_p={dropout_p} can't be combined with ranges: set it to 0" if dropout else "")
-        )
-    return AttnSpec(
-        softmax_scale=float(softmax_scale),
-        causal=not ranges and (causal is None or bool(causal)),
-        window_size=tuple(window_size),
-        softcap=float(softcap),
-        dropout=dropout,
-        deterministic=deterministic,
-    )
-
-
-def _dropout(p: float, seed: int | None) -> Dropout | None:
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
-        raise ValueError(f"dropout_p={p!r} must be a probability, 0 <= dropout_p < 1; 0 turns it off")
-    if p == 0:
-        return None
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-        raise ValueError(
-            f"dropout_seed={seed!r} must be an integer from 0 to 2**63 - 1 when dropout_p={p}: draw a new one for "
-            "every call, the same on all ranks of cp_group"
-        )
-    return Dropout(float(p), seed)
-
-
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """sinks [h] on q's device, floating point, or None."""
     if sinks is None:
@@ -255,10 +197,11 @@ def check_shared(shared, paged, q: Tensor, k_cache: Tensor, spec: AttnSpec, sche
     """Raise ``ValueError`` for shared pages that a decode step can't take."""
     if not shared:
         return
-    if paged is None or schedule == "ring" or spec.left is not None or spec.deterministic:
+    by_position = spec.left is not None or spec.alibi_slopes is not None
+    if paged is None or schedule == "ring" or by_position or spec.deterministic:
         raise ValueError(
-            "shared needs a block_table, no window, another schedule than 'ring', and not deterministic=True: put the "
-            "pages into each row's block_table"
+            "shared needs a block_table, no window, no alibi_slopes, another schedule than 'ring', and not "
+            "deterministic=True: put the pages into each row's block_table"
         )
     for rows, table in shared:
         ok = rows.dtype == torch.int64 and rows.dim() == 1 and table.dtype == torch.int32 and table.dim() == 2
@@ -305,10 +248,11 @@ def check_visible(q: Tensor, s_local: int, q_positions, cache_positions, cache_s
     if (q_positions is None) != (cache_positions is None):
         given = "q_positions" if cache_positions is None else "cache_positions"
         raise ValueError(f"only {given} is given: pass q_positions and cache_positions, or neither")
-    if q_positions is None and (s_q > 1 or spec.left is not None):
+    if q_positions is None and (s_q > 1 or spec.left is not None or spec.alibi_slopes is not None):
+        slopes = "" if spec.alibi_slopes is None else " and alibi_slopes"
         raise ValueError(
-            f"q has {s_q} tokens with window_size={spec.window_size}: pass q_positions and cache_positions, which "
-            "decide what each query sees (without them a single query sees every valid slot)"
+            f"q has {s_q} tokens with window_size={spec.window_size}{slopes}: pass q_positions and cache_positions, "
+            "which decide what each query sees (without them a single query sees every valid slot)"
         )
     if q_positions is not None:
         q_positions = _rows("q_positions", q_positions, b, s_q, q.device)

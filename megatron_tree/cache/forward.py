@@ -119,7 +119,8 @@ class ForwardPass:
             latent: how these heads read the cache, where it holds latents.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
-            config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks.
+            config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, and alibi_slopes of all
+                heads of cp_group.
         Returns: [b, n, h, d_v] in q's dtype.
         Raises: ValueError as `tree_decode`, and for `visible` of another size or in a sharded prefill.
         """
@@ -171,7 +172,8 @@ class ForwardPass:
 
     def _run_prefill(self, layer: int, q: Tensor, latent, num_queries: int, *, gather_keys: bool, **options) -> Tensor:
         store, kind, view = self.store, self.store.kind_of[layer], self.views[self.store.kind_of[layer]]
-        segments = store.key_segments(self.append, kind, of_all_ranks=gather_keys)
+        by_position = options.get("alibi_slopes") is not None
+        segments = store.key_segments(self.append, kind, of_all_ranks=gather_keys, by_position=by_position)
         held = sum(segment.length for segment in (segments[store.book.rank] if gather_keys else segments))
         k, v = store.layers[layer].row(view.block_table, 0, held, q.dtype)
         if latent is None:
@@ -216,7 +218,9 @@ class ForwardPass:
             options["head_dim_v"], finish = latent.rank, latent.project
             q, k, v = latent.absorb(q), k if pages.joined else self._held(layer, q.dtype), None
         deterministic = (options["config"] or default_config()).deterministic
-        if view.shared and k is pages.k and visible is None and self.schedule != "ring" and not deterministic:
+        by_position = options.get("window_size", (-1, -1)) != (-1, -1) or options.get("alibi_slopes") is not None
+        reads_shared = self.schedule != "ring" and not (by_position or deterministic)
+        if view.shared and k is pages.k and visible is None and reads_shared:
             options["shared"], view = view.shared, view.rest
         positions = view.positions
         if k is pages.k:
@@ -231,7 +235,7 @@ class ForwardPass:
                 )
             seen = visible.gather(1, positions.clamp(max=self.end - 1))
             positions = torch.where(seen, positions, -1)
-        if num_queries > 1 or visible is not None or options.get("window_size", (-1, -1)) != (-1, -1):
+        if num_queries > 1 or visible is not None or by_position:
             first = torch.tensor(self.append.first, device=q.device)[:, None]
             q_positions = first + torch.arange(num_queries, device=q.device)
             options.update(q_positions=q_positions, cache_positions=positions)

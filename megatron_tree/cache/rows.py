@@ -256,24 +256,27 @@ class RowBook:
         last = row.blocks[kind][-1]
         return len(row.blocks[kind]) * self.page_size - max(0, (last + 1) * self.page_size - row.length)
 
-    def key_segments(self, row_id: int, kind: int, begin: int, rank: int | None = None) -> list[Segment]:
+    def key_segments(
+        self, row_id: int, kind: int, begin: int, rank: int | None = None, *, by_position: bool = False
+    ) -> list[Segment]:
         """A rank's tokens (default: this rank's) in the order of its pages, for queries at `begin` and later.
 
         Without a window all these queries see all tokens before `begin`, so those tokens form one segment; its
-        positions need not be the real ones.
+        positions are the real ones only if by_position.
         """
+        by_position = by_position or self.windows[kind] is not None
         row, size = self.rows[row_id], self.page_size
         if rank in (None, self.rank):
             blocks = row.blocks[kind]
         else:
             held = range(row.forgotten[kind] // size, len(row.owners))
             blocks = [block for block in held if row.owners[block] == rank]
-        before = bisect.bisect_left(blocks, begin // size) if self.windows[kind] is None else 0
+        before = 0 if by_position else bisect.bisect_left(blocks, begin // size)
         at = before * size
         segments = [Segment(0, 0, at)] if at else []
         for block in blocks[before:]:
             start, stop = block * size, min(row.length, (block + 1) * size)
-            if self.windows[kind] is None and start < begin:
+            if not by_position and start < begin:
                 middle = min(begin, stop)
                 self._extend(segments, Segment(at, at, middle - start))
                 at, start = at + middle - start, middle

@@ -177,16 +177,15 @@ class ShardedCache:
             self._tables[kind, row_id] = kept
         return kept[1]
 
-    def key_segments(self, append: Append, kind: int, *, of_all_ranks: bool) -> list:
+    def key_segments(self, append: Append, kind: int, *, of_all_ranks: bool, by_position: bool = False) -> list:
         """For a sharded append this rank's keys of the row, or by rank those of all ranks; `RowBook.key_segments`."""
-        if (kind, of_all_ranks) not in append.segments:
-            row, begin, book = append.rows[0], append.first[0], self.book
-            append.segments[kind, of_all_ranks] = (
-                [book.key_segments(row, kind, begin, rank) for rank in range(book.world)]
-                if of_all_ranks
-                else book.key_segments(row, kind, begin)
-            )
-        return append.segments[kind, of_all_ranks]
+        key = kind, of_all_ranks, by_position
+        if key not in append.segments:
+            ranks = range(self.book.world) if of_all_ranks else (None,)
+            row = append.rows[0], kind, append.first[0]
+            found = [self.book.key_segments(*row, rank, by_position=by_position) for rank in ranks]
+            append.segments[key] = found if of_all_ranks else found[0]
+        return append.segments[key]
 
     def crop(self, row_id: int, length: int) -> None:
         """See `RowBook.crop`."""

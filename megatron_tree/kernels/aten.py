@@ -31,6 +31,8 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
         return "softcap"
     if spec.dropout:
         return "dropout"
+    if spec.alibi_slopes is not None:
+        return "alibi_slopes"
     if spec.softmax_scale <= 0:
         return f"softmax_scale={spec.softmax_scale} (it hides keys by -inf before it scales)"
     if q.device.type == "cpu":

@@ -19,6 +19,17 @@ def visible(q_positions: Tensor, k_positions: Tensor, spec: AttnSpec) -> Tensor:
     return seen if spec.right is None else seen & (k <= q + spec.right)
 
 
+def distances(q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """|query position - key position|: int64 [..., s_q, s_k] from integer positions [..., s_q] and [..., s_k]."""
+    return (q_positions[..., :, None] - k_positions[..., None, :]).abs()
+
+
+def alibi_bias(spec: AttnSpec, distance: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ALiBi adds to logits: [1 or b, h, s_q, s_k] in `dtype`, of distances [s_q, s_k] or [b, s_q, s_k]."""
+    slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=distance.device)[..., None, None]
+    return -slopes * (distance[:, None] if distance.dim() == 3 else distance)
+
+
 class Visible(NamedTuple):
     """Which slots of a KV shard a query sees, for decoding. Nothing given: all of them.
 
@@ -47,3 +58,7 @@ class Visible(NamedTuple):
             valid = (torch.arange(num_slots, device=self.lengths.device) < self.lengths[:, None])[:, None]
             keep = valid if keep is None else keep & valid
         return keep
+
+    def bias(self, spec: AttnSpec, dtype: torch.dtype) -> Tensor:
+        """What ALiBi adds to logits: [b, h, s_q, s] in `dtype`."""
+        return alibi_bias(spec, distances(self.q_positions, self.k_positions), dtype)

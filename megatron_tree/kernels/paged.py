@@ -52,25 +52,29 @@ def decode_shared(decode: Callable, q, k, v, own: Tensor, *, shared: Sequence[Sh
 
 
 def decode_masked(attn_masked: Callable, q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None) -> Tensor:
-    """`Backend.attn_decode` by attn_masked(q, k, v, keep=, spec=) -> state, the backend's attention under a mask.
+    """`Backend.attn_decode` by attn_masked(q, k, v, keep=, spec=) -> state, the backend's attention under a mask; with
+    ALiBi also bias=.
 
     Rows go one by one where they are gathered from pages, and where their bits may not depend on the batch as those of
     torch's matrix products do.
     """
     if paged is None and not (spec.deterministic and q.shape[0] > 1):
         k, v, visible = _without_padding(k, v, visible)
-        state = attn_masked(q, k, v, keep=visible.mask(k.shape[1], spec), spec=spec)
+        options = dict(keep=visible.mask(k.shape[1], spec), spec=spec)
+        if spec.alibi_slopes is not None:
+            options["bias"] = visible.bias(spec, state_dtype(q.dtype))
+        state = attn_masked(q, k, v, **options)
         return pack_state(*state, state_dtype(q.dtype))
     states = []
     for row in range(q.shape[0]):
-        seen, some = visible.row(slice(row, row + 1)), slice(row, row + 1)
+        seen, some, of_row = visible.row(slice(row, row + 1)), slice(row, row + 1), spec.batch_row(row)
         if paged is None:
             keys, values = k[some], v[some]
         else:
             keys, values = gather_row(k, v, paged, row, None if seen.lengths is None else int(seen.lengths), q.dtype)
             positions = None if seen.k_positions is None else seen.k_positions[:, : keys.shape[1]]
             seen = Visible(None, seen.q_positions, positions)
-        states.append(decode_masked(attn_masked, q[some], keys, values, visible=seen, spec=spec, paged=None))
+        states.append(decode_masked(attn_masked, q[some], keys, values, visible=seen, spec=of_row, paged=None))
     return torch.cat(states)
 
 

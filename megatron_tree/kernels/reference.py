@@ -16,7 +16,7 @@ from ..config import AttnSpec
 from ..dropout import keep_weights
 from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, empty_state, state_dtype
-from .masks import Visible, visible
+from .masks import Visible, alibi_bias, distances, visible
 from .paged import PagedKV, decode_masked
 
 STRIP = 256  # query rows at a time
@@ -35,13 +35,17 @@ def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: A
     """See `Backend.attn_fwd`."""
     pairs = _Pairs(q, k, q_segments, k_segments, spec)
     q, (k, v) = _blank(pairs.q_seq, q)[0], _blank(pairs.k_seq, k, v)
-    return _attend(q, k, v, spec, pairs.visible, pairs.dropout_weights if spec.dropout else None)
+    return _attend(q, k, v, spec, pairs.visible, pairs.bias, pairs.dropout_weights if spec.dropout else None)
 
 
-def attn_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """Partial attention under a mask: keep bool [s_q, s_k], [b, s_q, s_k] or None (all visible)."""
+def attn_masked(
+    q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, bias: Tensor | None = None, spec: AttnSpec
+) -> tuple[Tensor, Tensor]:
+    """Partial attention under a mask: keep bool [s_q, s_k], [b, s_q, s_k] or None (all visible), bias [b, h, s_q, s_k]
+    or None."""
     assert spec.dropout is None, "dropout needs positions"
-    return _attend(q, k, v, spec, lambda rows: None if keep is None else keep[..., rows, :])
+    of_rows = lambda x: lambda rows: None if x is None else x[..., rows, :]  # noqa: E731
+    return _attend(q, k, v, spec, of_rows(keep), of_rows(bias))
 
 
 def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
@@ -50,17 +54,23 @@ def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | N
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, keep_of: Callable, weights_of: Callable | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttnSpec,
+    keep_of: Callable,
+    bias_of: Callable,
+    weights_of: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The state of q, strip by strip: keep_of(rows) is the mask of these query rows, weights_of(rows, like) dropout's
-    factors of the values."""
+    """The state of q, strip by strip: keep_of(rows) is the mask of these query rows, bias_of(rows) what is added to
+    their logits, weights_of(rows, like) dropout's factors of the values."""
     dtype = state_dtype(q.dtype)
     out, lse = empty_state((*q.shape[:3], v.shape[-1]), dtype=dtype, device=q.device)
     if k.shape[1] == 0 or q.shape[0] == 0:
         return out, lse
     k, v = k.to(dtype), v.to(dtype)
     for rows in _strips(q.shape[1], spec):
-        s = _scores(q[:, rows].to(dtype), k, spec, keep_of(rows))
+        s = _hidden(_logits(q[:, rows].to(dtype), k, spec), keep_of(rows), bias_of(rows))
         m = s.amax(-1, keepdim=True)
         p = torch.exp(s - torch.where(m == NEG_INF, 0.0, m))
         den = p.sum(-1, keepdim=True)
@@ -86,7 +96,8 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
     for rows in _strips(q.shape[1], spec):
         q_i, dout_i = q[:, rows].to(dtype), dout[:, rows].to(dtype)
         lse_i, delta_i = (x[..., rows].unflatten(1, group).unsqueeze(-1).to(dtype) for x in (lse, delta))
-        s = _scores(q_i, k, spec, pairs.visible(rows))
+        logits = _logits(q_i, k, spec)
+        s = _hidden(logits, pairs.visible(rows), pairs.bias(rows))
         p = torch.exp(s - torch.where(lse_i == NEG_INF, -NEG_INF, lse_i))  # [b, n, g, q, k]
         dout_i, q_i = (x.unflatten(2, group) for x in (dout_i, q_i))
         dropped, dp = p, torch.einsum("bqngd,bknd->bngqk", dout_i, v)
@@ -96,18 +107,23 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
         dv += torch.einsum("bngqk,bqngd->bknd", dropped, dout_i)  # d2F/dv dzeta: (5)
         ds = p * (dp - delta_i)  # d2F/ds dzeta: (6)
         if spec.softcap:
-            ds = ds * (1 - torch.where(s == NEG_INF, 0.0, s / spec.softcap) ** 2)
+            ds = ds * (1 - (logits / spec.softcap) ** 2)
         ds = ds * spec.softmax_scale
         dq[:, rows] = torch.einsum("bngqk,bknd->bqngd", ds, k).flatten(2, 3)  # d2F/dq dzeta: (7)
         dk += torch.einsum("bngqk,bqngd->bknd", ds, q_i)  # d2F/dk dzeta: (7)
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, spec: AttnSpec, keep: Tensor | None) -> Tensor:
-    """s_a of (1): [b, n, g, s_q, s_k] of q [b, s_q, n * g, d] and k [b, s_k, n, d]; hidden pairs are -inf."""
+def _logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+    """[b, n, g, s_q, s_k] of q [b, s_q, n * g, d] and k [b, s_k, n, d], with softcap applied."""
     s = torch.einsum("bqngd,bknd->bngqk", q.unflatten(2, (k.shape[2], -1)), k) * spec.softmax_scale
-    if spec.softcap:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
+    return spec.softcap * torch.tanh(s / spec.softcap) if spec.softcap else s
+
+
+def _hidden(s: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
+    """s_a of (1) from logits [b, n, g, s_q, s_k]: biased, and -inf for hidden pairs."""
+    if bias is not None:
+        s = s + bias.unflatten(1, s.shape[1:3])
     if keep is not None:
         s = s.masked_fill(~(keep[:, None, None] if keep.dim() == 3 else keep), NEG_INF)
     return s
@@ -117,7 +133,7 @@ class _Pairs:
     """The (query, key) pairs of two lists of segments, strip by strip; padding sees nothing, and nothing sees it."""
 
     def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec):
-        self.spec = spec
+        self.spec, self.dtype = spec, state_dtype(q.dtype)
         self.q_pos, self.k_pos = (
             positions_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
         )
@@ -129,6 +145,12 @@ class _Pairs:
         """bool [rows, s_k]."""
         q_seq = self.q_seq[rows, None]
         return visible(self.q_pos[rows], self.k_pos, self.spec) & (q_seq == self.k_seq) & (q_seq >= 0)
+
+    def bias(self, rows: slice) -> Tensor | None:
+        """What ALiBi adds to logits, [1 or b, h, rows, s_k]; None where it is off."""
+        if self.spec.alibi_slopes is None:
+            return None
+        return alibi_bias(self.spec, distances(self.q_pos[rows], self.k_pos), self.dtype)
 
     def dropout_weights(self, rows: slice, like: Tensor) -> Tensor:
         """Dropout's factors of the values, as `like` [b, n, g, rows, s_k]."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import megatron_tree.cache.forward as forward_module
 from megatron_tree.attention.cached import tree_decode, tree_prefill
-from megatron_tree.attention.validate import make_spec
+from megatron_tree.attention.spec import make_spec
 from megatron_tree.cache import ShardedCache
 from megatron_tree.cache.forward import ForwardPass, forward_pass
 from megatron_tree.cache.latent import LatentHeads

@@ -141,6 +141,21 @@ BAD = {
     "window": ({}, dict(window_size=(3, -2)), r"window_size=\(3, -2\)"),
     "softcap": ({}, dict(softcap=-1.0), "softcap=-1.0"),
     "sinks": ({}, dict(sinks=torch.zeros(2)), r"sinks must be.*\[4\]"),
+    "slopes": ({}, dict(alibi_slopes=torch.zeros(2)), r"alibi_slopes must be.*\[4\].*\[2, 4\].*got.*\(2,\)"),
+    "slopes in bf16": ({}, dict(alibi_slopes=torch.zeros(4).bfloat16()), "alibi_slopes must be an fp32"),
+    "slopes of NaN": ({}, dict(alibi_slopes=torch.full((4,), float("nan"))), "alibi_slopes=.*finite"),
+    "learned slopes": ({}, dict(alibi_slopes=torch.zeros(4, requires_grad=True)), "alibi_slopes get no gradient"),
+    "slopes, ranges": ({}, dict(alibi_slopes=torch.zeros(4), ranges=[]), "alibi_slopes can't be combined with ranges"),
+    "slopes, cross attention": (
+        dict(k=torch.randn(2, 6, 2, 8), v=torch.randn(2, 6, 2, 8)),
+        dict(alibi_slopes=torch.zeros(4), causal=False),
+        "alibi_slopes, may k and v have another length",
+    ),
+    "slopes, aten": (
+        {},
+        dict(alibi_slopes=torch.zeros(4), config=TreeConfig(backend="aten")),
+        "backend='aten' can't take alibi_slopes",
+    ),
     "grid": ({}, dict(config=TreeConfig(grid=(3, 2))), r"grid=\(3, 2\) has 6 cells but cp_group has 2 ranks"),
 }
 
@@ -171,6 +186,7 @@ BAD_DECODE = {
     "positions missing": (dict(q=torch.randn(2, 3, 4, 8)), "q_positions and cache_positions"),
     "one of two": (dict(q_positions=torch.zeros(1, dtype=torch.int64)), "only q_positions is given"),
     "window": (dict(window_size=(4, 0)), r"window_size=\(4, 0\).*q_positions"),
+    "slopes": (dict(alibi_slopes=torch.zeros(4)), "alibi_slopes: pass q_positions and cache_positions"),
     "seqlens shape": (dict(cache_seqlens=torch.tensor([1])), r"cache_seqlens must be.*\[2\]"),
     "seqlens range": (dict(cache_seqlens=torch.tensor([1, 9])), r"cache_seqlens=\[1, 9\].*6 slots"),
     "cache lengths": (dict(v_cache=torch.randn(2, 5, 2, 8)), "k_cache holds 6 slots and v_cache 5"),
@@ -233,6 +249,7 @@ def _disagree(rank, world):
     cases = [
         dict(causal=rank != 1),
         dict(softmax_scale=0.5 if rank else 0.25),
+        dict(alibi_slopes=torch.full((4,), float(rank))),
         dict(config=TreeConfig(grid=(1, world) if rank else (world, 1))),
         dict(window_size=(rank, 0)),
     ]
@@ -257,7 +274,7 @@ def test_ranks_that_disagree_all_get_the_same_error():
     results = run_distributed(_disagree, 3)
     for errors, seconds, fine in results:
         assert fine and seconds < 10 and errors == results[0][0]
-    words = ["causal=True", "softmax_scale=0.25", "grid=(3, 1)", "window_size=(", "seq_len=6"]
+    words = ["causal=True", "softmax_scale=0.25", "alibi_slopes=((0.0", "grid=(3, 1)", "window_size=(", "seq_len=6"]
     for error, word in zip(results[0][0], words, strict=True):
         assert "different arguments" in error and word in error, error
 

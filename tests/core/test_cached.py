@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
+from megatron_tree import TreeConfig, tree_decode, tree_prefill
 from megatron_tree.cache import quantize
-from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.layout import Segment
-from support.decoding import cache_of, decode_inputs, prefill_chunk, same_everywhere
+from support.attention import make_slopes
+from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk, same_everywhere
 from support.ranks import largest, run_distributed
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
@@ -20,18 +21,15 @@ FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "softcap": ((4, 2), 8, 8, {"softcap": 2.0}),
     "sinks": ((4, 2), 8, 8, {"sinks": torch.linspace(-1, 1, 4)}),
     "window": ((4, 2), 8, 4, {"window_size": (5, 0)}),
+    "alibi": ((4, 2), 8, 8, {"alibi_slopes": make_slopes(4)}),
     "window, sinks": ((4, 2), 8, 8, {"window_size": (0, 0), "sinks": torch.linspace(-1, 1, 4)}),
 }
 # how a prompt comes in: chunks that end inside pages, shorter than the ranks, one token
 CHUNKS = ((7, 30, 1, 2, 19), (64,), (1, 1, 13))
 
 
-def want(q, k, v, first, window_size=(-1, -1), softcap=0.0, sinks=None):
-    """The oracle for queries [b, n, h, d] at position `first` and later over keys from 0 on."""
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap, window_size=window_size)
-    keep = energy.visible(torch.arange(first, first + q.shape[1]), torch.arange(k.shape[1]), spec)
-    sinks = None if sinks is None else sinks.double()
-    return energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, sinks=sinks)[0]
+def want(*args, **options):
+    return cached_oracle(*args, **options)[0]
 
 
 def _prefill(rank, world, page_size):

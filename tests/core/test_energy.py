@@ -21,6 +21,7 @@ VARIANTS = {
     "softcap": dict(softcap=1.5),
     "sinks": dict(sinks=True),
     "dropout": dict(dropout=Dropout(0.4, 7, 2), sinks=True),
+    "alibi": dict(alibi_slopes=((0.5, 0.25, 0.0, -0.1),), softcap=1.5),
 }
 
 
@@ -37,6 +38,9 @@ def closed_form(q, k, v, spec, keep, sinks, weights):
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.softmax_scale
     if spec.softcap:
         s = spec.softcap * torch.tanh(s / spec.softcap)
+    if spec.alibi_slopes is not None:
+        for (h, slope), i, j in itertools.product(enumerate(spec.alibi_slopes[0]), *map(range, keep.shape)):
+            s[:, h, i, j] = s[:, h, i, j] - slope * abs(i - j)
     s = s.masked_fill(~keep, float("-inf"))
     if sinks is not None:
         s = torch.cat((s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)), -1)
@@ -71,12 +75,13 @@ def test_first_and_second_derivative(variant):
     )
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
     out, lse = closed_form(*leaves[:3], spec, keep, leaves[3] if sinks is not None else None, weights)
-    o, l = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks, keep_weights=weights)
+    more = dict(sinks=sinks, keep_weights=weights, distance=(positions[:, None] - positions).abs())
+    o, l = energy.attention(q, k, v, spec=spec, keep=keep, **more)
     torch.testing.assert_close(o, out.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(l, lse.detach(), rtol=1e-12, atol=1e-12)
     dlse = torch.randn_like(lse)
     expected = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)
-    found = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks, dlse=dlse, keep_weights=weights)
+    found = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, dlse=dlse, **more)
     assert len(found) == len(expected)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
+from megatron_tree import TreeConfig, tree_decode, tree_prefill
 from megatron_tree.cache import quantize
-from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.kernels import gather_row
-from support.decoding import cache_of, decode_inputs, decode_oracle
+from support.attention import make_slopes
+from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle
 from support.ranks import largest, run_distributed
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
@@ -17,6 +18,7 @@ FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "softcap": ((9, 3), 8, 8, {"softcap": 2.0}),
     "sinks": ((12, 4), 8, 8, {"sinks": torch.linspace(-1, 1, 12)}),
     "window": ((9, 3), 8, 4, {"window_size": (5, 0)}),
+    "alibi": ((9, 3), 8, 8, {"alibi_slopes": make_slopes(9)}),
     "fewer heads than ranks": ((2, 1), 8, 8, {"sinks": torch.linspace(-1, 1, 2)}),
 }
 LENGTHS = (0, 3, 17, 40)
@@ -28,13 +30,6 @@ def shares_of(heads, world):
 
 def own(x, shares, rank, dim):
     return x.split(shares, dim)[rank]
-
-
-def _truth(q, k, v, first, window_size=(-1, -1), softcap=0.0, sinks=None):
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap, window_size=window_size)
-    keep = energy.visible(torch.arange(first, first + q.shape[1]), torch.arange(k.shape[1]), spec)
-    sinks = None if sinks is None else sinks.double()
-    return energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, sinks=sinks)
 
 
 def _own_options(options, shares, rank):
@@ -62,7 +57,9 @@ def _pages(rank, world, page_size):
             if dtype != "auto":
                 stored = torch.int8 if dtype == "int8" else torch.float8_e4m3fn
                 k, v = (y.double() * scale[..., None] for y, scale in (quantize(x, stored) for x in (k, v)))
-            truth = [_truth(q[[i]], k[[i], : m + n], v[[i], : m + n], m, **options) for i, m in enumerate(LENGTHS)]
+            truth = [
+                cached_oracle(q[[i]], k[[i], : m + n], v[[i], : m + n], m, **options) for i, m in enumerate(LENGTHS)
+            ]
             out, lse = (own(torch.cat(x), shares, rank, dim) for x, dim in zip(zip(*truth), (2, 1)))
             for schedule in DECODE_SCHEDULES:
                 o, l = tree_decode(
@@ -148,11 +145,11 @@ def _prefill(rank, world, page_size):
                 *gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype),
                 cp_group=dist.group.WORLD,
                 shares=[[(begin, end - begin)]],
-                key_segments=cache.book.key_segments(row, 0, begin),
+                key_segments=cache.book.key_segments(row, 0, begin, by_position="alibi_slopes" in mine),
                 head_shares=shares,
                 **mine,
             )
-            truth = own(_truth(q[:, begin:end], k[:, :end], v[:, :end], begin, **options)[0], shares, rank, 2)
+            truth = own(cached_oracle(q[:, begin:end], k[:, :end], v[:, :end], begin, **options)[0], shares, rank, 2)
             assert out.shape == truth.shape
             worst = largest((worst, (out - truth).abs().max())) if shares[rank] else worst
     return worst

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import shard_positions, shard_sequence, tree_attn_func, unshard_sequence
-from support.attention import configs, low_precision, make_inputs, make_sinks, oracle, run_one, worst_error
+from support.attention import configs, low_precision, make_inputs, make_sinks, make_slopes, oracle, run_one, worst_error
 from support.ranks import largest, run_distributed
 
 WORLDS = (1, 2, 3, 4, 6)
@@ -19,6 +19,10 @@ MASKS = {
     "softcap": dict(softcap=2.0),
     "sinks": dict(sinks=True),
     "sinks, window": dict(sinks=True, window_size=(4, -1)),
+    "alibi": dict(alibi_slopes=make_slopes(4)),
+    "alibi of rows, two-sided window, softcap": dict(
+        alibi_slopes=make_slopes(4, 2), causal=False, window_size=(7, 5), softcap=2.0
+    ),
 }
 HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
 

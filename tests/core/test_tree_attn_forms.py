@@ -19,16 +19,16 @@ from megatron_tree import (
 )
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
-from support.attention import configs, make_inputs, make_sinks, worst_error
+from support.attention import configs, distances, make_inputs, make_sinks, make_slopes, slopes_of, worst_error
 from support.ranks import largest, run_distributed
 
 SEED = 12345678901234
 
 
-def truth_of(q, k, v, dout, *, sequences=None, dropout_p=0.0, sinks=None, **mask):
+def truth_of(q, k, v, dout, *, sequences=None, dropout_p=0.0, sinks=None, alibi_slopes=None, **mask):
     """(out, lse, dq, dk, dv[, dsinks]) in float64; sequences: every row's document, -1 for padding."""
     dropout = Dropout(dropout_p, SEED) if dropout_p else None
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, dropout=dropout, **mask)
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, dropout=dropout, alibi_slopes=slopes_of(alibi_slopes), **mask)
     q_pos, k_pos = torch.arange(q.shape[1]), torch.arange(k.shape[1])
     keep = energy.visible(q_pos, k_pos, spec)
     if sequences is not None:
@@ -39,7 +39,7 @@ def truth_of(q, k, v, dout, *, sequences=None, dropout_p=0.0, sinks=None, **mask
     if dropout:
         of_rows = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=sequences)
         weights = keep_weights(dropout, batch=q.shape[0], num_heads=q.shape[2], **of_rows)
-    options = dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights)
+    options = dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights, distance=distances(q_pos, k_pos))
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     return *energy.attention(q, k, v, **options), *energy.attention_grads(q, k, v, dout, **options)
 
@@ -82,6 +82,7 @@ PACKED_MASKS = {
     "window": dict(window_size=(3, 0)),
     "dropout": dict(dropout_p=0.4),
     "sinks": dict(sinks=True),
+    "alibi, dropout": dict(alibi_slopes=make_slopes(4), causal=False, dropout_p=0.4),
 }
 
 

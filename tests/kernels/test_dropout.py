@@ -183,9 +183,9 @@ def test_slices_of_heads_and_blocks(backend):
     close = dict(rtol=0, atol=4 * LIMIT[backend])
 
     upper = [x[:, :, x.shape[2] // 2 :] for x in (dout, q, k, v)]
-    o, l = kernels.attn_fwd(*upper[1:], **whole, spec=spec.heads_from(2))
+    o, l = kernels.attn_fwd(*upper[1:], **whole, spec=spec.heads_from(2, 2))
     torch.testing.assert_close(o, out[:, :, 2:], **close)
-    for part, total in zip(kernels.attn_bwd(*upper, l, delta[:, 2:], **whole, spec=spec.heads_from(2)), grads):
+    for part, total in zip(kernels.attn_bwd(*upper, l, delta[:, 2:], **whole, spec=spec.heads_from(2, 2)), grads):
         torch.testing.assert_close(part, total[:, :, total.shape[2] // 2 :], **close)
     wrong, _ = kernels.attn_fwd(*upper[1:], **whole, spec=spec)  # what forgetting heads_from would give
     assert (wrong - out[:, :, 2:]).abs().max() > 0.1

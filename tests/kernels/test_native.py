@@ -11,6 +11,7 @@ from megatron_tree import energy, kernels
 from megatron_tree.cache import quantize
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, Visible, aten, native, reference
+from support.attention import distances, make_slopes, slopes_of
 from support.decoding import decode_inputs
 
 NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -35,7 +36,8 @@ def paged(x, size, seed=0):
 
 
 def forms(q, k, v, seed=0):
-    """(name, keys, values, options of attn_decode, bool [b, s_q, n] or None) of everything that decoding allows."""
+    """(name, keys, values, options of attn_decode, bool [b, s_q, n] or None, options of AttnSpec and `distance`) of
+    everything that decoding allows."""
     b, s_q, n = q.shape[0], q.shape[1], k.shape[1]
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, n + 1, (b,), generator=g)
@@ -50,10 +52,11 @@ def forms(q, k, v, seed=0):
         keep = within.expand(b, s_q, n)
         yield f"pages of {size}", pk, pv, dict(visible=Visible(lengths), paged=PagedKV(table)), keep, {}
     yield "dense", k, v, dict(visible=Visible()), None, {}
-    for more in ({}, dict(window_size=(n // 3, 0)), dict(softcap=4.0)):
+    slopes = slopes_of(0.1 * make_slopes(q.shape[2], b))
+    for more in ({}, dict(window_size=(n // 3, 0)), dict(softcap=4.0), dict(alibi_slopes=slopes, softcap=4.0)):
         spec = AttnSpec(softmax_scale=1.0, **more)
         keep = energy.visible(q_positions, slots, spec) & (slots >= 0)[:, None] & within
-        yield f"positions {more}", k, v, dict(visible=seen), keep, more
+        yield f"positions {more}", k, v, dict(visible=seen), keep, more | dict(distance=distances(q_positions, slots))
 
 
 def worst(state, out, lse):
@@ -73,8 +76,9 @@ def test_exact(shape, dtype):
     for n in (1, 63, 1500):
         q, k, v = decode_inputs(2, s_q, n, heads, d, d_v, dtype=dtype)
         for name, keys, values, options, keep, more in forms(q, k, v):
+            distance = more.pop("distance", None)
             spec = AttnSpec(softmax_scale=d**-0.5, **more)
-            exact = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep)
+            exact = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, distance=distance)
             errors = [
                 worst(kernels.attn_decode(q, keys, values, spec=spec, backend=backend, **options), *exact)
                 for backend in ("native", "reference")

@@ -12,6 +12,7 @@ from megatron_tree import energy, kernels, merge
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels.triton import attn_delta, configs, host
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
+from support.attention import distances
 from support.ranks import largest
 from support.triton_inputs import DEVICE, NEG_INF, inputs
 
@@ -23,6 +24,10 @@ SPECS = {
     "two-sided": dict(causal=False, window_size=(20, 3)),
     "right only": dict(causal=False, window_size=(-1, 5)),
     "softcap": dict(softcap=3.0),
+    "alibi": dict(alibi_slopes=((0.5, 0.2, 0.0, -0.02),)),
+    "alibi, two-sided, softcap": dict(
+        alibi_slopes=((0.5, 0.2, 0.1, -0.02),), causal=False, window_size=(20, 3), softcap=3.0
+    ),
 }
 CELLS = {  # query segments, KV segments, rows of each: one launch covers them all
     "one": ((Segment(0, 0, 40),), (Segment(0, 0, 40),), 40, 40),
@@ -50,8 +55,9 @@ def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
     q_seq, k_seq = (sequences_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
     keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
     exact = [x.double() for x in (q, k, v, dout)]
-    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
-    truth = energy.attention_grads(*exact, spec=spec, keep=keep)
+    of_spec = dict(spec=spec, keep=keep, distance=distances(q_pos, k_pos))
+    out, lse = energy.attention(*exact[:3], **of_spec)
+    truth = energy.attention_grads(*exact, **of_spec)
     for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
         x[:, pos < 0] = float("nan")  # padding between segments may hold anything
     segments = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend="triton")

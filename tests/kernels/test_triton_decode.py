@@ -7,6 +7,7 @@ from megatron_tree import energy, merge
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import decode, host, merge_packed
+from support.attention import distances
 from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
 
 
@@ -19,6 +20,7 @@ from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
         ("lengths", 1, (8, 1), 16, 16),
         ("positions", 3, (4, 2), 16, 16),
         ("window", 2, (4, 2), 32, 16),
+        ("positions, alibi", 3, (4, 2), 16, 16),
         ("softcap", 1, (20, 1), 16, 16),
         ("paged", 1, (4, 2), 16, 16),
         ("paged, int8", 1, (4, 2), 16, 16),
@@ -34,17 +36,19 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
         softmax_scale=d**-0.5,
         window_size=(30 if case == "window" else -1, -1),
         softcap=2.0 if case == "softcap" else 0.0,
+        alibi_slopes=((0.1, 0.05, 0.0, -0.01), (0.5, 0.0, 0.2, 0.02)) if "alibi" in case else None,
     )
-    keep = torch.ones(2, s_q, s, dtype=torch.bool, device=DEVICE)
+    keep, distance = torch.ones(2, s_q, s, dtype=torch.bool, device=DEVICE), None
     if "lengths" in case:
         visible["lengths"] = torch.tensor([0, 130], device=DEVICE)
         keep &= (torch.arange(s, device=DEVICE) < visible["lengths"][:, None])[:, None]
-    if case in ("positions", "window"):
+    if "positions" in case or case == "window":
         k_positions = torch.stack([torch.randperm(s, generator=g) for _ in range(2)]).to(DEVICE)
         k_positions[0, :5] = -1
         visible["q_positions"] = torch.arange(100, 100 + s_q, device=DEVICE).expand(2, -1)
         visible["k_positions"] = k_positions
         keep &= energy.visible(visible["q_positions"], k_positions, spec) & (k_positions >= 0)[:, None]
+        distance = distances(visible["q_positions"], k_positions)
     exact, scales = [x.double() for x in (q, k, v)], ()
     if "int8" in case:
         scales = [x.abs().amax(-1) / 127 for x in (k, v)]
@@ -55,7 +59,7 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
         pages = PagedKV(table, *(paged(x, 32, 2)[0] for x in scales))
     options = dict(visible=Visible(**visible), spec=spec, paged=pages)
     state = decode.attn_decode(q, k, v, **options, num_splits=num_splits)
-    out, lse = energy.attention(*exact, spec=spec, keep=keep)
+    out, lse = energy.attention(*exact, spec=spec, keep=keep, distance=distance)
     lse = lse.transpose(1, 2)
     assert (state[..., :-1] - out).abs().max() < 2e-6
     assert torch.where(state[..., -1] == lse, 0.0, state[..., -1] - lse).abs().max() < 3e-6

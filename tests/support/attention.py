@@ -26,14 +26,15 @@ def make_inputs(seq_len, heads, *, batch=2, d=8, d_v=8, dtype=torch.float64, see
     return [torch.randn(batch, seq_len, n, m, generator=g, dtype=torch.float64).to(dtype) for n, m in shapes]
 
 
-def oracle(q, k, v, dout, dlse=None, *, causal=True, window_size=(-1, -1), softcap=0.0, sinks=None):
-    """(out, lse, dq, dk, dv[, dsinks]) of the whole sequence in float64."""
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, causal=causal, window_size=window_size, softcap=softcap)
+def oracle(q, k, v, dout, dlse=None, *, sinks=None, alibi_slopes=None, **mask):
+    """(out, lse, dq, dk, dv[, dsinks]) of the whole sequence in float64; mask: causal, window_size, softcap."""
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, alibi_slopes=slopes_of(alibi_slopes), **mask)
     positions = torch.arange(q.shape[1])
-    keep = energy.visible(positions, positions, spec)
-    q, k, v, dout, sinks = (None if x is None else x.double() for x in (q, k, v, dout, sinks))
-    out, lse = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks)
-    grads = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks, dlse=dlse)
+    options = dict(spec=spec, keep=energy.visible(positions, positions, spec), distance=distances(positions, positions))
+    options["sinks"] = None if sinks is None else sinks.double()
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, lse = energy.attention(q, k, v, **options)
+    grads = energy.attention_grads(q, k, v, dout, dlse=dlse, **options)
     return out, lse, *grads
 
 
@@ -74,6 +75,24 @@ def run_one(inputs, layout, config, mask, dlse=None):
 
 def make_sinks(h):
     return torch.linspace(-1.0, 1.5, h, dtype=torch.float64)
+
+
+def make_slopes(h, batch=None):
+    """alibi_slopes [h], or [batch, h]; one of them raises the weight of far keys."""
+    slopes = torch.linspace(0.6, -0.05, h)
+    return slopes if batch is None else slopes * torch.arange(1.0, batch + 1)[:, None]
+
+
+def slopes_of(alibi_slopes):
+    """The same as in AttnSpec."""
+    if alibi_slopes is None:
+        return None
+    return tuple(map(tuple, alibi_slopes.reshape(-1, alibi_slopes.shape[-1]).tolist()))
+
+
+def distances(q_positions, k_positions):
+    """int64 [..., s_q, s_k] of positions [..., s_q] and [..., s_k], for the oracle."""
+    return (q_positions[..., :, None] - k_positions[..., None, :]).abs()
 
 
 def worst_error(rows, mine, truth):

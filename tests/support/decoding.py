@@ -7,6 +7,7 @@ from megatron_tree import energy, tree_prefill
 from megatron_tree.cache import ShardedCache
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import gather_row
+from support.attention import distances, slopes_of
 
 
 def decode_inputs(batch, s_q, total, heads=(4, 2), d=8, d_v=8, dtype=torch.float64, seed=0):
@@ -20,6 +21,15 @@ def decode_oracle(q, k, v, keep, *, softcap=0.0, sinks=None):
     spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, softcap=softcap)
     q, k, v = (x.double() for x in (q, k, v))
     return energy.attention(q, k, v, spec=spec, keep=keep, sinks=None if sinks is None else sinks.double())
+
+
+def cached_oracle(q, k, v, first, *, sinks=None, alibi_slopes=None, **mask):
+    """(out, lse) of queries [b, n, h, d] at position `first` and later over keys from 0 on."""
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, alibi_slopes=slopes_of(alibi_slopes), **mask)
+    positions = torch.arange(first, first + q.shape[1]), torch.arange(k.shape[1])
+    options = dict(spec=spec, keep=energy.visible(*positions, spec), distance=distances(*positions))
+    options["sinks"] = None if sinks is None else sinks.double()
+    return energy.attention(*(x.double() for x in (q, k, v)), **options)
 
 
 def same_everywhere(x):
@@ -45,9 +55,9 @@ def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
     cache.write(0, append, k[:, given], v[:, given])
     view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
     keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
-    segments = cache.book.key_segments(row, 0, first)
-    if gathers_keys:
-        segments = [cache.book.key_segments(row, 0, first, r) for r in range(world)]
+    ranks, by_position = range(world) if gathers_keys else (rank,), "alibi_slopes" in options
+    segments = [cache.book.key_segments(row, 0, first, r, by_position=by_position) for r in ranks]
+    segments = segments if gathers_keys else segments[0]
     q = q[:, torch.tensor(mine, dtype=torch.int64)]
     shares = dict(shares=append.shares, key_segments=segments)
     return tree_prefill(q, keys, values, cp_group=dist.group.WORLD, **shares, **options), mine

@@ -30,9 +30,9 @@ _SIZES = (
     *("slots", "chunk", "num_chunks", "page_size", "table_row"),
     *("q_row", "q_token", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head"),
     *("ks_page", "ks_slot", "ks_head", "vs_page", "vs_slot", "vs_head"),
-    *("q_pos_row", "q_pos_token", "k_pos_row", "k_pos_slot", "left", "right"),
+    *("q_pos_row", "q_pos_token", "k_pos_row", "k_pos_slot", "left", "right", "slopes_row"),
 )
-_POINTERS = ("q", "k", "v", "k_scale", "v_scale", "table", "lengths", "q_pos", "k_pos", "parts", "out")
+_POINTERS = ("q", "k", "v", "k_scale", "v_scale", "table", "lengths", "q_pos", "k_pos", "slopes", "parts", "out")
 
 
 class _Call(ctypes.Structure):
@@ -77,12 +77,14 @@ def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | N
     table = None if table is None else _unit_columns(table)
     lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in visible)
     lengths = None if lengths is None else lengths.contiguous()
-    tensors = (q, k, v, k_scale, v_scale, table, lengths, q_positions, k_positions, parts, out)
+    slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
+    tensors = (q, k, v, k_scale, v_scale, table, lengths, q_positions, k_positions, slopes, parts, out)
     call = _Call(
         batch=b, num_queries=s_q, heads=h, kv_heads=h_kv, d=d, d_v=d_v,
         slots=slots, chunk=CHUNK, num_chunks=num_chunks, page_size=max(1, k.shape[1]),
         table_row=0 if table is None else table.stride(0),
         left=-1 if spec.left is None else spec.left, right=-1 if spec.right is None else spec.right,
+        slopes_row=h if slopes is not None and len(slopes) > 1 else 0,
         scale=spec.softmax_scale, softcap=spec.softcap,
         **_strides(("q_row", "q_token", "q_head"), q, 1),
         **_strides(("k_page", "k_slot", "k_head"), k, k.element_size()),

@@ -21,12 +21,13 @@ typedef struct { /* __init__.py has the same; strides in bytes */
     int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;
     int64_t ks_page, ks_slot, ks_head, vs_page, vs_slot, vs_head;
     int64_t q_pos_row, q_pos_token, k_pos_row, k_pos_slot; /* in elements */
-    int64_t left, right;                                   /* of the window; -1: unbounded */
+    int64_t left, right, slopes_row; /* of the window, -1: unbounded; of ALiBi's slopes, in elements */
     double scale, softcap;
     const float *q;
     const char *k, *v, *k_scale, *v_scale;
     const int32_t *table;
     const int64_t *lengths, *q_pos, *k_pos;
+    const float *slopes; /* ALiBi's, [batch or 1, heads]; NULL: none */
     float *parts; /* [batch, num_chunks, kv_heads, rows, d_v + 2]: numerators, largest score, denominator */
     float *out;   /* [batch, num_queries, heads, d_v + 1]: out, then lse */
 } Call;
@@ -35,6 +36,7 @@ typedef struct {
     int count, masked; /* masked: some query does not see some key */
     const char *k[KEYS], *v[KEYS], *k_scale[KEYS], *v_scale[KEYS]; /* of KV head 0 */
     uint8_t *seen;                                                 /* [num_queries, KEYS] */
+    float *gaps; /* [num_queries, KEYS]: between positions; for ALiBi */
 } Block;
 
 /* Products of `rows` queries q [rows, d_padded] with WIDTH / rows keys from number j on: s [rows, KEYS]. */
@@ -142,22 +144,22 @@ static void score_keys(const Call *c, const Block *b, const Block *next, int64_t
         score_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, from, to, q + i * d_padded, d_padded, s + i * KEYS);
 }
 
-/* The scores s [KEYS] of one query row become weights p (2); returns how much what came before still counts. */
-static float weights(const Call *c, const Block *b, const float *k_scale, const float *v_scale, const uint8_t *seen,
-                     float *s, float *top, float *den)
+/* The scores s [KEYS] of a query's head become weights p (2); returns how much what came before still counts. */
+static float weights(const Call *c, const Block *b, const float *k_scale, const float *v_scale, int64_t query,
+                     float slope, float *s, float *top, float *den)
 {
+    const uint8_t *seen = b->seen + query * KEYS;
     float scale = c->scale, cap = c->softcap, largest = *top, lanes[WIDTH], before = *top;
     int padded = (b->count + WIDTH - 1) / WIDTH * WIDTH;
     vf x, y, most = (vf){0} + largest, total = {0};
     for (int j = 0; j < padded; j += WIDTH) {
-        memcpy(&x, s + j, sizeof x);
-        x *= scale;
-        if (c->k_scale) {
-            memcpy(&y, k_scale + j, sizeof y);
-            x *= y;
-        }
+        x = load(s + j) * scale;
+        if (c->k_scale)
+            x *= load(k_scale + j);
         if (cap > 0)
             x = cap * vtanh(x * (1 / cap));
+        if (slope != 0)
+            x -= slope * load(b->gaps + query * KEYS + j);
         memcpy(s + j, &x, sizeof x);
         if (b->masked)
             for (int t = j; t < j + WIDTH; t++)
@@ -210,6 +212,8 @@ static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t en
                 int64_t gap = c->q_pos[row * c->q_pos_row + i * c->q_pos_token] - pos;
                 int sees = (c->left < 0 || gap <= c->left) && (c->right < 0 || -gap <= c->right);
                 b->seen[i * KEYS + b->count] = sees;
+                if (c->slopes)
+                    b->gaps[i * KEYS + b->count] = gap < 0 ? -gap : gap;
                 seen_by += sees;
             }
             if (!seen_by)
@@ -229,6 +233,7 @@ static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t en
 
 typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group */
     float *q, *acc, *top, *den, *s;
+    const float *slopes;
 } Memory;
 
 static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m, int64_t rows,
@@ -253,7 +258,8 @@ static void attend_block(const Call *c, const Block *b, const Block *next, const
             int64_t first = n * rows + i;
             float kept[ROWS], *s = m->s + first * KEYS;
             for (int64_t r = 0; r < ROWS && i + r < rows; r++)
-                kept[r] = weights(c, b, k_scale, v_scale, b->seen + (i + r) / group * KEYS, s + r * KEYS,
+                kept[r] = weights(c, b, k_scale, v_scale, (i + r) / group,
+                                  m->slopes ? m->slopes[n * group + (i + r) % group] : 0, s + r * KEYS,
                                   m->top + first + r, m->den + first + r);
             add_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, s, kept, dv_padded, m->acc + first * dv_padded);
         }
@@ -266,11 +272,11 @@ static int attend(const Call *c, int64_t task)
     int64_t row = task / c->num_chunks, slot = task % c->num_chunks * c->chunk, end = slot + c->chunk;
     int64_t group = c->heads / c->kv_heads, rows = group * c->num_queries, all = c->kv_heads * rows;
     int64_t d_padded = (c->d + WIDTH - 1) / WIDTH * WIDTH, dv_padded = (c->d_v + WIDTH - 1) / WIDTH * WIDTH;
-    int64_t length = c->lengths ? c->lengths[row] : c->slots;
+    int64_t length = c->lengths ? c->lengths[row] : c->slots, pairs = KEYS * c->num_queries;
     float *parts = c->parts + task * all * (c->d_v + 2);
-    float *floats = calloc(all * (d_padded + dv_padded + 2 + KEYS) + 1, sizeof *floats);
-    Memory m = {.q = floats, .acc = floats + all * d_padded};
-    uint8_t *seen = malloc(2 * KEYS * c->num_queries + 1);
+    float *floats = calloc(all * (d_padded + dv_padded + 2 + KEYS) + 2 * pairs + 1, sizeof *floats);
+    Memory m = {floats, floats + all * d_padded, .slopes = c->slopes ? c->slopes + row * c->slopes_row : NULL};
+    uint8_t *seen = malloc(2 * pairs + 1);
     if (!floats || !seen) {
         free(floats), free(seen);
         return 1;
@@ -282,7 +288,9 @@ static int attend(const Call *c, int64_t task)
         memcpy(m.q + i * d_padded, c->q + row * c->q_row + token * c->q_token + head * c->q_head, c->d * sizeof *m.q);
         m.top[i] = -INFINITY;
     }
-    Block blocks[2] = {{.seen = seen}, {.seen = seen + KEYS * c->num_queries}}, *b = blocks, *next = blocks + 1;
+    float *gaps = m.s + all * KEYS;
+    Block blocks[2] = {{.seen = seen, .gaps = gaps}, {.seen = seen + pairs, .gaps = gaps + pairs}};
+    Block *b = blocks, *next = blocks + 1;
     for (fill(c, b, row, &slot, end); b->count;) {
         fill(c, next, row, &slot, end);
         attend_block(c, b, next, &m, rows, d_padded, dv_padded);

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, cap_logits, dot, kept, key_range, load_tile, lower, query_range, store_tile, visible
+from .common import LOG2E, alibi, cap_logits, dot, kept, key_range, load_tile, lower, query_range, store_tile, visible
 
 
 @triton.jit
@@ -35,8 +35,10 @@ def delta_kernel(
 
 
 @triton.jit
-def _probabilities(s, lse2, scale, softcap, SOFTCAP: tl.constexpr):
-    """(p, ds/dlogit) from raw products; lse2 broadcasts."""
+def _probabilities(s, lse2, q_pos, k_pos, scale, softcap, slope2, SOFTCAP: tl.constexpr):
+    """(p, ds/dlogit) from raw products; lse2 and the positions broadcast."""
+    if slope2 is not None:
+        lse2 = lse2 + alibi(slope2, q_pos, k_pos)
     slope = 1.0
     if SOFTCAP:
         capped = cap_logits(s * scale, softcap)
@@ -50,7 +52,7 @@ def _probabilities(s, lse2, scale, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def _dq_range(
     dq0, dq1, q0, q1, do0, do1, lse2, delta, K, V, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right, scale,
-    softcap, keep_weight, dropout,
+    softcap, slope2, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -68,14 +70,13 @@ def _dq_range(
             s = dot(q1, tl.trans(k1), s)
         if E1 > 0:
             dp = dot(do1, tl.trans(load_tile(V, k_row + n, sv, k_len - n, N, E0, E1, E, MASK)), dp)
-        p, slope = _probabilities(s, lse2[:, None], scale, softcap, SOFTCAP)
+        k_at = (k_pos + n + cols)[None, :]
+        p, slope = _probabilities(s, lse2[:, None], q_pos[:, None], k_at, scale, softcap, slope2, SOFTCAP)
         if MASK:
-            ok = visible(
-                q_pos[:, None], (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW
-            )
+            ok = visible(q_pos[:, None], k_at, (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW)
             p = tl.where(ok, p, 0.0)
         if dropout is not None:
-            dp = tl.where(kept(q_pos[:, None], (k_pos + n + cols)[None, :], dropout), dp * keep_weight, 0.0)
+            dp = tl.where(kept(q_pos[:, None], k_at, dropout), dp * keep_weight, 0.0)
         ds = lower(p * (dp - delta[:, None]) * slope, k0)  # d2F/ds dzeta: (6)
         dq0 = dot(ds, k0, dq0)  # d2F/dq dzeta: (7)
         if D1 > 0:
@@ -85,9 +86,9 @@ def _dq_range(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_bwd_dq_kernel(
-    Q, K, V, DOUT, LSE2, DELTA, DQ, q_tiles, k_segments,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, slb, slh, left, right, scale, softcap,
-    seed_low, seed_high, threshold, first_head, keep_weight,
+    Q, K, V, DOUT, LSE2, DELTA, SLOPES, DQ, q_tiles, k_segments,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, slb, slh, sab, left, right, scale,
+    softcap, seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
@@ -119,6 +120,9 @@ def attn_bwd_dq_kernel(
     delta = tl.load(DELTA + at, mask=r < rows, other=0.0)
     k_base = K + b * skb + (h // GROUP) * skh
     v_base = V + b * svb + (h // GROUP) * svh
+    slope2 = None
+    if SLOPES is not None:
+        slope2 = tl.load(SLOPES + b * sab + h) * LOG2E
     for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
         k_row = tl.load(k_segments + 4 * i)
         k_len = tl.load(k_segments + 4 * i + 1)
@@ -131,8 +135,8 @@ def attn_bwd_dq_kernel(
         for phase in tl.static_range(0 if WINDOW else 1, 3):
             dq0, dq1 = _dq_range(
                 dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, bounds[phase],
-                bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, keep_weight, dropout, D, D0, D1, E,
-                E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
+                bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, slope2, keep_weight, dropout, D,
+                D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     g_base = DQ + b * sgb + h * sgh
     store_tile(g_base, row, sgs, rows, dq0 * scale, True, M, 0, D0, D)
@@ -143,7 +147,7 @@ def attn_bwd_dq_kernel(
 @triton.jit
 def _dkdv_range(
     dk0, dk1, dv0, dv1, k0, k1, v0, v1, Q, DOUT, LSE2, DELTA, q_row, sq, sd, lo, hi, q_len, q_pos, k_pos, in_k,
-    left, right, scale, softcap, keep_weight, dropout,
+    left, right, scale, softcap, slope2, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -171,13 +175,14 @@ def _dkdv_range(
         else:
             lse2 = tl.load(LSE2 + q_row + n + cols)
             delta = tl.load(DELTA + q_row + n + cols)
-        p, slope = _probabilities(s, lse2[None, :], scale, softcap, SOFTCAP)
+        q_at = (q_pos + n + cols)[None, :]
+        p, slope = _probabilities(s, lse2[None, :], q_at, k_pos[:, None], scale, softcap, slope2, SOFTCAP)
         if MASK:
-            ok = visible((q_pos + n + cols)[None, :], k_pos[:, None], in_k[:, None], left, right, CAUSAL, WINDOW)
+            ok = visible(q_at, k_pos[:, None], in_k[:, None], left, right, CAUSAL, WINDOW)
             p = tl.where(ok, p, 0.0)
         dropped = p
         if dropout is not None:
-            keep = kept((q_pos + n + cols)[None, :], k_pos[:, None], dropout)
+            keep = kept(q_at, k_pos[:, None], dropout)
             dropped = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keep_weight, 0.0)
         ds = lower(p * (dp - delta[None, :]) * slope, q0)  # d2F/ds dzeta: (6)
@@ -193,8 +198,8 @@ def _dkdv_range(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head", "parts"])
 def attn_bwd_dkdv_kernel(
-    Q, K, V, DOUT, LSE2, DELTA, DK, DV, k_tiles, q_segments,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgp, sgb, sgs, sgh, swp, swb, sws, swh, slb, slh,
+    Q, K, V, DOUT, LSE2, DELTA, SLOPES, DK, DV, k_tiles, q_segments,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgp, sgb, sgs, sgh, swp, swb, sws, swh, slb, slh, sab,
     left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -245,12 +250,15 @@ def attn_bwd_dkdv_kernel(
         q_base = Q + b * sqb + h * sqh
         d_base = DOUT + b * sdb + h * sdh
         l_at = b * slb + h * slh
+        slope2 = None
+        if SLOPES is not None:
+            slope2 = tl.load(SLOPES + b * sab + h) * LOG2E
         bounds = query_range(first, first + rows - 1, q_pos, q_len, left, right, M, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3):
             dk0, dk1, dv0, dv1 = _dkdv_range(
                 dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds,
-                bounds[phase], bounds[phase + 1], q_len, q_pos, k_pos, in_k, left, right, scale, softcap, keep_weight,
-                dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
+                bounds[phase], bounds[phase + 1], q_len, q_pos, k_pos, in_k, left, right, scale, softcap, slope2,
+                keep_weight, dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     if DROPOUT:
         dv0 *= keep_weight

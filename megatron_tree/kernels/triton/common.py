@@ -168,6 +168,12 @@ def query_range(first, last, q_pos, q_len, left, right, STEP: tl.constexpr, CAUS
 
 
 @triton.jit
+def alibi(slope2, q_pos, k_pos):
+    """What ALiBi takes off logits in base 2, from broadcast int32 positions; slope2 = slope * log2(e)."""
+    return slope2 * tl.abs(q_pos - k_pos).to(tl.float32)
+
+
+@triton.jit
 def cap_logits(s, softcap):
     """softcap * tanh(s / softcap), written with exp2 so that no device library is needed."""
     e = tl.math.exp2(s * (2.0 * LOG2E / softcap))

@@ -18,7 +18,7 @@ from ...config import AttnSpec
 from ..masks import Visible
 from ..paged import PagedKV
 from . import common, configs, host
-from .common import LN2, LOG2E, cap_logits, dot
+from .common import LN2, LOG2E, alibi, cap_logits, dot
 from .merge import merge_packed
 
 KEYS = 64  # a split is a multiple of these
@@ -40,14 +40,16 @@ GROWING = ["num_keys", "keys_per_split", "num_splits", "spb", "stb", "scb", "lef
 
 @triton.jit(do_not_specialize=GROWING)
 def attn_decode_kernel(
-    Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, num_keys, keys_per_split, s_q, num_splits,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, spb, stb, scb, scs, left, scale, softcap,
+    Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, SLOPES, num_keys, keys_per_split, s_q,
+    num_splits, sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, spb, stb, scb, scs, sab, left, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tile row r is query r // GROUP of head h_kv * GROUP + r % GROUP. STATE fp32 [b, splits, s_q, h, E + 1]."""
+    """Tile row r is query r // GROUP of head h_kv * GROUP + r % GROUP. STATE fp32 [b, splits, s_q, h, E + 1].
+    SLOPES fp32 [b, h], ALiBi's, with positions; or None.
+    """
     split = tl.program_id(0)
     h_kv = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -65,6 +67,8 @@ def attn_decode_kernel(
     q_pos = query
     if HAS_POSITIONS:
         q_pos = tl.load(Q_POS + b * s_q + query, mask=in_q, other=-1)
+    if SLOPES is not None:
+        slope2 = tl.load(SLOPES + b * sab + h, mask=in_q, other=0.0)[:, None] * LOG2E
     k_base = K + h_kv * skh
     v_base = V + h_kv * svh
     if PAGE == 0:
@@ -111,6 +115,8 @@ def attn_decode_kernel(
         ok = valid[None, :]
         if HAS_POSITIONS:
             k_pos = tl.load(K_POS + b * spb + rows, mask=valid, other=-1)
+            if SLOPES is not None:
+                s -= alibi(slope2, q_pos[:, None], k_pos[None, :])
             valid = k_pos >= 0  # v of the others is not read below: it may be NaN
             ok = valid[None, :] & (k_pos[None, :] <= q_pos[:, None])
             if WINDOW:
@@ -254,13 +260,14 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
     blocks = configs.decode_blocks(tiles, (heads["D0"] + heads["D1"], heads["E0"] + heads["E1"]), arch, itemsize)
     num_slots = blocks * host.multiprocessors(q.device)
     num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, num_slots)
+    slopes = host.alibi_slopes(spec, q)
     state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
     attn_decode_kernel[(num_splits, h_kv, b)](
         Q=q, K=k, V=v, STATE=state,
         LENGTHS=lengths if lengths is None else lengths.contiguous(),
         Q_POS=q_positions if q_positions is None else q_positions.contiguous(),
         K_POS=k_positions, BLOCK_TABLE=table, K_SCALE=k_scale, V_SCALE=v_scale,
-        num_keys=num_keys, keys_per_split=keys_per_split, s_q=s_q, num_splits=num_splits,
+        **slopes, num_keys=num_keys, keys_per_split=keys_per_split, s_q=s_q, num_splits=num_splits,
         **host.strides(q=q, k=k, v=v),
         spb=0 if k_positions is None else k_positions.stride(0), stb=0 if table is None else table.stride(0),
         scb=0 if k_scale is None else k_scale.stride(0), scs=0 if k_scale is None else k_scale.stride(1),

@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, cap_logits, dot, kept, key_range, load_tile, lower, store_tile, visible
+from .common import LN2, LOG2E, alibi, cap_logits, dot, kept, key_range, load_tile, lower, store_tile, visible
 
 
 @triton.jit
 def _fwd_range(
     acc0, acc1, m, l, q0, q1, K, V, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right, scale, softcap,
-    dropout,
+    slope2, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -30,6 +30,9 @@ def _fwd_range(
         if SOFTCAP:
             s = cap_logits(s * scale, softcap)
             factor = LOG2E
+        if slope2 is not None:
+            s = s * factor - alibi(slope2, q_pos[:, None], (k_pos + n + cols)[None, :])
+            factor = 1.0
         if MASK:
             ok = visible(
                 q_pos[:, None], (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW
@@ -54,15 +57,15 @@ def _fwd_range(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_fwd_kernel(
-    Q, K, V, OUT, LSE, q_tiles, k_segments,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sob, sos, soh, slb, slh, left, right, scale, softcap,
+    Q, K, V, OUT, LSE, SLOPES, q_tiles, k_segments,
+    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sob, sos, soh, slb, slh, sab, left, right, scale, softcap,
     seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q_tiles int32 [tiles, 5]: first row, rows, first position, first and last + 1 of its KV segments;
-    k_segments int32 [n, 4]: row, length, position, sequence.
+    k_segments int32 [n, 4]: row, length, position, sequence. SLOPES fp32 [b, h], ALiBi's, or None.
     """
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -85,6 +88,9 @@ def attn_fwd_kernel(
     l = tl.zeros((M,), tl.float32)
     k_base = K + b * skb + (h // GROUP) * skh
     v_base = V + b * svb + (h // GROUP) * svh
+    slope2 = None
+    if SLOPES is not None:
+        slope2 = tl.load(SLOPES + b * sab + h) * LOG2E
     for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
         k_row = tl.load(k_segments + 4 * i)
         k_len = tl.load(k_segments + 4 * i + 1)
@@ -97,8 +103,8 @@ def attn_fwd_kernel(
         for phase in tl.static_range(0 if WINDOW else 1, 3):
             acc0, acc1, m, l = _fwd_range(
                 acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, bounds[phase], bounds[phase + 1], k_len,
-                k_pos, q_pos, left, right, scale, softcap, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW,
-                SOFTCAP, STAGES,
+                k_pos, q_pos, left, right, scale, softcap, slope2, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL,
+                WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)

@@ -78,7 +78,7 @@ def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, sp
     tiles = _tiles("fwd", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
-        Q=q, K=k, V=v, OUT=out, LSE=lse, q_tiles=q_tiles, k_segments=k_table,
+        Q=q, K=k, V=v, OUT=out, LSE=lse, **alibi_slopes(spec, q), q_tiles=q_tiles, k_segments=k_table,
         **strides(q=q, k=k, v=v, o=out), slb=lse.stride(0), slh=lse.stride(1),
         **_numbers(spec, scale), **_constants(spec, h // k.shape[2], d, v.shape[-1], tiles),
     )  # fmt: skip
@@ -104,7 +104,7 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value).contiguous()
     delta = delta.contiguous()
     shared = dict(
-        Q=q, K=k, V=v, DOUT=dout, LSE2=lse2, DELTA=delta,
+        Q=q, K=k, V=v, DOUT=dout, LSE2=lse2, DELTA=delta, **alibi_slopes(spec, q),
         **strides(q=q, k=k, v=v, d=dout), slb=lse2.stride(0), slh=lse2.stride(1), **_numbers(spec, spec.softmax_scale),
     )  # fmt: skip
 
@@ -232,6 +232,19 @@ def window_sides(spec: AttnSpec) -> tuple[int, int]:
 def mask_flags(spec: AttnSpec) -> dict:
     window = spec.left is not None or spec.right not in (None, 0)
     return dict(CAUSAL=spec.right == 0, WINDOW=window, SOFTCAP=spec.softcap > 0, DROPOUT=spec.dropout is not None)
+
+
+def alibi_slopes(spec: AttnSpec, q: Tensor) -> dict:
+    """The argument SLOPES, fp32 [1 or b, h] or None, and its stride between rows of the batch."""
+    if spec.alibi_slopes is None:
+        return dict(SLOPES=None, sab=0)
+    slopes = _slopes_on(spec.alibi_slopes, q.device)
+    return dict(SLOPES=slopes, sab=slopes.stride(0) if len(slopes) > 1 else 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _slopes_on(slopes: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 def _dropout_arguments(spec: AttnSpec) -> dict:

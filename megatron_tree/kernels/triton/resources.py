@@ -96,7 +96,7 @@ LATENT_KERNEL = "decode, 64 rows"
 _FP32 = {"OUT", "LSE", "LSE2", "DELTA", "DQ", "DK", "DV", "STATE", "IN"}
 _FLOATS = {"scale", "softcap", "keep_weight"}
 _INT32 = {"q_tiles", "k_tiles", "k_segments", "q_segments"}
-_UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE"}  # None in this launch
+_UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE", "SLOPES"}  # None in this launch
 
 
 def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16"):
