@@ -1,8 +1,13 @@
-.PHONY: help setup quickstart test quick slow ptx soak mutants gpu audit lint format
+.PHONY: help setup quickstart test quick slow ptx soak mutants gpu gputests audit lint format
+
+# `make gpu` takes these from the command line or the environment.
+PYTHON ?= python3
+OUT ?= docs/gpu-results/$(shell date +%F)
+BUDGET ?= 540
 
 # The GPU tests spend most of their time compiling, so they run in parallel with pytest-xdist. Tests that need much memory
 # share one process.
-GPU_WORKERS = $(shell python -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
+GPU_WORKERS = $(shell $(PYTHON) -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
 
 GPU_TESTS = tests/kernels/test_triton.py tests/kernels/test_triton_low_precision.py tests/kernels/test_triton_decode.py tests/kernels/test_triton_paged.py tests/kernels/test_dropout.py
 
@@ -33,9 +38,11 @@ soak:            ## half an hour of training and generation on an emulated clust
 mutants:         ## plant faults in copies of the package, one at a time, and see whether the tests find them: an hour
 	OMP_NUM_THREADS=1 python tests/mutate.py
 
-gpu:             ## on a machine with a GPU: its tests, the timing of tile sizes, the kernel benchmark
-	python -m pytest $(GPU_WORKERS) tests/gpu $(GPU_TESTS); tests=$$?; \
-	python -m megatron_tree.bench kernels --race --out docs/gpu-results/$$(date +%F) && exit $$tests
+gpu:             ## ten minutes on a machine with a GPU: checks and times every kernel; OUT=, PYTHON=, BUDGET=, ARGS=
+	$(PYTHON) launch/gpu.py --out "$(OUT)" --budget $(BUDGET) $(ARGS)
+
+gputests:        ## the tests of the kernels on a GPU; needs pytest and hypothesis
+	$(PYTHON) -m pytest $(GPU_WORKERS) tests/gpu $(GPU_TESTS)
 
 audit:           ## check the pinned dependencies for known vulnerabilities; needs a network that reaches PyPI itself
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && python3 -m venv "$$folder" && \

@@ -9,7 +9,9 @@ from support import turns
 from support.ranks import close_pools, poisoned_empty, seed_everything
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser, pluginmanager):
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "an option of pytest-timeout, which is not installed here")
     parser.addoption(
         "--ptx",
         choices=("sm_80", "sm_90"),

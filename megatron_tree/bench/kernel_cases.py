@@ -1,4 +1,4 @@
-"""The cases of `bench kernels`: shapes, inputs, and the comparison of results with float64."""
+"""What `bench kernels` times: shapes, inputs, and the comparison of results with float64."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ class Case(NamedTuple):
     h: int
     h_kv: int
     d: int
-    cache: str = ""  # of decode: "", "paged", "paged int8" or "paged fp8"
+    cache: str = ""  # of decode: "", "paged", "paged int8", "paged fp8", or "latent": values that begin the keys
 
     @property
     def label(self) -> str:
         return " ".join(filter(None, (f"{self.kind} b{self.b} s{self.s} h{self.h}/{self.h_kv} d{self.d}", self.cache)))
+
+    @property
+    def d_v(self) -> int:
+        return self.d - 64 if self.cache == "latent" else self.d
 
     @property
     def flops(self) -> float:
@@ -48,37 +52,58 @@ class Case(NamedTuple):
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the KV cache, with its scales."""
         token = self.d * (self.eight_bits or dtype).itemsize + (4 if self.eight_bits else 0)  # a scale in fp32
-        return 2 * self.b * self.s * self.h_kv * token
+        return (1 if self.cache == "latent" else 2) * self.b * self.s * self.h_kv * token
 
 
+class Timing(NamedTuple):
+    """What was found of one contender in one case: a line of results.csv."""
+
+    case: str
+    kind: str
+    name: str
+    ms: float | None
+    """Median; None where nothing was timed."""
+    rate: float
+    unit: str
+
+
+HEADS = (32, 8)
 GPU_CASES = [
-    *(Case(kind, 1, 16384, 32, 8, d) for kind in ("fwd", "bwd") for d in (64, 128)),
+    *(Case(kind, 1, 16384, *HEADS, d) for d in (128, 64) for kind in ("fwd", "bwd")),
     *(Case(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
     Case("fwd", 1, 8192, 16, 16, 256),
-    *(Case("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
-    Case("decode", 32, 8192, 32, 8, 128),
-    *(Case("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
 ]
-CPU_CASES = [Case("fwd", 1, 1024, 4, 2, 64), Case("bwd", 1, 1024, 4, 2, 64), Case("decode", 1, 16384, 8, 2, 64)]
-CPU_CASES.append(Case("decode", 1, 16384, 8, 2, 64, "paged int8"))
+GPU_DECODING = [
+    *(Case("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
+    Case("decode", 32, 8192, *HEADS, 128),
+    *(Case("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
+    Case("decode", 1, 524288, 64, 1, 576, "latent"),
+]
+CPU_CASES = [Case("fwd", 1, 1024, 4, 2, 64), Case("bwd", 1, 1024, 4, 2, 64)]
+CPU_DECODING = [Case("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")]
 
 
 def inputs(case: Case, device, dtype) -> list[Tensor]:
-    """q, k, v, dout [b, s, heads, d]; one query for decode."""
-    g = torch.Generator(device).manual_seed(0)
+    """q, k, v, dout [b, s, heads, d]; one query for decode. On "meta" they have no numbers."""
+    g = None if torch.device(device).type == "meta" else torch.Generator(device).manual_seed(0)
     s_q = 1 if case.kind == "decode" else case.s
     shapes = ((s_q, case.h), (case.s, case.h_kv), (case.s, case.h_kv), (s_q, case.h))
-    return [torch.randn(case.b, s, h, case.d, device=device, dtype=dtype, generator=g) for s, h in shapes]
+    q, k, v, dout = (torch.randn(case.b, s, h, case.d, device=device, dtype=dtype, generator=g) for s, h in shapes)
+    return [q, k, k[..., : case.d_v] if case.cache == "latent" else v, dout]
 
 
-def paged(case: Case, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, PagedKV]:
-    """k and v [b, s, h_kv, d] as pages in random order, in their dtype or in 8 bits, and their block table."""
-    order = torch.randperm(case.b * case.s // PAGE, generator=torch.Generator().manual_seed(1)).to(k.device)
-    pages = LayerPages(PAGE, case.eight_bits)
-    pages.reserve(len(order), k, v)
-    slots = order[:, None] * PAGE + torch.arange(PAGE, device=k.device)
+def in_pages(k: Tensor, v: Tensor, page_size: int, stored: torch.dtype | None) -> tuple[Tensor, Tensor, PagedKV]:
+    """k and v [b, s, h_kv, d] as pages in random order, in their dtype or in 8 bits, and their block table.
+
+    A page more than the table has is there, and nobody should read it.
+    """
+    b, s = k.shape[:2]
+    order = torch.randperm(b * s // page_size, generator=torch.Generator().manual_seed(1)).to(k.device)
+    pages = LayerPages(page_size, stored)
+    pages.reserve(len(order) + 1, k, v)
+    slots = order[:, None] * page_size + torch.arange(page_size, device=k.device)
     pages.write(slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
-    return pages.k, pages.v, pages.paged(order.view(case.b, -1).int())
+    return pages.k, pages.v, pages.paged(order.view(b, -1).int())
 
 
 def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
@@ -94,7 +119,7 @@ def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     if case.kind == "decode":
         state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec, backend="reference")
-        return {"out": state[..., : case.d]}
+        return {"out": state[..., : case.d_v]}
     whole = (Segment(0, 0, case.s),)
     options = dict(q_segments=whole, k_segments=whole, spec=spec, backend="reference")
     out, lse = kernels.attn_fwd(q, k, v, **options)
@@ -108,18 +133,23 @@ def verify(case: Case, name: str, result, truth: dict[str, Tensor], dtype: torch
     """Compare a contender's result for this case with `truth_of` it, row by row.
 
     result: out, (out, lse), a packed state, or (dq, dk, dv): ours [b, s, heads, d], torch's [b, heads, s, d].
-    Raises `WrongResult` if an error exceeds 2 (gradients: 3) times the sum of two units of the dtype and sqrt(s) units
-    of fp32, for sums of s terms, relative to a row's norm plus the rows' root mean square.
+    Raises `WrongResult` if an error exceeds 2 (gradients: 3) times `rounding`, relative to a row's norm plus the rows'
+    root mean square.
     """
     results = result if isinstance(result, tuple) else (result,)
     if not name.startswith("ours"):
         results = [x.transpose(1, 2) for x in results]
     of_queries, of_keys, *_ = _heads(case)
     for (which, t), x in zip(truth.items(), results):
-        error = relative_error(x[:, :, of_keys if which in ("dk", "dv") else of_queries, : case.d], t)
-        allowed = RULE[which] * (2 * torch.finfo(dtype).eps + case.s**0.5 * torch.finfo(torch.float32).eps)
+        error = relative_error(x[:, :, of_keys if which in ("dk", "dv") else of_queries, : t.shape[-1]], t)
+        allowed = RULE[which] * rounding(case, dtype)
         if not error <= allowed:
             raise WrongResult(f"{name} is wrong: {case.label}: {which} off by {error:.2g}, allowed {allowed:.2g}")
+
+
+def rounding(case: Case, dtype: torch.dtype) -> float:
+    """Two units of the dtype and sqrt(s) units of fp32: the error of sums of s terms."""
+    return 2 * torch.finfo(dtype).eps + case.s**0.5 * torch.finfo(torch.float32).eps
 
 
 def _heads(case: Case) -> tuple[list[int], ...]:

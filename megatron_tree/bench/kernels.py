@@ -1,4 +1,7 @@
-"""Attention kernels of one device, compared with torch's: correctness first, then TFLOP/s and GB/s (medians)."""
+"""Attention kernels of one device, in the order of what is worth knowing first: right, fast, decoding, the rest.
+
+Each result is written as soon as it is there. What fails, or does not fit into the budget, is listed at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +12,62 @@ import importlib.util
 import pathlib
 import platform
 import shlex
+import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention as sdpa
-from torch.utils.benchmark import Timer
 
-from .. import kernels
-from ..config import AttnSpec
-from ..kernels import Visible
-from ..layout import Segment
-from .figures import Curve, Panel, draw, grouped
-from .kernel_cases import CPU_CASES, DTYPES, GPU_CASES, Case, inputs, paged, truth_of, verify
-from .results import Plots, WrongResult, results_kept
+from . import device_checks
+from .contenders import time_case
+from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, Case, Timing
+from .kernel_record import Record
+from .low_precision import DECODING, TRAINING, check_decoding, check_training
+from .results import WrongResult
+from .supervised import FAILED, NOT_RUN, InThisProcess, NotHere, Outcome, Task, Worker, run_tasks
 
 EXAMPLES = """\
 examples:
+  python -m megatron_tree.bench kernels --out docs/gpu-results/today --budget 540
+  python -m megatron_tree.bench kernels --only smoke decode --dtype fp16
   python -m megatron_tree.bench kernels --device cpu
-  python -m megatron_tree.bench kernels --only decode --dtype fp16
-  python -m megatron_tree.bench kernels --race --out docs/gpu-results/today
+  TRITON_INTERPRET=1 python -m megatron_tree.bench kernels --device cpu --dtype fp16 --tiny
 """
-
-
-class Timing(NamedTuple):
-    """One contender in one case: a line of results.csv."""
-
-    case: str
-    kind: str
-    name: str
-    ms: float
-    """Median."""
-    rate: float
-    unit: str
+STAGES = {
+    "smoke": "every kernel against dense attention in the same dtype",
+    "beside": "forward and backward: our backends and torch's kernels",
+    "race": "other tile sizes at head_dim 128 (GPU)",
+    "decode": "caches in tensors, in pages, in 8 bits, and latents",
+    "ranks": "two ranks that share the device, over gloo",
+    "graph": "a decode step in a CUDA graph (GPU)",
+    "offsets": "tensors of more than 2^31 elements",
+    "flex": "torch's FlexAttention beside them (--flex)",
+}
+TINY = {"training": ("packed",), "decoding": ("int8", "latent")}  # cases of the first stage
+COMPILE_S = 100.0  # at most, before the first case
+RESERVE_S = 5.0  # of the budget, for the last files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench kernels`."""
-    gpu, kinds = torch.cuda.is_available(), ("fwd", "bwd", "decode")
+    gpu, stages = torch.cuda.is_available(), tuple(STAGES)[:-1]
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--only", choices=kinds, nargs="+", default=kinds)
-    parser.add_argument("--race", action="store_true", help="also time other tile sizes of the Triton kernels (GPU)")
+    what = "; ".join(f"{name}: {text}" for name, text in STAGES.items())
+    parser.add_argument("--only", choices=stages, nargs="+", default=stages, help=f"stages, in this order: {what}")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention as well, last: it compiles for minutes")
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="the whole run's, kept")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: a rehearsal, whose times mean nothing")
+    parser.add_argument(
+        "--in-process", action="store_true", help="no process for the cases: for a debugger; nothing stops a case"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-results/kernels"))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
+    """Check, time and print, and write CSV, JSON and PNG into args.out. Raises `WrongResult` if any case failed."""
+    end = time.monotonic() + args.budget - RESERVE_S
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu, or run it on a machine with one")
-    if args.race and args.device == "cpu":
-        raise ValueError("--race needs a GPU: tile sizes of the Triton kernels mean nothing on a CPU")
     device, dtype, gpu = torch.device(args.device), DTYPES[args.dtype], args.device == "cuda"
     about = {
         "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
@@ -69,148 +76,132 @@ def run(args: argparse.Namespace) -> None:
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
         "command": shlex.join(["python", "-m", "megatron_tree.bench", *args.argv]),
     }
-    wrong: list[str] = []  # contenders of ours other than the first, which ends the run
-    cases = [case for case in (GPU_CASES if gpu else CPU_CASES) if case.kind in args.only]
-    with results_kept(args.out, about, lambda rows: _plots(rows, about), keep=BaseException) as rows:
-        for case in cases:
-            rows += time_case(case, ("triton", "aten") if gpu else ("aten", "reference"), device, dtype, wrong)
-        if args.race:
-            from .race import RACED, race
+    if gpu:
+        about |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
+    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+    record = Record(args.out, about)
+    tasks = tasks_of(args, device, dtype)
+    if gpu:
+        record.compiled(_compile(args, device, dtype, min(COMPILE_S, (end - time.monotonic()) / 3)))
+    start = InThisProcess if args.in_process else Worker
+    try:
+        run_tasks(tasks, end=end, emit=record.row, ended=functools.partial(_ended, record), start=start)
+    finally:
+        record.finish()
+        _summary(record.outcomes)
+    if failed := [f"{x.label}: {x.said}" for x in record.outcomes if x.status == FAILED]:
+        raise WrongResult(f"{len(failed)} of {len(record.outcomes)} cases failed:\n" + "\n".join(failed))
 
-            for case in cases:
-                rows += race(case, device, dtype, wrong) if case.s in RACED else []
-    if wrong:
-        raise WrongResult("\n".join(wrong))
 
+def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Task]:
+    """All cases in the order in which they run."""
+    gpu, tiny = device.type == "cuda", args.tiny
+    backend = "triton" if gpu or _interpreting() else "auto"
+    where = dict(device=device, dtype=dtype)
+    tasks = []
 
-def contenders(case: Case, backends, given, *, others: bool = True) -> dict[str, Callable[[], object]]:
-    """Everything that computes this case from `given` (q, k, v, dout), by name; each a call without arguments.
+    def add(stage: str, label: str, call: Callable, *what, seconds: float) -> None:
+        if stage in args.only or (stage == "flex" and args.flex):
+            tasks.append(Task(stage, label, functools.partial(call, *what, **where), seconds))
 
-    backends: ours. others: torch's kernels as well.
-    """
-    q, k, v, dout = given
-    gpu, spec = q.device.type == "cuda", AttnSpec(softmax_scale=case.d**-0.5)
-    if case.kind == "decode":
-        *pages, where = paged(case, k, v) if case.cache else (k, v, None)
-        call = functools.partial(kernels.attn_decode, q, *pages, visible=Visible(), spec=spec, paged=where)
-        left_out = {"aten"} if gpu or case.cache else set()
-        calls = {f"ours, {b}": functools.partial(call, backend=b) for b in backends if b not in left_out}
-        others = others and not case.cache
-    else:
-        whole = (Segment(0, 0, case.s),)
-        segments, calls = dict(q_segments=whole, k_segments=whole, spec=spec), {}
-        for b in backends:
-            forward = functools.partial(kernels.attn_fwd, q, k, v, **segments, backend=b)
-            backward = functools.partial(_our_backward, given, dict(segments, backend=b))
-            in_fp32 = lambda forward=forward: [x.float() for x in forward()]  # noqa: E731
-            calls[f"ours, {b}"] = forward if case.kind == "fwd" else _after(in_fp32, backward)
-    if not others:
-        return calls
-    leaves = [x.transpose(1, 2).detach().requires_grad_(case.kind == "bwd") for x in (q, k, v)]
-    options = dict(enable_gqa=case.h != case.h_kv)
-    forwards = {}
-    for name, backend in (("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        if gpu or backend is SDPBackend.FLASH_ATTENTION:
-            call = functools.partial(sdpa, *leaves, is_causal=case.kind != "decode", **options)
-            forwards[name] = functools.partial(_with_backend, backend, call)
-    if gpu and case.kind != "decode":
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.s, case.s, device=q.device)
-        compiled = torch.compile(flex_attention, dynamic=False)
-        forwards["FlexAttention"] = functools.partial(compiled, *leaves, block_mask=mask, **options)
-    backward = functools.partial(
-        torch.autograd.grad, inputs=leaves, grad_outputs=dout.transpose(1, 2), retain_graph=True
+    for kind, cases in (("training", TRAINING), ("decoding", DECODING)):
+        for name in TINY[kind] if tiny else cases:
+            add("smoke", f"{kind} {name}", _smoke, kind, name, backend, seconds=2)
+    training, decoding = _cases(gpu, tiny)
+    which = (
+        ("triton", "torch", "aten") if gpu else ("triton",) if backend == "triton" else ("torch", "aten", "reference")
     )
-    for name, forward in forwards.items():
-        calls[name] = _after(forward, backward) if case.kind == "bwd" else forward
-    return calls
-
-
-def _with_backend(backend: SDPBackend, call):
-    with sdpa_kernel(backend):
-        return call()
-
-
-def _after(forward, backward):
-    """The backward alone, a function of the forward's result; the forward runs at the first call."""
-    once = functools.cache(forward)
-    return lambda: backward(once())
-
-
-def _our_backward(given, options, state):
-    """The whole backward: delta, which torch's kernels compute as well, and the gradients."""
-    (*inputs, dout), (out, lse) = given, state
-    return kernels.attn_bwd(dout, *inputs, lse, kernels.attn_delta(dout, out), **options)
-
-
-def time_case(case: Case, backends, device, dtype, wrong: list[str]) -> list[Timing]:
-    """Time every contender and the device's own limits (copy, matrix product); prints a table.
-
-    wrong: receives the errors of our contenders; that of the first one is raised.
-    """
-    print(f"\n{case.label}, {str(dtype).removeprefix('torch.')}", flush=True)
-    rows = []
-    given = inputs(case, device, dtype)
-    truth = truth_of(case, given)
-    limits = _limits(case, device, dtype)
-    calls = contenders(case, backends, given)
-    first = next(iter(calls))
-    work = (case.kv_bytes(dtype) / 1e9, "GB/s") if case.kind == "decode" else (case.flops / 1e12, "TFLOP/s")
-    for name, (call, amount, unit) in {**{name: (call, *work) for name, call in calls.items()}, **limits}.items():
-        try:
-            if name not in limits:
-                verify(case, name, call(), truth, dtype)
-            seconds = clock(call, device)
-        except Exception as error:  # this library does not support the shape; each has its own kind of error
-            if name == first:
-                raise
-            if name.startswith("ours"):
-                wrong.append(f"{name}, {case.label}: {error}")
-            print(f"  {name:<16} not available: {str(error).splitlines()[0][:90]}", flush=True)
-            continue
-        rows.append(Timing(case.label, case.kind, name, seconds * 1e3, amount / seconds, unit))
-    ours = rows[0].rate
-    print("  all results below are right: they were compared with float64")
-    for row in rows:
-        print(f"  {row.name:<16} {row.ms:9.3f} ms {row.rate:9.4g} {row.unit:<8} ours / this {ours / row.rate:5.2f}")
-    return rows
-
-
-def _limits(case: Case, device, dtype) -> dict[str, tuple[Callable[[], object], float, str]]:
-    """{name: (call, its amount of work, unit of the rate)}; a copy reads and writes each byte."""
-    if case.kind == "decode":
-        a = torch.empty(min(case.kv_bytes(dtype), 1 << 30), dtype=torch.uint8, device=device)
-        b = torch.empty_like(a)
-        return {"device copy": (lambda: b.copy_(a), 2 * a.nbytes / 1e9, "GB/s")}
-    n = 8192 if device.type == "cuda" else 1024
-    x, y = torch.randn(2, n, n, device=device, dtype=dtype)
-    return {"matrix product": (lambda: x @ y, 2 * n**3 / 1e12, "TFLOP/s")}
-
-
-def clock(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5) -> float:
-    """Median time of one call in seconds, after a warm-up; on a GPU with cold L2, measured by events."""
-    call()
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(call, warmup=100, rep=int(seconds * 1000), return_mode="median") / 1e3
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median
-
-
-def _plots(rows: list[Timing], about: dict) -> Plots:
-    rows = [r for r in rows if r.kind != "race"] or rows
-    panels = [
-        Panel(
-            unit, "", [Curve(name, *zip(*((r.case, r.rate) for r in of))) for name, of in grouped(mine, _name).items()]
+    for case in training:
+        add("beside", case.label, time_case, case, which, seconds=8)
+    for kernel in ("fwd", "dq", "dkdv"):
+        case = next(c for c in training if c.kind == ("fwd" if kernel == "fwd" else "bwd"))
+        add("race", f"tiles of {kernel}, {case.label}", _race, case, kernel, backend, tiny, seconds=15)
+    for case in decoding:
+        which = (
+            ("triton", "torch") if backend == "triton" and not tiny else (backend,) if tiny else ("auto", "reference")
         )
-        for unit, mine in grouped(rows, lambda r: r.unit).items()
-    ]
-    return {
-        "results.png": functools.partial(draw, panels=[panels], title=", ".join(f"{k} {v}" for k, v in about.items()))
-    }
+        add("decode", case.label, time_case, case, which, seconds=6)
+    shared = Case("fwd", 1, 32 if tiny else 512, 4, 2, 16 if tiny else 64)
+    add("ranks", "two ranks", device_checks.check_ranks, shared, backend, seconds=25)
+    step = Case("decode", 2, 256 if tiny else 8192, 32, 8, 128)
+    add("graph", step.label, device_checks.check_graph, step, backend, seconds=5)
+    elements = 1 << 31 if gpu and not tiny else 1 << 16
+    add("offsets", f"{elements} elements", device_checks.check_offsets, elements, backend, seconds=10)
+    for case in training[:2]:
+        add("flex", case.label, time_case, case, ("triton" if backend == "triton" else "aten", "flex"), seconds=90)
+    return tasks
 
 
-def _name(row: Timing) -> str:
-    return row.name
+def _cases(gpu: bool, tiny: bool) -> tuple[list[Case], list[Case]]:
+    """Training and decoding."""
+    if tiny:
+        kinds = ("", "paged int8", "latent")
+        small = [
+            Case("decode", 1, 128, 4, 1 if "latent" in kind else 2, 576 if "latent" in kind else 16, kind)
+            for kind in kinds
+        ]
+        return [Case("fwd", 1, 64, 2, 1, 16), Case("bwd", 1, 64, 2, 1, 16)], small
+    return (GPU_CASES, GPU_DECODING) if gpu else (CPU_CASES, CPU_DECODING)
+
+
+def _interpreting() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from ..kernels.triton import host
+
+    return host.interpreting()
+
+
+def _smoke(kind: str, name: str, backend: str, emit, *, device, dtype) -> None:
+    cases, check = {"training": (TRAINING, check_training), "decoding": (DECODING, check_decoding)}[kind]
+    case = cases[name]
+    if backend == "triton":
+        from ..kernels.triton.decode import check_pages
+
+        if kind == "decoding" and case.page_size:
+            try:
+                check_pages(torch.empty(0, case.page_size, 1, 1, dtype=case.stored or dtype, device=device))
+            except ValueError as error:
+                raise NotHere(str(error)) from None
+    share = check(case, dtype, device, backend)
+    print(f"  {kind} {name}: {share:.2f} of the allowed error", flush=True)
+    emit(Timing(f"{kind} {name}", "smoke", backend, None, share, "of the allowed error"))
+
+
+def _race(case: Case, kernel: str, backend: str, tiny: bool, emit, *, device, dtype) -> None:
+    if backend != "triton":
+        raise NotHere("tile sizes are Triton's: it needs a GPU, or its interpreter")
+    from .race import CANDIDATES, race
+
+    candidates = CANDIDATES[kernel][-1:] if tiny else CANDIDATES[kernel]
+    race(case, kernel, candidates, emit, device=device, dtype=dtype)
+
+
+def _compile(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, limit_s: float) -> str:
+    """Compile what the stages will launch."""
+    from . import precompile
+
+    training, decoding = _cases(True, args.tiny)
+    launches = precompile.smoke_launches(dtype) if "smoke" in args.only else []
+    launches += precompile.case_launches(training, dtype) if "beside" in args.only else []
+    launches += precompile.case_launches(decoding, dtype) if "decode" in args.only else []
+    launches += precompile.race_launches(training[:2], dtype) if "race" in args.only else []
+    return precompile.compile_all(launches, precompile.Machine.this(device), limit_s=limit_s) if launches else "nothing"
+
+
+def _ended(record: Record, outcome: Outcome) -> None:
+    record.ended(outcome)
+    if outcome.said:
+        print(f"  {outcome.label}: {outcome.status}: {outcome.said}", flush=True)
+
+
+def _summary(outcomes: list[Outcome]) -> None:
+    print("\nstage     done  failed  not run  seconds")
+    for stage in dict.fromkeys(x.stage for x in outcomes):
+        mine = [x for x in outcomes if x.stage == stage]
+        failed, left = (sum(x.status == status for x in mine) for status in (FAILED, NOT_RUN))
+        seconds = sum(x.seconds for x in mine)
+        print(f"{stage:<8} {len(mine) - failed - left:5} {failed:7} {left:8} {seconds:8.0f}")
+    for x in outcomes:
+        if x.status != "done":
+            print(f"{x.status}: {x.stage}, {x.label}: {x.said}")

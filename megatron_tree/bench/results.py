@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Generator
 
 import torch
-from tqdm import tqdm
 
 from ..files import whole_file
 from .ranks import CORES
@@ -30,8 +29,10 @@ def metadata(command: str, **values) -> dict:
     return {"command": command, **values, "machine": f"{platform.machine()}, {CORES} cores", "torch": torch.__version__}
 
 
-def progress_bar(total: int, unit: str) -> tqdm:
-    """A bar on standard error, hidden without a terminal; ranks may be forked while it is shown."""
+def progress_bar(total: int, unit: str):
+    """A bar of tqdm on standard error, hidden without a terminal; ranks may be forked while it is shown."""
+    from tqdm import tqdm  # `bench kernels` runs without it
+
     tqdm.monitor_interval = 0  # its thread would not survive a fork
     return tqdm(total=total, unit=unit, disable=None, leave=False)
 
@@ -48,17 +49,15 @@ def write_csv(path: pathlib.Path, rows: list) -> None:
 
 
 @contextlib.contextmanager
-def results_kept(
-    folder: pathlib.Path, about: dict, plots: Callable[[list], Plots], *, keep: type[BaseException] = KeyboardInterrupt
-) -> Generator[list, None, None]:
-    """A list for the rows, which are written to `folder` when the block ends, or when it raises `keep`.
+def results_kept(folder: pathlib.Path, about: dict, plots: Callable[[list], Plots]) -> Generator[list, None, None]:
+    """A list for the rows, which are written to `folder` when the block ends, or at Ctrl-C.
 
     about: metadata for all rows. Raises: ValueError without rows.
     """
     rows: list = []
     try:
         yield rows
-    except keep as error:
+    except KeyboardInterrupt as error:
         if rows:
             print(f"\ninterrupted ({type(error).__name__}): keeping the results so far", file=sys.stderr)
             _write(folder, rows, {**about, "ended_by": f"{type(error).__name__}: {error}"}, plots(rows))

@@ -14,7 +14,7 @@ from megatron_tree.kernels.triton import merge as triton_merge
 from megatron_tree.layout import Segment
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="on a GPU tests/gpu has the memory for the real thing"
+    torch.cuda.is_available(), reason="on a GPU `bench kernels` has the memory for the real thing"
 )
 FAR = 1 << 30  # elements: a stride that fits 32 bits, twice of which does not
 NEG_INF = float("-inf")

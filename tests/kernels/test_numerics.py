@@ -23,7 +23,7 @@ BACKENDS = ("reference", "aten", "triton")
 
 def skip_what_cannot_run(backend, dtype):
     if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
-        pytest.skip("Triton's interpreter computes bf16 wrongly: tests/gpu/test_gpu.py has it")
+        pytest.skip("Triton's interpreter computes bf16 wrongly: test_triton_low_precision.py has it")
 
 
 def device_of(backend):

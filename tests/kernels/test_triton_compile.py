@@ -46,29 +46,17 @@ def usages(cases, cache):
 COUNT_COMPILATIONS = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
+from megatron_tree.bench.contenders import ours
+from megatron_tree.bench.kernel_cases import Case, inputs
+from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import PagedKV, Visible
 from megatron_tree.kernels.triton import decode, host
 from megatron_tree.layout import Segment
 
-class AbsentGPU(DriverBase):  # a driver that can name its target and nothing else
-    def __init__(self): pass
-    @classmethod
-    def is_active(cls): return True
-    def map_python_to_cpp_type(self, ty): return ty
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_active_torch_device(self): return torch.device("cpu")
-    def get_benchmarker(self): raise RuntimeError("no device")
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-
-triton.runtime.driver.set_active(AbsentGPU())
-run, compiled = triton.JITFunction.run, []
-triton.JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **dict(kwargs, warmup=True))
+compile_only(Machine(GPUTarget("cuda", 90, 32), "sm90", 132))
+compiled = []
 triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
-host._multiprocessors_of = lambda index: 132
-host._arch_of = lambda index: "sm90"
 """
 GROWING_CACHE = """
 spec, cache = AttnSpec(softmax_scale=0.1), torch.zeros(2, 70000, 2, 64, dtype=torch.bfloat16)
@@ -92,6 +80,18 @@ for dtype in (torch.int8, torch.float8_e4m3fn):
         table = torch.zeros(3, n // 2, dtype=torch.int32)
         decode.attn_decode(q, k, k, visible=Visible(lengths), spec=spec, paged=PagedKV(table, scale, scale))
         counts.append(len(compiled))
+print(counts)
+"""
+
+
+AHEAD_OF_TIME = """
+counts = []
+host.DEVICES = ("meta", "cpu")
+for device in ("meta", "cpu"):
+    for case in (Case("fwd", 1, 256, 2, 1, 16), Case("decode", 2, 4096, 8, 2, 16, "paged int8")):
+        for call in ours(case, ["triton"], inputs(case, torch.device(device), torch.bfloat16)).values():
+            call()
+    counts.append(len(compiled))
 print(counts)
 """
 
@@ -155,6 +155,13 @@ def test_decoding_as_it_is_launched_fits(tmp_path):
 def test_pages_in_eight_bits_compile_once(tmp_path):
     """The merge, and the kernel for int8 and for fp8 (which needs sm89 or later), however many pages there are."""
     assert compilations(PAGES_IN_EIGHT_BITS, tmp_path) == [2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.slow
+def test_what_is_compiled_ahead_is_what_is_launched(tmp_path):
+    """Tensors without memory give the same kernels as real ones: `bench kernels` compiles with them first."""
+    ahead, then = compilations(AHEAD_OF_TIME, tmp_path)
+    assert ahead == 3 and then == ahead  # forward, decode, merge
 
 
 def test_another_seed_does_not_recompile(tmp_path):

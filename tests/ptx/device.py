@@ -8,8 +8,9 @@ import os
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
+
+from megatron_tree.bench.precompile import AbsentGPU
 
 from .machine import Kernel
 from .memory import GlobalMemory
@@ -21,42 +22,13 @@ launches: list[Kernel] = []  # of every launch since the list was last cleared
 kernels: dict[str, Kernel] = {}  # by the hash of what was compiled
 
 
-class AbsentGPU(DriverBase):
-    """A driver that names its target and nothing else."""
-
-    def __init__(self, capability: int):
-        self.target = GPUTarget("cuda", capability, 32)
-
-    @classmethod
-    def is_active(cls):
-        return True
-
-    def map_python_to_cpp_type(self, kind):
-        return kind
-
-    def get_current_target(self):
-        return self.target
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_benchmarker(self):
-        raise RuntimeError("nothing can be timed on a GPU that is not there")
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-
 def install(arch: str, cache: str) -> None:
     """From now on every launch is emulated, for one of `ARCHES`; compiled PTX is kept in the folder `cache`.
 
     The process must not have imported Triton under TRITON_INTERPRET.
     """
     os.environ["TRITON_CACHE_DIR"] = cache
-    triton.runtime.driver.set_active(AbsentGPU(ARCHES[arch]))
+    triton.runtime.driver.set_active(AbsentGPU(GPUTarget("cuda", ARCHES[arch], 32)))
     CUDABackend.make_cubin = lambda self, src, metadata, opt, capability: b""
     compile_and_cache = triton.JITFunction.run
 

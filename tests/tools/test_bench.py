@@ -2,72 +2,198 @@
 
 import contextlib
 import csv
+import functools
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_tree import kernels
 from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import contenders
 from megatron_tree.bench import kernels as bench_kernels
-from megatron_tree.bench.kernels import Timing
+from megatron_tree.bench.kernel_cases import Case, Timing, inputs, truth_of, verify
+from megatron_tree.bench.kernel_record import Record
 from megatron_tree.bench.results import WrongResult, results_kept
+from megatron_tree.bench.supervised import NotHere, Task, run_tasks
+
+REPO = Path(__file__).resolve().parents[2]
 
 
-def test_cpu_bench_checks_times_and_writes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        bench_kernels, "CPU_CASES", [bench_kernels.Case(k, 1, 128, 2, 1, 16) for k in ("fwd", "bwd", "decode")]
-    )
-    monkeypatch.setattr(bench_kernels, "clock", lambda call, device: call() is None or 1e-3)
-    assert bench.main(["kernels", "--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.index("compared with float64") < printed.index("TFLOP/s")
+OPTIONS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--in-process"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sets the cases of the stages "beside" and "decode"; no time is taken."""
+    monkeypatch.setattr(bench_kernels, "_interpreting", lambda: False)
+    monkeypatch.setattr(contenders, "clock", lambda call, device: call() is None or 1e-3)
+
+    def use(*cases):
+        for name, decodes in (("CPU_CASES", False), ("CPU_DECODING", True)):
+            monkeypatch.setattr(bench_kernels, name, [c for c in cases if (c.kind == "decode") is decodes])
+
+    return use
+
+
+def test_cpu_bench_checks_times_and_writes(tmp_path, small, capsys):
+    small(*(Case(kind, 1, 128, 2, 1, 16) for kind in ("fwd", "bwd", "decode")))
+    assert bench.main([*OPTIONS, "--only", "beside", "decode", "--out", str(tmp_path)]) == 0
+    assert "ours, aten" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert {r["kind"] for r in rows} == {"fwd", "bwd", "decode"}
     assert {r["name"] for r in rows} >= {"ours, aten", "torch flash", "device copy", "matrix product"}
     told = json.loads((tmp_path / "results.json").read_text())
     assert told["dtype"] == "fp32" and told["command"].startswith("python -m megatron_tree.bench kernels --device cpu")
+    assert [case["status"] for case in told["cases"]] == ["done"] * 3
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(("kind", "which"), [("fwd", 0), ("bwd", 0), ("bwd", 1), ("bwd", 2)])
 def test_late_rows_that_were_forgotten_are_noticed(kind, which):
     """They are small beside the first rows of a causal mask: the worst row counts, of the last KV head as well."""
-    case = bench_kernels.Case(kind, 1, 1024, 4, 2, 32)
-    given = bench_kernels.inputs(case, torch.device("cpu"), torch.bfloat16)
-    truth = bench_kernels.truth_of(case, given)
-    calls = bench_kernels.contenders(case, ["reference"], given)
-    result = [x.clone() for x in calls["ours, reference"]()]
-    bench_kernels.verify(case, "ours", tuple(result), truth, torch.bfloat16)
+    case = Case(kind, 1, 1024, 4, 2, 32)
+    given = inputs(case, torch.device("cpu"), torch.bfloat16)
+    truth = truth_of(case, given)
+    result = [x.clone() for x in contenders.ours(case, ["reference"], given)["ours, reference"]()]
+    verify(case, "ours", tuple(result), truth, torch.bfloat16)
     result[which][:, 1000:, -1] = 0
     with pytest.raises(WrongResult, match="off by"):
-        bench_kernels.verify(case, "ours", tuple(result), truth, torch.bfloat16)
+        verify(case, "ours", tuple(result), truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("fwd", ""), ("bwd", ""), ("decode", ""), ("decode", "paged int8")])
-def test_no_speed_for_a_result_that_is_wrong_at_the_size_timed(tmp_path, monkeypatch, capsys, kind, cache):
-    monkeypatch.setattr(bench_kernels, "CPU_CASES", [bench_kernels.Case(kind, 2, 320, 4, 2, 32, cache)])
-    monkeypatch.setattr(bench_kernels, "clock", lambda call, device: 1e-3)
-    options = ["kernels", "--device", "cpu", "--dtype", "fp32"]
+def test_no_speed_for_a_result_that_is_wrong_at_the_size_timed(tmp_path, monkeypatch, small, capsys, kind, cache):
+    """The case fails and is told of; the others go on, and the exit status says it."""
+    case = Case(kind, 2, 320, 4, 2, 32, cache)
+    small(case, *(Case(other, 1, 64, 2, 1, 16) for other in ("fwd", "bwd")))
+    options = [*OPTIONS, "--only", "beside", "decode"]
     assert bench.main([*options, "--out", str(tmp_path / "right")]) == 0
     right = getattr(kernels, f"attn_{kind}")
 
     def wrong(x, *args, **kwargs):
-        result, factor = right(x, *args, **kwargs), 1.0 if x.dtype == torch.float64 else 1.01  # the truth stays
+        result, factor = right(x, *args, **kwargs), 1.0 if x.dtype == torch.float64 or x.shape[1] == 64 else 1.01
         return result * factor if kind == "decode" else (result[0] * factor, *result[1:])
 
     monkeypatch.setattr(kernels, f"attn_{kind}", wrong)
     capsys.readouterr()
     assert bench.main([*options, "--out", str(tmp_path / "wrong")]) == 1
     said = capsys.readouterr()
-    assert "is wrong" in said.err and "ours / this" not in said.out and not (tmp_path / "wrong").exists()
+    assert "is wrong" in said.out and "1 of 3 cases failed" in said.err
+    told = json.loads((tmp_path / "wrong" / "results.json").read_text())
+    assert sorted(x["status"] for x in told["cases"]) == ["done", "done", "failed"]
+    assert not any(row["name"].startswith("ours") for row in told["rows"] if row["case"] == case.label)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the message is for machines without one")
-@pytest.mark.parametrize("option", [["--device", "cuda"], ["--race"]])
-def test_without_a_gpu_it_says_so(option, capsys):
-    assert bench.main(["kernels", *option]) == 1
-    assert "GPU" in capsys.readouterr().err
+def test_without_a_gpu_it_says_so(capsys):
+    assert bench.main(["kernels", "--device", "cuda"]) == 1
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def _emits(value, emit):
+    emit(Timing("case", "fwd", "name", None, value, "unit"))
+
+
+def _dies(emit):
+    _emits(1.0, emit)
+    os._exit(7)
+
+
+def _hangs(emit):
+    _emits(3.0, emit)
+    time.sleep(1000)
+
+
+def _is_wrong(emit):
+    raise WrongResult("off by 2")
+
+
+def _cannot(emit):
+    raise NotHere("no GPU")
+
+
+def test_a_case_that_dies_or_hangs_costs_only_itself():
+    """Its process is replaced or killed, what it had found is kept, and what no longer fits is not begun."""
+    tasks = [
+        Task("s", "dies", _dies, 1.0),
+        Task("s", "wrong", _is_wrong, 1.0),
+        Task("s", "not here", _cannot, 1.0),
+        Task("s", "right", functools.partial(_emits, 2.0), 0.1),
+        Task("s", "hangs", _hangs, 0.1),
+        Task("s", "long", _dies, 1000.0),
+    ]
+    rows, outcomes = [], []
+    run_tasks(tasks, end=time.monotonic() + 250, emit=rows.append, ended=outcomes.append)
+    assert [row.rate for row in rows] == [1.0, 2.0, 3.0]
+    assert [(x.label, x.status) for x in outcomes] == [
+        ("dies", "failed"),
+        ("wrong", "failed"),
+        ("not here", "not run"),
+        ("right", "done"),
+        ("hangs", "failed"),
+        ("long", "not run"),
+    ]
+    said = " | ".join(x.said for x in outcomes)
+    assert "exit code 7 | WrongResult: off by 2 | no GPU |  | stopped after 1 s | needs about 1000 s" in said
+
+
+def test_files_are_whole_after_each_result(tmp_path, capsys):
+    record = Record(tmp_path, {"device": "x"})
+    for number in range(2):
+        record.row(Timing(f"{number}", "fwd", "ours", 1.0, 2.0, "TFLOP/s"))
+        assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == number + 1
+        assert len(list(csv.DictReader((tmp_path / "results.csv").open()))) == number + 1
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.csv"}
+
+
+def gpu_script(*options, hidden=(), tmp_path, **environment):
+    """Runs launch/gpu.py where the modules `hidden` can't be imported."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=set(hidden)))
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, str(REPO / "launch" / "gpu.py"), *options]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True)
+
+
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(name)
+import importlib.util
+_find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name in {hidden} else _find(name, *args)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_it_says_first_what_is_missing(tmp_path):
+    done = gpu_script(hidden=["triton", "torch", "matplotlib"], tmp_path=tmp_path)
+    missing = [line.split()[1] for line in done.stdout.splitlines() if "MISSING" in line]
+    assert missing[:2] == ["torch", "triton"] and "matplotlib" in missing
+    assert done.returncode == 1 and "make gpu PYTHON=" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_whole_order_without_a_gpu_and_without_other_packages(tmp_path):
+    """A rehearsal of `make gpu`: Triton's interpreter, two ranks, and no package but those that are needed."""
+    hidden = ["tqdm", "matplotlib", "PIL", "transformers", "megatron", "deepspeed", "pytest", "yaml", "psutil"]
+    options = ["--device", "cpu", "--dtype", "fp16", "--tiny", "--budget", "280", "--out", str(tmp_path / "out")]
+    done = gpu_script(*options, hidden=hidden, tmp_path=tmp_path, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    told = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {case["stage"] for case in told["cases"] if case["status"] == "done"} == {
+        *("smoke", "beside", "race", "decode", "ranks", "offsets")
+    }
+    assert [case["stage"] for case in told["cases"] if case["status"] != "done"] == ["graph"]
+    assert list(dict.fromkeys(case["stage"] for case in told["cases"])) == list(bench_kernels.STAGES)[:-1]
+    assert {row["kind"] for row in told["rows"]} >= {"smoke", "fwd", "bwd", "race", "decode", "ranks", "offsets"}
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, OSError])

@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""Says what `bench kernels` needs on a machine with a GPU, and what is missing; then runs it. `make gpu` calls this.
+
+usage: python3 launch/gpu.py [options of python -m megatron_tree.bench kernels]
+
+It needs torch, triton and numpy, and what Triton compiles its launchers with: a C compiler and Python's headers. No
+other package has to be there, and nothing is installed.
+"""
+
+import importlib.util
+import os
+import pathlib
+import shutil
+import sys
+import sysconfig
+
+REPO = pathlib.Path(__file__).resolve().parents[1]
+NEEDED = {"torch": "with CUDA or ROCm", "triton": "the kernels", "numpy": "torch and triton"}
+USEFUL = {"matplotlib": "the plot", "PIL": "the plot", "flash_attn_interface": "FlashAttention 3 beside ours"}
+
+
+def look() -> tuple[list[tuple[str, bool, str]], bool]:
+    """(name, whether it is there, what for) of everything; and whether all that is needed is there."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
+    header = pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
+    needed = [(f"Python {python}", sys.version_info >= (3, 11), "3.11 or later")]
+    needed += [(name, importlib.util.find_spec(name) is not None, what) for name, what in NEEDED.items()]
+    needed += [("C compiler", compiler is not None, "Triton's launchers: cc, gcc, clang, or CC=")]
+    needed += [("Python.h", header.is_file(), f"Triton's launchers: {header} (package python3-dev)")]
+    useful = [(name, importlib.util.find_spec(name) is not None, what) for name, what in USEFUL.items()]
+    return needed + [(name, there, f"{what}; not needed") for name, there, what in useful], all(x[1] for x in needed)
+
+
+def main() -> None:
+    found, complete = look()
+    print(f"{sys.executable}:")
+    for name, there, what in found:
+        print(f"  {'there  ' if there else 'MISSING'}  {name:<22} {what}")
+    if not complete:
+        sys.exit("error: install what is MISSING and needed, or name another Python: make gpu PYTHON=...")
+    sys.stdout.flush()
+    path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "megatron_tree.bench", "kernels", *sys.argv[1:]]
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What only a real device can show beside speed: several ranks on it, CUDA graphs, offsets beyond 2^31 elements."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from .. import kernels
+from ..attention.cached import tree_decode
+from ..attention.functional import tree_attn_func
+from ..config import AttnSpec, TreeConfig
+from ..kernels import PagedKV, Visible
+from ..layout import Segment, shard_positions
+from .contenders import Emit, clock
+from .kernel_cases import Case, Timing, inputs, rounding
+from .measure import relative_error
+from .results import WrongResult
+from .supervised import NotHere
+
+RANKS = 2
+RANKS_LIMIT_S = 90.0
+
+
+def check_ranks(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
+    """Training and decoding on two ranks that share the device, over gloo, against one rank's reference backend."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        ranks = [
+            context.Process(target=_rank, args=(i, store, folder, case, backend, device, dtype)) for i in range(RANKS)
+        ]
+        for rank in ranks:
+            rank.start()
+        try:
+            for rank in ranks:
+                rank.join(RANKS_LIMIT_S)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        said = [path.read_text() for path in sorted(pathlib.Path(folder).glob("rank*"))]
+    if failed := [text for text in said if not text.startswith("error ")]:
+        raise WrongResult("; ".join(failed))
+    if len(said) < RANKS:
+        raise RuntimeError(
+            f"{RANKS - len(said)} of {RANKS} ranks ended without a result: {[r.exitcode for r in ranks]}"
+        )
+    worst = max(float(text.removeprefix("error ")) for text in said)
+    print(f"  {RANKS} ranks on {device}, {backend}: largest error {worst:.2g} of a row's norm", flush=True)
+    emit(Timing(case.label, "ranks", f"{RANKS} ranks, {backend}", None, worst, "relative error"))
+
+
+def _rank(rank: int, store: str, folder: str, case: Case, backend: str, device, dtype) -> None:
+    """One rank: its worst relative error, or what went wrong, goes to a file."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    path = pathlib.Path(folder, f"rank{rank}")
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+        group, config = dist.group.WORLD, TreeConfig(backend=backend, grid=(RANKS, 1))
+        given = inputs(case, device, dtype)
+        rows = shard_positions(case.s, rank, RANKS, device=device)
+        mine = [x[:, rows].clone().requires_grad_() for x in given[:3]]
+        out = tree_attn_func(*mine, cp_group=group, config=config)
+        grads = torch.autograd.grad(out, mine, given[3][:, rows])
+        _, *keys = (x.detach() for x in mine)
+        decoded = tree_decode(given[0][:, :1], *keys, cp_group=group, config=config)
+        errors = [relative_error(x, t) for x, t in zip((out, *grads, decoded), _truth(case, given, rows))]
+        allowed = 4 * rounding(case, dtype)  # partial results are rounded as well
+        worst = max(errors)
+        text = f"error {worst}" if worst <= allowed else f"rank {rank} is off by {errors}, allowed {allowed}"
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        text = f"rank {rank}: {traceback.format_exc()}"
+    path.write_text(text)
+
+
+def _truth(case: Case, given, rows) -> list[torch.Tensor]:
+    """This rank's out, dq, dk, dv, and the decoded token, in float64."""
+    q, k, v, dout = (x.double() for x in given)
+    whole, spec = (Segment(0, 0, case.s),), AttnSpec(softmax_scale=case.d**-0.5)
+    call = dict(q_segments=whole, k_segments=whole, spec=spec, backend="reference")
+    out, lse = kernels.attn_fwd(q, k, v, **call)
+    grads = kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **call)
+    token = kernels.attn_decode(q[:, :1], k, v, visible=Visible(), spec=spec, backend="reference")
+    return [*(x[:, rows] for x in (out, *grads)), token[..., :-1]]
+
+
+def check_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
+    """A decode step captured in a CUDA graph: replayed with other inputs, it must give what a call gives.
+
+    Raises: `NotHere` without CUDA graphs, or if the step can't be captured.
+    """
+    if device.type != "cuda":
+        raise NotHere("CUDA graphs need a GPU")
+    q, k, v, _ = inputs(case, device, dtype)
+    lengths = torch.full((case.b,), case.s, device=device)
+    spec = AttnSpec(softmax_scale=case.d**-0.5)
+    call = functools.partial(kernels.attn_decode, q, k, v, visible=Visible(lengths=lengths), spec=spec, backend=backend)
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            state = call()
+    except RuntimeError as error:
+        raise NotHere(f"a decode step can't be captured: {error}") from error
+    q.copy_(torch.randn(q.shape, device=device))
+    lengths.copy_(torch.arange(case.b) % case.s + 1)
+    graph.replay()
+    if not torch.equal(state, call()):
+        raise WrongResult("the replayed graph gives other numbers than a call with the same inputs")
+    for name, what in (("decode step, launched", call), ("decode step, replayed", graph.replay)):
+        seconds = clock(what, device)
+        print(f"  {name}: {seconds * 1e6:.1f} us", flush=True)
+        emit(Timing(case.label, "graph", name, seconds * 1e3, case.kv_bytes(dtype) / 1e9 / seconds, "GB/s"))
+
+
+def check_offsets(elements: int, backend: str, emit: Emit, *, device, dtype) -> None:
+    """Tensors of more than `elements` numbers, whose end alone matters: keys, pages, and merged states."""
+    _long_cache(elements, backend, device, dtype)
+    _many_pages(elements, backend, device, dtype)
+    _many_states(elements, device)
+    print(f"  the ends of tensors of {elements:.3g} elements were read where they are", flush=True)
+    emit(Timing(f"{elements} elements", "offsets", backend, None, float(elements), "elements"))
+
+
+def _need(name: str, found, expected: float) -> None:
+    if not abs(float(found) - expected) < 1e-2:
+        raise WrongResult(f"{name}: found {float(found):.4g} where the last element gives {expected:g}")
+
+
+def _long_cache(elements: int, backend: str, device, dtype) -> None:
+    """A key that alone matters is the last one of the cache, in decoding and in the forward."""
+    s = elements // 128 + 1000
+    k = torch.zeros(1, s, 1, 128, device=device, dtype=dtype)
+    v = torch.zeros_like(k)
+    q = torch.zeros(1, 1, 1, 128, device=device, dtype=dtype)
+    q[..., 0], k[0, -1, 0, 0], v[0, -1, 0, 5] = 30.0, 30.0, 7.0
+    spec = AttnSpec(softmax_scale=1.0)
+    state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec, backend=backend)
+    _need("decoding", state[0, 0, 0, 5], 7.0)
+    segments = dict(q_segments=(Segment(0, s - 1, 1),), k_segments=(Segment(0, 0, s),))
+    _need("forward", kernels.attn_fwd(q, k, v, **segments, spec=spec, backend=backend)[0][0, 0, 0, 5], 7.0)
+
+
+def _many_pages(elements: int, backend: str, device, dtype) -> None:
+    """The row's last token, in the last page, is the one that matters."""
+    size = 256
+    n = elements // (size * 2 * 128) + 8
+    k = torch.zeros(n, size, 2, 128, device=device, dtype=dtype)
+    v = torch.zeros_like(k)
+    q = torch.zeros(1, 1, 2, 128, device=device, dtype=dtype)
+    q[..., 0], k[-1, 99, :, 0], v[-1, 99, :, 5] = 30.0, 30.0, 7.0
+    table = torch.tensor([[0, n // 2, n - 1]], dtype=torch.int32, device=device)
+    seen = Visible(lengths=torch.tensor([2 * size + 100], device=device))
+    call = dict(visible=seen, spec=AttnSpec(softmax_scale=1.0), paged=PagedKV(table))
+    state = kernels.attn_decode(q, k, v, **call, backend=backend)
+    for head in range(2):
+        _need("pages", state[0, 0, head, 5], 7.0)
+
+
+def _many_states(elements: int, device) -> None:
+    """Five states of elements / 4, of which the last alone weighs anything."""
+    states = torch.zeros(5, elements // 128, 32, device=device)
+    states[..., -1] = -100.0
+    states[4, :, :5], states[4, :, -1] = 3.0, 100.0
+    merged = kernels.merge_packed(states)
+    for row in (0, -1):
+        _need("merged states", merged[row, 4], 3.0)
+        _need("merged lse", merged[row, -1], 100.0)

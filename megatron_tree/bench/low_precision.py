@@ -1,0 +1,224 @@
+"""Every kernel in low precision, on small inputs, held to one rule.
+
+The error against float64 is at most twice, of gradients three times, that of the same mathematics done densely in that
+dtype. Every case runs through several tiles with and without a mask. `bench kernels` begins with these cases;
+tests/kernels/test_triton_low_precision.py runs them on compiled kernels without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import energy, kernels
+from ..cache.pages import quantize
+from ..config import AttnSpec, Dropout
+from ..dropout import keep_weights
+from ..kernels import Visible
+from ..layout import Segment, positions_of, sequences_of
+from .kernel_cases import RULE, in_pages
+from .results import WrongResult
+
+NEG_INF = float("-inf")
+ONE = ((Segment(0, 0, 200),), (Segment(0, 0, 200),), 200, 200)  # segments of queries, of keys, rows of each
+CUT = ((Segment(3, 100, 140),), (Segment(0, 0, 90), Segment(95, 120, 130)), 150, 230)
+PACKED = (
+    (Segment(0, 0, 70, 0), Segment(75, 0, 130, 1)),
+    (Segment(0, 0, 130, 1), Segment(140, 0, 75, 0)),
+    210,
+    220,
+)
+
+
+class Training(NamedTuple):
+    """Forward and backward."""
+
+    segments: tuple
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    options: dict
+
+    @property
+    def spec(self) -> AttnSpec:
+        return AttnSpec(softmax_scale=self.head_dims[0] ** -0.5, **self.options)
+
+
+class Decoding(NamedTuple):
+    """A few queries over a cache of 512 tokens: rows without keys, with some, and with all of them."""
+
+    num_queries: int
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    stored: torch.dtype | None = None
+    """What the cache holds; None: the dtype of q."""
+    page_size: int = 0
+    options: dict = {}  # noqa: RUF012
+
+    @property
+    def spec(self) -> AttnSpec:
+        return AttnSpec(softmax_scale=self.head_dims[0] ** -0.5, **self.options)
+
+    @property
+    def latent(self) -> bool:
+        """Whether values begin the keys."""
+        return self.head_dims[0] > 256
+
+
+TRAINING = {
+    "64": Training(ONE, (2, 1), (64, 64), {}),
+    "128": Training(ONE, (2, 1), (128, 128), {}),
+    "mla": Training(ONE, (2, 2), (192, 128), {}),
+    "256": Training(ONE, (2, 1), (256, 256), {}),
+    "full": Training(CUT, (2, 1), (64, 64), dict(causal=False)),
+    "window": Training(CUT, (2, 1), (64, 64), dict(window_size=(50, 0))),
+    "two-sided": Training(ONE, (2, 1), (64, 64), dict(causal=False, window_size=(70, 9))),
+    "softcap": Training(ONE, (2, 1), (64, 64), dict(softcap=3.0)),
+    "packed": Training(PACKED, (2, 1), (64, 64), {}),
+    "dropout": Training(ONE, (2, 1), (64, 64), dict(dropout=Dropout(0.2, 1 << 40 | 3, 1))),
+    "dropout 128": Training(CUT, (2, 1), (128, 128), dict(dropout=Dropout(0.5, 7))),
+    "odd": Training(CUT, (3, 1), (40, 24), {}),
+}
+DECODING = {
+    "plain": Decoding(1, (8, 2), (64, 64)),
+    "128": Decoding(1, (8, 1), (128, 128)),
+    "256": Decoding(1, (4, 1), (256, 256)),
+    "mla": Decoding(1, (16, 1), (192, 128)),
+    "latent": Decoding(1, (16, 1), (576, 512)),
+    "many queries": Decoding(9, (8, 1), (64, 64)),
+    "window": Decoding(2, (4, 2), (64, 64), options=dict(window_size=(30, 0))),
+    "softcap": Decoding(1, (4, 2), (64, 64), options=dict(softcap=2.0)),
+    "pages": Decoding(1, (8, 2), (64, 64), None, 16),
+    "int8": Decoding(1, (8, 2), (64, 64), torch.int8, 16),
+    "int8 128": Decoding(2, (4, 2), (128, 128), torch.int8, 64),
+    "fp8": Decoding(1, (8, 2), (64, 64), torch.float8_e4m3fn, 16),
+    "fp8 128": Decoding(2, (4, 2), (128, 128), torch.float8_e4m3fn, 64),
+}
+CACHED = 512  # slots of a row in decoding
+
+
+def training_inputs(case: Training, dtype: torch.dtype, device) -> list[Tensor]:
+    """q, k, v, dout [1, s, heads, d]."""
+    *_, s_q, s_k = case.segments
+    return _random(1, s_q, s_k, case, dtype, device)
+
+
+def run_training(case: Training, given: list[Tensor], backend: str) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) of our kernels, with the delta of rows of no segment 0."""
+    q, k, v, dout = given
+    q_segments, k_segments, s_q, _ = case.segments
+    call = dict(q_segments=q_segments, k_segments=k_segments, spec=case.spec, backend=backend)
+    out, lse = kernels.attn_fwd(q, k, v, **call)
+    delta = kernels.attn_delta(dout, out)
+    delta[..., positions_of(q_segments, s_q, device=q.device) < 0] = 0.0
+    return out, lse, *kernels.attn_bwd(dout, q, k, v, lse, delta, **call)
+
+
+def check_training(case: Training, dtype: torch.dtype, device, backend: str) -> float:
+    """The largest of the errors' ratios to what is allowed. Raises `WrongResult` if it is above 1."""
+    q_segments, k_segments, s_q, s_k = case.segments
+    q, k, v, dout = given = training_inputs(case, dtype, device)
+    spec = case.spec
+    q_pos, k_pos = positions_of(q_segments, s_q, device=device), positions_of(k_segments, s_k, device=device)
+    q_seq, k_seq = sequences_of(q_segments, s_q, device=device), sequences_of(k_segments, s_k, device=device)
+    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
+    weights = None
+    if spec.dropout:
+        positions = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=q_seq)
+        weights = keep_weights(spec.dropout, batch=1, num_heads=case.heads[0], **positions)
+    exact = [x.double() for x in given]
+    oracle = dict(spec=spec, keep=keep, keep_weights=weights)
+    out, lse = energy.attention(*exact[:3], **oracle)
+    truth = out, *energy.attention_grads(*exact, **oracle)
+    low = _dense(*given, spec, keep, 1.0 if weights is None else weights)
+    for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
+        x[:, pos < 0] = float("nan")  # padding between segments may hold anything
+    found, found_lse, *grads = run_training(case, given, backend)
+    _check_lse(found_lse, lse)
+    return _worst((found, *grads), truth, low, (q_pos >= 0, k_pos >= 0))
+
+
+def decoding_inputs(case: Decoding, dtype: torch.dtype, device) -> tuple[Tensor, ...]:
+    """q [3, s_q, h, d], k and v [3, 512, h_kv, d] and d_v, and the rows' lengths."""
+    q, k, v, _ = _random(3, case.num_queries, CACHED, case, dtype, device)
+    lengths = torch.tensor([0, 301, CACHED], device=device)
+    return q, k, k[..., : case.head_dims[1]] if case.latent else v, lengths
+
+
+def run_decoding(case: Decoding, given: tuple[Tensor, ...], backend: str) -> Tensor:
+    """The packed state; Triton's in three splits, which are merged."""
+    q, k, v, lengths = given
+    s_q, pages = case.num_queries, None
+    if case.page_size:
+        k, v, pages = in_pages(k, v, case.page_size, case.stored)
+    visible = Visible(lengths)
+    if s_q > 1:
+        visible = Visible(lengths, _last_positions(lengths, s_q), torch.arange(CACHED, device=q.device).expand(3, -1))
+    call = dict(visible=visible, spec=case.spec, paged=pages)
+    if backend != "triton":
+        return kernels.attn_decode(q, k, v, **call, backend=backend)
+    from ..kernels.triton import attn_decode
+
+    return attn_decode(q, k, v, **call, num_splits=3)
+
+
+def check_decoding(case: Decoding, dtype: torch.dtype, device, backend: str) -> float:
+    """As `check_training`."""
+    q, k, v, lengths = given = decoding_inputs(case, dtype, device)
+    spec, slots = case.spec, torch.arange(CACHED, device=device).expand(3, -1)
+    keep = energy.visible(_last_positions(lengths, case.num_queries), slots, spec) & (slots < lengths[:, None])[:, None]
+    exact = [k.double(), v.double()]
+    if case.stored:
+        exact = [x.double() * scale.double()[..., None] for x, scale in (quantize(x, case.stored) for x in (k, v))]
+    out, lse = energy.attention(q.double(), *exact, spec=spec, keep=keep)
+    dout = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=device)
+    low = _dense(q, *(x.to(dtype) for x in exact), dout, spec, keep[:, None])[0]
+    state = run_decoding(case, given, backend)
+    _check_lse(state[..., -1], lse.transpose(1, 2))
+    return _worst([state[..., :-1]], [out], [low])
+
+
+def _random(batch: int, s_q: int, s_k: int, case, dtype, device) -> list[Tensor]:
+    """q, k, v, dout [batch, s, heads, d]; the same numbers on every device, and none on "meta"."""
+    g, (h, h_kv), (d, d_v) = torch.Generator().manual_seed(0), case.heads, case.head_dims
+    shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
+    return [torch.randn(batch, *shape, generator=g).to(device, dtype) for shape in shapes]
+
+
+def _last_positions(lengths: Tensor, s_q: int) -> Tensor:
+    """The positions [b, s_q] of queries that come last in rows of these lengths."""
+    return (lengths - s_q).clamp(min=0)[:, None] + torch.arange(s_q, device=lengths.device)
+
+
+def _dense(q, k, v, dout, spec: AttnSpec, keep: Tensor, weights: Tensor | float = 1.0) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) by torch's operations in the inputs' dtype, on the whole matrix of weights."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2) for x in leaves)
+    s = (q @ k.mT) * spec.softmax_scale
+    if spec.softcap:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    p = torch.softmax(s.masked_fill(~keep, torch.finfo(s.dtype).min), -1) * keep
+    out = ((p * weights).to(p.dtype) @ v).transpose(1, 2)
+    return out, *torch.autograd.grad(out, leaves, dout)
+
+
+def _check_lse(found: Tensor, truth: Tensor) -> None:
+    if not torch.equal(found == NEG_INF, truth == NEG_INF):
+        raise WrongResult("lse is not -inf in exactly the rows that see nothing")
+    error = torch.where(truth == NEG_INF, 0.0, found - truth).abs().max().item()
+    if not error < 1e-5:
+        raise WrongResult(f"lse is off by {error:.2g}")
+
+
+def _worst(found, truth, low, real=(slice(None), slice(None))) -> float:
+    """The largest error over what RULE allows; `real`: the rows of queries and of keys that belong to a segment."""
+    ratios = {}
+    for i, (name, x, t, y) in enumerate(zip(RULE, found, truth, low)):
+        rows = real[i > 1]
+        error, dense = ((z.double() - t)[:, rows].abs().max().item() for z in (x, y))
+        ratios[name] = error / (RULE[name] * dense)
+    if not all(ratio <= 1 for ratio in ratios.values()):
+        said = ", ".join(f"{name} {RULE[name] * ratio:.2f} of {RULE[name]:g}" for name, ratio in ratios.items())
+        raise WrongResult(f"errors as multiples of dense attention's in this dtype, and what is allowed: {said}")
+    return max(ratios.values())

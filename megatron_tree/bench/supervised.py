@@ -1,0 +1,176 @@
+"""Tasks in a process of their own, within a budget of time: what one of them breaks costs no other's results.
+
+A kernel that goes wrong can leave the GPU unusable for its process, or never end. So a worker process runs the tasks,
+one after another; it is replaced when it dies or no longer reaches the GPU, and killed when a task takes too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from ..emulate.network import die_with
+from .contenders import Emit
+
+START_S = 60.0  # a worker process has to import torch and to reach the GPU
+DONE, FAILED, NOT_RUN = "done", "failed", "not run"
+
+
+class NotHere(RuntimeError):
+    """A task can't run on this machine, and that is no failure; the message says why."""
+
+
+class Task(NamedTuple):
+    """Something to run, which hands its results to the function it is given, one by one."""
+
+    stage: str
+    label: str
+    call: Callable[[Emit], None]
+    """Can be pickled: a module's function, or a functools.partial of one."""
+    seconds: float
+    """About how long it takes: it is not begun with less left, and stopped after eight times as long."""
+
+
+class Outcome(NamedTuple):
+    """How a task ended."""
+
+    stage: str
+    label: str
+    status: str
+    """DONE, FAILED or NOT_RUN."""
+    seconds: float
+    said: str = ""
+    """Why it failed or did not run."""
+
+
+class Worker:
+    """The process that runs tasks."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid()))
+        self._process.start()
+        theirs.close()
+
+    def run(self, task: Task, limit_s: float, emit: Emit) -> tuple[str, str]:
+        """Run a task for at most limit_s seconds: its status, and what it said."""
+        end = time.monotonic() + limit_s
+        try:
+            self._ours.send(task)
+            while self._ours.poll(max(0.0, end - time.monotonic())):
+                kind, *what = self._ours.recv()
+                if kind == "row":
+                    emit(*what)
+                else:
+                    status, said, usable = what
+                    if not usable:
+                        self.close()
+                    return status, said
+        except (EOFError, OSError):
+            self.close()
+            return FAILED, f"its process ended with exit code {self._process.exitcode}"
+        self.close()
+        return FAILED, f"stopped after {limit_s:.0f} s"
+
+    @property
+    def gone(self) -> bool:
+        return not self._process.is_alive()
+
+    def close(self) -> None:
+        """Kill the process and those it has started."""
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._ours.close()
+
+
+class InThisProcess:
+    """Instead of a worker: for a debugger or a profiler. Nothing stops a task that takes too long."""
+
+    gone = False
+
+    def run(self, task: Task, limit_s: float, emit: Emit) -> tuple[str, str]:
+        return _run(task, emit)
+
+    def close(self) -> None:
+        pass
+
+
+def _serve(connection, parent: int) -> None:
+    os.setsid()  # a group, so that what a task starts is killed with it
+    die_with(parent)
+    while True:
+        task = connection.recv()
+        status, said = _run(task, lambda row: connection.send(("row", row)))
+        connection.send(("end", status, said, _device_works()))
+
+
+def _run(task: Task, emit: Emit) -> tuple[str, str]:
+    try:
+        task.call(emit)
+    except NotHere as reason:
+        return NOT_RUN, str(reason)
+    except Exception as error:
+        if not isinstance(error, (ValueError, RuntimeError)):
+            traceback.print_exc()
+        return FAILED, f"{type(error).__name__}: {error}"
+    finally:
+        gc.collect()
+        if torch.cuda.is_initialized() and _device_works():
+            torch.cuda.empty_cache()
+    return DONE, ""
+
+
+def _device_works() -> bool:
+    """Whether this process can still use the GPU: after some errors it never can."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def run_tasks(
+    tasks: Iterable[Task],
+    *,
+    end: float,
+    emit: Emit,
+    ended: Callable[[Outcome], None],
+    start: Callable[[], Worker | InThisProcess] = Worker,
+) -> None:
+    """Run tasks in order until the instant `end` of time.monotonic(); those that don't fit any more are not run.
+
+    emit gets the results as they come, ended each task's outcome. start: makes the worker.
+    """
+    worker = None
+    try:
+        for task in tasks:
+            begun = time.monotonic()
+            left = end - begun
+            if left < task.seconds:
+                said = f"needs about {task.seconds:.0f} s, and {max(left, 0):.0f} s of the budget are left"
+                ended(Outcome(task.stage, task.label, NOT_RUN, 0.0, said))
+                continue
+            first = worker is None
+            worker = worker or start()
+            limit = 8 * task.seconds + (START_S if first else 0.0)
+            status, said = worker.run(task, min(left, limit), emit)
+            if worker.gone:
+                worker = None
+            ended(Outcome(task.stage, task.label, status, time.monotonic() - begun, said))
+    finally:
+        if worker:
+            worker.close()
