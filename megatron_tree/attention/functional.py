@@ -207,11 +207,16 @@ def _attend(
     backend = kernels.choose(q, k, v, spec, config.backend)
     check_finite_shares(config, group, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
     net = GroupTopology.of(group, q.device, config)
+    layout, layout_kv = args.queries.layout, args.keys.layout
+    rows = {"seq_len": args.queries.seq_len, "seq_len_kv": args.keys.seq_len, "layout": layout, "layout_kv": layout_kv}
+    packed = (
+        not isinstance(layout, (str, tuple)) and comm.resolve_transport(group, q.device, config.transport) == "direct"
+    )
     call.agree(
+        of_batch=rows if packed else None,
         changing={f"dropout_{name}": value for name, value in spec.dropout._asdict().items()} if spec.dropout else None,
         batch=q.shape[0],
-        seq_len=args.queries.seq_len,
-        seq_len_kv=args.keys.seq_len,
+        **({"documents": type(layout).__name__} if packed else rows),
         num_heads=q.shape[2],
         num_heads_kv=k.shape[2],
         head_dim=q.shape[3],
@@ -219,8 +224,6 @@ def _attend(
         dtype=q.dtype,
         spec=dataclasses.replace(spec, dropout=None),
         sinks=sinks is not None,
-        layout=args.queries.layout,
-        layout_kv=args.keys.layout,
         return_lse=return_lse,
         config=config,
         topology=net.digest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ..errors import CommError
 from .group import GroupState
 from .health.agreement import Signature, compare
 from .health.reports import Report
-from .health.watchdog import CallToken, Watchdog
+from .health.watchdog import MEANWHILE, CallToken, Watchdog
 
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
@@ -56,15 +57,22 @@ class CollectiveCall:
             elif self._call is None and isinstance(error, Exception):  # otherwise the ranks know: it comes from `agree`
                 _reject(self._group, self._name, error)
         if self._call is not None:
-            Watchdog.of(self._group).leave(self._call)
+            watchdog = Watchdog.of(self._group)
+            watchdog.leave(self._call)
+            if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
+                watchdog.settle(self._config.timeout_s)
 
-    def agree(self, *, changing: dict | None = None, **values) -> None:
+    def agree(self, *, changing: dict | None = None, of_batch: dict | None = None, **values) -> None:
         """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
 
         With config.check "first" a call is compared once and then trusted, with "never" not at all, otherwise always.
 
         Args:
             values: what must be equal, hashable; dataclasses are compared field by field.
+            of_batch: values that must be equal, hashable, and new with every batch; for calls that communicate by
+                `Mail` only, which keeps messages of different batches apart. Where `values` have been compared
+                before, these are compared while the call runs: ranks that differ raise by the end of the call or, if
+                gradients are to be computed, of its backward, and can't use the group any more.
             changing: values that must also be equal but differ from call to call; compared when `values` are.
         Raises: ValueError with both values where two ranks differ. `CommError`, naming the missing ranks, when some
             don't come within config.timeout_s.
@@ -72,26 +80,34 @@ class CollectiveCall:
         if self._alone:
             return
         check, agreed = self._config.check, GroupState.of(self._group).agreed
-        key = (self._name, *values.values())
+        kind = (self._name, *values.values())
+        key = (*kind, *(of_batch or {}).values())
         compares = check != "never" and (check != "first" or key not in agreed)
-        self._begin({**values, **(changing or {})}, compares=compares)
-        if check != "never" and key not in agreed:
-            agreed[key] = None
-            if len(agreed) > MAX_AGREED:  # packed documents: a new one with every batch
+        meanwhile = check == "first" and kind in agreed
+        GroupState.of(self._group).batch_checksum = zlib.crc32(repr(of_batch).encode()) if of_batch else 0
+        self._begin({**values, **(of_batch or {}), **(changing or {})}, compares=compares, meanwhile=meanwhile)
+        if check != "never":
+            for x in (kind, key):
+                agreed.pop(x, None)
+                agreed[x] = None  # the newest
+            while len(agreed) > MAX_AGREED:  # packed documents: a new one with every batch
                 del agreed[next(iter(agreed))]  # the oldest, on every rank the same
 
     def start(self) -> None:
         """`agree` without a comparison."""
         if not self._alone:
-            self._begin({}, compares=False)
+            GroupState.of(self._group).batch_checksum = 0
+            self._begin({}, compares=False, settles=True)
 
-    def _begin(self, values: dict, *, compares: bool) -> None:
+    def _begin(self, values: dict, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
         timeout_s = self._config.timeout_s
         watchdog = Watchdog.of(self._group, timeout_s)
         call = self._call = watchdog.begin(self._name)
-        watchdog.check_usable()
+        watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)
         request = functools.partial(compare, watchdog, Signature(self._name, values, timeout_s), call.number)
-        if compares:
+        if compares and meanwhile:
+            watchdog.compare_meanwhile(call, request)
+        elif compares:
             outcome = watchdog.store.run(request, timeout_s)
             if outcome is not None:
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome

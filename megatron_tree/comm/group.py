@@ -33,6 +33,8 @@ class GroupState:
     """team.py: (team's name, ranks) -> their process group."""
     tags: Iterator[int] = field(default_factory=itertools.count)
     """work.py: tags of messages."""
+    batch_checksum: int = 0
+    """calls.py: of what is new in the batch of the running call; part of its messages' tags."""
     hosts: tuple[str, ...] | None = None
     """machines.py: the host of every rank, once asked."""
     shared: SharedMemory | str | None = None

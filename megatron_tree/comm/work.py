@@ -16,7 +16,8 @@ from .health.gloo import settle_at_exit
 from .health.watchdog import Watchdog
 from .traffic import note
 
-TAGS = 1 << 30  # then they start again
+TAGS = 1 << 15  # then they start again
+CHECKSUMS = 1 << 15
 
 
 def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
@@ -54,12 +55,15 @@ class Mail:
 
     Receives are posted before sends: gloo sends a message only once its receiver has said where to put it. Every
     collective takes a tag of its own, in the order in which the ranks start them, so that several can be in progress.
+    A checksum of the call's batch is in it: ranks whose batches differ, and with them the lengths of their messages,
+    get nothing from each other (gloo ends a process that receives more than it expects).
     """
 
     def __init__(self, op: str, group, ranks, timeout_s: float):
         self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
         self._limit = timedelta(seconds=timeout_s)
-        self._tag = 1 + next(GroupState.of(group).tags) % TAGS
+        state = GroupState.of(group)
+        self._tag = 1 + next(state.tags) % TAGS + TAGS * (state.batch_checksum % CHECKSUMS)
         self._sent: list[tuple[Message, Tensor]] = []
 
     def receive(self, x: Tensor, source: int) -> Message:

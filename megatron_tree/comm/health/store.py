@@ -75,7 +75,11 @@ class StoreClient:
 
         at_least_s: seconds that a store which does not answer is waited for. Raises `CommError` then.
         """
-        answer, end = self.submit(request), time.monotonic() + at_least_s
+        return self.wait(self.submit(request), at_least_s)
+
+    def wait(self, answer: Future, at_least_s: float = 0.0):
+        """The answer to a request that `submit` has started; as `run`."""
+        end = time.monotonic() + at_least_s
         try:
             while not answer.done():
                 concurrent.futures.wait([answer], timeout=POLL_S)

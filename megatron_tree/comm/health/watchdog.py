@@ -8,11 +8,13 @@ for and that report nothing.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,8 @@ from .reports import Report, Reports
 from .store import Request, StoreClient, set_first
 
 REMEMBERED = 8  # latest calls that this rank can be asked about, and may wait in
+MEANWHILE = 4  # calls that may go on while earlier ones are still compared
+VERDICT_S = 0.5  # that a failed wait is kept back for a comparison that may explain it
 REJECT_S = 5.0  # for the store to take note of a rejection
 EVERY_GROUP = object()
 
@@ -37,7 +41,9 @@ class CallToken:
     name: str
     number: int
     compare: Request | None = None
-    """Compares the call if another rank asks; None if it has been compared."""
+    """Compares the call if another rank asks; None if it has been compared, or is being compared."""
+    rejected: bool = False
+    """Whether this rank has rejected the call itself."""
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.number} of its group"
@@ -66,6 +72,7 @@ class Watchdog:
         """How the group failed; it can't be used any more."""
         self._num_calls = 0
         self._joined: deque[CallToken] = deque(maxlen=REMEMBERED)
+        self._comparisons: deque[Future] = deque()
         self._open: CallToken | None = None
         self._last: CallToken | None = None
         self._polled: tuple[int, int] = (0, 0)
@@ -107,10 +114,30 @@ class Watchdog:
 
     def reject(self, call: CallToken, error: str) -> None:
         """Ranks that are in this call, or come to it, raise a ``ValueError`` of this text; this one has left it."""
+        call.rejected = True
         if call in self._joined:
             self._joined.remove(call)
         with contextlib.suppress(CommError):  # the rank's own error says more
             self.store.run(lambda store: self._reject(store, call.number, error), REJECT_S)
+
+    def compare_meanwhile(self, call: CallToken, request: Request) -> None:
+        """Start to compare a call that this rank goes on with. If ranks differ, the waits of all of them end."""
+
+        def compare(store):
+            outcome = yield from request(store)
+            if isinstance(outcome, ValueError) and not call.rejected:
+                self.rejection = self.rejection or outcome
+            return outcome
+
+        self._comparisons.append(self.store.submit(compare))
+
+    def settle(self, timeout_s: float, *, at_most: int = 0) -> None:
+        """Wait for what `compare_meanwhile` has started, but for the latest `at_most`. Raises if ranks differ."""
+        while len(self._comparisons) > at_most:
+            outcome = self.store.wait(self._comparisons.popleft(), timeout_s)
+            if isinstance(outcome, Report):
+                raise self.fail(outcome)
+        self.check_usable()
 
     def leave(self, call: CallToken) -> None:
         """The caller is done with the call, one way or another."""
@@ -212,6 +239,8 @@ class Watchdog:
         self, op: str, timeout_s: float, error: Exception, ranks: Iterable[int] | None = None, peers: Sequence[int] = ()
     ) -> Exception:
         """What to raise for an operation that failed. ranks: that take part; peers: those waited for."""
+        if self._comparisons and not self._failure_seen:  # messages of other lengths than expected fail at once
+            concurrent.futures.wait(self._comparisons, VERDICT_S)
         if self.rejection is not None:
             return self.conclude(Report(str(self.rejection), cause="input"))
         ranks = range(self.world) if ranks is None else sorted(ranks)
@@ -250,8 +279,10 @@ class Watchdog:
         end, seen = time.monotonic() + timeout_s, 0
         while not store.check(keys):
             if (updates := self.num_updates(store)) != seen:
-                seen, self.rejection = updates, self.rejection or self.find_rejection(store)
-                if self.rejection is not None or self.reports.exist(store):
+                seen, rejection = updates, self.rejection or self.find_rejection(store)
+                # unless a rank has gone on since, and rejected what comes next
+                if (rejection is not None or self.reports.exist(store)) and not store.check(keys):
+                    self.rejection = rejection
                     return [], []
             if time.monotonic() > end:
                 return [], [r for r, key in enumerate(keys) if not store.check([key])]
