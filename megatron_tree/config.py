@@ -15,7 +15,7 @@ from .units import parse_bytes, parse_grid
 
 CONFIG_VARIABLE = "MEGATRON_TREE_CONFIG"
 SCHEDULES = ("auto", "grid", "cast", "ring")
-BACKENDS = ("auto", "triton", "native", "aten", "reference")
+BACKENDS = ("auto", "triton", "native", "cudnn", "fa3", "fa4", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
 TRANSPORTS = ("auto", "shm", "direct", "builtin")
@@ -67,8 +67,9 @@ class TreeConfig:
     where it can be had, else direct on CPUs and builtin elsewhere."""
 
     backend: str = "auto"
-    """Kernels: "triton" (ours, for GPUs), "native" (ours in C, decodes on CPUs), "aten" (torch's flash kernels),
-    "reference" (the formulas in plain torch); "auto" logs what it chose and why."""
+    """Kernels: "triton" (ours, for GPUs), "native" (ours in C, decodes on CPUs), "cudnn", "fa3" and "fa4"
+    (libraries on NVIDIA GPUs; no decoding), "aten" (torch's flash kernels), "reference" (the formulas in plain torch);
+    "auto" logs what it chose and why."""
 
     comm_dtype: str = "auto"
     """Dtype in which partial outputs and gradients are sent: "auto" (the inputs' dtype; lse always fp32) or "fp32"."""
@@ -85,9 +86,9 @@ class TreeConfig:
     deterministic: bool = False
     """The same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and in a
     batch, provided that the schedule is the same (name one: "auto" may depend on the batch). What can't guarantee this
-    is refused, and excluded by "auto": aten's CUDA kernels, whose backward sums in any order and whose decode splits by
-    batch size; the decode schedule "allreduce", whose summation order is up to the backend. Decoding is slower:
-    Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by row."""
+    is refused, and excluded by "auto": libraries and aten's CUDA kernels, whose backward sums in any order and whose
+    decode splits by batch size; the decode schedule "allreduce", whose summation order is up to the backend. Decoding
+    is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by row."""
 
     def __post_init__(self):
         check_choice("schedule", self.schedule, SCHEDULES)

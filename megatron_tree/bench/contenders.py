@@ -13,6 +13,7 @@ from torch.utils.benchmark import Timer
 from .. import kernels
 from ..config import AttnSpec
 from ..kernels import Visible
+from ..kernels.libraries import LIBRARIES
 from ..layout import Segment
 from .kernel_cases import PAGE, Case, Timing, in_pages, inputs, truth_of, verify
 from .results import WrongResult
@@ -95,16 +96,18 @@ def _our_backward(given, options, state):
 def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dtype: torch.dtype) -> None:
     """Check and time contenders and the device's own limit (a copy, or a matrix product); prints a table.
 
-    which: "flex", "torch", and names of our backends. Raises `WrongResult` at the end if one of ours was wrong or
-    could not run; the times of the others are given to `emit` before.
+    which: "flex", "torch", and names of our backends, in this order: "fa3" and "fa4" take the place of torch's flash
+    kernel, until the end of the case. Raises `WrongResult` at the end if one of ours was wrong or could not run; the
+    times of the others are given to `emit` before. A library that is not here, or refuses the case, is no error.
     """
     print(f"\n{case.label}, {str(dtype).removeprefix('torch.')}", flush=True)
     given = inputs(case, device, dtype)
     truth = truth_of(case, given)
-    backends = [name for name in which if name not in ("flex", "torch")]
-    calls = ours(case, backends, given)
-    calls |= torchs(case, given) if "torch" in which else {}
-    calls |= flex(case, given) if "flex" in which else {}
+    calls = {}
+    for name in which:
+        others = {"torch": torchs, "flex": flex}
+        calls |= others[name](case, given) if name in others else ours(case, [name], given)
+    optional = {f"ours, {name}" for name in LIBRARIES}
     work = (case.kv_bytes(dtype) / 1e9, "GB/s") if case.kind == "decode" else (case.flops / 1e12, "TFLOP/s")
     wrong, first = [], None
     limits = _limits(case, device, dtype)
@@ -114,7 +117,7 @@ def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dty
                 verify(case, name, call(), truth, dtype)
             seconds = clock(call, device)
         except Exception as error:  # this library does not support the shape; each has its own kind of error
-            if name.startswith("ours"):
+            if name.startswith("ours") and not (name in optional and isinstance(error, ValueError)):
                 wrong.append(str(error) if isinstance(error, WrongResult) else f"{name}: {error}")
             print(f"  {name:<16} not available: {str(error).splitlines()[0][:90]}", flush=True)
             continue
@@ -125,6 +128,8 @@ def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dty
             flush=True,
         )
         emit(row)
+    if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)():
+        torch.nn.attention.restore_flash_attention_impl()
     if wrong:
         raise WrongResult("; ".join(wrong))
 

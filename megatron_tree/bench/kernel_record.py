@@ -8,12 +8,29 @@ import json
 import pathlib
 
 from ..files import whole_file
+from ..kernels import fastest
 from .figures import Curve, Panel, draw, grouped
 from .kernel_cases import Timing
 from .results import write_csv
 from .supervised import Outcome
 
 PLOTTED = ("fwd", "bwd", "decode")
+
+
+def fastest_backends(rows: list[Timing]) -> dict[str, str]:
+    """{head_dim: our backend with the least time of forward and backward}: `kernels.fastest`'s table of a GPU.
+
+    By the first case of a head_dim whose forward and backward were both timed.
+    """
+    found: dict[str, str] = {}
+    times = {(row.case, row.name): row.ms for row in rows if row.name.startswith("ours, ")}
+    for case in dict.fromkeys(row.case for row in rows if row.kind == "fwd"):
+        backward, width = case.replace("fwd", "bwd"), case.rpartition(" d")[2]
+        names = [name for of, name in times if of == case and (backward, name) in times]
+        if names:
+            best = min(names, key=lambda name: times[case, name] + times[backward, name])
+            found.setdefault(width, best.removeprefix("ours, "))
+    return found
 
 
 class Record:
@@ -53,7 +70,11 @@ class Record:
             path.write_text(json.dumps(content, indent=1))
 
     def finish(self) -> None:
-        """The plot, and where everything is."""
+        """The table of the fastest backends on this GPU, the plot, and where everything is."""
+        if "cuda" in self.about and (backends := fastest_backends(self.rows)):
+            with whole_file(self.folder / fastest.TABLE.name) as path:
+                path.write_text(json.dumps(fastest.table() | {self.about["device"]: backends}, indent=1) + "\n")
+            print(f"for backend='auto': copy {self.folder / fastest.TABLE.name} over {fastest.TABLE}")
         shown = [row for row in self.rows if row.kind in PLOTTED]
         if importlib.util.find_spec("matplotlib") is None:
             print("no plot: matplotlib is not installed")

@@ -109,7 +109,11 @@ def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
             add("smoke", f"{kind} {name}", _smoke, kind, name, backend, seconds=2)
     training, decoding = _cases(gpu, tiny)
     which = (
-        ("triton", "torch", "aten") if gpu else ("triton",) if backend == "triton" else ("torch", "aten", "reference")
+        ("triton", "aten", "cudnn", "torch", "fa3", "fa4")
+        if gpu
+        else ("triton",)
+        if backend == "triton"
+        else ("torch", "aten", "reference")
     )
     for case in training:
         add("beside", case.label, time_case, case, which, seconds=8)

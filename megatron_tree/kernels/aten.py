@@ -8,6 +8,7 @@ strips with an explicit mask. The kernels' backward reads `out` only to form del
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -56,12 +57,15 @@ def check_pages(k: Tensor) -> None:
     """Pages of any size: their rows are gathered."""
 
 
-def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """See `Backend.attn_fwd`."""
+def attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, block_fwd: Callable | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `Backend.attn_fwd`. block_fwd: computes a block, as `_block_fwd` does (libraries.py)."""
+    block_fwd = block_fwd or _block_fwd
     blocks = _blocks(tuple(q_segments), tuple(k_segments), spec)
     b, s_q, h, _ = q.shape
     if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
-        return _block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
+        return block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
     out, lse = empty_state((b, s_q, h, v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
     begun = bytearray(s_q)  # 1: rows that hold a state
     for same_rows in _together(blocks, q, k, v):
@@ -71,7 +75,7 @@ def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: A
             torch.cat([x[:, b.k_rows] for b in same_rows], 1) if len(same_rows) > 1 else x[:, block.k_rows]
             for x in (k, v)
         )
-        o, l = _block_fwd(q[:, rows], keys, values, block, mask, spec)
+        o, l = block_fwd(q[:, rows], keys, values, block, mask, spec)
         if 1 in begun[rows]:
             merge_into((out[:, rows], lse[..., rows]), (o, l))
         else:
@@ -124,15 +128,18 @@ def attn_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: A
     return out, lse.unflatten(2, (s_q, group)).transpose(2, 3).flatten(1, 2)
 
 
-def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Backend.attn_bwd`."""
+def attn_bwd(
+    dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, block_bwd: Callable | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Backend.attn_bwd`. block_bwd: computes a block, as `_block_bwd` does."""
+    block_bwd = block_bwd or _block_bwd
     dtype = state_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     out = _out_with_delta(dout, delta)
     lse = torch.where(lse == NEG_INF, -NEG_INF, lse)  # rows that see nothing: exp(s - inf) = 0
     for block in _blocks(tuple(q_segments), tuple(k_segments), spec):
         rows, cols = block.q_rows, block.k_rows
-        grads = _block_bwd(
+        grads = block_bwd(
             *(x[:, rows] for x in (dout, out, q)),
             k[:, cols],
             v[:, cols],
@@ -199,7 +206,7 @@ def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, NEG_INF)
 
 
-def _widen(d: int, *tensors: Tensor) -> list[Tensor]:
+def widen(d: int, *tensors: Tensor) -> list[Tensor]:
     """Zero-pad head_dim to d: flash kernels need q, k and v of one head_dim (MLA's differ).
 
     They also need a unit stride there; the CPU's forward silently misreads anything else.
@@ -218,20 +225,34 @@ def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True)
     if causal and q.device.type == "cpu" and q.shape[1] > _strip_rows(q.shape[1]):
         return _diagonal_fwd(q, k, v, spec)
     v = k if d_v < k.shape[-1] and begins(v, k) else v  # instead of a copy of v that is as wide
-    q, k, v = _widen(max(q.shape[-1], d_v), q, k, v)
+    q, k, v = widen(max(q.shape[-1], d_v), q, k, v)
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=mask, scale=spec.softmax_scale
         )
         out = out.transpose(1, 2)
     else:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=spec.softmax_scale
-        )
-        lse = lse[..., : q.shape[1]]
+        out, lse = flash_forward(q, k, v, causal, spec.softmax_scale)
     if mask is not None and empty_rows:  # torch's CPU kernel writes lse 0 where a row sees nothing
         lse = torch.where((mask == NEG_INF).all(-1), NEG_INF, lse)
     return out[..., :d_v], lse
+
+
+def flash_forward(q, k, v, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """torch's flash kernel on GPUs, whichever implementation is active: tensors [b, s, h, d], lse [b, h, s]."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+    )
+    return out, lse[..., : q.shape[1]]
+
+
+def flash_backward(dout, out, q, k, v, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward: dq, dk, dv; lse contiguous."""
+    seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: never read
+    lengths = (None, None, q.shape[1], k.shape[1])
+    return torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
+    )
 
 
 def _strip_rows(num_rows: int) -> int:
@@ -282,7 +303,7 @@ def _block_bwd(dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Te
     # the kernel's causal mask saves nothing within 512 keys; in half precision every strip's part would be rounded
     if causal and q.device.type == "cpu" and q.dtype == state_dtype(q.dtype) and 64 < q.shape[1] <= 512:
         return _diagonal_bwd(dout, out, q, k, v, lse, spec)
-    dout, out, q, k, v = _widen(max(d, d_v), dout, out, q, k, v)
+    dout, out, q, k, v = widen(max(d, d_v), dout, out, q, k, v)
     if q.device.type == "cpu":
         bhsd = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -290,9 +311,5 @@ def _block_bwd(dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Te
         )
         dq, dk, dv = (g.transpose(1, 2) for g in grads)
     else:
-        seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: never read
-        lengths = (None, None, q.shape[1], k.shape[1])
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, seed, scale=spec.softmax_scale
-        )
+        dq, dk, dv = flash_backward(dout, out, q, k, v, lse.contiguous(), causal, spec.softmax_scale)
     return dq[..., :d], dk[..., :d], dv[..., :d_v]

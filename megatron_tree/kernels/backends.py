@@ -1,7 +1,8 @@
 """The backends and the choice between them, made once for an attention call.
 
 `triton` (ours), `aten` (torch's flash kernels) and `reference` (the formulas in plain torch) have the same functions
-with the same meaning: those of `Backend`, and `unsupported`. `native` (ours in C, for CPUs) only decodes.
+with the same meaning: those of `Backend`, and `unsupported`. `native` (ours in C, for CPUs) only decodes; `cudnn`,
+`fa3` and `fa4` (libraries.py) do all but that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from ..config import AttnSpec
 from ..log import say_once
-from . import ranges
+from . import fastest, ranges
+from .libraries import LIBRARIES, Library
 from .masks import Visible
 from .paged import PagedKV, SharedPages, decode_shared
 
@@ -31,7 +33,7 @@ class Backend:
 
     name: str
     reason: str
-    module: ModuleType
+    module: ModuleType | Library
 
     def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec):
         """Partial attention of q's segments against k's: equations (2) and (3) of docs/design.md.
@@ -96,8 +98,13 @@ def choose(
         if what:
             raise ValueError(f"backend={backend!r} can't take {what}: use backend='auto' or 'reference'")
         return _chosen(backend, "asked for")
-    refusals = []
-    for name in ("triton", "aten") if q.device.type in ACCELERATORS else ("native", "aten")[not decodes :]:
+    refusals, measured = [], ()
+    if q.device.type in ACCELERATORS:
+        measured = () if decodes else fastest.of_device(q.device, max(q.shape[-1], v.shape[-1]))
+        names = dict.fromkeys((*measured, "triton", "aten"))
+    else:
+        names = ("native", "aten")[not decodes :]
+    for name in names:
         what = _unsupported(name, *inputs)
         if not what:
             takes = {
@@ -105,7 +112,8 @@ def choose(
                 "native": f"our kernel takes {q.dtype} on {q.device.type}",
                 "aten": f"torch's flash kernel takes {q.dtype} on {q.device.type}",
             }
-            return _chosen(name, "; ".join([*refusals, takes[name]]))
+            why = "the fastest that was measured on this GPU" if name in measured else takes[name]
+            return _chosen(name, "; ".join([*refusals, why]))
         refusals.append(f"{name} can't take {what}")
     return _chosen("reference", "; ".join(refusals))
 
@@ -125,11 +133,11 @@ def _unsupported(name: str, q, k, v, spec: AttnSpec, flowing_lse: bool, masked: 
 
 
 @functools.lru_cache
-def _module(name: str) -> ModuleType | None:
-    """A backend's module; None for Triton's where Triton is not installed."""
+def _module(name: str) -> ModuleType | Library | None:
+    """A backend's module or library; None for Triton's where Triton is not installed."""
     if name == "triton" and importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module(f".{name}", __package__)
+    return LIBRARIES.get(name) or importlib.import_module(f".{name}", __package__)
 
 
 def triton_for(x: Tensor) -> ModuleType | None:

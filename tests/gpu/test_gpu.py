@@ -6,7 +6,7 @@ import torch
 from megatron_tree import energy, kernels
 from megatron_tree.bench.kernel_cases import Case
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import Visible
+from megatron_tree.kernels import Visible, fastest
 from megatron_tree.layout import Segment
 
 pytestmark = [
@@ -17,9 +17,10 @@ CHECKED = [Case("fwd", 1, 640, 4, 2, 64), Case("fwd", 1, 640, 4, 2, 128), Case("
 MUCH_MEMORY = pytest.mark.xdist_group("memory")
 
 
-def test_the_default_backend_is_triton():
+def test_the_default_backend_is_triton_or_what_was_measured():
     q = torch.zeros(1, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
-    assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0)).name == "triton"
+    (expected,) = fastest.of_device(q.device, 64) or ("triton",)
+    assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0)).name == expected
 
 
 @MUCH_MEMORY

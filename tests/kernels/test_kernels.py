@@ -203,12 +203,12 @@ def test_long_diagonals_in_strips(n):
     """torch's causal mask is replaced by strips of rows, each computed against no key behind the strip."""
     spec, whole = AttnSpec(softmax_scale=0.3), (Segment(0, 0, n),)
     q, k, v, _ = inputs(n, n)
-    calls, kernel = [], aten._widen
-    aten._widen = lambda d, *x: calls.append((x[0].shape[1], x[1].shape[1])) or kernel(d, *x)
+    calls, kernel = [], aten.widen
+    aten.widen = lambda d, *x: calls.append((x[0].shape[1], x[1].shape[1])) or kernel(d, *x)
     try:
         out, lse = aten.attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec)
     finally:
-        aten._widen = kernel
+        aten.widen = kernel
     expected = energy.attention(q, k, v, spec=spec, keep=torch.ones(n, n, dtype=torch.bool).tril())
     torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
     step = 64 if n <= 768 else 256
@@ -267,8 +267,8 @@ def test_diagonals_backward_in_strips(n, heads, monkeypatch):
     truth = energy.attention_grads(q, k, v, dout, spec=spec, keep=torch.ones(n, n, dtype=torch.bool).tril())
     options = dict(q_segments=whole, k_segments=whole, spec=spec)
     out, lse = aten.attn_fwd(q, k, v, **options)
-    calls, widen = [], aten._widen
-    monkeypatch.setattr(aten, "_widen", lambda d, *x: calls.append((x[2].shape[1], x[3].shape[1])) or widen(d, *x))
+    calls, widen = [], aten.widen
+    monkeypatch.setattr(aten, "widen", lambda d, *x: calls.append((x[2].shape[1], x[3].shape[1])) or widen(d, *x))
     found = aten.attn_bwd(dout, q, k, v, lse, (out * dout).sum(-1).transpose(1, 2), **options)
     torch.testing.assert_close(found, truth, rtol=1e-11, atol=1e-11)
     assert calls == ([(n, n)] if n > 512 else [(min(64, n - i), min(i + 64, n)) for i in range(0, n, 64)])

@@ -21,6 +21,7 @@ from megatron_tree.bench.kernel_cases import Case, Timing, inputs, truth_of, ver
 from megatron_tree.bench.kernel_record import Record
 from megatron_tree.bench.results import WrongResult, results_kept
 from megatron_tree.bench.supervised import NotHere, Task, run_tasks
+from megatron_tree.kernels import fastest
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -150,6 +151,21 @@ def test_files_are_whole_after_each_result(tmp_path, capsys):
         assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == number + 1
         assert len(list(csv.DictReader((tmp_path / "results.csv").open()))) == number + 1
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.csv"}
+
+
+def test_a_gpu_s_table_of_the_fastest_backends(tmp_path, monkeypatch, capsys):
+    """By forward and backward together; what was timed only forward, and others' functions, don't count."""
+    monkeypatch.setattr(fastest, "table", lambda: {"GPU Y": {"64": "aten"}})
+    record = Record(tmp_path, {"device": "GPU X", "cuda": "13.0"})
+    times = {"triton": (2.0, 5.0), "cudnn": (1.0, 7.0), "aten": (3.0, 6.0)}
+    for name, (forward, backward) in times.items():
+        record.row(Timing("fwd b1 s9 h2/1 d128", "fwd", f"ours, {name}", forward, 1.0, "TFLOP/s"))
+        record.row(Timing("bwd b1 s9 h2/1 d128", "bwd", f"ours, {name}", backward, 1.0, "TFLOP/s"))
+    record.row(Timing("fwd b1 s9 h2/1 d128", "fwd", "ours, fa3", 0.5, 1.0, "TFLOP/s"))
+    record.row(Timing("bwd b1 s9 h2/1 d128", "bwd", "torch flash", 0.5, 1.0, "TFLOP/s"))
+    record.row(Timing("fwd b1 s9 h2/1 d256", "fwd", "ours, triton", 0.5, 1.0, "TFLOP/s"))
+    record.finish()
+    assert json.loads((tmp_path / "fastest.json").read_text()) == {"GPU Y": {"64": "aten"}, "GPU X": {"128": "triton"}}
 
 
 def gpu_script(*options, hidden=(), tmp_path, **environment):

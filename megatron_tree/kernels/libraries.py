@@ -1,0 +1,168 @@
+"""Attention of libraries on NVIDIA GPUs as backends: cuDNN, and FlashAttention 3 and 4 where they are installed.
+
+torch calls all of them. Each takes fully visible blocks and causal squares, as aten's flash kernels do, and returns
+lse; its backward takes the *global* lse and an `out` with the global delta. So aten's loops over blocks serve them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from ..config import AttnSpec
+from . import aten
+from .blocks import DIAGONAL
+from .masks import Visible
+from .paged import PagedKV
+
+DEVICES = ("cuda",)  # tests have others
+
+
+class Library(NamedTuple):
+    """A backend (`backends.Backend`) that computes forward and backward, and does not decode."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    """(q, k, v, causal, scale) -> out, lse [b, h, s]; tensors [b, s, h, d] with one head_dim."""
+    backward: Callable[..., tuple[Tensor, ...]]
+    """(dout, out, q, k, v, lse, causal, scale) -> dq, dk, dv."""
+    missing: Callable[[Tensor, int], str | None]
+    """(q, head_dim) -> what this machine or the library can't do, or None."""
+    multiple: int = 1
+    """head_dim is zero-padded to a multiple of this."""
+
+    def unsupported(self, q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
+        """Why this backend can't take the call, or None if it can; see `kernels.choose`."""
+        if decodes:
+            return "decoding"
+        if q.device.type not in DEVICES or torch.version.hip:
+            return f"device type {q.device.type} (it needs an NVIDIA GPU)"
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            return f"dtype {q.dtype}"
+        if spec.deterministic:
+            return "deterministic=True (its backward adds up in any order)"
+        if spec.left is not None or spec.right not in (None, 0):
+            return "window_size"
+        options = dict(flowing_lse=flowing_lse, masked=masked, decodes=False)
+        return aten.unsupported(q, k, v, spec, **options) or self.missing(q, self._width(q, v))
+
+    def attn_fwd(self, q, k, v, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+        """See `Backend.attn_fwd`."""
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+        return aten.attn_fwd(q, k, v, **call, block_fwd=self._block_fwd)
+
+    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
+        """See `Backend.attn_bwd`."""
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+        return aten.attn_bwd(dout, q, k, v, lse, delta, **call, block_bwd=self._block_bwd)
+
+    def attn_decode(self, q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
+        """`unsupported` refuses it."""
+        raise AssertionError("a library does not decode")
+
+    def check_pages(self, k: Tensor) -> None:
+        """Nothing reads pages."""
+
+    def _width(self, q: Tensor, v: Tensor) -> int:
+        return -(-max(q.shape[-1], v.shape[-1]) // self.multiple) * self.multiple
+
+    def _block_fwd(self, q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+        assert mask is None
+        q, k, wide_v = aten.widen(self._width(q, v), q, k, v)
+        out, lse = self.forward(q, k, wide_v, block.kind == DIAGONAL, spec.softmax_scale)
+        return out[..., : v.shape[-1]], lse
+
+    def _block_bwd(self, dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+        d, d_v = q.shape[-1], v.shape[-1]
+        wide = aten.widen(self._width(q, v), dout, out, q, k, v)
+        dq, dk, dv = self.backward(*wide, lse.contiguous(), block.kind == DIAGONAL, spec.softmax_scale)
+        return dq[..., :d], dk[..., :d], dv[..., :d_v]
+
+
+def _cudnn_forward(q, k, v, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse.reshape(q.shape[:3])  # lse [b, h, s, 1]
+
+
+def _cudnn_backward(dout, out, q, k, v, lse, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    dout, out, q, k, v = (x.transpose(1, 2) for x in (dout, out, q, k, v))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
+    lengths = (None, None, q.shape[2], k.shape[2])  # no bias, and rows of one length
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse[..., None], seed, seed, None, *lengths, 0.0, causal, scale=scale
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _cudnn_missing(q: Tensor, head_dim: int) -> str | None:
+    if head_dim > 128:
+        return f"head_dim {head_dim} above 128"
+    if not _cudnn_takes(q.device, q.dtype, head_dim):
+        return f"head_dim {head_dim} in {q.dtype} here: torch.backends.cuda.can_use_cudnn_attention refuses it"
+    return None
+
+
+@functools.lru_cache
+def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    sample = torch.empty(1, 2, 128, head_dim, dtype=dtype, device=device)
+    params = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+class _Flash(NamedTuple):
+    """An implementation that torch can put in the place of its flash kernel, for the whole process."""
+
+    name: str
+    module: str
+    """It has to be installed."""
+    capabilities: tuple[int, ...]
+    """Major numbers of the GPUs that it runs on."""
+    head_dim: int
+    """The largest."""
+
+    def missing(self, q: Tensor, head_dim: int) -> str | None:
+        known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
+        if self.name not in known:
+            return f"anything: torch {torch.__version__} does not know {self.name}"
+        if not _installed(self.module):
+            return f"anything: {self.module} is not installed"
+        major, _ = torch.cuda.get_device_capability(q.device)
+        if major not in self.capabilities:
+            return f"a GPU of compute capability {major}.x: {self.name} is for {self.capabilities}"
+        return f"head_dim {head_dim} above {self.head_dim}" if head_dim > self.head_dim else None
+
+    def _activate(self) -> None:
+        if torch.nn.attention.current_flash_attention_impl() != self.name:
+            torch.nn.attention.activate_flash_attention_impl(self.name)
+
+    def forward(self, *args) -> tuple[Tensor, Tensor]:
+        self._activate()
+        return aten.flash_forward(*args)
+
+    def backward(self, *args) -> tuple[Tensor, ...]:
+        self._activate()
+        return aten.flash_backward(*args)
+
+
+@functools.lru_cache
+def _installed(module: str) -> bool:
+    """Whether a module can be found; its packages above are imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+_FA3 = _Flash("FA3", "flash_attn_interface", (9,), 256)
+_FA4 = _Flash("FA4", "flash_attn.cute.interface", (9, 10), 128)
+LIBRARIES = {
+    "cudnn": Library(_cudnn_forward, _cudnn_backward, _cudnn_missing, 8),
+    "fa3": Library(_FA3.forward, _FA3.backward, _FA3.missing, 8),
+    "fa4": Library(_FA4.forward, _FA4.backward, _FA4.missing, 8),
+}

@@ -1,0 +1,210 @@
+"""cuDNN and FlashAttention behind segments: torch's operators have dense attention inside, on the CPU."""
+
+import json
+import types
+
+import pytest
+import torch
+
+from megatron_tree import energy, kernels
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import backends, fastest, libraries
+from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
+
+CELLS = {  # query segments, KV segments, rows of each
+    "one": ((Segment(0, 0, 40),), (Segment(0, 0, 40),), 40, 40),
+    "cell of a grid": (
+        gathered_segments((1, 2), 48, 3, "zigzag", 18),
+        gathered_segments((0, 2), 48, 3, "zigzag", 17),
+        *(36, 34),
+    ),
+    "packed": (
+        (Segment(0, 0, 19, 0), Segment(20, 0, 3, 1), Segment(23, 0, 17, 2)),
+        (Segment(0, 0, 17, 2), Segment(18, 0, 19, 0)),
+        *(40, 37),
+    ),
+}
+
+
+def dense_forward(q, k, v, causal, scale):
+    """[b, h, s, d] -> out in their dtype, lse [b, h, s]."""
+    assert not causal or q.shape[2] == k.shape[2], "their causal masks are used on squares only"
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q.double() @ k.mT * scale
+    if causal:
+        s.masked_fill_(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+    return (s.softmax(-1) @ v).to(q.dtype), s.logsumexp(-1).float()
+
+
+def dense_backward(dout, q, k, v, out, lse, causal, scale):
+    """From the lse and the `out` that are given, of which only rowsum(dout * out) counts."""
+    assert lse.is_contiguous()
+    group = q.shape[1] // k.shape[1]
+    wide = [x.double().repeat_interleave(group, 1) for x in (k, v)]
+    p = torch.exp(q.double() @ wide[0].mT * scale - lse.double()[..., None])
+    if causal:
+        p = p.tril()
+    delta = (dout.double() * out.double()).sum(-1, keepdim=True)
+    ds = p * (dout.double() @ wide[1].mT - delta) * scale
+    sums = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q.double(), p.mT @ dout.double()))
+    return tuple(x.to(q.dtype) for x in (ds @ wide[0], *sums))
+
+
+class Cudnn:
+    """aten's cuDNN operators on the CPU."""
+
+    @staticmethod
+    def forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
+        assert bias is None and with_lse and dropout == 0.0 and not debug
+        out, lse = dense_forward(q, k, v, causal, scale)
+        nothing = torch.empty(0)
+        return out, lse[..., None], nothing, nothing, q.shape[2], k.shape[2], nothing, nothing, nothing
+
+    @staticmethod
+    def backward(dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale=None):
+        assert bias is cu_q is cu_k is None and (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
+        assert lse.shape == (*q.shape[:3], 1)
+        return dense_backward(dout, q, k, v, out, lse[..., 0].contiguous(), causal, scale)
+
+
+class Flash:
+    """aten's flash operators, [b, s, h, d]."""
+
+    @staticmethod
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, **options):
+        assert cu_q is cu_k is None and (max_q, max_k, dropout) == (q.shape[1], k.shape[1], 0.0) and not debug
+        out, lse = dense_forward(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)
+        nothing = torch.empty(0)
+        return out.transpose(1, 2), lse, nothing, nothing, nothing
+
+    @staticmethod
+    def backward(
+        dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *, scale=None, **options
+    ):
+        assert cu_q is cu_k is None and (max_q, max_k, dropout) == (q.shape[1], k.shape[1], 0.0)
+        grads = dense_backward(*(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse, causal, scale)
+        return tuple(x.transpose(1, 2) for x in grads)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """The operators on the CPU; a machine where each library is installed; the list of what was activated."""
+    registered = torch.library.Library("aten", "IMPL")
+    for name, operators in (("_scaled_dot_product_cudnn_attention", Cudnn), ("_flash_attention", Flash)):
+        forward = name if operators is Cudnn else f"{name}_forward"
+        registered.impl(forward, operators.forward, "CPU")
+        registered.impl(f"{name}_backward", operators.backward, "CPU")
+    activated = []
+    for name, stand_in in {
+        "list_flash_attention_impls": lambda: ["FA3", "FA4"],
+        "activate_flash_attention_impl": activated.append,
+        "current_flash_attention_impl": lambda: activated[-1] if activated else None,
+    }.items():
+        monkeypatch.setattr(torch.nn.attention, name, stand_in, raising=False)
+    monkeypatch.setattr(libraries, "DEVICES", ("cpu",))
+    monkeypatch.setattr(libraries, "_cudnn_takes", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(libraries, "_installed", lambda module: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    yield activated
+    registered._destroy()
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("library", "d", "d_v"), [("cudnn", 16, 16), ("cudnn", 24, 13), ("fa3", 16, 16), ("fa4", 10, 16)]
+)
+def test_segments_and_gradients_match_the_oracle(stand_ins, cell, library, d, d_v):
+    """Errors at most twice (gradients: thrice) reference's in bf16; the backward gets global statistics alone."""
+    q_segments, k_segments, s_q, s_k = CELLS[cell]
+    spec, g = AttnSpec(softmax_scale=0.3), torch.Generator().manual_seed(0)
+    shapes = ((s_q, 4, d), (s_k, 2, d), (s_k, 2, d_v), (s_q, 4, d_v))
+    q, k, v, dout = (torch.randn(2, *shape, generator=g).bfloat16() for shape in shapes)
+    q_pos, k_pos = positions_of(q_segments, s_q), positions_of(k_segments, s_k)
+    q_seq, k_seq = sequences_of(q_segments, s_q), sequences_of(k_segments, s_k)
+    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
+    exact = [x.double() for x in (q, k, v, dout)]
+    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
+    truth = out, *energy.attention_grads(*exact, spec=spec, keep=keep)
+    results = {}
+    for backend in (library, "reference"):
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
+        o, l = kernels.attn_fwd(q, k, v, **call)
+        assert torch.equal(l == float("-inf"), lse == float("-inf"))
+        assert torch.where(lse == float("-inf"), 0.0, l - lse).abs().max() < 1e-5
+        delta = kernels.attn_delta(dout, out)
+        delta[..., q_pos < 0] = 0.0
+        results[backend] = (o, *kernels.attn_bwd(dout, q, k, v, lse.float(), delta.float(), **call))
+    for found, low, t, allowed in zip(results[library], results["reference"], truth, (2, 3, 3, 3)):
+        dense = max((low.double() - t).abs().max(), t.abs().max() * torch.finfo(torch.bfloat16).eps)
+        assert (found.double() - t).abs().max() <= allowed * dense
+    assert stand_ins == ([] if library == "cudnn" else [library.upper()])
+
+
+def test_what_libraries_refuse(stand_ins, monkeypatch):
+    """By name: a ValueError that says what; for "auto" the reason to take another backend."""
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+    wide, plain = torch.zeros(1, 8, 2, 160, dtype=torch.bfloat16), dict(softmax_scale=1.0)
+    refused = [
+        ("cudnn", q, dict(softcap=1.0), {}, "softcap"),
+        ("cudnn", q, dict(window_size=(4, 0)), {}, "window_size"),
+        ("fa3", q, dict(deterministic=True), {}, "deterministic=True"),
+        ("cudnn", q, {}, dict(flowing_lse=True), "a gradient that flows through lse"),
+        ("fa3", q, {}, dict(decodes=True), "decoding"),
+        ("cudnn", q.float(), {}, {}, "dtype torch.float32"),
+        ("cudnn", wide, {}, {}, "head_dim 160 above 128"),
+        ("fa4", wide, {}, {}, "head_dim 160 above 128"),
+    ]
+    for name, x, options, how, why in refused:
+        with pytest.raises(ValueError, match=f"backend='{name}' can't take {why}"):
+            kernels.choose(x, x, x, AttnSpec(**plain | options), name, **how)
+    assert kernels.choose(wide, wide, wide, AttnSpec(**plain), "fa3").name == "fa3"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"a GPU of compute capability 8.x: FA3 is for \(9,\)"):
+        kernels.choose(q, q, q, AttnSpec(**plain), "fa3")
+    monkeypatch.setattr(libraries, "_installed", lambda module: False)
+    with pytest.raises(ValueError, match="flash_attn_interface is not installed"):
+        kernels.choose(q, q, q, AttnSpec(**plain), "fa3")
+    monkeypatch.setattr(libraries, "DEVICES", ("cuda",))
+    with pytest.raises(ValueError, match="it needs an NVIDIA GPU"):
+        kernels.choose(q, q, q, AttnSpec(**plain), "cudnn")
+
+
+def test_what_is_passed_fits_the_schemas_of_this_torch():
+    """The results' shapes by torch's own shape functions, and the names of the arguments."""
+    q, k = torch.zeros(2, 4, 40, 64, device="meta"), torch.zeros(2, 2, 40, 64, device="meta")
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, k, None, True, 0.0, True, scale=0.1)
+    assert out.shape == q.shape and lse.shape == (2, 4, 40, 1)
+    for name, operator in (
+        ("_scaled_dot_product_cudnn_attention_backward", Cudnn.backward),
+        ("_flash_attention_backward", Flash.backward),
+    ):
+        schema = getattr(torch.ops.aten, name).default._schema
+        positional = [x.name for x in schema.arguments if not x.kwarg_only]
+        assert len(positional) == operator.__code__.co_argcount, schema
+        assert "scale" in {x.name for x in schema.arguments if x.kwarg_only}
+
+
+def test_auto_takes_what_was_measured_fastest(stand_ins, monkeypatch):
+    """Where the library can't take a call, and for decoding, the next backend; nothing changes on other GPUs."""
+    monkeypatch.setattr(backends, "ACCELERATORS", ("cpu",))
+    monkeypatch.setattr(fastest, "table", lambda: {"GPU X": {"64": "cudnn", "128": "fa3"}})
+    gpu = types.SimpleNamespace(name="GPU X")
+    monkeypatch.setattr(fastest, "_name", lambda index: gpu.name)
+
+    def chosen(d, **options):
+        how = {name: options.pop(name) for name in ("decodes",) if name in options}
+        q = torch.zeros(1, 4, 2, d, dtype=torch.float16)
+        return kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0, **options), **how).name
+
+    assert [chosen(d) for d in (48, 64, 80, 128, 160)] == ["cudnn", "cudnn", "fa3", "fa3", "triton"]
+    assert chosen(64, softcap=1.0) == chosen(64, window_size=(3, 0)) == chosen(64, decodes=True) == "triton"
+    gpu.name = "GPU Y"
+    assert chosen(64) == "triton"
+
+
+def test_the_shipped_table_is_valid(tmp_path, monkeypatch):
+    fastest.table()
+    (tmp_path / "fastest.json").write_text(json.dumps({"GPU": {"64": "fastest"}}))
+    monkeypatch.setattr(fastest, "TABLE", tmp_path / "fastest.json")
+    with pytest.raises(ValueError, match="must be a head_dim and one of triton"):
+        fastest.table.__wrapped__()
