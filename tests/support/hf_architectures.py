@@ -47,6 +47,8 @@ OF_ONE = {  # what these configurations want besides
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     "phimoe": {"sliding_window": 7},
     "longcat_flash": {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
+    "mpt": {"use_cache": True},
+    "falcon": {"alibi": True, "multi_query": False, "num_attention_heads": 6, "hidden_size": 48},
     "ctrl": {"n_embd": 32, "dff": 48, "n_layer": 3, "n_head": 4},
 }
 WINDOW = 7
@@ -62,6 +64,7 @@ SERVED = (
     "bert-generation",
     "biogpt",
     "bitnet",
+    "bloom",
     "camembert",
     "cohere",
     "cohere2",
@@ -78,6 +81,7 @@ SERVED = (
     "ernie4_5_moe",
     "exaone4",
     "exaone_moe",
+    "falcon",
     "flex_olmo",
     "flint",
     "gemma",
@@ -120,6 +124,7 @@ SERVED = (
     "mistral",
     "mixtral",
     "modernbert-decoder",
+    "mpt",
     "moss_transcribe_diarize",
     "nanochat",
     "nemotron",
@@ -154,6 +159,7 @@ _BERTS = ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "e
 _BERTS += ("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 WHOLE = {
     **dict.fromkeys((*_BERTS, "ctrl", "modernbert-decoder"), "unknown names"),
+    **dict.fromkeys(("bloom", "falcon", "mpt"), "its own code"),
     "biogpt": "embed_positions",
     "gpt_bigcode": "a projection to 8 heads of 8",
     "hrm_text": "z_L_init",

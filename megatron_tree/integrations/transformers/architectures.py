@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
+REPLACED = ("bloom", "falcon", "mpt")  # own_code.py replaces their attention
 INSTEAD = "Use attn_implementation='sdpa' or 'eager', and the model's own cache"
 UNSUPPORTED = {
     "blt": "tokens in patches, and several models with caches of their own",
@@ -39,6 +40,11 @@ def check_layers(config) -> list[int | None]:
     check_replaceable(model_class(text))
     if found := UNSUPPORTED.get(text.model_type):
         raise ValueError(f"{name} has {found}; attn_implementation='tree' does not support it. {INSTEAD}")
+    if getattr(text, "slow_but_exact", False) and text.pretraining_tp > 1:
+        raise ValueError(
+            f"{name} has slow_but_exact=True with pretraining_tp={text.pretraining_tp}, which is not supported: "
+            f"set slow_but_exact=False for attn_implementation='tree'. {INSTEAD}"
+        )
     kinds, options = get_layer_types_and_kwargs(text)
     others = sorted(set(kinds) - set(LAYER_TYPES))
     if others or getattr(text, "num_kv_shared_layers", 0):

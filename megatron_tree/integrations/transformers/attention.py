@@ -30,6 +30,7 @@ from ...config import default_config
 from .architectures import WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache, TreeCacheLayer, Update, current_run, last_update
 from .latent import latent_heads
+from .own_code import replace_own_code
 from .training import attend_to_shard
 
 __all__ = [
@@ -55,6 +56,7 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function registered as "tree"; Transformers calls it once per layer.
@@ -63,6 +65,7 @@ def tree_attention(
         query: [b, h, s, d]; key, value: [b, h_kv, n, d], what the cache's update returned (or the new ones, no cache).
         attention_mask: None or bool [b, slots], what `tree_mask` returned.
         sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
+        alibi_slopes: see `tree_attn_func`; of the models in own_code.py.
     Returns: ([b, s, h, d_v], None): there are no attention weights.
     Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """
@@ -78,6 +81,7 @@ def tree_attention(
         "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
         "softcap": softcap or 0.0,
         "sinks": s_aux,
+        "alibi_slopes": alibi_slopes,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if shard is not None:
@@ -229,3 +233,4 @@ def check_model(model) -> None:
 
 AttentionInterface.register("tree", tree_attention)
 AttentionMaskInterface.register("tree", tree_mask)
+replace_own_code(tree_attention)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .architectures import REPLACED
+
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -147,6 +149,8 @@ def _find_pieces(model, world: int, rank: int) -> Layout:
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if getattr(config, "kv_lora_rank", None) is not None:
         kv_heads = 1
+    if config.model_type in REPLACED:
+        raise _refused(model, "attention", "its own code, which attention 'tree' replaces, has all heads")
     layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads))
     for name, module in model.named_modules():
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))

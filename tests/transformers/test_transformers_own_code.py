@@ -1,0 +1,127 @@
+"""BLOOM, Falcon and MPT, whose own attention code is replaced: what they serve equals plain Transformers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_distributed
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+import transformers
+from support.hf_models import hf_generate, left_padded, plain, prompt
+from transformers import AutoModelForCausalLM
+
+NEW = 5
+SHAPE = dict(vocab_size=131, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, eos_token_id=None)
+CASES = {
+    "bloom, 6 heads": lambda: transformers.BloomConfig(
+        vocab_size=131, hidden_size=48, n_layer=2, n_head=6, eos_token_id=None
+    ),
+    "falcon, ALiBi": lambda: transformers.FalconConfig(**SHAPE, alibi=True, multi_query=False, bias=True),
+    "falcon, rotary, multi_query": lambda: transformers.FalconConfig(**SHAPE, alibi=False, multi_query=True),
+    "falcon, rotary, new_decoder_architecture": lambda: transformers.FalconConfig(
+        **SHAPE, alibi=False, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "mpt, clip_qkv, softmax_scale": lambda: transformers.MptConfig(
+        vocab_size=131,
+        d_model=48,
+        n_layers=2,
+        n_heads=6,
+        max_seq_len=64,
+        use_cache=True,
+        eos_token_id=None,
+        attn_config=dict(clip_qkv=1.5, softmax_scale=0.2),
+    ),
+}
+
+
+def make(case):
+    torch.manual_seed(1)
+    # in eager Falcon adds ALiBi twice: to the scores, and in the mask
+    model = AutoModelForCausalLM.from_config(
+        CASES[case](), attn_implementation="sdpa" if case.startswith("falcon") else "eager"
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "emb" not in name and "wte" not in name:
+                weight.mul_(4.0)
+    return model.eval()
+
+
+def _close(got, want, what):
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error < 2e-5, f"{what}: {error:.1e}"
+
+
+def _served(rank, world, case):
+    model, ids = make(case), prompt(2, 37)
+    padded, mask = left_padded(2, 13)
+    want, of_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
+    with torch.no_grad():
+        alone = [model(ids[:1]).logits[0], model(ids[1:, :11]).logits[0]]
+    model.set_attn_implementation("tree")
+    new_cache = lambda: tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, block_size=2)  # noqa: E731
+    result = tree_hf.generate(model, ids, cache=new_cache(), max_new_tokens=NEW, chunk_size=16, keep_logits=True)
+    for what, (tokens, logits), (want_tokens, want_logits) in (
+        ("generate", (result.tokens, torch.stack(result.logits, 1)), want),
+        ("model.generate", hf_generate(model, ids, NEW, past_key_values=new_cache()), want),
+        ("left padding", hf_generate(model, padded, NEW, mask, past_key_values=new_cache()), of_padded),
+    ):
+        _close(logits, want_logits, what)
+        assert torch.equal(tokens, want_tokens), what
+    runner = tree_hf.Runner(model, new_cache(), chunk_size=16)
+    rows = [runner.add(), runner.add()]
+    for row, own, length in zip(rows, ids, (36, 10)):
+        runner.prefill(row, own[:length])
+    step = runner.step(rows, torch.stack((ids[0, 36:37], ids[1, 10:11])))
+    for own, truth in zip(step[:, 0], alone):
+        _close(own, truth[-1], "ragged rows")
+    with torch.no_grad():
+        _close(model(ids, use_cache=False).logits[0], alone[0], "no cache")
+
+
+def _cases(worlds):
+    for world in worlds:
+        for case in CASES:
+            with_ = f"{case.partition(', ')[2]}; chunks, left padding, ragged rows; {world} ranks"
+            marks = [pytest.mark.supports(f"`{case.partition(',')[0]}`", with_=with_)]
+            marks += [pytest.mark.slow] if world > 2 else []
+            yield pytest.param(world, case, marks=marks, id=f"{world}-{case}")
+
+
+@pytest.mark.parametrize(("world", "case"), list(_cases((2, 4))))
+def test_served(world, case):
+    run_distributed(_served, world, case)
+
+
+def test_other_implementations_run_their_own_code():
+    """As without this package, before and after attention "tree" was set."""
+    for case in CASES:
+        model, ids = make(case), prompt(1, 9)
+        before = model.config._attn_implementation
+        with torch.no_grad():
+            want = model(ids).logits
+            model.set_attn_implementation("tree")
+            _close(model(ids, use_cache=False).logits, want, case)
+            model.set_attn_implementation(before)
+            assert torch.equal(model(ids).logits, want), case
+
+
+def test_a_model_that_was_made_before():
+    """Its attention modules have not kept the configuration."""
+    model, ids = make("bloom, 6 heads"), prompt(1, 9)
+    with torch.no_grad():
+        want = model(ids).logits
+    for block in model.transformer.h:
+        del block.self_attention.config
+    model.set_attn_implementation("tree")
+    with torch.no_grad():
+        _close(model(ids, past_key_values=tree_hf.TreeCache(model.config)).logits, want, "made before")
+
+
+def test_a_projection_in_slices_is_refused():
+    config = transformers.BloomConfig(pretraining_tp=2, slow_but_exact=True)
+    with pytest.raises(ValueError, match="slow_but_exact=True with pretraining_tp=2"):
+        tree_hf.TreeCache(config)
