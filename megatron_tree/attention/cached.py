@@ -14,23 +14,13 @@ from torch import Tensor
 from .. import comm, kernels
 from ..config import TreeConfig, default_config
 from ..layout import Segment
-from ..log import say_once
-from ..plan import plan_decode
 from . import decode
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares
 from .spec import make_spec
+from .step import DecodeStep
 from .topology import GroupTopology
-from .validate import (
-    check_cache,
-    check_decode_schedule,
-    check_latents,
-    check_paged,
-    check_shared,
-    check_sinks,
-    check_visible,
-    values_of,
-)
+from .validate import check_cache, check_latents, check_sinks, values_of
 
 
 def tree_decode(
@@ -88,77 +78,29 @@ def tree_decode(
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     """
-    config = config or default_config()
-    with comm.collective_call("tree_decode", cp_group, config) as call, torch.no_grad():
-        check_decode_schedule(schedule, config)
-        latent, v_cache = v_cache is None, values_of(k_cache, v_cache, head_dim_v)
-        head_shares = check_head_shares(head_shares, q, cp_group)
-        whole = all_heads_of(q, head_shares)
-        paged = check_paged(whole, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
-        if paged is None:
-            check_cache(whole, k_cache, v_cache)
-        options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
-        spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
-        check_sinks(sinks, q)
-        slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
-        visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
-        masked = visible.needs_mask(paged is not None)
-        backend = kernels.choose(whole, k_cache, v_cache, spec, config.backend, masked=masked, decodes=True)
-        check_shared(shared, paged, whole, k_cache, spec, schedule)
-        if paged is not None:
-            backend.check_pages(k_cache)
-        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, visible, paged)
-        net = GroupTopology.of(cp_group, q.device, config)
-        call.agree(
-            q=whole.shape,
-            num_heads_kv=v_cache.shape[2],
-            head_dim_v=v_cache.shape[3],
-            latent=latent,
-            dtype=q.dtype,
-            spec=spec,
-            sinks=sinks is not None,
-            head_shares=head_shares,
-            schedule=schedule,
-            positions=q_positions is not None,
-            paged=paged is not None,
-            config=config,
-            topology=net.digest,
-        )
-        net, world = GroupTopology.over_cache(cp_group, q.device, config), comm.group_size(cp_group)
-        plan = plan_decode(
-            world,
-            rows=whole.shape[:3].numel(),
-            head_dim_v=v_cache.shape[3],
-            own_heads=head_shares is not None,
-            kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
-            topology=net.topology,
-            placement=net.placement,
-            schedule=schedule,
-            memory_budget=config.memory_budget,
-            deterministic=config.deterministic,
-        )
-        if schedule == "auto" and world > 1 and q.shape[1] == 1:
-            say_once(f"decode schedule: {plan.reason}")
-        out, lse = decode.decode(
-            q,
-            k_cache,
-            v_cache,
-            sinks,
-            visible=visible,
-            spec=spec,
-            group=cp_group,
-            schedule=plan.schedule,
-            across=plan.across,
-            transport=net.transport,
-            placement=net.placement,
-            backend=backend,
-            timeout_s=config.timeout_s,
-            paged=paged,
-            shared=shared,
-            head_shares=head_shares,
-            latent=latent,
-        )
-    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
+    out, lse = DecodeStep().decode(
+        q,
+        k_cache,
+        v_cache,
+        cp_group=cp_group,
+        head_dim_v=head_dim_v,
+        cache_seqlens=cache_seqlens,
+        q_positions=q_positions,
+        cache_positions=cache_positions,
+        block_table=block_table,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        shared=shared,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        head_shares=head_shares,
+        schedule=schedule,
+        config=config,
+    )
+    return (out, lse) if return_lse else out
 
 
 def tree_prefill(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,56 +13,93 @@ from torch import Tensor
 from .. import comm, kernels
 from ..config import AttnSpec
 from ..merge import StateReducer, merge_into, merge_sinks, pack_state, state_dtype, unpack_state
-from ..plan import Placement
+from ..plan import DecodePlan, Placement
 from .decode_ring import decode_ring
 from .head_shares import by_owner, gather_heads, own_heads, slice_of
 
 EXPANDED = 4096  # latents whose keys and values exist at a time
 
 
-def decode(
-    q, k, v, sinks, *, visible: kernels.Visible, spec: AttnSpec, group, schedule: str, across: str, transport: str,
-    placement: Placement, backend: kernels.Backend, timeout_s: float, paged: kernels.PagedKV | None = None,
-    shared: Sequence[kernels.SharedPages] = (), head_shares: tuple[int, ...] | None = None, latent: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of q [b, s_q, h, d] over every rank's k, v [b, s_local, h_kv, d], or pages of them.
+@dataclass(frozen=True, kw_only=True)
+class DecodeCall:
+    """A decode call that is checked and planned, for any tensors of these shapes.
 
-    head_shares: heads of every rank; q and the result are then of this rank's heads. latent: v begins k.
-    Returns out [b, s_q, h, d_v] and lse [b, h, s_q], fp32, the same bits on every rank.
+    q [b, s_q, h, d] with the heads of all ranks; every rank's k, v [b, s_local, h_kv, d], or pages of them.
     """
-    num_heads, world, messages = q.shape[2], comm.group_size(group), dict(transport=transport, timeout_s=timeout_s)
-    head_shares = None if world == 1 else head_shares
-    shape = (*q.shape[:2], num_heads if head_shares is None else sum(head_shares), v.shape[-1] + 1)
-    keeps_own = head_shares is not None and schedule == "scatter"
-    if keeps_own:
-        schedule, shape = "own_share", (world, max(head_shares), *q.shape[:2], shape[-1])
-    if schedule == "ring" and world > 1:
-        q = q if head_shares is None else gather_heads(q, head_shares, group, **messages)
-        options = dict(group=group, order=placement.order, backend=backend, timeout_s=timeout_s, paged=paged)
-        options["latent"] = latent
-        state = decode_ring(q, k, v, visible=visible, spec=spec, **options)
-    else:
-        # receives are posted before the local attention, so that gloo announces the buffers to the senders during it
-        reduction = comm.start_reduction(
+
+    visible: kernels.Visible
+    spec: AttnSpec
+    group: object
+    plan: DecodePlan
+    transport: str
+    placement: Placement
+    backend: kernels.Backend
+    timeout_s: float
+    rows: tuple[int, int]
+    """(b, s_q)."""
+    num_heads: int
+    """Of this rank, ..."""
+    head_shares: tuple[int, ...] | None
+    """... and of every rank, if there are several and each has some of q's heads; so has its result."""
+    head_dim_v: int
+    latent: bool
+    """v begins k."""
+    dtype: torch.dtype
+    device: torch.device
+    block_table: Tensor | None
+    shared: Sequence[kernels.SharedPages]
+
+    @functools.cached_property
+    def _merges_own(self) -> bool:
+        """Whether each rank merges the results of its own heads only."""
+        return self.head_shares is not None and self.plan.schedule == "scatter"
+
+    @functools.cached_property
+    def _reducer(self) -> comm.Reducer:
+        shares, width = self.head_shares, self.head_dim_v + 1
+        shape = (*self.rows, self.num_heads if shares is None else sum(shares), width)
+        if self._merges_own:
+            shape = (len(shares), max(shares), *self.rows, width)
+        return comm.prepare_reduction(
             shape,
-            state_dtype(q.dtype),
-            q.device,
-            group,
-            schedule,
-            **messages,
-            order=placement.order,
-            block=placement.block,
-            across=across,
+            state_dtype(self.dtype),
+            self.device,
+            self.group,
+            "own_share" if self._merges_own else self.plan.schedule,
+            transport=self.transport,
+            timeout_s=self.timeout_s,
+            order=self.placement.order,
+            block=self.placement.block,
+            across=self.plan.across,
         )
-        q = q if head_shares is None else gather_heads(q, head_shares, group, **messages)
-        state = backend.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged, shared=shared)
-        state = reduction.finish(by_owner(state, head_shares) if keeps_own else state)
-    if keeps_own:
-        state = own_heads(state, num_heads)
-    elif head_shares is not None:
-        state = state[:, :, slice_of(head_shares, comm.group_rank(group))]
-    out, lse = unpack_state(state, state_dtype(q.dtype))
-    return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+    def run(self, q, k, v, sinks, k_scale=None, v_scale=None) -> tuple[Tensor, Tensor]:
+        """out [b, s_q, h, d_v] of q's dtype and lse [b, h, s_q], fp32, the same bits on every rank that has a head."""
+        shares, group, backend = self.head_shares, self.group, self.backend
+        paged = None if self.block_table is None else kernels.PagedKV(self.block_table, k_scale, v_scale)
+        if self.plan.schedule == "ring" and comm.group_size(group) > 1:
+            q = self._all_heads(q)
+            options = dict(group=group, order=self.placement.order, backend=backend, timeout_s=self.timeout_s)
+            options.update(visible=self.visible, spec=self.spec, paged=paged, latent=self.latent)
+            state = decode_ring(q, k, v, **options)
+        else:
+            # receives are posted before the local attention, so that gloo announces the buffers to the senders then
+            reduction, q = self._reducer.start(), self._all_heads(q)
+            state = backend.attn_decode(q, k, v, visible=self.visible, spec=self.spec, paged=paged, shared=self.shared)
+            state = reduction.finish(by_owner(state, shares) if self._merges_own else state)
+        if self._merges_own:
+            state = own_heads(state, self.num_heads)
+        elif shares is not None:
+            state = state[:, :, slice_of(shares, comm.group_rank(group))]
+        out, lse = state[..., :-1], state[..., -1].transpose(1, 2)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks)
+        return out.to(self.dtype), lse
+
+    def _all_heads(self, q: Tensor) -> Tensor:
+        if self.head_shares is None:
+            return q
+        return gather_heads(q, self.head_shares, self.group, transport=self.transport, timeout_s=self.timeout_s)
 
 
 def prefill(

@@ -56,7 +56,7 @@ def by_owner(state: Tensor, shares: tuple[int, ...]) -> Tensor:
     heads = state.permute(2, 0, 1, 3)
     if min(shares) < max(shares):
         heads = heads.index_select(0, _rows(shares, state.device)[0])
-    return heads.unflatten(0, (len(shares), max(shares))).contiguous()
+    return heads.reshape(len(shares), max(shares), *heads.shape[1:]).contiguous()
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,7 +72,7 @@ def _rows(shares: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor
 
 def own_heads(merged: Tensor, num_heads: int) -> Tensor:
     """This rank's entry of `by_owner`, reduced, [longest share, b, s, w] -> [b, s, num_heads, w]."""
-    return merged[:num_heads].permute(1, 2, 0, 3)
+    return (merged if len(merged) == num_heads else merged[:num_heads]).permute(1, 2, 0, 3)
 
 
 def slice_of(shares: tuple[int, ...], rank: int) -> slice:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.cached import tree_decode, tree_prefill
+from ..attention.cached import tree_prefill
+from ..attention.step import DecodeStep
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..comm import Team
 from ..config import TreeConfig, default_config
@@ -70,6 +71,11 @@ class ForwardPass:
     """Layers that have stored their tokens."""
     views: dict[int, View] = field(default_factory=dict)
     """By kind of layer: where the kernels find the rows."""
+    step: DecodeStep = field(default_factory=DecodeStep)
+    """Of all layers, where each rank has all tokens."""
+    seen: dict[tuple, tuple] = field(default_factory=dict)
+    """What the queries see in pages, for all layers of a kind: `visible`, and what `_seen` makes of it."""
+    default_config: TreeConfig = field(default_factory=default_config)
     shares: list[list[tuple[int, int]]] | None = None
     """Sharded: by rank of all head groups, the tokens that it runs, as runs (position, count)."""
     exchange: HeadsForTokens | None = None
@@ -207,8 +213,8 @@ class ForwardPass:
         rows = [pages.row(view.block_table, i, n, dtype)[0][0] for i, n in enumerate(view.lengths.tolist())]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    def _decode(self, layer: int, q: Tensor, latent, visible: Tensor | None, **options) -> Tensor:
-        pages, view = self.store.layers[layer], self.views[self.store.kind_of[layer]]
+    def _decode(self, layer: int, q: Tensor, latent, visible: Tensor | None, *, config, **options) -> Tensor:
+        pages, kind = self.store.layers[layer], self.store.kind_of[layer]
         num_queries, k, v, finish = q.shape[1], pages.k, pages.v, None
         # most of the keys are new: as many are made as there are queries
         expands = latent is not None and self.head_shares is None and self.end <= 2 * num_queries
@@ -217,30 +223,48 @@ class ForwardPass:
         elif latent is not None:
             options["head_dim_v"], finish = latent.rank, latent.project
             q, k, v = latent.absorb(q), k if pages.joined else self._held(layer, q.dtype), None
-        deterministic = (options["config"] or default_config()).deterministic
+        config = config or self.default_config
         by_position = options.get("window_size", (-1, -1)) != (-1, -1) or options.get("alibi_slopes") is not None
-        reads_shared = self.schedule != "ring" and not (by_position or deterministic)
-        if view.shared and k is pages.k and visible is None and reads_shared:
-            options["shared"], view = view.shared, view.rest
-        positions = view.positions
         if k is pages.k:
-            options.update(block_table=view.block_table, k_scale=pages.k_scale, v_scale=pages.v_scale)
+            if (seen := self.seen.get((kind, by_position, id(visible)))) is None:
+                seen = visible, self._seen(kind, num_queries, visible, by_position, config, paged=True)
+                self.seen[kind, by_position, id(visible)] = seen
+            options.update(seen[1], k_scale=pages.k_scale, v_scale=pages.v_scale)
         else:
-            positions = positions[:, : k.shape[1]]
-        if visible is not None:
-            if visible.shape[1] != self.end:
-                raise ValueError(
-                    f"attention_mask {list(visible.shape)} must cover all {self.end} slots: "
-                    f"{self.append.first[0]} in the cache and {num_queries} new ones"
-                )
-            seen = visible.gather(1, positions.clamp(max=self.end - 1))
-            positions = torch.where(seen, positions, -1)
-        if num_queries > 1 or visible is not None or by_position:
-            first = torch.tensor(self.append.first, device=q.device)[:, None]
-            q_positions = first + torch.arange(num_queries, device=q.device)
-            options.update(q_positions=q_positions, cache_positions=positions)
-        out = tree_decode(q, k, v, cache_seqlens=view.lengths, schedule=self.schedule, **options)
+            options.update(self._seen(kind, num_queries, visible, by_position, config, paged=False))
+            if "cache_positions" in options:
+                options["cache_positions"] = options["cache_positions"][:, : k.shape[1]]
+        out, _ = self.step.decode(q, k, v, schedule=self.schedule, config=config, **options)
         return out if finish is None else finish(out)
+
+    def _seen(
+        self, kind: int, num_queries: int, visible: Tensor | None, by_position: bool, config: TreeConfig, *, paged: bool
+    ) -> dict:
+        """What a decode step's queries see in layers of a kind, as options of `DecodeStep.decode`.
+
+        by_position: whether a window or slopes need positions. paged: whether keys are read from pages.
+        """
+        view, seen = self.views[kind], {}
+        if paged:
+            reads_shared = self.schedule != "ring" and not (by_position or config.deterministic)
+            if view.shared and visible is None and reads_shared:
+                seen["shared"], view = view.shared, view.rest
+            seen["block_table"] = view.block_table
+        seen["cache_seqlens"], device = view.lengths, view.lengths.device
+        if visible is not None and visible.shape[1] != self.end:
+            raise ValueError(
+                f"attention_mask {list(visible.shape)} must cover all {self.end} slots: "
+                f"{self.append.first[0]} in the cache and {num_queries} new ones"
+            )
+        if num_queries == 1 and visible is None and not by_position:
+            return seen
+        positions = view.positions
+        if visible is not None:
+            shown = visible.gather(1, positions.clamp(max=self.end - 1))
+            positions = torch.where(shown, positions, -1)
+        first = torch.tensor(self.append.first, device=device)[:, None]
+        q_positions = first + torch.arange(num_queries, device=device)
+        return {**seen, "q_positions": q_positions, "cache_positions": positions}
 
 
 def _makes_keys(latent: LatentHeads, num_queries: int, device: torch.device) -> bool:

@@ -33,12 +33,16 @@ class LayerPages:
         """Free the memory."""
         self.k = self.v = self.k_scale = self.v_scale = None
         self.dtype: torch.dtype | None = None
+        self._taken: tuple | None = None
+        """What the last tokens were like that `reserve` found to fit."""
 
     def reserve(self, num_pages: int, k: Tensor, v: Tensor) -> None:
         """Allocate at least num_pages pages for tokens like k [b, n, h_kv, d] and v [b, n, h_kv, d_v].
 
         Raises: ValueError if heads, head_dim or dtype differ from those of earlier tokens.
         """
+        if self.k is not None and self._taken == _kinds(k, v) and num_pages <= len(self.k):
+            return
         if self.k is None:
             self.dtype = k.dtype
             for name, shape in self._shapes(k, v).items():
@@ -53,6 +57,7 @@ class LayerPages:
                 f"head_dim are {' and '.join(map(str, have.values()))} there, in {self.dtype}"
             )
         self._grow(num_pages)
+        self._taken = _kinds(k, v)
 
     def _shapes(self, k: Tensor, v: Tensor) -> dict[str, tuple[int, int]]:
         """(heads, head_dim) of what is stored for tokens like these."""
@@ -97,8 +102,11 @@ class LayerPages:
     def put(self, slots: Tensor, tokens: dict[str, Tensor]) -> None:
         """Put already quantized tokens, [n, ...] for each of `tensors`, into slots, int64 [n]."""
         for name, pages in self.tensors.items():
-            x = tokens[name].to(pages.dtype)
-            pages.flatten(0, 1).view(_bits(pages))[slots] = x.view(_bits(pages))
+            x, bits = tokens[name].to(pages.dtype), _bits(pages)
+            if bits == pages.dtype:
+                pages.flatten(0, 1)[slots] = x
+            else:
+                pages.flatten(0, 1).view(bits)[slots] = x.view(bits)
 
     def read(self, name: str, slots: Tensor) -> Tensor:
         """The content of slots, int64 [n], in one of `tensors`, as stored: [n, ...]."""
@@ -138,6 +146,11 @@ class LayerPages:
     def allocated_bytes(self) -> int:
         """Bytes of all pages, including free ones."""
         return sum(x.nbytes for x in self.tensors.values())
+
+
+def _kinds(k: Tensor, v: Tensor) -> tuple:
+    """All of tokens k and v that `reserve` checks."""
+    return k.shape[2:], v.shape[2:], k.dtype
 
 
 def _bits(x: Tensor) -> torch.dtype:

@@ -69,12 +69,11 @@ class Links:
         pause = max(_PAUSE_S, 4 * latency_s)  # meanwhile senders learn that receives are posted
         state, times = torch.zeros(1, 8, device=self.device), []
         options = dict(transport="direct", timeout_s=self.timeout_s)
+        reducer = comm.prepare_reduction(state.shape, state.dtype, self.device, dist.group.WORLD, schedule, **options)
         self.share(None)
         for _ in range(_MANY):
             start = time.perf_counter()
-            reduction = comm.start_reduction(
-                state.shape, state.dtype, self.device, dist.group.WORLD, schedule, **options
-            )
+            reduction = reducer.start()
             time.sleep(pause)
             reduction.finish(state)
             times.append(time.perf_counter() - start - pause)

@@ -32,7 +32,7 @@ from .collectives import (
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.watchdog import monitored
 from .machines import hosts
-from .reductions import start_reduction
+from .reductions import Reducer, prepare_reduction
 from .shared import resolve_shared
 from .team import Team, neighbours
 from .traffic import Sent, record
@@ -41,6 +41,7 @@ from .work import Pending, Transfer, start_shift
 __all__ = [
     "CollectiveCall",
     "Pending",
+    "Reducer",
     "Sent",
     "Team",
     "Transfer",
@@ -54,6 +55,7 @@ __all__ = [
     "hosts",
     "monitored",
     "neighbours",
+    "prepare_reduction",
     "record",
     "resolve_shared",
     "resolve_transport",
@@ -62,7 +64,6 @@ __all__ = [
     "start_all_to_all_v",
     "start_gather",
     "start_reduce_scatter",
-    "start_reduction",
     "start_shift",
     "sum_over_ranks",
 ]

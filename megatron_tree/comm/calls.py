@@ -43,7 +43,8 @@ class CollectiveCall:
 
     def __init__(self, name: str, group, config: TreeConfig):
         self._name, self._group, self._config = name, group, config
-        self._alone = GroupState.of(group).size == 1
+        self._state = GroupState.of(group)
+        self._alone = self._state.size == 1
         self._call: CallToken | None = None
         self._runs = False
 
@@ -57,7 +58,7 @@ class CollectiveCall:
             elif self._call is None and isinstance(error, Exception):  # otherwise the ranks know: it comes from `agree`
                 _reject(self._group, self._name, error)
         if self._call is not None:
-            watchdog = Watchdog.of(self._group)
+            watchdog = self._state.watchdog
             watchdog.leave(self._call)
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
                 watchdog.settle(self._config.timeout_s)
@@ -79,12 +80,12 @@ class CollectiveCall:
         """
         if self._alone:
             return
-        check, agreed = self._config.check, GroupState.of(self._group).agreed
+        check, agreed = self._config.check, self._state.agreed
         kind = (self._name, *values.values())
         key = (*kind, *(of_batch or {}).values())
         compares = check != "never" and (check != "first" or key not in agreed)
         meanwhile = check == "first" and kind in agreed
-        GroupState.of(self._group).batch_checksum = zlib.crc32(repr(of_batch).encode()) if of_batch else 0
+        self._state.batch_checksum = zlib.crc32(repr(of_batch).encode()) if of_batch else 0
         self._begin({**values, **(of_batch or {}), **(changing or {})}, compares=compares, meanwhile=meanwhile)
         if check != "never":
             for x in (kind, key):
@@ -96,12 +97,18 @@ class CollectiveCall:
     def start(self) -> None:
         """`agree` without a comparison."""
         if not self._alone:
-            GroupState.of(self._group).batch_checksum = 0
+            self._state.batch_checksum = 0
             self._begin({}, compares=False, settles=True)
+
+    def repeat(self, values: dict) -> None:
+        """`agree` on what an earlier call has agreed on: without a comparison, unless another rank asks for one."""
+        if not self._alone:
+            self._state.batch_checksum = 0
+            self._begin(values, compares=False)
 
     def _begin(self, values: dict, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
         timeout_s = self._config.timeout_s
-        watchdog = Watchdog.of(self._group, timeout_s)
+        watchdog = self._state.watchdog or Watchdog.of(self._group, timeout_s)
         call = self._call = watchdog.begin(self._name)
         watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)
         request = functools.partial(compare, watchdog, Signature(self._name, values, timeout_s), call.number)

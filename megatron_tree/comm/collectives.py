@@ -223,10 +223,10 @@ def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: floa
     if n == 1:
         return x
     transport = resolve_shared(group, x.device, transport, timeout_s=timeout_s)
-    if transport == "builtin":
-        return all_reduce(x.contiguous(), group, timeout_s=timeout_s)
     if transport == "shm" and x.dtype in SUMS:
         return shared(group).sum(x.contiguous(), group, timeout_s)
+    if transport == "builtin":
+        return all_reduce(x.contiguous(), group, timeout_s=timeout_s)
     team = Team.flat(group, transport=transport, timeout_s=timeout_s)
     reducer = SumReducer(x.dtype, torch.promote_types(x.dtype, torch.float32))
     if n == 2 or x.nbytes <= SMALL_BYTES:  # one round of whole tensors, or two of shares

@@ -39,6 +39,8 @@ class GroupState:
     """machines.py: the host of every rank, once asked."""
     shared: SharedMemory | str | None = None
     """shared/: the memory that the ranks share, or why there is none; None before they were asked."""
+    transports: dict[tuple[str, str], str] = field(default_factory=dict)
+    """shared/: (type of a device, transport asked for) -> how small collectives travel."""
     topologies: dict[tuple, Any] = field(default_factory=dict)
     """attention/topology.py."""
     agreed: dict[tuple, None] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels import merge_packed
 from .collectives import start_reduce_scatter
 from .group import group_rank, group_size
+from .shared import shared
 from .team import Team, from_next
 from .traffic import note
 from .work import Mail
@@ -61,8 +62,15 @@ class _Packed:
         return state
 
 
+def own_share_shared(args: ReduceArgs) -> Steps:
+    """Through shared memory."""
+    state = yield
+    memory = shared(args.group)
+    return memory.merge(memory.exchange(state, args.group, args.timeout_s))
+
+
 def own_share_builtin(args: ReduceArgs) -> Steps:
-    """In one collective, the backend's or that of shared memory."""
+    """In one collective of the backend."""
     state = yield
     return start_reduce_scatter(state.flatten(0, 1), args.team(args.ranks), _Packed).wait().view(args.shape[1:])
 

@@ -1,13 +1,15 @@
 """Decode's reductions: one packed state per rank is merged, and every rank gets the same bits (or its own share).
 
-`start_reduction` posts the receives, the caller computes its state meanwhile, and `finish` sends and merges. Every
+`Reducer.start` posts the receives, the caller computes its state meanwhile, and `finish` sends and merges. Every
 schedule merges in one fixed order, or merges once and copies (docs/design.md, section 3).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,8 @@ from ..kernels import merge_packed
 from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather
 from .group import group_size
-from .own_share import ReduceArgs, Steps, own_share_builtin, own_share_direct
+from .own_share import ReduceArgs, Steps, own_share_builtin, own_share_direct, own_share_shared
+from .shared import shared
 from .team import from_next
 from .traffic import note
 from .work import Mail, Transfer
@@ -44,7 +47,18 @@ def _finish(steps: Steps, state: Tensor) -> Tensor:
     raise AssertionError("a reduction takes one state")
 
 
-def start_reduction(
+class Reducer:
+    """Reductions of states of one shape, see `prepare_reduction`; `start` begins one."""
+
+    def __init__(self, steps: Callable[[], Steps] | None):
+        self._steps = steps
+
+    def start(self) -> Reduction:
+        """Post the receives. Every rank calls it, then `Reduction.finish`."""
+        return Reduction(None if self._steps is None else self._steps())
+
+
+def prepare_reduction(
     shape,
     dtype: torch.dtype,
     device: torch.device,
@@ -56,8 +70,8 @@ def start_reduction(
     order: tuple[int, ...] = (),
     block: int = 1,
     across: str = "direct",
-) -> Reduction:
-    """Begin to reduce states of `shape` [..., d + 1] over the group: every rank calls it, then `Reduction.finish`.
+) -> Reducer:
+    """Reductions over the group of states of `shape` [..., d + 1], any number of them.
 
     Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level", or "own_share": `shape` is then
     [ranks, ..., d + 1], and each rank gets only its own entry [..., d + 1] back; transport "direct" or "builtin", or
@@ -67,7 +81,7 @@ def start_reduction(
     """
     n = group_size(group)
     if n == 1:
-        return Reduction(None)
+        return Reducer(None)
     args = ReduceArgs(
         shape=tuple(shape),
         dtype=dtype,
@@ -79,8 +93,8 @@ def start_reduction(
         block=block,
         across=across,
     )
-    start = _SCHEDULES.get((schedule, transport)) or _SCHEDULES[schedule, "direct"]
-    return Reduction(start(args))
+    steps = _SCHEDULES.get((schedule, transport)) or _SCHEDULES[schedule, "direct"]
+    return Reducer(functools.partial(steps, args))
 
 
 def _allreduce(args: ReduceArgs) -> Steps:
@@ -95,6 +109,12 @@ def _allreduce(args: ReduceArgs) -> Steps:
 def _allgather_builtin(args: ReduceArgs) -> Steps:
     state = yield
     return merge_packed(start_gather(state[None], args.team(args.ranks)).wait())
+
+
+def _allgather_shared(args: ReduceArgs) -> Steps:
+    state = yield
+    memory = shared(args.group)
+    return memory.merge(memory.gather(state, args.group, args.timeout_s))
 
 
 def _allgather_direct(args: ReduceArgs) -> Steps:
@@ -174,7 +194,7 @@ def _merge_two(at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
 
 def _scatter_builtin(args: ReduceArgs) -> Steps:
     """Each rank merges its share of the rows, and sends it to all."""
-    first, share = _own_rows(args, own_share_builtin)
+    first, share = _own_rows(args, own_share_shared if args.transport == "shm" else own_share_builtin)
     mine = _finish(first, _row_shares((yield), share))
     return _whole_rows(start_gather(mine, args.team(args.ranks)).wait(), args.shape)
 
@@ -258,7 +278,7 @@ _SCHEDULES = {
     ("allreduce", "direct"): _allreduce,  # the paper's schedule is made of the backend's collectives
     ("allgather", "builtin"): _allgather_builtin,
     ("allgather", "direct"): _allgather_direct,
-    ("allgather", "shm"): _allgather_builtin,
+    ("allgather", "shm"): _allgather_shared,
     ("butterfly", "builtin"): _butterfly_builtin,
     ("butterfly", "direct"): _butterfly_direct,
     ("scatter", "builtin"): _scatter_builtin,
@@ -266,7 +286,7 @@ _SCHEDULES = {
     ("scatter", "shm"): _scatter_builtin,
     ("own_share", "builtin"): own_share_builtin,
     ("own_share", "direct"): own_share_direct,
-    ("own_share", "shm"): own_share_builtin,
+    ("own_share", "shm"): own_share_shared,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

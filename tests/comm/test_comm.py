@@ -65,7 +65,9 @@ def _every_reduction(rank, world, transport):
         for schedule, block, across in cases:
             order = tuple(torch.randperm(world, generator=g).tolist())
             options = dict(transport=transport, timeout_s=20.0, order=order, block=block, across=across)
-            reduction = comm.start_reduction((2, 3, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options)
+            reduction = comm.prepare_reduction(
+                (2, 3, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options
+            ).start()
             out = reduction.finish(parts[rank])
             worst = largest((worst, (out - truth).abs().max().item()))
             everyone = [torch.empty_like(out) for _ in range(world)]
@@ -85,8 +87,8 @@ def _dropped(rank, world):
     options = dict(transport="direct", timeout_s=20.0)
     for _ in range(20):
         for schedule in ("butterfly", "scatter", "allgather"):
-            comm.start_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options)
-        reduction = comm.start_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, "butterfly", **options)
+            comm.prepare_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options).start()
+        reduction = comm.prepare_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, "butterfly", **options).start()
         out = reduction.finish(torch.full((4, 5), float(rank)))
     return out
 
@@ -152,7 +154,9 @@ def _own_shares(rank, world, transport, hosts):
     for rows in (3, 5000):
         parts = torch.randn(world, world, rows, 5, generator=torch.Generator().manual_seed(rows))
         options = dict(transport=transport, timeout_s=20.0)
-        reduction = comm.start_reduction(parts.shape[1:], torch.float32, CPU, dist.group.WORLD, "own_share", **options)
+        reduction = comm.prepare_reduction(
+            parts.shape[1:], torch.float32, CPU, dist.group.WORLD, "own_share", **options
+        ).start()
         own = reduction.finish(parts[rank])
         assert torch.equal(own, merge_packed(parts)[rank])
         whole = comm.gather_sequence(own, dist.group.WORLD, transport=transport, timeout_s=20.0)

@@ -13,6 +13,7 @@ from megatron_tree import CommError, TreeConfig, comm, tree_decode
 from megatron_tree.comm import shared
 from megatron_tree.comm.group import GroupState
 from megatron_tree.doctor import machine
+from megatron_tree.energy import merge_by_energy
 from support.failing_ranks import LIMIT, die, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
@@ -20,20 +21,22 @@ CPU = torch.device("cpu")
 LARGE = shared.CAPACITY // 4 + 4001  # fp32 elements of more than a slot
 
 
-def _both(run, x):
+def _both(run, x, rounding=0.0):
     """run(x, group, transport=...) through shared memory and in messages: the same bits, and what each records."""
     with comm.record() as in_memory:
         out = run(x, dist.group.WORLD, transport="shm", timeout_s=20.0)
     with comm.record() as messages:
         expected = run(x, dist.group.WORLD, transport="direct", timeout_s=20.0)
-    assert out.dtype == expected.dtype and torch.equal(out, expected)
+    assert out.dtype == expected.dtype and out.shape == expected.shape
+    assert torch.equal(out, expected) if not rounding else (out - expected).abs().max() <= rounding
     assert all(sent.op.startswith("shared ") for sent in in_memory) and in_memory
     assert not any(sent.op.startswith("shared ") for sent in messages)
     return in_memory
 
 
 def _reduced(schedule, state, group, **options):
-    return comm.start_reduction(state.shape, torch.float32, CPU, group, schedule, **options).finish(state)
+    reducer = comm.prepare_reduction(state.shape, state.dtype, CPU, group, schedule, **options)
+    return reducer.start().finish(state)
 
 
 def _same_bits(rank, world):
@@ -51,14 +54,30 @@ def _same_bits(rank, world):
         assert [sent.bytes for sent in log] == [x.nbytes]
     for rows in (1, 4, 4000):
         state = torch.randn(world, rows, 33, generator=torch.Generator().manual_seed(rank))
-        for schedule in ("allgather", "scatter", "own_share"):
-            _both(functools.partial(_reduced, schedule), state)
+        for schedule in ("allgather", "scatter", "own_share"):  # states are merged by other code, equal on all ranks
+            _both(functools.partial(_reduced, schedule), state, rounding=2e-6)
+            _both(functools.partial(_reduced, schedule), state.double())
+            merged = _reduced(schedule, state, group, transport="shm", **options)
+            everyone = comm.gather_sequence(merged[None], group, **options)
+            assert schedule == "own_share" or all(torch.equal(merged, other) for other in everyone)
     x = torch.full((LARGE,), float(rank))
     comm.broadcast(x, group, world - 1, **options)
     assert (x == world - 1).all()
     nan = torch.tensor([float("nan"), float("inf")]).bfloat16()
     assert comm.sum_over_ranks(nan, group, **options).isnan().tolist() == [True, False]
     return True
+
+
+def test_states_are_merged_as_the_energy_says():
+    states = torch.randn(3, 2, 5, 4, 9, generator=torch.Generator().manual_seed(1))  # [n, b, s, h, d + 1]
+    states[..., -1] *= 40  # weights from 0 to 1
+    states[1, 0, ..., -1], states[1, 0, ..., :-1] = float("-inf"), 0.0
+    states[:, 1, 0, :, -1], states[:, 1, 0, :, :-1] = float("-inf"), 0.0
+    merged = shared.SharedMemory.make(1).merge(states).double()
+    out, lse = merge_by_energy(states[..., :-1].double(), states[..., -1].transpose(-1, -2).double())
+    assert (merged[..., :-1] - out).abs().max() <= 1e-6
+    assert (merged[..., -1].transpose(-1, -2) - lse).nan_to_num(0.0).abs().max() <= 1e-5
+    assert merged[1, 0, :, -1].isneginf().all() and not merged.isnan().any()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

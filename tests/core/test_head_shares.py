@@ -96,9 +96,9 @@ def _same_bits(rank, world):
     q, k, v = decode_inputs(2, 1, 8 * world, (6, 2), dtype=torch.float32)
     shares, mine = shares_of(6, world), slice(8 * rank, 8 * rank + 8)
     call = dict(cp_group=dist.group.WORLD, schedule="scatter")
-    whole = tree_decode(q, k[:, mine], v[:, mine], **call)
-    for transport in ("direct", "builtin"):
+    for transport in ("auto", "direct", "builtin"):
         config = TreeConfig(transport=transport)
+        whole = tree_decode(q, k[:, mine], v[:, mine], config=config, **call)
         out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, config=config, **call)
         assert torch.equal(out, own(whole, shares, rank, 2)), transport
     out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, cp_group=dist.group.WORLD)

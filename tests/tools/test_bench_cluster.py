@@ -16,7 +16,7 @@ from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, att
 from megatron_tree.bench.measurements import Measurement, plots
 from megatron_tree.bench.ranks import LocalRanks, Meeting, PeakMemory
 from megatron_tree.bench.runs import Machines
-from megatron_tree.comm import reductions
+from megatron_tree.comm.shared import SharedMemory
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Segment
 from support.assumed_links import assume_links
@@ -95,8 +95,8 @@ def test_decode_with_real_kernels_and_a_rival(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.usefixtures("assumed_links")
 def test_no_speed_of_a_wrong_merge(tmp_path, monkeypatch, capfd):
-    right = reductions.merge_packed
-    monkeypatch.setattr(reductions, "merge_packed", lambda packed: right(packed) * 1.001)
+    right = SharedMemory.merge
+    monkeypatch.setattr(SharedMemory, "merge", lambda memory, states: right(memory, states) * 1.001)
     options = ("--ranks", "2", "--seq-len", "128", "--schedules", "allgather", "auto")
     status, _ = benchmark("decode", *options, out=tmp_path / "out")
     said = capfd.readouterr()
@@ -106,13 +106,13 @@ def test_no_speed_of_a_wrong_merge(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.usefixtures("assumed_links")
 def test_no_speed_of_a_step_that_differs_from_the_checked_one(tmp_path, monkeypatch, capfd):
-    right, calls = reductions.merge_packed, []
+    right, calls = SharedMemory.merge, []
 
-    def sometimes_wrong(packed):
+    def sometimes_wrong(memory, states):
         calls.append(1)
-        return right(packed) * (1 + 1e-6 * (len(calls) > 2))
+        return right(memory, states) * (1 + 1e-6 * (len(calls) > 2))
 
-    monkeypatch.setattr(reductions, "merge_packed", sometimes_wrong)
+    monkeypatch.setattr(SharedMemory, "merge", sometimes_wrong)
     options = ("--ranks", "2", "--seq-len", "128", "--schedules", "allgather")
     status, _ = benchmark("decode", *options, out=tmp_path / "out")
     said = capfd.readouterr()

@@ -30,7 +30,7 @@ ATTENTION = (
     {"call", "finite"},
     {"grid", "cast", "ring", "heads", "head_shares", "decode_ring", "token_shares"},
     {"passes", "decode"},
-    {"autograd"},
+    {"autograd", "step"},
     {"functional", "cached", "sequences"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}

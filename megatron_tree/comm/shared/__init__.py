@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...compiled import NotCompiled, compiled
 from ...errors import CommError
+from ...kernels import merge_packed
 from ...log import say_once
 from ..group import GroupState, resolve_transport
 from ..health.reports import Report
@@ -40,6 +41,18 @@ _DONE, _WAITING, _DIFFERENT = range(3)  # these three as in memory.c
 _GATHER, _EXCHANGE, _BROADCAST, *_SUMS = range(6)
 _EVERYONE = -1
 SUMS = dict(zip((torch.float32, torch.float64, torch.bfloat16), _SUMS))
+
+
+_process = 0
+"""How many forks lie between this process and the first one: `os.getpid` asks the kernel every time."""
+
+
+def _note_fork() -> None:
+    global _process
+    _process += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Team(ctypes.Structure):
@@ -60,6 +73,13 @@ def resolve_shared(group, device: torch.device, transport: str, *, timeout_s: fl
     Collective at the group's first call, unless the transport is "direct" or "builtin".
     Raises: ``ValueError`` where "shm" is asked for and can't be had; `CommError`.
     """
+    state, key = GroupState.of(group), (device.type, transport)
+    if (known := state.transports.get(key)) is None:
+        known = state.transports[key] = _resolve(group, device, transport, timeout_s)
+    return known
+
+
+def _resolve(group, device: torch.device, transport: str, timeout_s: float) -> str:
     resolved = resolve_transport(group, device, transport)
     state = GroupState.of(group)
     if state.size == 1 or resolved != "direct" or transport == "direct":
@@ -90,12 +110,13 @@ def unavailable() -> str | None:
 def _library() -> ctypes.CDLL | str:
     """memory.c, or why it can't be had."""
     try:
-        library = ctypes.CDLL(str(compiled(Path(__file__).with_name("memory.c"), *_OPTIONS)))
+        library = ctypes.CDLL(str(compiled(Path(__file__).with_name("memory.c"), *_OPTIONS, libraries=("-lm",))))
     except (NotCompiled, OSError) as error:
         return str(error)
     team, pointer, size = ctypes.POINTER(_Team), ctypes.c_void_p, ctypes.c_int64
     library.bytes_needed.argtypes, library.bytes_needed.restype = [size, size], size
     library.collective.argtypes = [team, size, size, pointer, pointer, size, ctypes.c_int32]
+    library.merge_states.argtypes, library.merge_states.restype = [pointer, pointer, size, size, size], None
     library.be_alive.argtypes = library.sees_all.argtypes = [team]
     library.see_who_is_late.argtypes, library.see_who_is_late.restype = [team, pointer], None
     return library
@@ -155,12 +176,12 @@ class SharedMemory:
 
     def __init__(self, fd: int, name: str, world: int, rank: int):
         """fd: of the file, which is closed with this object; name: the file's."""
-        self.address, self._pid, self._in_use = f"{os.getpid()} {fd} {name}", os.getpid(), threading.Lock()
+        self.address, self._process, self._in_use = f"{os.getpid()} {fd} {name}", _process, threading.Lock()
         weakref.finalize(self, os.close, fd)
         self._memory = mmap.mmap(fd, _library().bytes_needed(world, CAPACITY))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._team = _Team(memory=start, world=world, rank=rank, capacity=CAPACITY, fd=fd)
-        self._ref = ctypes.byref(self._team)
+        self._ref, self._collective = ctypes.byref(self._team), _library().collective
 
     @classmethod
     def make(cls, world: int) -> SharedMemory:
@@ -212,13 +233,25 @@ class SharedMemory:
         self._run("sum", group, timeout_s, SUMS[x.dtype], _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
         return out
 
+    def merge(self, states: Tensor) -> Tensor:
+        """`merge_packed` of states [n, ..., d + 1] that the ranks have handed each other; in C, if they are fp32.
+
+        It may round otherwise than torch's operations do, but alike on all ranks, which run the same code.
+        """
+        if states.dtype != torch.float32:
+            return merge_packed(states)
+        merged = states.new_empty(states.shape[1:])
+        sizes = len(states), merged.numel() // merged.shape[-1], merged.shape[-1]
+        _library().merge_states(states.data_ptr(), merged.data_ptr(), *sizes)
+        return merged
+
     def broadcast(self, x: Tensor, source: int, group, timeout_s: float) -> None:
         """x of group rank `source` on all ranks, in place."""
         self._run("broadcast", group, timeout_s, _BROADCAST, source, x.data_ptr(), x.data_ptr(), x.nbytes)
 
     def _run(self, name: str, group, timeout_s: float, op: int, source: int, x: int, out: int, num_bytes: int) -> None:
         """One collective of memory.c."""
-        if os.getpid() != self._pid:
+        if _process != self._process:
             raise CommError("a forked process must create a process group of its own")
         watchdog, world = Watchdog.of(group), self._team.world
         watchdog.check_usable()
@@ -226,13 +259,13 @@ class SharedMemory:
         note(f"shared {name}", world, sends * num_bytes * (world if op == _EXCHANGE else 1))
         with self._in_use:
             call = self._ref, op, source, x, out, num_bytes
-            code = _library().collective(*call, 1)
+            code = self._collective(*call, 1)
             if code == _WAITING:
                 began = time.monotonic()
                 with watchdog.waits(group):
                     while code == _WAITING:
                         self._look(watchdog, name, began, timeout_s)
-                        code = _library().collective(*call, 0)
+                        code = self._collective(*call, 0)
         if code == _DIFFERENT:
             what = f"shared {name}: the ranks run different collectives, or of different sizes{watchdog.where()}"
             raise watchdog.fail(Report(what, cause="error"))

@@ -42,7 +42,7 @@ __all__ = [
     "tree_mask",
 ]
 
-UNSUPPORTED = ("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
+UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}
 
 
 def tree_attention(
@@ -73,7 +73,8 @@ def tree_attention(
     last_update.set(None)
     current_run.set(None)  # if this call fails, the run is over
     shard = kwargs.get("sequence_shard")
-    if sliding_window is None and getattr(getattr(module, "config", None), "model_type", None) in WINDOW_IN_MASK:
+    # of the class: reading an attribute of a configuration takes some function calls
+    if sliding_window is None and getattr(type(getattr(module, "config", None)), "model_type", None) in WINDOW_IN_MASK:
         sliding_window = module.config.sliding_window
     _check_call(module, attention_mask, 0.0 if shard else dropout, sliding_window, kwargs)
     options = {
@@ -130,7 +131,7 @@ def _check_update(module, key: Tensor, value: Tensor, update: Update) -> None:
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and (x.data_ptr() == y.data_ptr() or torch.equal(x, y))
+    return x is y or (x.shape == y.shape and (x.data_ptr() == y.data_ptr() or torch.equal(x, y)))
 
 
 def _check_not_running(module, running: TreeCache | None) -> None:
@@ -173,8 +174,8 @@ def _check_call(module, attention_mask, dropout: float, sliding_window: int | No
         raise ValueError(f"{name}: attention dropout={dropout} is not supported: call model.eval() or set it to 0")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{name}: sliding_window={sliding_window} must be 1 or more, or None for no window")
-    for option in UNSUPPORTED:
-        if kwargs.get(option) is not None and kwargs[option] is not False:
+    for option in UNSUPPORTED & kwargs.keys():
+        if kwargs[option] is not None and kwargs[option] is not False:
             raise ValueError(f"{name}: {option} is not supported with attn_implementation='tree'; use 'eager'")
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
         shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__

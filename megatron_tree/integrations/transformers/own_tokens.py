@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...comm import (
     Pending,
@@ -35,7 +36,7 @@ from .gathered import Parts, num_words, own_part, whole_parameters
 from .pieces import Layout, even_shares
 
 running: contextvars.ContextVar[Run | None] = contextvars.ContextVar("run_of_own_tokens", default=None)
-"""The run that the model is in, for its hooks."""
+"""The run that the model is in."""
 
 
 class Block(NamedTuple):
@@ -73,13 +74,19 @@ class OwnTokens:
         for name in {*layout.pieces, *layout.of_first_rank} - held:
             owner = model.get_submodule(name.rpartition(".")[0])
             assert owner is head or isinstance(owner, nn.Embedding), f"{name} is outside of all layers"
+
+    def _add_hooks(self, run: Run) -> list[RemovableHandle]:
+        """What a run does at layers, blocks and the LM head; removed after it, as other runs would only pay for it."""
+        model, hooks = self.model, []
         for i, layer in enumerate(self.layers):
             module = model.get_submodule(layer.name)
-            module.register_forward_pre_hook(lambda module, args, i=i: _in_run(lambda run: run.begin(i)))
-            module.register_forward_hook(lambda module, args, out: _in_run(lambda run: run.end()))
-            for block in layer.blocks:
-                model.get_submodule(block.name).register_forward_pre_hook(_tokens_of_all(block), with_kwargs=True)
-        head.register_forward_pre_hook(lambda module, args: _in_run(lambda run: run.last_token(*args)))
+            hooks.append(module.register_forward_pre_hook(lambda module, args, i=i: run.begin(i)))
+            hooks.append(module.register_forward_hook(lambda module, args, out: run.end()))
+            for block in filter(run.moves, layer.blocks):
+                module = model.get_submodule(block.name)
+                hooks.append(module.register_forward_pre_hook(run.tokens_of_all, with_kwargs=True))
+        head = model.get_output_embeddings()
+        return [*hooks, head.register_forward_pre_hook(lambda module, args: run.last_token(*args))]
 
     @functools.cached_property
     def place(self) -> Team:
@@ -122,13 +129,15 @@ class OwnTokens:
         if self.unfinished is not None:  # all ranks have started it
             self.unfinished.wait()
         run = Run(self, num_tokens, last)
-        outer = running.set(run)
+        outer, hooks = running.set(run), self._add_hooks(run)
         for module, name, whole, _ in self.own_numbers:
             setattr(module, name, whole)
         try:
             yield
         finally:
             running.reset(outer)
+            for hook in hooks:
+                hook.remove()
             run.end()
             for module, name, _, own in self.own_numbers:
                 setattr(module, name, own)
@@ -206,6 +215,10 @@ class Run:
         whole = gather_sequence(rows.contiguous(), own.group, timeout_s=own.timeout_s)
         return whole.movedim(0, -2)
 
+    def tokens_of_all(self, module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A hook: a block's arguments, of all ranks' tokens."""
+        return tuple(map(self.gather, args)), {name: self.gather(x) for name, x in kwargs.items()}
+
     def sum_up(self, summed: nn.Module, out: Tensor) -> Tensor:
         """What a module returns that computes a partial sum where its block's tokens are gathered."""
         if summed not in self._moved:
@@ -217,21 +230,6 @@ class Run:
     def last_token(self, x: Tensor) -> tuple[Tensor]:
         """The hidden state [1, 1, width] whose logits are wanted, on all ranks."""
         return (broadcast(x.contiguous(), self._own.group, self._last, timeout_s=self._own.timeout_s),)
-
-
-def _in_run(call):
-    run = running.get()
-    return None if run is None else call(run)
-
-
-def _tokens_of_all(block: Block):
-    def hook(module, args, kwargs):
-        run = running.get()
-        if run is None or not run.moves(block):
-            return None
-        return tuple(map(run.gather, args)), {name: run.gather(x) for name, x in kwargs.items()}
-
-    return hook
 
 
 def _layer(model, layout: Layout, attention: str) -> Layer:

@@ -62,13 +62,6 @@ def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s:
 
     messages = {"transport": transport, "timeout_s": timeout_s}
 
-    def add_up(module, args, out: Tensor) -> Tensor:
-        if (run := running.get()) is not None:
-            return run.sum_up(module, out)
-        return sum_over_ranks(out, group, **messages)
-
-    for name in layout.summed:
-        model.get_submodule(name).register_forward_hook(add_up)
     own_numbers = []
     num_heads, num_heads_kv = layout.heads.shares[layout.rank % layout.heads.size], layout.heads.num_heads_kv
     own = {"num_heads": num_heads, "num_key_value_heads": num_heads_kv}
@@ -87,6 +80,9 @@ def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s:
     for module in model.modules():
         if isinstance(module, Conv1D):  # its own forward has the width from before
             module.forward = functools.partial(_projected, module)
+    for name in layout.summed:
+        module = model.get_submodule(name)
+        module.forward = _summed(module, group, messages)
     for name, (width, counts) in layout.norms.items():
         norm = model.get_submodule(name)
         options = {"width": width, "counts": counts, "group": group, "messages": messages}
@@ -106,6 +102,19 @@ def _projected(projection, x: Tensor) -> Tensor:
     """What a Conv1D gives, of whatever part of its weights it has."""
     rows = torch.addmm(projection.bias, x.reshape(-1, x.shape[-1]), projection.weight)
     return rows.view(*x.shape[:-1], -1)
+
+
+def _summed(module, group, messages: dict):
+    """The forward of a module that returns a partial sum: a hook would take more function calls in every layer."""
+    partial = module.forward
+
+    def forward(*args, **kwargs) -> Tensor:
+        out = partial(*args, **kwargs)
+        if (run := running.get()) is not None:
+            return run.sum_up(module, out)
+        return sum_over_ranks(out, group, **messages)
+
+    return forward
 
 
 def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, group, messages: dict) -> Tensor:

@@ -79,22 +79,12 @@ def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | N
     lengths = None if lengths is None else lengths.contiguous()
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
     tensors = (q, k, v, k_scale, v_scale, table, lengths, q_positions, k_positions, slopes, parts, out)
-    call = _Call(
-        batch=b, num_queries=s_q, heads=h, kv_heads=h_kv, d=d, d_v=d_v,
-        slots=slots, chunk=CHUNK, num_chunks=num_chunks, page_size=max(1, k.shape[1]),
-        table_row=0 if table is None else table.stride(0),
-        left=-1 if spec.left is None else spec.left, right=-1 if spec.right is None else spec.right,
-        slopes_row=h if slopes is not None and len(slopes) > 1 else 0,
-        scale=spec.softmax_scale, softcap=spec.softcap,
-        **_strides(("q_row", "q_token", "q_head"), q, 1),
-        **_strides(("k_page", "k_slot", "k_head"), k, k.element_size()),
-        **_strides(("v_page", "v_slot", "v_head"), v, v.element_size()),
-        **_strides(("ks_page", "ks_slot", "ks_head"), k_scale, 4),
-        **_strides(("vs_page", "vs_slot", "vs_head"), v_scale, 4),
-        **_strides(("q_pos_row", "q_pos_token"), q_positions, 1),
-        **_strides(("k_pos_row", "k_pos_slot"), k_positions, 1),
-        **{name: None if x is None else x.data_ptr() for name, x in zip(_POINTERS, tensors)},
-    )  # fmt: skip
+    strides = [None if x is None else x.stride() for x in (q, k, v, k_scale, v_scale, q_positions, k_positions, table)]
+    sizes = (b, s_q, h, h_kv, d, d_v, slots, max(1, k.shape[1]), k.element_size(), len(spec.alibi_slopes or ()))
+    call = _Call.from_buffer_copy(_sizes(sizes, *strides, spec.softmax_scale, spec.softcap, spec.left, spec.right))
+    for name, x in zip(_POINTERS, tensors):
+        if x is not None:
+            setattr(call, name, x.data_ptr())
     library, tasks = _library(k.dtype), b * num_chunks
     bytes_read = b * slots * h_kv * (d + d_v) * k.element_size()
     threads = min(torch.get_num_threads(), tasks, bytes_read // _BYTES_OF_A_THREAD)
@@ -114,8 +104,32 @@ def _unit_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(names: tuple[str, ...], x: Tensor | None, item: int) -> dict[str, int]:
-    return {} if x is None else {name: x.stride(i) * item for i, name in enumerate(names)}
+@functools.lru_cache(maxsize=256)
+def _sizes(
+    sizes: tuple[int, ...], q, k, v, k_scale, v_scale, q_positions, k_positions, table, scale: float, softcap: float,
+    left: int | None, right: int | None,
+) -> _Call:  # fmt: skip
+    """A call without its pointers, the same in every layer and step of a shape; tensors are given by their strides."""
+    b, s_q, h, h_kv, d, d_v, slots, page_size, item, rows_of_slopes = sizes
+    return _Call(
+        batch=b, num_queries=s_q, heads=h, kv_heads=h_kv, d=d, d_v=d_v,
+        slots=slots, chunk=CHUNK, num_chunks=max(1, -(-slots // CHUNK)), page_size=page_size,
+        table_row=0 if table is None else table[0],
+        left=-1 if left is None else left, right=-1 if right is None else right,
+        slopes_row=h if rows_of_slopes > 1 else 0,
+        scale=scale, softcap=softcap,
+        **_strides(("q_row", "q_token", "q_head"), q, 1),
+        **_strides(("k_page", "k_slot", "k_head"), k, item),
+        **_strides(("v_page", "v_slot", "v_head"), v, item),
+        **_strides(("ks_page", "ks_slot", "ks_head"), k_scale, 4),
+        **_strides(("vs_page", "vs_slot", "vs_head"), v_scale, 4),
+        **_strides(("q_pos_row", "q_pos_token"), q_positions, 1),
+        **_strides(("k_pos_row", "k_pos_slot"), k_positions, 1),
+    )  # fmt: skip
+
+
+def _strides(names: tuple[str, ...], strides: tuple[int, ...] | None, item: int) -> dict[str, int]:
+    return {} if strides is None else {name: n * item for name, n in zip(names, strides)}
 
 
 @functools.lru_cache

@@ -1,0 +1,180 @@
+"""The decode calls of one step of a model: what its layers have in common is checked and planned for the first of them.
+
+`tree_decode` is a step of one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import comm, kernels
+from ..config import TreeConfig, default_config
+from ..log import say_once
+from ..plan import plan_decode
+from .decode import DecodeCall
+from .finite import check_finite_cache
+from .head_shares import all_heads_of, check_head_shares
+from .spec import make_spec
+from .topology import GroupTopology
+from .validate import (
+    check_cache,
+    check_decode_schedule,
+    check_paged,
+    check_shared,
+    check_sinks,
+    check_visible,
+    values_of,
+)
+
+TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class DecodeStep:
+    """Decode calls between which no table, length, position or slope is written to.
+
+    A call is checked, compared among the ranks and planned unless an earlier one had everything on which this depends:
+    shapes, dtypes and devices, options, and the very tensors that say what is visible.
+    """
+
+    def __init__(self):
+        self._known: dict[tuple, tuple[DecodeCall, dict, tuple]] = {}
+
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor | None,
+        *,
+        cp_group,
+        head_dim_v: int | None = None,
+        cache_seqlens: Tensor | None = None,
+        q_positions: Tensor | None = None,
+        cache_positions: Tensor | None = None,
+        block_table: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        shared: Sequence[kernels.SharedPages] = (),
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        head_shares: Sequence[int] | None = None,
+        schedule: str = "auto",
+        config: TreeConfig | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `tree_decode`: out [b, s_q, h, d_v] in q's dtype and lse [b, h, s_q]."""
+        config = config or default_config()
+        tensors = (q, k_cache, v_cache, k_scale, v_scale, sinks)
+        objects = (cache_seqlens, q_positions, cache_positions, block_table, shared, alibi_slopes, cp_group, config)
+        options = (head_dim_v, softmax_scale, window_size, softcap, head_shares, schedule)
+        no_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+        with comm.collective_call("tree_decode", cp_group, config) as call, no_grad:
+            known = key = None
+            if self._known:
+                key = _key(tensors, objects, options)
+                known = self._known.get(key)
+            if known is not None:
+                decode, agreed, _ = known
+                call.repeat(agreed)
+            else:
+                decode, agreed = _checked(call, *tensors, *objects, *options)
+                if config.check in TRUSTING:  # the objects are kept, so that no other one gets the id of one of them
+                    self._known[key or _key(tensors, objects, options)] = decode, agreed, objects
+            v_cache = values_of(k_cache, v_cache, head_dim_v)
+            return decode.run(q, k_cache, v_cache, sinks, k_scale, v_scale)
+
+
+def _key(tensors: tuple, objects: tuple, options: tuple) -> tuple:
+    """All that `_checked` depends on."""
+    kinds = [x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    return *kinds, *map(id, objects), *map(_hashable, options)
+
+
+def _hashable(x):
+    return tuple(x) if isinstance(x, list) else x
+
+
+def _checked(
+    call: comm.CollectiveCall, q, k_cache, v_cache, k_scale, v_scale, sinks, cache_seqlens, q_positions,
+    cache_positions, block_table, shared, alibi_slopes, group, config: TreeConfig, head_dim_v, softmax_scale,
+    window_size, softcap, head_shares, schedule,
+) -> tuple[DecodeCall, dict]:  # fmt: skip
+    """The call, checked, agreed upon and planned, and what the ranks have agreed on. Arguments as of `tree_decode`."""
+    check_decode_schedule(schedule, config)
+    latent, v_cache = v_cache is None, values_of(k_cache, v_cache, head_dim_v)
+    head_shares = check_head_shares(head_shares, q, group)
+    whole = all_heads_of(q, head_shares)
+    paged = check_paged(whole, k_cache, v_cache, block_table, k_scale, v_scale, cache_seqlens)
+    if paged is None:
+        check_cache(whole, k_cache, v_cache)
+    options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
+    spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
+    check_sinks(sinks, q)
+    slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
+    visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
+    masked = visible.needs_mask(paged is not None)
+    backend = kernels.choose(whole, k_cache, v_cache, spec, config.backend, masked=masked, decodes=True)
+    check_shared(shared, paged, whole, k_cache, spec, schedule)
+    if paged is not None:
+        backend.check_pages(k_cache)
+    check_finite_cache(config, group, q, k_cache, v_cache, sinks, visible, paged)
+    net = GroupTopology.of(group, q.device, config)
+    agreed = dict(
+        q=whole.shape,
+        num_heads_kv=v_cache.shape[2],
+        head_dim_v=v_cache.shape[3],
+        latent=latent,
+        dtype=q.dtype,
+        spec=spec,
+        sinks=sinks is not None,
+        head_shares=head_shares,
+        schedule=schedule,
+        positions=q_positions is not None,
+        paged=paged is not None,
+        config=config,
+        topology=net.digest,
+    )
+    call.agree(**agreed)
+    net, world = GroupTopology.over_cache(group, q.device, config), comm.group_size(group)
+    plan = plan_decode(
+        world,
+        rows=whole.shape[:3].numel(),
+        head_dim_v=v_cache.shape[3],
+        own_heads=head_shares is not None,
+        kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
+        topology=net.topology,
+        placement=net.placement,
+        schedule=schedule,
+        memory_budget=config.memory_budget,
+        deterministic=config.deterministic,
+    )
+    if schedule == "auto" and world > 1 and q.shape[1] == 1:
+        say_once(f"decode schedule: {plan.reason}")
+    decode = DecodeCall(
+        visible=visible,
+        spec=spec,
+        group=group,
+        plan=plan,
+        transport=net.transport,
+        placement=net.placement,
+        backend=backend,
+        timeout_s=config.timeout_s,
+        rows=tuple(q.shape[:2]),
+        num_heads=q.shape[2],
+        head_shares=head_shares if world > 1 else None,
+        head_dim_v=v_cache.shape[3],
+        latent=latent,
+        dtype=q.dtype,
+        device=q.device,
+        block_table=block_table,
+        shared=shared,
+    )
+    return decode, agreed
