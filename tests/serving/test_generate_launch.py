@@ -271,7 +271,8 @@ def test_a_bad_file_of_options_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_chat_in_a_terminal(tmp_path):
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_a_chat_in_a_terminal(tmp_path, weights):
     """Through the script that puts ranks into the background; Ctrl-C stops an answer, not the chat."""
     import pty
     import select
@@ -287,7 +288,7 @@ def test_a_chat_in_a_terminal(tmp_path):
     if pid == 0:
         os.chdir(REPO)
         os.environ |= {"VIRTUAL_ENV": str(LAUNCHER.parents[1]), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
-        os.execvp(script[0], [*script, "--max-new-tokens", "200", "--ignore-eos"])
+        os.execvp(script[0], [*script, "--max-new-tokens", "200", "--ignore-eos", "--weights", weights])
     seen, end = b"", time.monotonic() + 150
     try:
 

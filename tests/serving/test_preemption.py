@@ -21,6 +21,7 @@ from support.byte_tokens import byte_tokenizer
 from support.hf_models import SHAPE, plain, prompt, tiny_model
 from support.ranks import run_distributed
 from support.scheduling import make_scheduler, request, serve, text_of, tokens_of
+from support.speculation import Told, speculation, whole
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,12 @@ def test_answers_that_pause_get_the_same_tokens(page_size):
         assert sum(e.prompt_logprobs is not None for e in one) == sum(e.prompt_logprobs is not None for e in other)
     firsts = [call[1] for call in runner.calls if call[0] == "step"]
     assert max(map(len, firsts)) > 3, "what fits goes on together"
+    drafts = speculation(Told(whole(requests, free), wrong=3))
+    options = {"max_rows": 8, "speculation": drafts}
+    scheduler, runner = make_scheduler(model, tokenizer, **options, capacity=120, page_size=page_size)
+    for one, other in zip(free, serve(scheduler, requests), strict=True):
+        _alike(_told(one), _told(other))
+    assert scheduler.preemptions and 0 < drafts.numbers.accepted < drafts.numbers.proposed and not runner.rows
 
 
 def test_the_least_important_and_latest_pause_first(model):
@@ -137,13 +144,15 @@ def test_whatever_comes_ends(model, seed):
         _alike(_told(one), _told(other))
 
 
-def _on_ranks(rank, world):
+def _on_ranks(rank, world, answers):
     room.SOON = 2
     model = tiny_model("llama")
     model.set_attn_implementation("tree")
     cache = TreeCache(model.config, cp_group=dist.group.WORLD, block_size=4)
     runner = Runner(model, cache, chunk_size=16, capacity_tokens=120)
-    scheduler = Scheduler(runner, max_rows=8, max_waiting=16, keep_bytes=1 << 20, heartbeat_s=0.1)
+    drafts = speculation(Told(answers, wrong=3)) if answers and rank == 0 else None
+    options = {"max_rows": 8, "max_waiting": 16, "keep_bytes": 1 << 20, "heartbeat_s": 0.1}
+    scheduler = Scheduler(runner, speculation=drafts, **options)
     if rank > 0:
         return scheduler.run(), {row: held.owners for row, held in runner.store.book.rows.items()}
     events = serve(scheduler, _questions())
@@ -156,10 +165,11 @@ def _questions():
     return [Request(prompt=[*text, 3 + i, 7], sampling=SamplingParams(max_tokens=20 + i)) for i in range(6)]
 
 
-def test_rows_are_copied_and_kept_and_given_up_on_all_ranks_alike(model):
-    (tokens, owners, preemptions, free), (_, others) = run_distributed(_on_ranks, 2)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rows_are_copied_and_kept_and_given_up_on_all_ranks_alike(model, drafts):
+    texts = [(q.prompt, q.sampling.max_tokens) for q in _questions()]
+    want = [plain(model, torch.tensor([text]), count)[0][0].tolist() for text, count in texts]
+    answers = [[*text, *tokens] for (text, _), tokens in zip(texts, want, strict=True)] if drafts else None
+    (tokens, owners, preemptions, free), (_, others) = run_distributed(_on_ranks, 2, answers)
     assert owners == others and preemptions > 1 and free >= 0
-    want = [
-        plain(model, prompt(1, 30).new_tensor([q.prompt]), q.sampling.max_tokens)[0][0].tolist() for q in _questions()
-    ]
     assert tokens == want

@@ -71,9 +71,13 @@ def _launched(*arguments, ranks=2):
 
 
 @pytest.mark.slow
-def test_two_ranks_serve_and_stop_in_order(folder):
+@pytest.mark.parametrize(
+    ("weights", "said"), [("replicated", "over 2, the weights over 1"), ("sharded", "and the weights over all;")]
+)
+def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
     options = ("--model", folder, "--port", 0, "--max-rows", 4, "--prefill-chunk", 64, "--cache-block-size", 8)
-    with _launched(*options) as (process, lines, over):
+    with _launched(*options, "--weights", weights) as (process, lines, over):
+        assert any(f"the cache {said}" in line for line in lines), "".join(lines)
         address = re.search(r"serving tiny at (\S+), up to 256 tokens, with an API key", "".join(lines))
         assert address, "".join(lines)
         client = openai.OpenAI(base_url=address[1], api_key=KEY, max_retries=0, timeout=60)

@@ -20,45 +20,9 @@ from support.hf_models import VOCAB, prompt, tiny_model
 from support.plain_runner import PlainRunner
 from support.ranks import run_distributed
 from support.scheduling import serve, tokens_of
+from support.speculation import Told, speculation, whole
 
 BLOCK = 4
-
-
-class Told:
-    """Proposes the tokens of known answers, every `wrong`-th of them changed."""
-
-    def __init__(self, answers, wrong=None):
-        self._answers, self._wrong, self.forgotten = answers, wrong, 0
-
-    def ready(self, guesses):
-        return [True] * len(guesses)
-
-    def propose(self, guesses, count):
-        return [self._next(guess.text.tolist(), count) for guess in guesses]
-
-    def _next(self, text, count):
-        whole = next(whole for whole in self._answers if whole[: len(text)] == text)
-        tokens = [*whole[len(text) :][:count], *[1] * count][:count]
-        return [t if self._wrong is None or (len(text) + i) % self._wrong else t + 1 for i, t in enumerate(tokens)]
-
-    def seconds(self, count):
-        return 0.0
-
-    def forget(self, guess):
-        self.forgotten += 1
-
-
-class Free(StepCost):
-    """A step takes the same time whatever its width: decisions don't depend on this machine."""
-
-    def add(self, tokens, seconds):
-        pass
-
-
-def speculation(proposer, num_tokens=4):
-    made = Speculation(num_tokens, proposer)
-    made.cost = Free()
-    return made
 
 
 def _tree_runner(model, group=None, **options):
@@ -105,15 +69,6 @@ def _near(found, wanted):
     return True
 
 
-def _whole(requests, events):
-    """Prompt and answer of all answers."""
-    return [
-        [*request.prompt, *tokens_of(own, answer)]
-        for request, own in zip(requests, events, strict=True)
-        for answer in range(request.n)
-    ]
-
-
 def _ranks(rank, world, family):
     group = dist.group.WORLD if world > 1 else None
     tokenizer, requests = byte_tokenizer(size=VOCAB), _everything()
@@ -132,7 +87,7 @@ def _ranks(rank, world, family):
         if rank == 0 and proposer == "lookup":
             made = speculation(PromptLookup())
         elif rank == 0 and proposer is not None:
-            made = speculation(Told(_whole(requests, plain), None if proposer == "right" else 3))
+            made = speculation(Told(whole(requests, plain), None if proposer == "right" else 3))
         scheduler = _scheduler(runner, tokenizer, max_rows=10, speculation=made, keep_bytes=1 << 20)
         lengths.clear()
         if rank > 0:
@@ -266,7 +221,7 @@ def test_a_full_cache_and_the_last_positions_bound_the_width(page_size):
     plain = serve(_scheduler(PlainRunner(model)), requests)
     for capacity in (256, 300):
         runner = PlainRunner(model, capacity=capacity, page_size=page_size)  # asserts that it never overflows
-        made = speculation(Told(_whole(requests, plain)))
+        made = speculation(Told(whole(requests, plain)))
         events = serve(_scheduler(runner, speculation=made), requests)
         assert [tokens_of(e) for e in events] == [tokens_of(e) for e in plain]
         assert max(_steps(runner)) == 5 and not runner.rows
@@ -277,7 +232,7 @@ def test_rotary_embeddings_that_depend_on_length_get_one_token_at_a_time_where_t
     request = Request(prompt=prompt(1, 9)[0].tolist() * 2, sampling=SamplingParams(max_tokens=20))
     runner = _tree_runner(tiny_model(family))
     (plain,) = serve(_scheduler(runner), [request])
-    made = speculation(Told(_whole([request], [plain])))
+    made = speculation(Told(whole([request], [plain])))
     (events,) = serve(_scheduler(runner, speculation=made), [request])
     assert tokens_of(events) == tokens_of(plain) and made.numbers.accepted > 3
 

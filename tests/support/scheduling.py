@@ -11,9 +11,20 @@ def request(length, new, n=1, **options):
     return Request(prompt=prompt(1, length)[0], sampling=SamplingParams(max_tokens=new, **options), n=n)
 
 
-def make_scheduler(model, tokenizer=None, *, max_rows=4, max_waiting=16, token_group=None, heartbeat_s=10.0, **options):
+def make_scheduler(
+    model,
+    tokenizer=None,
+    *,
+    max_rows=4,
+    max_waiting=16,
+    token_group=None,
+    heartbeat_s=10.0,
+    speculation=None,
+    **options,
+):
     runner = PlainRunner(model, token_group=token_group, **options)
-    return Scheduler(runner, tokenizer, max_rows=max_rows, max_waiting=max_waiting, heartbeat_s=heartbeat_s), runner
+    limits = {"max_rows": max_rows, "max_waiting": max_waiting, "heartbeat_s": heartbeat_s}
+    return Scheduler(runner, tokenizer, speculation=speculation, **limits), runner
 
 
 def serve(scheduler, requests, *, late=None):

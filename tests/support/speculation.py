@@ -1,0 +1,50 @@
+"""Speculation for tests: a proposer that knows the answers, and decisions that don't depend on this machine."""
+
+from megatron_tree.generation.speculation import Speculation, StepCost
+from support.scheduling import tokens_of
+
+
+class Told:
+    """Proposes the tokens of known answers, every `wrong`-th of them changed."""
+
+    def __init__(self, answers, wrong=None):
+        self._answers, self._wrong, self.forgotten = answers, wrong, 0
+
+    def ready(self, guesses):
+        return [True] * len(guesses)
+
+    def propose(self, guesses, count):
+        return [self._next(guess.text.tolist(), count) for guess in guesses]
+
+    def _next(self, text, count):
+        whole = next(whole for whole in self._answers if whole[: len(text)] == text)
+        tokens = [*whole[len(text) :][:count], *[1] * count][:count]
+        return [t if self._wrong is None or (len(text) + i) % self._wrong else t + 1 for i, t in enumerate(tokens)]
+
+    def seconds(self, count):
+        return 0.0
+
+    def forget(self, guess):
+        self.forgotten += 1
+
+
+class Free(StepCost):
+    """A step takes the same time whatever its width: decisions don't depend on this machine."""
+
+    def add(self, tokens, seconds):
+        pass
+
+
+def speculation(proposer, num_tokens=4):
+    made = Speculation(num_tokens, proposer)
+    made.cost = Free()
+    return made
+
+
+def whole(requests, events):
+    """Prompt and answer of all answers."""
+    return [
+        [*request.prompt, *tokens_of(own, answer)]
+        for request, own in zip(requests, events, strict=True)
+        for answer in range(request.n)
+    ]
