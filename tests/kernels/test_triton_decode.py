@@ -133,6 +133,16 @@ def test_strided_lengths_tables_and_scales():
     assert torch.equal(decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, paged=strided), expected)
 
 
+def test_a_growing_cache_makes_its_arguments_once():
+    """What a launch is given beside tensors, strides and lengths is found again, however long the cache is."""
+    q, k, v, _ = inputs(1, 192)
+    made = []
+    for n in (64, 65, 130, 192):
+        decode.attn_decode(q, k[:, :n], v[:, :n], visible=Visible(), spec=AttnSpec(softmax_scale=0.25))
+        made.append(decode._fixed.cache_info().misses)
+    assert made == made[:1] * 4
+
+
 def test_nobody_decodes():
     q, k, v, _ = inputs(1, 192, batch=0)
     state = decode.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0), num_splits=3)

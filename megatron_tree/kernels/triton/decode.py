@@ -19,7 +19,7 @@ from ..masks import Visible
 from ..paged import PagedKV
 from . import common, configs, host
 from .common import LN2, LOG2E, alibi, cap_logits, dot
-from .merge import merge_packed
+from .merge import merge_states
 
 KEYS = 64  # a split is a multiple of these
 ROWS = {2: 64, 4: 16}  # of a tile, by itemsize; more queries go into further launches
@@ -227,11 +227,13 @@ def attn_decode(
         rows = configs.latent_rows(host.arch(q.device))
         k, v = _head_in_parts(q.shape[2], rows, k, v)
     n = max(1, rows // (q.shape[2] // k.shape[2]))
+    if q.shape[1] <= n:
+        return _launch(q, k, v, visible=visible, spec=spec, paged=paged, num_splits=num_splits)
     states = []
     for some in (slice(i, i + n) for i in range(0, q.shape[1], n)):
         seen = visible if visible.q_positions is None else visible._replace(q_positions=visible.q_positions[:, some])
         states.append(_launch(q[:, some], k, v, visible=seen, spec=spec, paged=paged, num_splits=num_splits))
-    return states[0] if len(states) == 1 else torch.cat(states, 1)
+    return torch.cat(states, 1)
 
 
 def _head_in_parts(num_heads: int, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,9 +257,8 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
     h_kv, e = k.shape[2], v.shape[-1]
     page = k.shape[1] if paged else 0
     num_keys = table.shape[1] * page if paged else k.shape[1]
-    arch, itemsize, heads = host.arch(q.device), q.element_size(), host.head_dims(d, e)
-    tiles = configs.decode_tiles(h // h_kv * s_q, host.head_width(d, e), arch, itemsize)
-    blocks = configs.decode_blocks(tiles, (heads["D0"] + heads["D1"], heads["E0"] + heads["E1"]), arch, itemsize)
+    flags = (lengths is not None, k_positions is not None, k_scale is not None)
+    fixed, blocks = _fixed(spec, h // h_kv, s_q, (d, e), page, flags, q.dtype, host.arch(q.device))
     num_slots = blocks * host.multiprocessors(q.device)
     num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, num_slots)
     slopes = host.alibi_slopes(spec, q)
@@ -271,14 +272,30 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
         **host.strides(q=q, k=k, v=v),
         spb=0 if k_positions is None else k_positions.stride(0), stb=0 if table is None else table.stride(0),
         scb=0 if k_scale is None else k_scale.stride(0), scs=0 if k_scale is None else k_scale.stride(1),
-        left=host.window_sides(spec)[0], scale=spec.softmax_scale, softcap=spec.softcap,
-        GROUP=h // h_kv, **heads, M=tiles.m, N=tiles.n,
-        HAS_LENGTHS=lengths is not None, HAS_POSITIONS=k_positions is not None, WINDOW=spec.left is not None,
-        SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=k_scale is not None,
-        NARROW=k_scale is not None and q.dtype == torch.float16,
-        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
+        **fixed,
     )  # fmt: skip
-    return state[:, 0] if num_splits == 1 else merge_packed(state, 1)
+    return state[:, 0] if num_splits == 1 else merge_states(state, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fixed(
+    spec: AttnSpec, group: int, s_q: int, dims: tuple[int, int], page: int, flags: tuple[bool, bool, bool], dtype, arch
+) -> tuple[dict, int]:
+    """The arguments that do not change while a cache grows, and the blocks that a multiprocessor holds.
+
+    Made once, and not to be changed. flags: whether there are lengths, positions of keys, and scales.
+    """
+    has_lengths, has_positions, scaled = flags
+    heads, itemsize = host.head_dims(*dims), dtype.itemsize
+    tiles = configs.decode_tiles(group * s_q, host.head_width(*dims), arch, itemsize)
+    blocks = configs.decode_blocks(tiles, (heads["D0"] + heads["D1"], heads["E0"] + heads["E1"]), arch, itemsize)
+    return dict(
+        left=host.window_sides(spec)[0], scale=spec.softmax_scale, softcap=spec.softcap,
+        GROUP=group, **heads, M=tiles.m, N=tiles.n,
+        HAS_LENGTHS=has_lengths, HAS_POSITIONS=has_positions, WINDOW=spec.left is not None,
+        SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=scaled, NARROW=scaled and dtype == torch.float16,
+        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
+    ), blocks  # fmt: skip
 
 
 def _splits(

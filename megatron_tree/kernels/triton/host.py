@@ -80,7 +80,7 @@ def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, sp
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
         Q=q, K=k, V=v, OUT=out, LSE=lse, **alibi_slopes(spec, q), q_tiles=q_tiles, k_segments=k_table,
         **strides(q=q, k=k, v=v, o=out), slb=lse.stride(0), slh=lse.stride(1),
-        **_numbers(spec, scale), **_constants(spec, h // k.shape[2], d, v.shape[-1], tiles),
+        **_fixed(spec, scale, h // k.shape[2], d, v.shape[-1], tiles),
     )  # fmt: skip
 
 
@@ -99,19 +99,19 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     h_kv, e = k.shape[2], v.shape[-1]
     if 0 in (b, len(q_segments), len(k_segments)):
         return
-    group = h // h_kv
+    group, scale = h // h_kv, spec.softmax_scale
     dout, q, k, v = (_aligned(x) for x in (dout.to(q.dtype), q, k, v))
     lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value).contiguous()
     delta = delta.contiguous()
     shared = dict(
         Q=q, K=k, V=v, DOUT=dout, LSE2=lse2, DELTA=delta, **alibi_slopes(spec, q),
-        **strides(q=q, k=k, v=v, d=dout), slb=lse2.stride(0), slh=lse2.stride(1), **_numbers(spec, spec.softmax_scale),
+        **strides(q=q, k=k, v=v, d=dout), slb=lse2.stride(0), slh=lse2.stride(1),
     )  # fmt: skip
 
     tiles = _tiles("dq", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
     bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
-        **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, **strides(g=dq), **_constants(spec, group, d, e, tiles)
+        **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, **strides(g=dq), **_fixed(spec, scale, group, d, e, tiles)
     )
 
     tiles = _tiles("dkdv", q, v, spec)
@@ -122,7 +122,7 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     bwd.attn_bwd_dkdv_kernel[(k_tiles.shape[0], h_kv * parts, b)](
         **shared, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
         sgp=dk_parts.stride(0), swp=dv_parts.stride(0), **strides(g=dk_parts[0], w=dv_parts[0]),
-        **_constants(spec, group, d, e, tiles),
+        **_fixed(spec, scale, group, d, e, tiles),
     )  # fmt: skip
     if parts > 1:
         dk += dk_parts.sum(0)
@@ -159,20 +159,24 @@ _STRIDES = {letter: tuple(f"s{letter}{axis}" for axis in "bsh") for letter in "q
 
 def strides(**tensors: Tensor) -> dict[str, int]:
     """Kernel arguments: for a tensor x [b, s, h, d] passed as q=x, its first three strides as sqb, sqs and sqh."""
-    return {name: n for letter, x in tensors.items() for name, n in zip(_STRIDES[letter], x.stride())}
+    found: dict[str, int] = {}
+    for letter, x in tensors.items():
+        found.update(zip(_STRIDES[letter], x.stride()))
+    return found
 
 
-def _numbers(spec: AttnSpec, scale: float) -> dict:
-    """The scalar arguments that every training kernel takes."""
+@functools.lru_cache(maxsize=1024)
+def _fixed(spec: AttnSpec, scale: float, group: int, d: int, e: int, tiles: configs.Tiles) -> dict:
+    """A training kernel's scalar arguments, and the constants that it is compiled for; head_dims d of q and k, e of v.
+
+    Made once for all launches with the same options, and not to be changed.
+    """
     left, right = window_sides(spec)
-    return dict(left=left, right=right, scale=scale, softcap=spec.softcap, **_dropout_arguments(spec))
-
-
-def _constants(spec: AttnSpec, group: int, d: int, e: int, tiles: configs.Tiles) -> dict:
-    """The constants that a training kernel is compiled for; head_dims d of q and k, e of v."""
-    launch = dict(num_warps=tiles.warps, num_stages=tiles.stages)
-    tile = dict(M=tiles.m, N=tiles.n, STAGES=tiles.stages)
-    return dict(GROUP=group, **head_dims(d, e), **mask_flags(spec), **tile, **launch)
+    return dict(
+        left=left, right=right, scale=scale, softcap=spec.softcap, **_dropout_arguments(spec),
+        GROUP=group, **head_dims(d, e), **mask_flags(spec), M=tiles.m, N=tiles.n, STAGES=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -189,8 +193,11 @@ def unit_last_stride(x: Tensor) -> Tensor:
 def _aligned(x: Tensor) -> Tensor:
     """x whose address and strides let Triton load 16 bytes at a time, where head_dim is a multiple of 16."""
     if x.shape[-1] % 16 == 0:
-        strides = (stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
-        if x.data_ptr() % 16 or any(stride % 16 for stride in strides):
+        bits = x.data_ptr()
+        for size, stride in zip(x.shape[:-1], x.stride()):
+            if size > 1:
+                bits |= stride
+        if bits % 16:
             return x.clone(memory_format=torch.contiguous_format)
     return unit_last_stride(x)
 

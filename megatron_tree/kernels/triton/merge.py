@@ -47,9 +47,9 @@ def merge_states_kernel(
     tl.store(to + E, lse)
 
 
-@host.on_its_device
-def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
-    """Merge contiguous fp32 states packed [..., n, ..., E + 1] over `dim` in one launch. States may be empty.
+def merge_states(packed: Tensor, dim: int = 0) -> Tensor:
+    """Merge contiguous fp32 states packed [..., n, ..., E + 1] over `dim` in one launch, on the current GPU, which must
+    be theirs: `merge_packed` sees to it. States may be empty.
 
     Returns the merged states [..., E + 1], packed. Sums have one order: the same bits everywhere, and the same
     with more empty states at the end.
@@ -65,3 +65,6 @@ def merge_packed(packed: Tensor, dim: int = 0) -> Tensor:
             state_stride=inner * (e + 1), E=e, COLS=cols, STATES=max(1, min(32, 8192 // cols)), num_warps=4,
         )  # fmt: skip
     return out
+
+
+merge_packed = host.on_its_device(merge_states)
