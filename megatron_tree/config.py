@@ -249,6 +249,8 @@ class AttnSpec:
     """As `TreeConfig.deterministic`."""
     ranges: tuple[AttnSlice, ...] | None = None
     """The mask as slices that don't overlap; then causal is False and there is no window."""
+    first_head: int = 0
+    """Number of the tensors' head 0 among the query heads of the whole call."""
 
     @property
     def sees(self) -> Visibility:
@@ -257,7 +259,7 @@ class AttnSpec:
     def heads_from(self, first: int, count: int) -> AttnSpec:
         """The same call for tensors with `count` query heads, of which head 0 is this call's `first`; what lies beyond
         its heads is padding."""
-        spec = self
+        spec = replace(self, first_head=self.first_head + first) if first else self
         if self.dropout is not None and first:
             spec = replace(spec, dropout=self.dropout._replace(first_head=self.dropout.first_head + first))
         if self.alibi_slopes is not None and (first or count != len(self.alibi_slopes[0])):

@@ -59,7 +59,8 @@ def tree_attn_func(
     layout: Layout = "zigzag",
     config: TreeConfig | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence sharded across ranks; differentiable. Collective over cp_group.
 
     Args:
@@ -86,8 +87,11 @@ def tree_attn_func(
             `Dispatched` of one document: any chunks on any rank.
         config: `TreeConfig`; default: the file in $MEGATRON_TREE_CONFIG, else the planner chooses.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
+        return_max_logit: also return the largest logit of each head, [h], fp32, over the batch and all visible pairs of
+            the whole sequence, with softmax_scale and softcap, without sinks; not differentiable. Not with
+            alibi_slopes. It costs one more product of queries and keys, in torch, and an all-reduce of h numbers.
 
-    Returns: out [b, s/p, h, d_v] in q's dtype (and lse).
+    Returns: out [b, s/p, h, d_v] in q's dtype (and lse) (and the largest logits).
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     Source: Tree Attention (arXiv 2408.04093), on a grid of ranks (docs/design.md, section 2).
@@ -102,8 +106,8 @@ def tree_attn_func(
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
-        out, lse = _attend(call, q, k, v, sinks, args, return_lse)
-    return (out, lse) if return_lse else out
+        found = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
+    return found if len(found) > 1 else found[0]
 
 
 def tree_attn_varlen_func(
@@ -128,7 +132,8 @@ def tree_attn_varlen_func(
     layout: str | Dispatched = "documents",
     config: TreeConfig | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`tree_attn_func` for documents packed one after another: no query sees a key of another document.
 
     By default every document is sharded zigzag on its own, as in Megatron and TransformerEngine: padded to a multiple
@@ -149,8 +154,8 @@ def tree_attn_varlen_func(
             wherever documents begin (t a multiple of 2p; Megatron's inter-document masking).
         Others as in `tree_attn_func`.
 
-    Returns: out [t/p, h, d_v] (and lse [h, t/p]). Padding rows see nothing but a sink; their out and gradients are 0.
-        Their q, k, v and dout may be NaN.
+    Returns: out [t/p, h, d_v] (and lse [h, t/p]) (and the largest logits [h]). Padding rows see nothing but a sink;
+        their out and gradients are 0. Their q, k, v and dout may be NaN.
     Raises: as `tree_attn_func`, and ValueError for a padded length that is not a multiple of 2p.
     """
     config = config or default_config()
@@ -173,8 +178,10 @@ def tree_attn_varlen_func(
         check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
-        out, lse = _attend(call, q, k, v, sinks, args, return_lse)
-    return (out[0], lse[0]) if return_lse else out[0]
+        out, *others = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
+    if return_lse:
+        others[0] = others[0][0]
+    return (out[0], *others) if others else out[0]
 
 
 def _documents(
@@ -198,12 +205,21 @@ def _documents(
 
 
 def _attend(
-    call: comm.CollectiveCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, args: AttnArgs, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
+    call: comm.CollectiveCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    args: AttnArgs,
+    return_lse: bool,
+    return_max_logit: bool,
+) -> tuple[Tensor, ...]:
+    """(out[, lse][, largest logits]) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
     spec, group, config = args.spec, args.group, args.config
     check_sinks(sinks, q)
     check_ulysses(config.ulysses_size, args.queries.world, q.shape[2])
+    if return_max_logit and spec.alibi_slopes is not None:
+        raise ValueError("return_max_logit=True does not take alibi_slopes: leave one of the two out")
     backend = kernels.choose(q, k, v, spec, config.backend)
     check_finite_shares(config, group, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
     net = GroupTopology.of(group, q.device, config)
@@ -225,11 +241,18 @@ def _attend(
         spec=dataclasses.replace(spec, dropout=None),
         sinks=sinks is not None,
         return_lse=return_lse,
+        return_max_logit=return_max_logit,
         config=config,
         topology=net.digest,
     )
     net = net.placed(group, q.device, config)
-    return tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, return_lse), return_lse)
+    largest = ()
+    if return_max_logit:
+        backend, *largest = backend.with_largest_logits(q)
+    out, lse = tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, return_lse), return_lse)
+    for x in largest:  # every pair of a query and a key was in one rank's block
+        comm.all_reduce(x, group, op="max", timeout_s=config.timeout_s)
+    return (out, lse, *largest) if return_lse else (out, *largest)
 
 
 def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -22,6 +22,7 @@ from ..log import say_once
 from . import fastest, ranges
 from .libraries import LIBRARIES, Library
 from .masks import Visible
+from .maxima import LargestLogits
 from .paged import PagedKV, SharedPages, decode_shared
 
 ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices: Triton's kernels are the default there
@@ -82,6 +83,11 @@ class Backend:
     def check_pages(self, k: Tensor) -> None:
         """Raise ``ValueError`` for pages k [pages, page_size, h_kv, d] that this backend can't read."""
         self.module.check_pages(k)
+
+    def with_largest_logits(self, q: Tensor) -> tuple[Backend, Tensor]:
+        """The same, and the largest logit [h] of the calls of its `attn_fwd`, for a call whose queries are q."""
+        module = LargestLogits(self.module, q)
+        return replace(self, module=module), module.found
 
 
 def choose(

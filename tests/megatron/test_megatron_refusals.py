@@ -50,10 +50,6 @@ def test_unknown_cp_comm_type_says_what_there_is():
             r"8 context-parallel ranks can't share 4 query heads \(cp_comm_type='a2a'; num_attention_heads=4",
         ),
         when_built("window_size that is no pair", {"options": {"window_size": 5}}, "window_size=5.*pair"),
-        when_built("qk_clip", {"options": {"qk_clip": True}}, "qk_clip=True"),
-        when_built(
-            "log_max_attention_logit", {"options": {"log_max_attention_logit": True}}, "log_max_attention_logit"
-        ),
         when_built("fp8_dot_product_attention", {"options": {"fp8_dot_product_attention": True}}, "fp8_dot_product"),
         when_built("arguments of newer releases that are set", {"some_new_option": 3}, "some_new_option, which"),
     ],

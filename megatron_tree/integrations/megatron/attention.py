@@ -71,7 +71,8 @@ class TreeDotProductAttention(MegatronModule):
     The sequence is sharded as by Megatron's `get_batch_on_this_cp_rank`: zigzag, packed documents one by one.
     Supported: causal and full attention, padded and packed (thd) batches, cross attention, MHA, GQA, MQA, value
     heads of another size, sliding windows (`window_size`, `window_attn_skip_freq`), attention sinks (`softmax_type`
-    "off-by-one" and "learnable"), dropout, tensor and pipeline parallelism, activation recomputation.
+    "off-by-one" and "learnable"), dropout, the largest logits (`qk_clip`, `log_max_attention_logit`), tensor and
+    pipeline parallelism, activation recomputation.
 
     Args:
         config: TransformerConfig. `context_parallel_size` must equal the size of the context-parallel group.
@@ -149,6 +150,7 @@ class TreeDotProductAttention(MegatronModule):
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         self.window_size = compat.window_of_layer(config, self.layer_number)
         self.softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
+        self.keeps_max_logits = any(getattr(config, name, False) for name in ("qk_clip", "log_max_attention_logit"))
         self.current_max_attn_logits = None
         self._add_sinks(config)
 
@@ -208,6 +210,7 @@ class TreeDotProductAttention(MegatronModule):
             dropout_p=self.dropout_p if self.training else 0.0,
             dropout_seed=self._dropout_seed() if self.training and self.dropout_p else None,
             config=self._config_over(cp_group),
+            return_max_logit=self.keeps_max_logits,
         )
         if packed_seq_params is not None and not _one_document(packed_seq_params):
             return self._packed(query, key, value, attention_mask, mask_type, packed_seq_params, options)
@@ -222,7 +225,7 @@ class TreeDotProductAttention(MegatronModule):
         options["causal"], lengths, documents = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if lengths is None and documents is None:
-            return tree_attn_func(q, k, v, **options).transpose(0, 1).flatten(2)
+            return self._out(tree_attn_func(q, k, v, **options)).transpose(0, 1).flatten(2)
         if documents is not None:
             options["layout"] = documents
         else:  # the rows of a padded batch become packed documents
@@ -233,7 +236,7 @@ class TreeDotProductAttention(MegatronModule):
                 of_queries = _documents((s * world,) * b, s * world)
                 options |= dict(cu_seqlens_kv=of_keys[0], cu_seqlens_kv_padded=of_keys[1])
             options |= dict(cu_seqlens=of_queries[0], cu_seqlens_padded=of_queries[1])
-        out = tree_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options)
+        out = self._out(tree_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options))
         return out.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
 
     def _config_over(self, cp_group: Any) -> TreeConfig:
@@ -273,7 +276,16 @@ class TreeDotProductAttention(MegatronModule):
                 "megatron_tree.integrations.megatron.use_dispatched_documents(model) once after the model is built, or "
                 "install() before"
             )
-        return tree_attn_varlen_func(query, key, value, **options).flatten(1)
+        return self._out(tree_attn_varlen_func(query, key, value, **options)).flatten(1)
+
+    def _out(self, found: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Keep the largest logits since the last `clip_qk`, where Megatron's optimizer step looks for them."""
+        if isinstance(found, Tensor):
+            return found
+        out, largest = found
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+        return out
 
     def _dropout_seed(self) -> int:
         """A number from the random state of Megatron's own attention dropout; every tp rank gets a different one."""
@@ -304,8 +316,8 @@ def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[i
 def _refuse_unsupported(config: Any, attention_type: str) -> None:
     if attention_type not in ("self", "cross"):
         raise ValueError(f"attention_type={attention_type!r}: tree attention is 'self' or 'cross' attention")
-    for name in ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention"):
-        if getattr(config, name, False):
-            raise ValueError(
-                f"{name}=True in the TransformerConfig is not supported by tree attention: set it to False"
-            )
+    if getattr(config, "fp8_dot_product_attention", False):
+        raise ValueError(
+            "fp8_dot_product_attention=True in the TransformerConfig is not supported by tree attention: set it to "
+            "False"
+        )
