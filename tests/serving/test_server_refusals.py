@@ -315,6 +315,18 @@ def test_where_the_key_comes_from(tmp_path, monkeypatch):
     assert _options("--api-key", KEY, "second-key").api_keys == (KEY, "second-key")
     (tmp_path / "keys").write_text(f"{KEY}\nsecond-key\n")
     assert _options("--api-key-file", str(tmp_path / "keys")).api_keys == (KEY, "second-key")
+    for name, content, words in (
+        ("empty", b"\n \n", r"--api-key-file '.*empty' is empty: write a key into it"),
+        (
+            "ke\u00fd s",
+            "schl\u00fcssel-mit-umlaut".encode(),
+            r"--api-key-file '.*ke\u00fd s': an API key must have 8 or more printable ASCII",
+        ),
+        ("bytes", b"\xff\xfe\x00key", r"--api-key-file '.*bytes': an API key must have"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            _options("--api-key-file", str(tmp_path / name))
     with pytest.raises(ValueError, match="pass one of the two"):
         _options("--api-key", KEY, "--api-key-file", str(tmp_path / "key"))
 

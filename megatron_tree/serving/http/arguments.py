@@ -118,6 +118,10 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
         KEY_VARIABLE: _lines(os.environ[KEY_VARIABLE]) if KEY_VARIABLE in os.environ else None,
     }
     place, keys = next(((place, keys) for place, keys in places.items() if keys is not None), ("", []))
+    if place == "--api-key-file":
+        place = f"{place} {args.api_key_file!r}"
+        if keys == [""]:
+            raise ValueError(f"{place} is empty: write a key into it, one a line")
     for key in keys:
         if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
             raise ValueError(
