@@ -6,7 +6,7 @@ All ways share the cache's tokens. They differ in the weights:
     tensor parallel   K ranks share the weights, K a divisor of the KV heads; N / K such groups share the tokens
     sharded           all N ranks share the weights: K head groups of N / K neighbours, which share the tokens; queries
                       are gathered inside a head group, and every rank gets the results of its own heads; MLA's
-                      projections into latents are split, too, and what they give is gathered
+                      projections into latents are split, too, and what they give is gathered, where that is faster
     Helix             as sharded, but each rank of a head group computes all of its queries (arXiv 2507.07120)
     DCP               as sharded, but states are merged by an all-gather of lse and a reduce-scatter of the outputs
                       (vLLM's decode context parallelism)
@@ -65,6 +65,19 @@ def plan_step(
     return [_Step(model, topology, tuple(hosts), batch, seq_len, bytes_per_word).cost(way) for way in WAYS]
 
 
+def splits_latents(
+    placed: PlacedTopology, projections: Sequence[tuple[float, float]], bytes_per_word: int, batch: int = 1
+) -> bool:
+    """Whether a decode step is faster if the ranks share MLA's projections into latents and gather what they give.
+
+    projections: of a layer, or of all: words of each, and columns of its result, which every rank needs.
+    """
+    world = placed.world
+    saved = sum(words for words, _ in projections) * bytes_per_word * (1 - 1 / world)
+    messages = (gathered(placed, batch * columns / world * bytes_per_word)[0] for _, columns in projections)
+    return sum(messages) < saved / placed.topology.memory_bandwidth
+
+
 class _Step(NamedTuple):
     model: ModelSizes
     topology: Topology
@@ -78,19 +91,19 @@ class _Step(NamedTuple):
         groups = 1 if way == "whole weights" else math.gcd(world, model.num_heads_kv)
         split = {"whole weights": 1, "tensor parallel": groups}.get(way, world)
         queries = groups if way == "Helix" else split
-        layer = model.queries / queries + model.keys / groups + model.shared / (world if way == "sharded" else 1)
+        # neighbours share a product's weights, or a head group's tokens
+        weights_of = self._placed(self.hosts[:split])
+        latents = [(model.shared / 2, model.shared / model.hidden_size / 2)] * 2 if way == "sharded" else []
+        latents = latents if splits_latents(weights_of, latents, word, self.batch) else []
+        layer = model.queries / queries + model.keys / groups + model.shared / (world if latents else 1)
         layer += (model.output + model.mlp + model.experts_read(self.batch)) / split
         weights = (model.layers * layer + model.lm_head / split) * word
         cache = self.batch * self.seq_len * model.num_heads_kv * model.cache * model.layers * word / world
 
-        # neighbours share a product's weights, or a head group's tokens
-        weights_of = self._placed(self.hosts[:split])
         tokens_of = self.hosts[::groups] if split < world else self.hosts[: world // groups]
         layers = [summed(weights_of, self.batch * model.hidden_size * word)] * 2
         layers += self._attention(way, tokens_of, groups, cache / model.layers)
-        if way == "sharded" and model.shared:  # two projections, whose results every rank needs
-            columns = model.shared / model.hidden_size / 2
-            layers += [gathered(weights_of, self.batch * columns / world * word)] * 2
+        layers += [gathered(weights_of, self.batch * columns / world * word) for _, columns in latents]
         ends = gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)  # the logits
         read = (weights + cache) / self.topology.memory_bandwidth
         time, sent = (model.layers * sum(part) + end for part, end in zip(zip(*layers), ends))

@@ -57,7 +57,7 @@ def _run(engine, forced, **options):
 def _forms(rank, world, families):
     found = {}
     for family in families:
-        engine, want = _engine(family, prefill_chunk=200)
+        engine, want = _engine(family, prefill_chunk=200, split_latents="deepseek" in family or None)
         pieces = {name: (p, p.data_ptr()) for name, p in engine.module.named_parameters()}
         for forced in (True, False, None):  # 200 tokens and 29
             logits, sent = _run(engine, forced)

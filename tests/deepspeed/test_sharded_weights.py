@@ -20,7 +20,8 @@ SLOW_FAMILIES = ("qwen3", "gemma2", "mistral", "qwen2_moe", "deepseek_v2")
 LATENT = ("deepseek_v3_experts", "deepseek_v2")
 FULL_ATTENTION = ("llama", "mixtral", "smollm2", "qwen3", "qwen2_moe", *LATENT)  # all layers keep all tokens
 
-ROWS = ("gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head", "q_a_proj", "kv_a_proj_with_mqa")
+LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+ROWS = ("gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head", *LATENTS)
 
 
 def _model(family, dtype=torch.float32):
@@ -32,7 +33,7 @@ def _model(family, dtype=torch.float32):
     return model.to(dtype)
 
 
-def _most_bytes(model, world):
+def _most_bytes(model, world, split_latents=True):
     """Bytes of the first rank, which gets what doesn't come out even: k and v over head groups, all else over ranks."""
     config, total = model.config, 0
     groups = 1 if hasattr(config, "kv_lora_rank") else math.gcd(world, config.num_key_value_heads)
@@ -52,6 +53,8 @@ def _most_bytes(model, world):
             width //= 2 if "gate_up" in last else 1
             unit = 8 if width // 8 >= world else 4
             total += n // width * unit * -(-(width // unit) // world)
+        elif last in LATENTS and not split_latents:
+            total += n
         elif last in ROWS:
             rows = p.shape[0] // (2 if last == "gate_up_proj" else 1)
             total += n // rows * -(-rows // world)
@@ -78,8 +81,10 @@ def _run(rank, world, families):
         model = _model(family)
         one, (padded, mask) = prompt(1, 77), left_padded(4, 15)
         want, want_padded = plain(model, one, NEW), plain(model, padded, NEW, mask)
-        most, config = _most_bytes(model, world), model.config
-        options = dict(block_size=BLOCK, prefill_chunk=34)  # chunks for the kernels of the prefill and of decoding
+        split_latents = family != "deepseek_v2" if family in LATENT else None
+        most, config = _most_bytes(model, world, split_latents is not False), model.config
+        # chunks for the kernels of the prefill and of decoding
+        options = dict(block_size=BLOCK, prefill_chunk=34, split_latents=split_latents)
         engine = tree_deepspeed.init_inference(model, weights="sharded", **options)
         assert sum(p.nbytes for p in model.parameters()) == engine.weight_bytes
         result = tree_deepspeed.generate(engine, one, max_new_tokens=NEW, keep_logits=True)
@@ -162,7 +167,8 @@ def _from_files(rank, world, folder):
     for family in FILES:
         model, ids = _model(family), prompt(1, 40)
         want = model(ids).logits[0, -1]
-        engine = tree_deepspeed.init_inference(f"{folder}/{family}", weights="sharded", block_size=BLOCK)
+        options = {"split_latents": True} if family in LATENT else {}
+        engine = tree_deepspeed.init_inference(f"{folder}/{family}", weights="sharded", block_size=BLOCK, **options)
         runner = engine.new_runner()
         worst[family] = float((runner.prefill(runner.add(), ids[0]) - want).abs().max() / want.abs().max())
         assert engine.plain_attention == model.config._attn_implementation
@@ -258,6 +264,8 @@ def _refusals(rank, world):
         ("llama", {"tp_size": 2}),
         ("llama", {"sp_size": 3}),
         ("llama", {"weights": "split"}),
+        ("llama", {"split_latents": False}),
+        ("deepseek_v2", {"split_latents": True, "weights": "replicated"}),
     ):
         with pytest.raises(ValueError) as error:
             tree_deepspeed.init_inference(_model(family), **{"weights": "sharded", **options})
@@ -285,6 +293,8 @@ def test_refusals():
         "leave sp_size=None and tp_size=2 out",
         "leave sp_size=3 and tp_size=1 out",
         "weights='split' is unknown",
+        "split_latents=False is for weights='sharded' and models with latent attention",
+        "split_latents=True is for weights='sharded' and models with latent attention",
         "head_shares=(3,), but the cache is one for head_shares=None",
         "head_shares=(3,), but no cache is given",
         "save of a cache with head_shares=(3,): other head groups hold other KV heads",

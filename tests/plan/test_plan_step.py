@@ -1,15 +1,17 @@
 """A decode step of a whole model: what each way to share weights and cache reads and sends."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
 from megatron_tree.bench.weights import MODELS
-from megatron_tree.plan import load_topology
+from megatron_tree.plan import load_topology, place
 from megatron_tree.plan.__main__ import main
+from megatron_tree.plan.cost import placed_topology
 from megatron_tree.plan.model import ModelSizes
-from megatron_tree.plan.step import WAYS, plan_step
+from megatron_tree.plan.step import WAYS, plan_step, splits_latents
 
 LLAMA, DEEPSEEK = (ModelSizes.of(config) for config in MODELS.values())
 DGX = load_topology("dgx_h100")
@@ -48,13 +50,27 @@ def test_what_a_rank_reads(ranks):
 
 
 def test_latent_attention_has_one_kv_head():
-    """The product splits nothing, DCP all but the projections into latents, sharded all; 1/N of the cache each."""
+    """The product splits nothing, DCP all but the projections into latents; 1/N of the cache each."""
     found = costs(DEEPSEEK, 16)
     assert found["tensor parallel"][1:] == found["whole weights"][1:]
     common = 2 * 61 * DEEPSEEK.shared
-    assert found["sharded"].weight_bytes == pytest.approx(2 * DEEPSEEK.words(1) / 16)
+    assert found["sharded"].weight_bytes == pytest.approx(found["DCP"].weight_bytes)
     assert found["DCP"].weight_bytes == pytest.approx((2 * DEEPSEEK.words(1) - common) / 16 + common)
     assert found["sharded"].cache_bytes == 2 * (1 << 20) * 61 * 576 / 16
+
+
+def test_projections_into_latents_are_split_where_that_is_faster():
+    """Not on 2 nodes of GPUs, as gathers take longer than reading; on four CPU ranks that read slowly they are."""
+    slow = dataclasses.replace(load_topology("laptop"), memory_bandwidth=5e9, transport="shm")
+    for topology, hosts, splits in ((DGX, [n // 8 for n in range(16)], False), (slow, [0] * 4, True)):
+        ranks = len(hosts)
+        cost = plan_step(DEEPSEEK, topology, hosts, seq_len=4096)[WAYS.index("sharded")]
+        whole = 0 if splits else 2 * 61 * DEEPSEEK.shared
+        assert cost.weight_bytes == pytest.approx((2 * DEEPSEEK.words(1) - whole) / ranks + whole)
+        placed = placed_topology(topology, place(topology, hosts))
+        both = [(DEEPSEEK.shared / 2, DEEPSEEK.shared / DEEPSEEK.hidden_size / 2)] * 2
+        assert splits_latents(placed, both, 2) == splits
+        assert splits_latents(placed, [(1e12, 1.0)], 2) and not splits_latents(placed, [(1.0, 1.0)], 2)
 
 
 def test_one_rank_sends_nothing():

@@ -21,15 +21,18 @@ from torch import Tensor
 
 import deepspeed
 
+from ...attention.topology import GroupTopology
 from ...comm import neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
+from ...plan.cost import placed_topology
+from ...plan.step import splits_latents
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
 from ..transformers.models import load_model
-from ..transformers.pieces import plan_pieces
+from ..transformers.pieces import Layout, plan_pieces
 from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
 from ..transformers.slices import empty_model, read_pieces
@@ -104,6 +107,7 @@ def init_inference(
     sp_size: int | None = None,
     tp_size: int = 1,
     weights: str = "replicated",
+    split_latents: bool | None = None,
     dtype: torch.dtype | None = None,
     block_size: int = 16,
     cache_dtype: str = "auto",
@@ -123,6 +127,8 @@ def init_inference(
         weights: "replicated" (but for tp_size), or "sharded": all ranks share the weights and the cache, each about 1/N
             of both, also where there are fewer KV heads than ranks. The model is cut in place. sp_size and tp_size are
             then left out.
+        split_latents: with weights="sharded" and latent attention: whether the ranks share its projections into
+            latents, too, and gather what they give. Default: what the planner predicts to be faster.
         dtype: of weights and cache; default the model's.
         block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
@@ -154,6 +160,11 @@ def init_inference(
         layout = plan_pieces(model, world, rank)
     else:
         sp_size = _check_sizes(world, sp_size, tp_size, model_config)
+    if split_latents is not None and not (layout and layout.gathered):
+        raise ValueError(
+            f"split_latents={split_latents} is for weights='sharded' and models with latent attention, but weights="
+            f"{weights!r} and the model is a {type(model).__name__}: leave it out"
+        )
     if dtype not in DTYPES or dtype not in get_accelerator().supported_dtypes():
         raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {get_accelerator().device_name()} supports")
     options = _merge_options(config, options)
@@ -173,6 +184,10 @@ def init_inference(
     plain_attention = model_config._attn_implementation
     model.set_attn_implementation("tree")
     if layout is not None:
+        if layout.gathered and world > 1:
+            if split_latents is None:
+                split_latents = _splits_latents(layout, dtype, tree)
+            layout = plan_pieces(model, world, rank, split_latents=split_latents)
         sp_size, tp_size = layout.heads.size, world
         sp_group = neighbours(_token_group(), sp_size, timeout_s=timeout_s)
         cache_options |= {"head_shares": layout.heads.shares, "weights_group": _token_group()}
@@ -198,6 +213,14 @@ def init_inference(
         engine.module, engine.new_cache(), token_group=_token_group(), chunk_size=prefill_chunk, **options
     )
     return engine
+
+
+def _splits_latents(layout: Layout, dtype: torch.dtype, tree: TreeConfig) -> bool:
+    """Whether the planner predicts that steps are faster if latent attention's projections are split. Collective."""
+    device = torch.device(get_accelerator().current_device_name())
+    net = GroupTopology.over_cache(_token_group(), device, tree)
+    placed = placed_topology(net.topology, net.placement)
+    return splits_latents(placed, layout.latent_projections, dtype.itemsize)
 
 
 def _token_group():

@@ -4,8 +4,8 @@ N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a h
 of their KV heads. So cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
 output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Latent attention
 has one KV head, so all ranks share the tokens; its down projections are split by rows, and the ranks gather what they
-give. Norms over all heads are split as these are. Other norms and routers, which are small, are on every rank. What
-can't be split is refused.
+give, or whole on every rank where messages take longer than reading them. Norms over all heads are split as these are.
+Other norms and routers, which are small, are on every rank. What can't be split is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .architectures import REPLACED
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
 OF_HEADS = ("sinks", "gate_bias")
 MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
@@ -99,6 +100,8 @@ class Layout:
     """By the parameter's name; parameters without one are whole on every rank."""
     of_first_rank: set[str] = field(default_factory=set)
     """Biases that are added once: zeros on the other ranks."""
+    whole: set[str] = field(default_factory=set)
+    """Parameters that could be split and are not."""
     summed: list[str] = field(default_factory=list)
     """Modules that return a partial sum."""
     gathered: dict[str, int] = field(default_factory=dict)
@@ -122,6 +125,11 @@ class Layout:
             return self.pieces[name].of(whole)
         return torch.zeros_like(whole) if name in self.of_first_rank and self.rank else whole
 
+    @property
+    def latent_projections(self) -> list[tuple[int, int]]:
+        """(numbers of the whole weight, columns of what it gives) of each module in `gathered`."""
+        return [(self.whole_shapes[f"{name}.weight"].numel(), columns) for name, columns in self.gathered.items()]
+
     def share(self, n: int, unit: int = 1) -> tuple[int, int]:
         """(start, stop) of this rank's rows of n, in whole units, which divide n."""
         shares = even_shares(n // unit, self.world)
@@ -129,21 +137,22 @@ class Layout:
         return first * unit, (first + shares[self.rank]) * unit
 
 
-def plan_pieces(model, world: int, rank: int) -> Layout:
+def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True) -> Layout:
     """The layout of a causal language model (it may be on the meta device) on one of `world` ranks.
 
+    split_latents: latent attention's down projections are split, not whole on every rank.
     Raises: ValueError, naming the parameter, for a model with weights that this can't split.
     """
-    layout = _find_pieces(model, world, rank)
+    layout = _find_pieces(model, world, rank, split_latents)
     _check_rest(layout, model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         piece, layout.whole_shapes[name] = layout.pieces.get(name), parameter.shape
         layout.shapes[name] = parameter.shape if piece is None else piece.shape(parameter.shape)
-    layout.pieces_by_rank = [layout.pieces if r == rank else _find_pieces(model, world, r).pieces for r in range(world)]
+    layout.pieces_by_rank = [_find_pieces(model, world, r, split_latents).pieces for r in range(world)]
     return layout
 
 
-def _find_pieces(model, world: int, rank: int) -> Layout:
+def _find_pieces(model, world: int, rank: int, split_latents: bool) -> Layout:
     """The layout without shapes."""
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -155,7 +164,7 @@ def _find_pieces(model, world: int, rank: int) -> Layout:
     for name, module in model.named_modules():
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
         if hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
-            _latent_attention(layout, model, name, module, config.num_attention_heads)
+            _latent_attention(layout, model, name, module, config.num_attention_heads, split_latents)
         elif queries and output:
             _attention(layout, model, name, module, queries, output, config.num_attention_heads, kv_heads)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
@@ -218,14 +227,16 @@ def _attention(
     layout.attentions.append(name)
 
 
-def _latent_attention(layout: Layout, model, name: str, module, num_heads: int) -> None:
+def _latent_attention(layout: Layout, model, name: str, module, num_heads: int, split_latents: bool) -> None:
     """Query heads are split, with the rows that make their keys and values of latents."""
     first, last = layout.heads.query_heads(layout.rank)
-    for child in ("q_a_proj", "kv_a_proj_with_mqa"):
+    for child in LATENTS:
         projection = getattr(module, child, None)
-        if projection is not None:
-            if not isinstance(projection, nn.Linear):
-                raise _refused(model, f"{name}.{child}", "a projection was expected")
+        if projection is not None and not isinstance(projection, nn.Linear):
+            raise _refused(model, f"{name}.{child}", "a projection was expected")
+        if projection is not None and not split_latents:
+            layout.whole |= {f"{name}.{child}.{x}" for x, _ in projection.named_parameters()}
+        elif projection is not None:
             _rows(layout, f"{name}.{child}", projection, [layout.share(len(projection.weight))])
             layout.gathered[f"{name}.{child}"] = len(projection.weight)
     queries = "q_proj" if getattr(module, "q_proj", None) is not None else "q_b_proj"
@@ -321,7 +332,7 @@ def _check_rest(layout: Layout, model) -> None:
         raise _refused(model, "attention", "its projections to q, k and v have unknown names")
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in layout.pieces or name in layout.of_first_rank or parameter.numel() == 1:
+        if name in {*layout.pieces, *layout.of_first_rank, *layout.whole} or parameter.numel() == 1:
             continue
         owner, parts = name.rpartition(".")[0], set(name.split("."))
         is_norm = "norm" in type(modules[owner]).__name__.lower() and parameter.dim() == 1
