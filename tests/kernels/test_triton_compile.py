@@ -96,6 +96,16 @@ print(counts)
 """
 
 
+ALL_LAUNCHES = """
+from megatron_tree.bench import kernel_cases, precompile
+triton.JITFunction.run = lambda self, *args, **kwargs: compiled.append(self.__name__)
+cases = kernel_cases.GPU_CASES + kernel_cases.GPU_DECODING
+launches = precompile.smoke_launches(torch.bfloat16) + precompile.case_launches(cases, torch.bfloat16)
+launches += precompile.race_launches(kernel_cases.GPU_CASES[:2], torch.bfloat16)
+print(json.dumps([[error for error in map(precompile._try, launches) if error], sorted(set(compiled))]))
+"""
+
+
 SHARED_MEMORY = """
 used = []
 warm_up = triton.JITFunction.run
@@ -155,6 +165,15 @@ def test_decoding_as_it_is_launched_fits(tmp_path):
 def test_pages_in_eight_bits_compile_once(tmp_path):
     """The merge, and the kernel for int8 and for fp8 (which needs sm89 or later), however many pages there are."""
     assert compilations(PAGES_IN_EIGHT_BITS, tmp_path) == [2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.slow
+def test_every_launch_of_the_benchmark_can_be_made_without_memory(tmp_path):
+    """At its real sizes, all candidates of the race among them."""
+    errors, kernels = compilations(ALL_LAUNCHES, tmp_path)
+    assert not errors
+    training = ["attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_decode_kernel", "attn_fwd_kernel"]
+    assert kernels == [*training, "merge_states_kernel"]
 
 
 @pytest.mark.slow
