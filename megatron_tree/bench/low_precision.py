@@ -135,7 +135,7 @@ def check_training(case: Training, dtype: torch.dtype, device, backend: str) -> 
     for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
         x[:, pos < 0] = float("nan")  # padding between segments may hold anything
     found, found_lse, *grads = run_training(case, given, backend)
-    _check_lse(found_lse, lse)
+    _check_lse(found_lse, lse, backend)
     return _worst((found, *grads), truth, low, (q_pos >= 0, k_pos >= 0))
 
 
@@ -175,7 +175,7 @@ def check_decoding(case: Decoding, dtype: torch.dtype, device, backend: str) -> 
     dout = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=device)
     low = _dense(q, *(x.to(dtype) for x in exact), dout, spec, keep[:, None])[0]
     state = run_decoding(case, given, backend)
-    _check_lse(state[..., -1], lse.transpose(1, 2))
+    _check_lse(state[..., -1], lse.transpose(1, 2), backend)
     return _worst([state[..., :-1]], [out], [low])
 
 
@@ -203,11 +203,12 @@ def _dense(q, k, v, dout, spec: AttnSpec, keep: Tensor, weights: Tensor | float 
     return out, *torch.autograd.grad(out, leaves, dout)
 
 
-def _check_lse(found: Tensor, truth: Tensor) -> None:
+def _check_lse(found: Tensor, truth: Tensor, backend: str) -> None:
+    """Within 1e-5; others' kernels may take an approximate exponential, as torch's flash kernel for CPUs: 1e-4."""
     if not torch.equal(found == NEG_INF, truth == NEG_INF):
         raise WrongResult("lse is not -inf in exactly the rows that see nothing")
     error = torch.where(truth == NEG_INF, 0.0, found - truth).abs().max().item()
-    if not error < 1e-5:
+    if not error < (1e-5 if backend == "triton" else 1e-4):
         raise WrongResult(f"lse is off by {error:.2g}")
 
 
