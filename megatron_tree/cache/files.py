@@ -4,7 +4,8 @@
                                     and its own sha256
     FOLDER/rank_00000.safetensors   the tokens that rank 0 held; of each kind of layers `runs.KIND` int64 [m, 3] (row,
                                     first position, count), and of each layer k, v (and scales) [tokens, h_kv, ...],
-                                    with head groups the KV heads of rank 0's group
+                                    with head groups the KV heads of rank 0's group; here also the rows' tokens and the
+                                    states of recurrent layers, `state.ROW.NAME`
 
 A folder is complete or absent: ranks write into `.FOLDER.part`, and when all are done one of them renames it. Any
 number of ranks with any block size can read it, since tokens are stored with their positions; each rank reads those
@@ -42,10 +43,12 @@ from .description import (
     naming,
     read_description,
 )
+from .states import RowState
 
 TIMEOUT_S = 1800.0  # for the slowest rank to write or verify its files
 _CHECKED = TreeConfig(check="always", timeout_s=TIMEOUT_S)
 CHUNK = 4096  # tokens that are read at once
+_STATE = "state."
 _SAMPLE = 64  # numbers of each weight that go into a fingerprint
 
 
@@ -151,6 +154,7 @@ def load_rows(
             for i in range(len(tokens)):
                 rows.append(store.book.add())
                 _load_row(store, rows[-1], i, sources, places, about, num_groups, folder, device)
+                store.book.rows[rows[-1]].state = _load_state(files[0], i, about["lengths"][i], device)
             call.agree()
     except BaseException:
         for row in rows:
@@ -178,6 +182,9 @@ def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor
         for name, x in pages.tensors.items():
             shape = (len(own), *x.shape[2:])
             entries.append((f"{name}.{layer}", shape, x.dtype, lambda p=pages, n=name, own=own: p.read(n, own)))
+    for i, row in enumerate(rows if tokens else []):  # on the first rank
+        if (state := store.book.rows[row].state) is not None:
+            entries += [(f"{_STATE}{i}.{n}", x.shape, x.dtype, lambda x=x: x) for n, x in state.tensors.items()]
     header, at = {}, 0
     for name, shape, dtype, _ in entries:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -268,6 +275,15 @@ def _load_row(
                     found = {name: source.read(f"{name}.{layer}", numbers).to(device) for name in shapes}
                     pages.put(slots.to(device), found)
     store.book.forget(row)
+
+
+def _load_state(file, index: int, length: int, device) -> RowState | None:
+    """The recurrent state of the saved row `index`."""
+    prefix = f"{_STATE}{index}."
+    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
+    if not names:
+        return None
+    return RowState(length, {name.removeprefix(prefix): file.get_tensor(name).to(device) for name in names})
 
 
 def _found(positions: Tensor, numbers: Tensor, wanted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a sharded KV cache, for any number of sequences ("rows"). Numbers only, no tensors.
+"""Which rank holds which tokens of a sharded KV cache, for any number of sequences ("rows"). Numbers, not keys.
 
 A row is cut into blocks of page_size tokens. Each block belongs to one rank: the one with the fewest blocks of all rows
 when the block starts. So the ranks' numbers of blocks differ by at most one, whatever the lengths of the rows. Every
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..layout import Segment
+from .states import RowState
 
 
 class Write(NamedTuple):
@@ -46,6 +47,8 @@ class Row:
     """Changes whenever the row's pages change."""
     note: object = None
     """What a runner remembers of the row; a fork's is the same."""
+    state: RowState | None = None
+    """Of the model's recurrent layers, where it has some; a fork's is the same."""
 
 
 class Rows(dict):
@@ -308,12 +311,20 @@ class RowBook:
             if not length:
                 row.forgotten[kind] = 0
         row.length, row.version = length, row.version + 1
+        if not length:
+            row.state = None
 
     def check_crop(self, row_id: int, length: int) -> None:
-        """Raise ``ValueError`` if `length` is negative, beyond the row, or needs tokens that a window has freed."""
+        """Raise ``ValueError`` if `length` is negative or beyond the row, or needs tokens that a window has freed, or a
+        recurrent state of earlier tokens."""
         row = self.rows[row_id]
         if not 0 <= length <= row.length:
             raise ValueError(f"length={length} must be between 0 and the {row.length} tokens that the row holds")
+        if row.state is not None and length not in (0, row.state.length):
+            raise ValueError(
+                f"length={length}: the recurrent layers have the state of {row.state.length} tokens, which can't go "
+                f"back: crop to {row.state.length}, or to 0 and run the row again; or fork a row before it goes on"
+            )
         for kind, window in enumerate(self.windows):
             if window is not None and length and max(0, length - window + 1) < row.forgotten[kind]:
                 raise ValueError(
@@ -326,7 +337,7 @@ class RowBook:
         row, copy_id = self.rows[row_id], self.add()
         copy = self.rows[copy_id]
         copy.length, copy.owners, copy.forgotten = row.length, list(row.owners), list(row.forgotten)
-        copy.note = row.note
+        copy.note, copy.state = row.note, row.state
         copy.blocks = [list(blocks) for blocks in row.blocks]
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
         for owner in copy.owners:

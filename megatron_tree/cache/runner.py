@@ -61,6 +61,11 @@ class RowRunner:
         self.head_shares, self.config = head_shares, config or default_config()
         self._book = store.book
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers: rows can't go back, and every rank runs all tokens of a prompt."""
+        return False
+
     def add(self) -> int:
         """A new, empty row; returns its id."""
         return self._book.add()
@@ -82,7 +87,10 @@ class RowRunner:
         return True
 
     def most_at_once(self, length: int) -> int | None:
-        """How many tokens `step` takes at most, for a row of this length, with the logits of one by one; None: any."""
+        """How many tokens `step` takes at most, for a row of this length, if the last may be removed again, with the
+        logits of one by one; None: any."""
+        if self.has_states:
+            return 1
         return None if self.max_positions is None else self.max_positions - length
 
     def fork(self, row: int) -> int:
@@ -107,7 +115,7 @@ class RowRunner:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that rows use on this rank; a page that several share counts once."""
+        """Bytes of the pages and recurrent states that rows use on this rank; what several share counts once."""
         return self.store.used_bytes
 
     @torch.no_grad()
@@ -117,7 +125,8 @@ class RowRunner:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
-        with sharded=False, are run on every rank; with head_shares those for which fewer bytes move that way. A failure
+        with sharded=False or recurrent layers, are run on every rank; with head_shares those for which fewer bytes move
+        that way. A failure
         removes the tokens of its chunk again; those of earlier chunks stay.
 
         Args:
@@ -137,9 +146,9 @@ class RowRunner:
         return self._prefill(row, tokens, sharded, progress)
 
     def _prefill(self, row: int, tokens: Tensor, sharded: bool = True, progress=None) -> Tensor:
-        total = tokens.shape[0]
-        for begin in range(0, total, self.chunk_size):
-            chunk = tokens[begin : begin + self.chunk_size]
+        begin, total = 0, len(tokens)
+        while begin < total:
+            chunk = tokens[begin : begin + (self._most_in_pass(row) or self.chunk_size)]
             tell = None
             if progress is not None:
                 done, n = begin, len(chunk)
@@ -149,6 +158,7 @@ class RowRunner:
             else:
                 with self._forward_pass([row], len(chunk), progress=tell) as forward:
                     logits = self._run(forward, chunk[None], self._positions(forward), keep=[len(chunk) - 1])[0, -1]
+            begin += len(chunk)
         return logits.float()
 
     @torch.no_grad()
@@ -156,6 +166,7 @@ class RowRunner:
         """`prefill` of several short prompts in one forward pass, on every rank. Collective.
 
         Shorter ones are padded at the end, for this pass only: the cache must have room for the longest in every row.
+        With recurrent layers, which would take padding for tokens, they are run one after another.
 
         Args: rows: ids, each once. prompts: int64 [n] each, n >= 1.
         Returns: fp32 logits [len(rows), vocab_size] of the last tokens.
@@ -167,7 +178,7 @@ class RowRunner:
             first = [self.length(row) for row in rows]
             ends = [at + len(prompt) for at, prompt in zip(first, prompts, strict=True)]
             whole = [self._begin(*each) for each in zip(rows, prompts, ends, strict=True)]
-        if any(len(new) > len(prompt) for new, prompt in zip(whole, prompts, strict=True)):
+        if self.has_states or any(len(new) > len(prompt) for new, prompt in zip(whole, prompts, strict=True)):
             return torch.stack([self._prefill(row, new.to(self.device)) for row, new in zip(rows, whole, strict=True)])
         with self._forward_pass(rows, tokens.shape[1]) as forward:
             kept = sorted({len(prompt) - 1 for prompt in prompts})
@@ -178,7 +189,7 @@ class RowRunner:
 
     @torch.no_grad()
     def step(self, rows: list[int], tokens: Tensor, *, row_length: int | None = None) -> Tensor:
-        """Append tokens to some rows, each at its own end. Collective; a failure removes them again.
+        """Append tokens to some rows, each at its own end. Collective; a failure removes those of its pass again.
 
         Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation, and for the
             logits of all tokens of a prompt, with row_length as in `prefill`.
@@ -193,8 +204,16 @@ class RowRunner:
         for row, own in whole.items():
             if len(own) > n:
                 self._prefill(row, own[:-n])
-        with self._forward_pass(rows, tokens.shape[1]) as forward:
-            return self._run(forward, tokens, self._positions(forward), keep=None).float()
+        most = min((most for row in rows if (most := self._most_in_pass(row)) is not None), default=n)
+        logits = []
+        for own in tokens.split(most, 1):
+            with self._forward_pass(rows, own.shape[1]) as forward:
+                logits.append(self._run(forward, own, self._positions(forward), keep=None).float())
+        return torch.cat(logits, 1)
+
+    def _most_in_pass(self, row: int) -> int | None:
+        """How many tokens the model runs at most in one pass that goes on with a row; None: any number."""
+        return None
 
     def _begin(self, row: int, tokens: Tensor, row_length: int) -> Tensor:
         """Called before tokens are appended to a row that is to have row_length of them, with the rest of its prompt.

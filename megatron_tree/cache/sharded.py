@@ -220,9 +220,16 @@ class ShardedCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that rows use on this rank; a page that several share counts once."""
+        """Bytes of the pages and recurrent states that rows use on this rank; what several share counts once."""
         used = [numbers.used * self.page_size for numbers in self.book.numbers]
-        return sum(used[kind] * pages.bytes_of_a_token for kind, pages in zip(self.kind_of, self.layers, strict=True))
+        pages = sum(used[kind] * own.bytes_of_a_token for kind, own in zip(self.kind_of, self.layers, strict=True))
+        return pages + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the rows' recurrent states; one that several rows share counts once."""
+        states = {id(row.state): row.state for row in self.book.rows.values() if row.state is not None}
+        return sum(state.nbytes for state in states.values())
 
     @property
     def allocated_bytes(self) -> int:

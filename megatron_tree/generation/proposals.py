@@ -65,6 +65,8 @@ class DraftModel:
     """
 
     def __init__(self, runner: RowRunner, *, vocab_size: int, keep_bytes: int = 0):
+        if runner.has_states:
+            raise ValueError("--draft-model has recurrent layers, whose state can't go back when a proposal is wrong")
         self._runner, self._keep_bytes = runner, keep_bytes
         self._vocab_size = min(vocab_size, runner.vocab_size)  # they may be padded differently
         self._prefixes = Prefixes(runner.page_size)

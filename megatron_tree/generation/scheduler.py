@@ -25,7 +25,7 @@ from .executor import Executor
 from .grammars import Grammars
 from .plans import Planner
 from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
-from .speculation import Speculated, Speculation
+from .speculation import NO_SPECULATION, Speculated, Speculation
 from .waiting import Waiting
 
 
@@ -93,6 +93,8 @@ class Scheduler:
             heartbeat_s = min(10.0, timeout_s / 4)
         if not 0 < heartbeat_s < timeout_s:
             raise ValueError(f"heartbeat_s={heartbeat_s!r} must be more than 0 and less than timeout_s={timeout_s!r}")
+        if speculation is not None and runner.has_states:
+            raise ValueError(NO_SPECULATION)
         if end_tokens is None:
             end = getattr(tokenizer, "eos_token_id", None)
             end_tokens = () if end is None else (end,)

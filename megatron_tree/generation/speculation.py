@@ -14,6 +14,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+NO_SPECULATION = (
+    "speculation (--num-speculative-tokens): the model has recurrent layers, whose state can't go back when a proposal "
+    "is wrong: leave it out"
+)
 MOST = 16  # proposals in a step; more rarely all hold, and a pass of many tokens is no longer a decoding step
 GAIN = 1.1  # a wider step has to give this many times as many tokens per second as one without proposals
 FIRST_RATE = 0.5  # how often a proposal is right, before anything is known

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+RECURRENT = ("mamba_d_state", "ssm_state_size", "mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache", "lru_width")
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # what a config calls the number of experts
 
 
@@ -42,7 +43,8 @@ class ModelSizes(NamedTuple):
     def of(cls, config: dict[str, Any]) -> ModelSizes:
         """The sizes of a config.json with the field names of Llama, Qwen, Mixtral or DeepSeek.
 
-        Every layer counts as one of full attention. Raises: ValueError that names a missing field.
+        Every layer counts as one of full attention. Raises: ValueError that names a missing field, or a field of
+            recurrent layers.
         """
         config = config | config.get("text_config", {})
 
@@ -53,6 +55,8 @@ class ModelSizes(NamedTuple):
                 raise ValueError(f"the model's config has {name}={value!r}: a whole number is needed")
             return value
 
+        if recurrent := sorted(name for name in RECURRENT if config.get(name)):
+            raise ValueError(f"the model's config has {recurrent[0]}: models with recurrent layers are not planned")
         layers, hidden, heads = field("num_hidden_layers"), field("hidden_size"), field("num_attention_heads")
         if rank := field("kv_lora_rank", 0):
             rope, nope, d_v = field("qk_rope_head_dim"), field("qk_nope_head_dim"), field("v_head_dim")

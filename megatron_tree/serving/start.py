@@ -20,7 +20,7 @@ from ..config import TreeConfig, default_config
 from ..generation.conversation import Conversation
 from ..generation.proposals import DraftModel, PromptLookup
 from ..generation.scheduler import Scheduler
-from ..generation.speculation import Speculation
+from ..generation.speculation import NO_SPECULATION, Speculation
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
 from ..integrations.transformers.cache import TreeCache
@@ -67,6 +67,8 @@ class Started(NamedTuple):
         return Conversation(runner, self.tokenizer, **options)
 
     def _speculation(self, runner, keep_bytes: int) -> Speculation | None:
+        if self.num_proposed and runner.has_states:  # on all ranks: others have no speculation that could raise
+            raise ValueError(NO_SPECULATION)
         if self.rank or not self.num_proposed:
             return None
         proposer = PromptLookup()

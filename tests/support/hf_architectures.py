@@ -1,5 +1,7 @@
 """Tiny configurations of Transformers' causal language models, by the name of the architecture (`model_type`)."""
 
+import torch
+
 import transformers
 
 SIZES = {
@@ -52,6 +54,45 @@ OF_ONE = {  # what these configurations want besides
     "ctrl": {"n_embd": 32, "dff": 48, "n_layer": 3, "n_head": 4},
 }
 WINDOW = 7
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_MAMBA1 = {"mamba_d_state": 8, "mamba_dt_rank": 4}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_MLPS = {"mlp_layer_types": ["dense", "sparse", "dense"]}
+_DELTA_LATENT = LATENT | _MLPS | {"linear_num_heads": 4, "linear_head_dim": 8, "layer_types": _DELTA["layer_types"]}
+_OLD_NAMES = ["mamba", "hybrid", "mamba"]
+HYBRIDS = {  # with recurrent layers: what each wants besides
+    "bailing_hybrid": _DELTA_LATENT | {"head_dim": 8},
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64},
+    "granitemoehybrid": _MAMBA2 | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48},
+    "jamba": _MAMBA1 | {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _DELTA_LATENT,
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"]},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
+    "olmo_hybrid": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
+    "zamba": _MAMBA1 | {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4},
+    "zamba2": {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 8}
+    | {"layers_block_type": _OLD_NAMES, "num_mem_blocks": 1},
+    "zaya": {
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 16,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        "sliding_window": WINDOW,
+    },
+}
 
 SERVED = (
     "afmoe",
@@ -112,7 +153,6 @@ SERVED = (
     "jais2",
     "kolibri1",
     "laguna",
-    "lfm2",
     "llama",
     "longcat_flash",
     "mellum",
@@ -163,7 +203,6 @@ WHOLE = {
     "biogpt": "embed_positions",
     "gpt_bigcode": "a projection to 8 heads of 8",
     "hrm_text": "z_L_init",
-    "lfm2": "feed_forward.w1",
     "mimo_v2_flash": "k_proj",
     "opt": "embed_positions",
 }
@@ -179,8 +218,26 @@ def tiny_config(name):
     if getattr(config, "kv_lora_rank", None) is not None:
         sizes |= {key: value for key, value in LATENT.items() if key in known}
         sizes.pop("head_dim", None)
-    if kinds := getattr(config, "layer_types", None):
+    if name not in HYBRIDS and (kinds := getattr(config, "layer_types", None)):
         sizes["layer_types"] = kinds[-3:] if len(set(kinds[-3:])) >= len(set(kinds[:3])) else kinds[:3]
     if getattr(config, "sliding_window", None):
         sizes["sliding_window"] = WINDOW
-    return type(config)(**sizes | OF_ONE.get(name, {}))
+    return type(config)(**sizes | OF_ONE.get(name, {}) | HYBRIDS.get(name, {}))
+
+
+def random_model(name):
+    """A tiny model of an architecture for evaluation, with larger weights than usual: its tokens depend on them."""
+    torch.manual_seed(1)
+    implementation = "sdpa" if name == "falcon" else "eager"  # in eager Falcon adds ALiBi twice
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight.dim() > 1 and not any(part in weight_name for part in ("embed", "wte", "wpe", "A_log")):
+                weight.mul_(3.0)
+    return model
+
+
+def assert_logits(got, want, what):
+    """Equal but for rounding in fp32."""
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error < 5e-5, f"{what}: {error:.1e}"

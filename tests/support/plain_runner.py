@@ -10,6 +10,8 @@ from transformers import DynamicCache
 class PlainRunner:
     """Every rank holds everything. `calls` lists what was called, with tokens, to compare ranks."""
 
+    has_states = False
+
     def __init__(self, model, *, token_group=None, chunk_size=8, capacity=None, page_size=1):
         self.model, self.token_group, self.chunk_size = model, token_group, chunk_size
         self.device, self.vocab_size = torch.device("cpu"), model.config.vocab_size

@@ -28,6 +28,7 @@ from ...config import TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
 from ...plan.cost import placed_topology
 from ...plan.step import splits_latents
+from ..transformers.architectures import has_states
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
@@ -150,6 +151,11 @@ def init_inference(
         model = empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)
     model_config = model.config.get_text_config(decoder=True)
     dtype = dtype or model.dtype
+    if (weights == "sharded" or tp_size != 1) and has_states(model_config):
+        raise ValueError(
+            f"weights={weights!r}, tp_size={tp_size}: {type(model_config).__name__} has recurrent layers, whose "
+            "weights and states are whole on every rank: use weights='replicated' and tp_size=1"
+        )
     layout = None
     if weights == "sharded":
         if sp_size is not None or tp_size != 1:

@@ -12,8 +12,9 @@ Importing it registers ``attn_implementation="tree"``:
 """
 
 from .attention import agree_on_prompt, check_model, tree_attention, tree_mask
-from .cache import TreeCache, TreeCacheLayer
+from .cache import TreeCache
 from .generation import Generation, generate
+from .layers import TreeCacheLayer
 from .runner import Runner
 from .training import shard_batch, train_on_shards
 

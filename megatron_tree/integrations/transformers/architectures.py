@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from transformers import AutoModelForCausalLM
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+RECURRENT_TYPES = ("linear_attention", "conv")
+BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
+PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
 REPLACED = ("bloom", "falcon", "mpt")  # own_code.py replaces their attention
 INSTEAD = "Use attn_implementation='sdpa' or 'eager', and the model's own cache"
@@ -14,7 +19,11 @@ UNSUPPORTED = {
     "blt": "tokens in patches, and several models with caches of their own",
     "doge": "a mask that depends on its keys (dynamic mask attention)",
     "git": "images in the prompt, which see each other without a causal mask",
+    "inkling_text": "a bias by positions (position_bias)",
+    "inkling2_text": "a bias by positions (position_bias)",
+    "minimax": "recurrent layers whose state only a cache of its own (MiniMaxCache) keeps",
     "moshi": "a window that its cache has and its attention has not",
+    "recurrent_gemma": "recurrent layers that keep their state in themselves, not in the cache",
 }
 NOT_CACHED = {
     "diffllama": "two attention calls for one cache update (differential attention)",
@@ -28,8 +37,19 @@ def model_class(config) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def check_layers(config) -> list[int | None]:
-    """The window of every layer of a model: keys that a query sees, itself included; None for all.
+class Layer(NamedTuple):
+    """What a layer keeps of earlier tokens."""
+
+    attends: bool
+    """Keys and values."""
+    window: int | None = None
+    """How many of the last keys a query sees, itself included; None: all."""
+    num_states: int = 0
+    """Recurrent states: of a convolution, of a state-space model or of linear attention."""
+
+
+def layers_of(config) -> list[Layer]:
+    """The layers of a model, in order.
 
     Raises: ValueError for models whose attention can't be replaced, or whose layers don't work over shards.
     """
@@ -46,23 +66,55 @@ def check_layers(config) -> list[int | None]:
             f"set slow_but_exact=False for attn_implementation='tree'. {INSTEAD}"
         )
     kinds, options = get_layer_types_and_kwargs(text)
-    others = sorted(set(kinds) - set(LAYER_TYPES))
+    own_kinds = getattr(text, "layer_types", None) or kinds
+    plain = [kind == "dummy" and own in PLAIN_TYPES for kind, own in zip(kinds, own_kinds, strict=True)]
+    known = LAYER_TYPES + RECURRENT_TYPES + BOTH_TYPES
+    others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
     if others or getattr(text, "num_kv_shared_layers", 0):
         found = ", ".join(others) or "layers that share their keys and values"
         raise ValueError(
             f"{name} has {found}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
-            f"with keys and values of their own. {INSTEAD}"
+            f"with keys and values of their own, and recurrent ones ({', '.join(RECURRENT_TYPES + BOTH_TYPES)}). "
+            f"{INSTEAD}"
         )
-    return [own.get("sliding_window") for own in options]
+    return [
+        Layer(kind in LAYER_TYPES + BOTH_TYPES, own.get("sliding_window"), own.get("number_of_states", 0))
+        for kind, own in zip(kinds, options, strict=True)
+    ]
+
+
+def has_states(config) -> bool:
+    """Whether a model has layers with a recurrent state."""
+    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    return not set(kinds).isdisjoint(RECURRENT_TYPES + BOTH_TYPES)
+
+
+def check_trainable(config) -> dict[int, int | None]:
+    """By number the attention layers of a model that is trained on shards, and their windows.
+
+    Raises: ValueError as `layers_of`, and for layers with a recurrent state.
+    """
+    layers = layers_of(config)
+    if recurrent := [i for i, layer in enumerate(layers) if layer.num_states]:
+        name = type(config.get_text_config(decoder=True)).__name__
+        raise ValueError(
+            f"{name} has layers with a recurrent state ({', '.join(map(str, recurrent[:4]))}, ...: {len(recurrent)} of "
+            f"{len(layers)}). Each needs the whole sequence, a shard is not enough: train it with DeepSpeed or Trainer "
+            "as they are, on whole sequences (without register_sequence_parallel), or in Megatron, whose Mamba layers "
+            "have context parallelism of their own"
+        )
+    return {i: layer.window for i, layer in enumerate(layers) if layer.attends}
 
 
 def check_cached(config) -> None:
-    """Raise ``ValueError`` for models that a `TreeCache` does not serve although `check_layers` accepts them."""
+    """Raise ``ValueError`` for models that a `TreeCache` does not serve although `layers_of` accepts them."""
     text = config.get_text_config(decoder=True)
     if found := NOT_CACHED.get(text.model_type):
         raise ValueError(
             f"{type(text).__name__} has {found}; TreeCache does not support it, only training on shards. {INSTEAD}"
         )
+    if not any(layer.attends for layer in layers_of(config)):
+        raise ValueError(f"{type(text).__name__} has no attention layers: TreeCache has nothing to share. {INSTEAD}")
 
 
 def check_replaceable(model: type | None) -> None:

@@ -28,8 +28,9 @@ from ...attention.functional import tree_attn_func
 from ...comm import collective_call
 from ...config import default_config
 from .architectures import WINDOW_IN_MASK, check_replaceable
-from .cache import TreeCache, TreeCacheLayer, Update, current_run, last_update
+from .cache import TreeCache
 from .latent import latent_heads
+from .layers import TreeCacheLayer, Update, current_run, last_update
 from .own_code import replace_own_code
 from .training import attend_to_shard
 
@@ -112,7 +113,7 @@ def tree_attention(
     cache = update.cache
     latent = latent_heads(module) if cache.latent else None
     out = update.forward.attend(
-        layer_idx, q, latent=latent, visible=attention_mask, config=cache.tree_config, **options
+        cache.slot_of[layer_idx], q, latent=latent, visible=attention_mask, config=cache.tree_config, **options
     )
     cache.end_layer(update.forward)
     return out.contiguous(), None  # some models view it

@@ -3,80 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ...cache import ShardedCache
 from ...cache.files import load_rows, save_rows
 from ...cache.forward import ForwardPass, forward_pass
+from ...cache.rows import Row
 from ...comm import group_rank, group_size
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
-from .architectures import check_cached, check_layers
+from .architectures import check_cached, layers_of
 from .latent import keep_latents
+from .layers import RecurrentLayer, Update, cache_layer, current_run, just_stored, last_update
+from .recurrent import NOT_CONTINUED, RunStates
 from .rope import keep_cache_in_generate, rope_rule
 
 
-class Update(NamedTuple):
-    """What a cache update leaves for the attention call that follows it."""
+@dataclass
+class BatchRun:
+    """A run of a model over the batch of Transformers' own `generate`."""
 
-    cache: TreeCache
-    layer_idx: int
-    keys: Tensor
-    """[b, h_kv, n, d], what the update returned; latents [b, 1, n, r]; ..."""
-    values: Tensor
-    """... [b, h_kv, n, d_v]; their rotary keys [b, 1, n, d]."""
-    forward: ForwardPass
-
-
-last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
-current_run: contextvars.ContextVar[TreeCache | None] = contextvars.ContextVar("tree_cache_run", default=None)
-"""The cache whose model is in the middle of a run."""
-
-
-def _just_stored(latents: Tensor) -> bool:
-    """Whether these are the latents that the last update returned."""
-    update = last_update.get()
-    return update is not None and update.keys is latents
-
-
-class TreeCacheLayer(CacheLayerMixin):
-    """Transformers' view of one layer. The `TreeCache` holds the data, since rows are the same in all layers."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-    is_initialized = True
-    supports_early_init = False
-
-    def __init__(self, cache: TreeCache, layer_idx: int):
-        super().__init__()
-        self._cache, self._layer_idx = cache, layer_idx
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        return self._cache.update(key_states, value_states, self._layer_idx)
-
-    def get_seq_length(self) -> int:
-        return self._cache.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.get_seq_length() + query_length, 0
+    forward: ForwardPass | None = None
+    """Since its first layer with attention."""
 
 
 class TreeCache(Cache):
     """A KV cache for ``attn_implementation="tree"``: every rank of a group holds part of the tokens of every layer.
 
     It holds any number of rows (sequences) of any lengths, in pages; layers with a sliding window keep the window only.
+    States of recurrent layers are on every rank (recurrent.py).
     Transformers' own `generate` uses it as one batch of rows of equal length (including padding); `Runner` adds,
     runs and removes rows one by one.
 
@@ -92,8 +50,8 @@ class TreeCache(Cache):
             needed to save and load the cache.
         tree_config: `TreeConfig` of all attention calls with this cache.
     Raises:
-        ValueError: a layer that is not plain or sliding-window attention, an encoder-decoder model, an unknown
-            schedule or dtype, a block size below 1, a rank outside of cp_group.
+        ValueError: a layer that is not plain or sliding-window attention or recurrent, an encoder-decoder model, an
+            unknown schedule or dtype, a block size below 1, a rank outside of cp_group.
     """
 
     def __init__(
@@ -111,8 +69,11 @@ class TreeCache(Cache):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
-        text, windows = config.get_text_config(decoder=True), check_layers(config)
+        text, kinds = config.get_text_config(decoder=True), layers_of(config)
         check_cached(config)
+        attending = [i for i, kind in enumerate(kinds) if kind.attends]
+        self.slot_of = {layer_idx: slot for slot, layer_idx in enumerate(attending)}
+        """By number of an attention layer in the model: its number in `store`."""
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
         self._has_all_heads = head_shares is None or sum(head_shares) == text.num_attention_heads
@@ -120,12 +81,14 @@ class TreeCache(Cache):
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.latent = getattr(text, "kv_lora_rank", None) is not None
         if self.latent:
-            keep_latents(text, _just_stored)
+            keep_latents(text, just_stored)
         options = {"page_size": block_size, "dtype": dtype, "latent": self.latent}
+        windows = [kinds[layer_idx].window for layer_idx in attending]
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)
         self.rows: list[int] = []
         """The rows of the batch of Transformers' own `generate`, in its order."""
-        self._forward = self._batch_forward = None
+        self._forward: ForwardPass | None = None
+        self._batch_run: BatchRun | None = None
         self.rope = rope_rule(config)
         self.rope_kinds: list[int] = []
         """Of the batch of Transformers' own `generate`: `RopeRule.kind` of every row, ..."""
@@ -133,18 +96,25 @@ class TreeCache(Cache):
         """... and its slots, padding included, after the run that they are for."""
         if self.rope is not None:
             keep_cache_in_generate(config)
-        super().__init__(layers=[TreeCacheLayer(self, i) for i in range(len(windows))])
+        layers = [cache_layer(self, i, kind) for i, kind in enumerate(kinds)]
+        recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        self.states = RunStates(recurrent, continues=text.model_type not in NOT_CONTINUED)
+        super().__init__(layers=layers)
 
     @contextlib.contextmanager
     def forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, place=None, progress=None):
         """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
         options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
         options |= {"sharded": sharded, "place": place, "progress": progress}
+        self._end_batch_run()
+        held = [self.store.book.rows[row] for row in rows]
         try:
+            self.states.begin(held)
             with forward_pass(self.store, rows, num_tokens, **options) as self._forward:
                 current_run.set(self)
                 yield self._forward
                 self._check_taken()
+                self.states.end(held)
         finally:
             self._forward = None
             self._forget_run()
@@ -156,7 +126,7 @@ class TreeCache(Cache):
         """
         self._check_taken()
         forward = self._forward or self._own_forward(key_states, layer_idx)
-        forward.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        forward.write(self.slot_of[layer_idx], key_states.transpose(1, 2), value_states.transpose(1, 2))
         last_update.set(Update(self, layer_idx, key_states, value_states, forward))
         return key_states, value_states
 
@@ -171,7 +141,7 @@ class TreeCache(Cache):
 
     def end_layer(self, forward: ForwardPass) -> None:
         """Called after the attention of a layer: the run goes on, unless it was the last one."""
-        if forward is self._forward or len(forward.written) < len(self.layers):
+        if forward is self._forward or len(forward.written) < len(self.slot_of):
             current_run.set(self)
 
     def _forget_run(self) -> None:
@@ -180,23 +150,75 @@ class TreeCache(Cache):
 
     def _own_forward(self, key_states: Tensor, layer_idx: int) -> ForwardPass:
         """The pass of a model that Transformers' `generate` runs: it begins at the first layer."""
-        forward = self._batch_forward
-        if forward is None or layer_idx in forward.written or not forward.rows:
-            if forward is not None and len(forward.written) < len(self.layers):
-                n = forward.append.num_tokens
-                raise ValueError(
-                    f"the model's last run over this cache ended before all layers had run: its {n} tokens are "
-                    f"in some layers only. Remove them with cache.crop(-{n}), or all with cache.reset()"
-                )
+        run = self._batch_run
+        if run is None or (run.forward is not None and self.slot_of[layer_idx] in run.forward.written):
+            run = self._begin_batch_run()
+        if run.forward is None:
             if not self.rows:
                 self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
-            if len(self.rows) != key_states.shape[0]:
-                raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {key_states.shape[0]}")
+            self._check_batch(key_states.shape[0])
             self._check_rope(key_states.shape[2])
             append = self.store.append(self.rows, key_states.shape[2])
-            forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append, self.head_shares)
-            self._batch_forward = forward
-        return forward
+            shares = self.head_shares
+            run.forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append, shares)
+        return run.forward
+
+    def _check_batch(self, num_rows: int) -> None:
+        if self.rows and len(self.rows) != num_rows:
+            raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {num_rows}")
+
+    def _begin_batch_run(self) -> BatchRun:
+        self._end_batch_run()
+        self._batch_run = BatchRun()
+        self.states.begin(self._batch())
+        return self._batch_run
+
+    def _end_batch_run(self) -> None:
+        """The last run over the batch is over: its rows get the recurrent states."""
+        run = self._batch_run
+        if run is not None and run.forward is not None and not self._is_complete(run):
+            n = run.forward.append.num_tokens
+            raise ValueError(
+                f"the model's last run over this cache ended before all layers had run: its {n} tokens are "
+                f"in some layers only. Remove them with cache.crop(-{n}), or all with cache.reset()"
+            )
+        self._drop_batch_run()
+
+    def _drop_batch_run(self) -> None:
+        """The same, but forget what a run has left that ended before all layers had run."""
+        run, self._batch_run = self._batch_run, None
+        if run is not None and self._is_complete(run):
+            self.states.end(self._batch())
+
+    def _is_complete(self, run: BatchRun) -> bool:
+        return run.forward is not None and len(run.forward.written) == len(self.slot_of) and self.states.is_complete
+
+    def _batch(self) -> list[Row]:
+        return [self.store.book.rows[row] for row in self.rows]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer's convolution [b, channels, width]; None before a row's first tokens."""
+        reached = self.states.reaches(layer_idx, state_idx)
+        if self._forward is None and (reached or self._batch_run is None):
+            self._begin_batch_run()
+            self.states.reaches(layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
+        """Take new inputs of a convolution [b, channels, n]; returns them, with those before them."""
+        self.states.reaches(layer_idx, state_idx)
+        if self._forward is None:
+            self._check_batch(conv_states.shape[0])
+        self.states.check_update(layer_idx, state_idx, conv_states.shape[-1])
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """Called by Transformers before it proposes tokens that may be removed again."""
+        if self.states:
+            raise ValueError(
+                "assistant_model and prompt_lookup_num_tokens remove tokens from the cache again, but the state of "
+                "recurrent layers can't go back: leave them out"
+            )
 
     def _check_rope(self, num_tokens: int) -> None:
         """For models that are not run by `generate`, which runs rows again."""
@@ -225,7 +247,7 @@ class TreeCache(Cache):
 
     def window(self, layer_idx: int) -> int | None:
         """How many of the last tokens the cache keeps for a layer; None = all."""
-        return self.store.book.windows[self.store.kind_of[layer_idx]]
+        return self.store.book.windows[self.store.kind_of[self.slot_of[layer_idx]]]
 
     @property
     def batch_size(self) -> int:
@@ -235,7 +257,8 @@ class TreeCache(Cache):
     def reset(self) -> None:
         """Forget all rows and free the memory."""
         self.store.reset()
-        self.rows, self._batch_forward = [], None
+        self.rows, self._batch_run = [], None
+        self.states.begin([])
         self._forget_run()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -244,17 +267,18 @@ class TreeCache(Cache):
         if tokens_to_remove > 0 or -tokens_to_remove > length:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
         if tokens_to_remove:
+            self._drop_batch_run()
             lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.book.check_crop(row, kept)  # before any row changes: all rows or none
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.crop(row, kept)
-            self._batch_forward = None
             self._forget_run()
 
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
         """Write the batch to files; see `cache.files.save_rows`."""
         self._check_heads("save")
+        self._end_batch_run()
         for row in self.rows:
             held = self.store.book.rows[row]
             if held.note is not None and held.note.kind != self.rope.kind(held.length):
@@ -290,6 +314,7 @@ class TreeCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i of the batch by row beam_idx[i]; rows that are selected more than once share their pages."""
+        self._end_batch_run()
         forks = [self.store.book.fork(self.rows[i]) for i in beam_idx.tolist()]
         for row in self.rows:
             self.store.remove(row)

@@ -33,7 +33,7 @@ class Generation:
     cache: TreeCache
     """The cache after the last step; it holds all tokens of each row but the last one."""
     prefill: str
-    """How the prompt was run: "sharded" or "replicated"."""
+    """How the prompt was run: "sharded", or "replicated" as asked for, or as recurrent layers need it."""
     prefill_s: float = 0.0
     """Running the prompts."""
     first_token_s: float = 0.0
@@ -74,7 +74,8 @@ def generate(
         eos_token_id: token or tokens that end a row.
         attention_mask: [b, s] with 0 for padding on the left or on the right; default no padding. Padding is left out:
             it is neither run nor cached.
-        prefill: "sharded": every rank runs its share of a prompt, "replicated": every rank runs all of it.
+        prefill: "sharded": every rank runs its share of a prompt, "replicated": every rank runs all of it, as it always
+            does for models with recurrent layers.
         chunk_size: tokens of a prompt per forward pass; it bounds the memory for activations.
         streamer: receives the prompt and every new token on this rank, as from Transformers' generate (`put`, `end`).
         progress: called as progress(done, total) during the prefill, in tokens.
@@ -88,6 +89,7 @@ def generate(
         check_model(model)
         check_choice("prefill", prefill, PREFILLS)
         runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size)
+        prefill = "replicated" if runner.has_states else prefill
         prompts = _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, runner.vocab_size)
         scheduler = Scheduler(
             runner,

@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from transformers import DynamicCache
 
+from .architectures import has_states
 from .attention import TreeCache
 
 CHUNK = 2048  # tokens of a made-up cache that are drawn at once
@@ -18,6 +19,8 @@ CHUNK = 2048  # tokens of a made-up cache that are drawn at once
 def cache_shape(config) -> tuple[int, int, int]:
     """(layers, KV heads, head size) of a model. Raises ValueError where the cache holds no plain keys and values."""
     text = config.get_text_config(decoder=True)
+    if has_states(config):
+        raise ValueError(f"{type(text).__name__} has recurrent layers: a synthetic cache is not supported, prefill it")
     if getattr(text, "kv_lora_rank", None) is not None:
         raise ValueError(f"{type(text).__name__} caches latents: a synthetic cache is not supported, prefill it")
     heads = text.num_attention_heads

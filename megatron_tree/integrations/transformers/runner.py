@@ -62,6 +62,13 @@ class Runner(RowRunner):
         self._own_tokens = getattr(model, "own_tokens", None)  # where its weights are split over ranks
         follow_whole_rows(model)
 
+    @property
+    def has_states(self) -> bool:
+        return bool(self.cache.states)
+
+    def _most_in_pass(self, row: int) -> int | None:
+        return None if self.cache.states.continues or not self.length(row) else 1
+
     def most_at_once(self, length: int) -> int | None:
         limits = [super().most_at_once(length)]
         if self.cache.rope is not None:
@@ -74,7 +81,7 @@ class Runner(RowRunner):
 
     def _shares_tokens(self, num_tokens: int) -> bool:
         if self._own_tokens is None:
-            return super()._shares_tokens(num_tokens)
+            return not self.has_states and super()._shares_tokens(num_tokens)
         return self._own_tokens.plan(num_tokens).shares_tokens
 
     def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:

@@ -30,7 +30,7 @@ from ...attention.sequences import dispatch_documents, shard_sequence
 from ...comm import all_reduce, group_size
 from ...config import TreeConfig, default_config
 from ...layout import Dispatched
-from .architectures import check_layers
+from .architectures import check_trainable
 from .cache import TreeCache
 from .rope import follow_whole_rows, row_lengths
 from .tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
@@ -258,7 +258,7 @@ def train_on_shards(
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel)")
-    windows = check_layers(model.config)
+    windows = check_trainable(model.config)
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "output_router_logits", False):
         raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; set it to False")
@@ -274,7 +274,7 @@ def train_on_shards(
         return []
     tiled, mlps = tile_loss(model, loss_tile), tile_mlps(model, mlp_tile)
     model.loss_function = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
-    model.trains_on_shards, model.tiled_loss = dict(enumerate(windows)), tiled
+    model.trains_on_shards, model.tiled_loss = windows, tiled
     follow_whole_rows(model)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
     model.register_forward_hook(_check_use, with_kwargs=True)

@@ -1,0 +1,39 @@
+"""What the recurrent layers of a model keep of a row: all ranks have all of it, since it does not grow with the row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowState(NamedTuple):
+    """The states of all recurrent layers after a row's first `length` tokens. Never changed: rows share it."""
+
+    length: int
+    tensors: dict[str, Tensor]
+    """By a name of layer and state, [1, ...]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(x.nbytes for x in self.tensors.values())
+
+
+def join_states(states: Sequence[RowState | None]) -> dict[str, Tensor]:
+    """Copies of the states of several rows, [b, ...] by name; zeros for a row without. Empty if no row has any."""
+    known = next((state.tensors for state in states if state is not None), {})
+    rows = [None if state is None else state.tensors for state in states]
+    return {
+        name: torch.cat([torch.zeros_like(like) if row is None else row[name] for row in rows])
+        for name, like in known.items()
+    }
+
+
+def split_states(tensors: dict[str, Tensor], lengths: Sequence[int]) -> list[RowState]:
+    """The state of each row, of tensors [b, ...] by name, which must not be changed any more."""
+    if len(lengths) == 1:
+        return [RowState(lengths[0], dict(tensors))]
+    return [RowState(n, {name: x[i : i + 1].clone() for name, x in tensors.items()}) for i, n in enumerate(lengths)]

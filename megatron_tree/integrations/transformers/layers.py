@@ -1,0 +1,111 @@
+"""Transformers' view of the layers of a `TreeCache`, which holds the data."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
+
+from ...cache.forward import ForwardPass
+from .architectures import Layer
+
+
+class Update(NamedTuple):
+    """What a cache update leaves for the attention call that follows it."""
+
+    cache: object
+    """The `TreeCache`."""
+    layer_idx: int
+    keys: Tensor
+    """[b, h_kv, n, d], what the update returned; latents [b, 1, n, r]; ..."""
+    values: Tensor
+    """... [b, h_kv, n, d_v]; their rotary keys [b, 1, n, d]."""
+    forward: ForwardPass
+
+
+last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
+current_run: contextvars.ContextVar = contextvars.ContextVar("tree_cache_run", default=None)
+"""The cache whose model is in the middle of a run."""
+
+
+def just_stored(latents: Tensor) -> bool:
+    """Whether these are the latents that the last update returned."""
+    update = last_update.get()
+    return update is not None and update.keys is latents
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """Of a layer with attention. Rows are the same in all layers."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+    supports_early_init = False
+
+    def __init__(self, cache, layer_idx: int):
+        super().__init__()
+        self._cache, self._layer_idx = cache, layer_idx
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self._cache.update(key_states, value_states, self._layer_idx)
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.get_seq_length() + query_length, 0
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """Of a recurrent layer: it has the states of one run at a time, see `RunStates`."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, layer_idx: int, num_states: int):
+        super().__init__(num_states)
+        self.layer_idx = layer_idx
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The states [b, ...] by a name that tells layer, kind and number."""
+        found = {f"{self.layer_idx}.conv.{i}": x for i, x in self.conv_states.items()}
+        found |= {f"{self.layer_idx}.recurrent.{i}": x for i, x in self.recurrent_states.items()}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        """Have its own of these states, which models change in place; none: those of rows without tokens."""
+        for i in range(self.number_of_states):
+            conv = tensors.get(f"{self.layer_idx}.conv.{i}")
+            recurrent = tensors.get(f"{self.layer_idx}.recurrent.{i}")
+            self.conv_states[i], self.recurrent_states[i] = conv, recurrent
+            self.is_conv_states_initialized[i] = self.has_previous_state[i] = conv is not None
+            self.is_recurrent_states_initialized[i] = recurrent is not None
+            self.conv_kernel_size[i] = None if conv is None else conv.shape[-1]
+
+
+class TreeHybridLayer(RecurrentLayer, TreeCacheLayer):
+    """Of a layer with attention beside a recurrent layer."""
+
+    def __init__(self, cache, layer_idx: int, num_states: int):
+        TreeCacheLayer.__init__(self, cache, layer_idx)
+        RecurrentLayer.__init__(self, layer_idx, num_states)
+
+
+def cache_layer(cache, layer_idx: int, kind: Layer) -> TreeCacheLayer | RecurrentLayer | DummyLayer:
+    """The view of one layer."""
+    if not kind.num_states:
+        return TreeCacheLayer(cache, layer_idx) if kind.attends else DummyLayer()
+    if kind.attends:
+        return TreeHybridLayer(cache, layer_idx, kind.num_states)
+    return RecurrentLayer(layer_idx, kind.num_states)

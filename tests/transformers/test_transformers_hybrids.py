@@ -1,0 +1,261 @@
+"""Hybrid models: layers with a recurrent state beside attention over a sharded cache, against plain Transformers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_distributed
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+from megatron_tree.cache.files import model_fingerprint
+from megatron_tree.generation.proposals import DraftModel, PromptLookup
+from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.generation.speculation import Speculation
+from megatron_tree.integrations.transformers.plain import cache_shape
+from megatron_tree.plan.model import ModelSizes
+from support.hf_architectures import HYBRIDS, assert_logits, random_model
+from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.scheduling import request, serve, tokens_of
+
+NEW = 5
+FAST = ("lfm2", "falcon_h1")  # a convolution beside attention layers, and both in one layer
+NOT_CONTINUED = ("jamba", "zamba")
+NO_TRAINING = "train_on_shards or register_sequence_parallel: layers with a recurrent state"
+
+
+def _cache(model, group, **options):
+    return tree_hf.TreeCache(model.config, cp_group=group, block_size=2, **options)
+
+
+def _group(world):
+    return dist.group.WORLD if world > 1 else None
+
+
+def _generation(rank, world, name):
+    """All ways to run a batch: in chunks that go on from a state, whole, rows of different lengths, and padded ones."""
+    model, ids = random_model(name), prompt(2, 21)
+    padded, mask = left_padded(2, 13)
+    want, want_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
+    of_rows = [plain(model, row[seen.bool()][None], NEW) for row, seen in zip(padded, mask)]
+    model.set_attn_implementation("tree")
+    group = _group(world)
+    options = {"max_new_tokens": NEW, "keep_logits": True}
+    for chunk in (8, 64):
+        result = tree_hf.generate(model, ids, cache=_cache(model, group), chunk_size=chunk, **options)
+        assert torch.equal(result.tokens, want[0]), chunk
+        assert result.prefill == "replicated"
+        assert_logits(torch.stack(result.logits, 1), want[1], f"chunks of {chunk}")
+    result = tree_hf.generate(model, padded, attention_mask=mask, cache=_cache(model, group), **options)
+    for row, (tokens, logits) in enumerate(of_rows):
+        assert torch.equal(result.tokens[row], tokens[0]), f"row {row} of other lengths"
+        assert_logits(torch.stack(result.logits, 1)[row], logits[0], f"row {row} of other lengths")
+    for what, (tokens, logits), (all_ids, all_mask) in (
+        ("model.generate", want, (ids, None)),
+        ("model.generate, padded", want_padded, (padded, mask)),
+    ):
+        found = hf_generate(model, all_ids, NEW, all_mask, past_key_values=_cache(model, group))
+        assert torch.equal(found[0], tokens), what
+        assert_logits(found[1], logits, what)
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(
+            name,
+            world,
+            marks=[
+                pytest.mark.supports(f"`{name}`", with_="generate and model.generate; 1, 2 and 4 ranks"),
+                *([] if name in FAST and world == 2 else [pytest.mark.slow]),
+            ],
+            id=f"{name}-{world}",
+        )
+        for name in HYBRIDS
+        for world in (1, 2, 4)
+    ],
+)
+def test_generation(name, world):
+    run_distributed(_generation, world, name)
+
+
+def _rows(rank, world, name, folder):
+    """Rows of a runner: prefilled together, run together, copied, saved, and as they were after a failure."""
+    model = random_model(name)
+    texts = [prompt(1, length, seed=length)[0] for length in (3, 9, 6)]
+    with torch.no_grad():
+        want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
+    fingerprint = model_fingerprint(model)
+    model.set_attn_implementation("tree")
+    cache = _cache(model, _group(world))
+    runner = tree_hf.Runner(model, cache, chunk_size=4)
+
+    def check(logits, row, position, what):
+        assert_logits(logits, want[row][position], what)
+
+    rows = [runner.add() for _ in texts]
+    first = runner.prefill_rows(rows, texts)
+    for i, text in enumerate(texts):
+        check(first[i], i, len(text) - 1, "prefill_rows")
+    logits = runner.step(rows, torch.stack([text[:2] for text in texts]))  # rows of different lengths
+    for i, text in enumerate(texts):
+        check(logits[i], i, slice(len(text), len(text) + 2), "step")
+    copy = runner.fork(rows[1])
+    failing = next(layer for layer in reversed(model.model.layers))
+    hook = failing.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.step([rows[1]], texts[1][2:3, None])
+    hook.remove()
+    assert runner.length(rows[1]) == 11
+    for row in (rows[1], copy):
+        check(runner.step([row], texts[1][2:3, None])[0, 0], 1, 11, "after a failure, and a copy")
+    with pytest.raises(ValueError, match=r"recurrent layers have the state of 12 tokens, which can't go back"):
+        runner.crop(rows[1], 5)
+    assert runner.can_crop(rows[1], 12)
+    assert not runner.can_crop(rows[1], 11)
+    assert runner.most_at_once(12) == 1
+    runner.crop(rows[1], 0)
+    check(runner.prefill(rows[1], texts[1]), 1, 8, "a row that began again")
+    fresh = runner.add()  # without a state yet, in one pass with rows that have one
+    logits = runner.step([fresh, rows[0]], torch.stack((texts[0][:1], texts[0][2:3])))
+    check(logits[0, 0], 0, 0, "a new row beside an old one")
+    check(logits[1, 0], 0, 5, "an old row beside a new one")
+
+    cache.rows = [rows[1], rows[2]]
+    held = [texts[1], torch.cat((texts[2], texts[2][:2]))]
+    cache.save(folder, held, fingerprint=fingerprint)
+    loaded = _cache(model, _group(world))
+    assert all(map(torch.equal, loaded.load(folder, fingerprint=fingerprint), held))
+    again = tree_hf.Runner(model, loaded)
+    logits = again.step(loaded.rows, torch.stack((texts[1][:1], texts[2][2:3])))
+    check(logits[0, 0], 1, 9, "loaded")
+    check(logits[1, 0], 2, 8, "loaded")
+    loaded.store.book.rows[loaded.rows[0]].state = None
+    with pytest.raises(ValueError, match="the state of the recurrent layers is missing"):
+        again.step(loaded.rows[:1], texts[1][1:2, None])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+)
+def test_rows(name, tmp_path):
+    run_distributed(_rows, 2, name, tmp_path / "saved")
+
+
+def _of_another_number_of_ranks(rank, world, folder, save):
+    model, ids = random_model("falcon_h1"), prompt(2, 13)
+    fingerprint, want = model_fingerprint(model), plain(model, ids, 2 * NEW)
+    model.set_attn_implementation("tree")
+    cache = _cache(model, _group(world))
+    if save:
+        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=NEW)
+        cache.save(folder, list(torch.cat((ids, result.tokens), 1)[:, :-1]), fingerprint=fingerprint)
+    else:
+        cache.load(folder, fingerprint=fingerprint)
+        whole = torch.cat((ids, want[0][:, :NEW]), 1)
+        result = tree_hf.generate(model, whole, cache=cache, max_new_tokens=NEW)
+        assert torch.equal(result.tokens, want[0][:, NEW:])
+
+
+@pytest.mark.slow
+def test_saved_and_loaded_on_another_number_of_ranks(tmp_path):
+    run_distributed(_of_another_number_of_ranks, 2, tmp_path / "saved", True)
+    run_distributed(_of_another_number_of_ranks, 4, tmp_path / "saved", False)
+
+
+def _batch(rank, world, name):
+    """Transformers' own generate: beams, a cache that is continued, and a run that fails in the middle."""
+    model, ids = random_model(name), prompt(2, 9)
+    want, beams = plain(model, ids, 2 * NEW), plain(model, ids, NEW, num_beams=3)
+    model.set_attn_implementation("tree")
+    cache = _cache(model, _group(world))
+    assert torch.equal(hf_generate(model, ids, NEW, past_key_values=cache, num_beams=3)[0], beams[0])
+    cache.reset()
+    model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    whole = torch.cat((ids, want[0][:, :NEW]), 1)
+    hook = model.model.layers[-1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(whole[:, -1:], past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match=r"ended before all layers had run.*crop\(-1\)"):
+        model(whole[:, -1:], past_key_values=cache)
+    cache.crop(-1)
+    tokens, logits = hf_generate(model, whole, NEW, past_key_values=cache)
+    assert torch.equal(tokens, want[0][:, NEW:])
+    assert_logits(logits, want[1][:, NEW:], "continued")
+    with pytest.raises(ValueError, match="can't go back"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens remove tokens|not supported with stateful models"):
+        hf_generate(model, ids[:1], NEW, past_key_values=_cache(model, _group(world)), prompt_lookup_num_tokens=2)
+    with pytest.raises(
+        (ValueError, RuntimeError), match="a batch of 2 rows, not 1|Sizes of tensors"
+    ):  # zaya joins first
+        model(ids[:1], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+)
+def test_batches_of_transformers_own_generate(name):
+    run_distributed(_batch, 2, name)
+
+
+@pytest.mark.parametrize("name", NOT_CONTINUED)
+def test_a_scan_that_begins_anew_is_not_given_several_tokens(name):
+    model, ids = random_model(name), prompt(1, 9)
+    model.set_attn_implementation("tree")
+    cache = _cache(model, None)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="go on with one token at a time.*not with 2"):
+            model(ids[:, :2], past_key_values=cache)
+
+
+def test_served_together():
+    """Answers of a scheduler don't depend on other rows; several answers of one prompt copy its state."""
+    model = random_model("lfm2")
+    requests = [request(length, NEW) for length in (5, 9, 5)] + [request(7, NEW, n=2)]
+    want = [plain(model, r.prompt[None], NEW)[0][0].tolist() for r in requests]
+    model.set_attn_implementation("tree")
+    runner = tree_hf.Runner(model, _cache(model, None), chunk_size=8)
+    events = serve(Scheduler(runner, max_rows=4, max_waiting=8, keep_bytes=1 << 20), requests)
+    for found, own in zip(events, want, strict=True):
+        assert tokens_of(found) == own
+    assert tokens_of(events[-1], 1) == want[-1]
+
+
+def test_speculation_is_refused():
+    model = random_model("lfm2")
+    model.set_attn_implementation("tree")
+    runner = tree_hf.Runner(model, _cache(model, None))
+    with pytest.raises(ValueError, match="--num-speculative-tokens.*recurrent layers"):
+        Scheduler(runner, max_rows=1, max_waiting=1, speculation=Speculation(2, PromptLookup()))
+    with pytest.raises(ValueError, match="--draft-model has recurrent layers"):
+        DraftModel(runner, vocab_size=131)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.refuses(f"`{name}` in training", when=NO_TRAINING)) for name in HYBRIDS],
+)
+def test_training_on_shards_is_refused(name):
+    with pytest.raises(ValueError, match=r"recurrent state.*without register_sequence_parallel"):
+        tree_hf.train_on_shards(random_model(name))
+
+
+def test_what_knows_keys_and_values_only():
+    config = random_model("bamba").config
+    with pytest.raises(ValueError, match="recurrent layers: a synthetic cache is not supported"):
+        cache_shape(config)
+    with pytest.raises(ValueError, match="mamba_d_conv: models with recurrent layers are not planned"):
+        ModelSizes.of(config.to_dict())
+
+
+def test_weights_that_are_not_whole_are_refused():
+    pytest.importorskip("deepspeed")
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    for options in ({"weights": "sharded"}, {"tp_size": 2}):
+        with pytest.raises(ValueError, match="recurrent layers, whose weights and states are whole on every rank"):
+            tree_deepspeed.init_inference(random_model("bamba"), **options)
