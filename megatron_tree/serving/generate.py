@@ -90,7 +90,8 @@ def _run_one(args: Namespace, ready: Started) -> None:
             keep_logits=args.check and rank == 0,
         )
         say("" if args.stream else result.text, flush=True)
-    figures = time_figures(result, prefill=args.prefill, schedule=args.schedule)
+    prefill = "replicated" if conversation.runner.has_states else args.prefill
+    figures = time_figures(result, prefill=prefill, schedule=args.schedule)
     cache = conversation.runner.cache
     own = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
     own["weight_bytes"] = engine.weight_bytes

@@ -233,6 +233,7 @@ def refuses(feature, message, **arguments):
         refuses("mtp_num_layers", "without mtp_block_spec", options={"mtp_num_layers": 1}),
         refuses("sequence_parallel", "build the model for serving without it", options={"sequence_parallel": True}),
         refuses("cuda_graph_impl", "set it to 'none'", options={"cuda_graph_impl": "local"}),
+        refuses("experimental_attention_variant", "of another kind", options={"experimental_attention_variant": "dsa"}),
         refuses("fp8, fp4", "fp8='hybrid'.*without it", options={"fp8": "hybrid"}),
         refuses("moe_expert_capacity_factor", "other rows", options={"moe_expert_capacity_factor": 1.0}),
         refuses("apply_rope_fusion", "set it to False", options={"apply_rope_fusion": True}),

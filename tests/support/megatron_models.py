@@ -244,10 +244,10 @@ def mtp_losses():
         yield seen
 
 
-def forward_backward(case):
+def forward_backward(case, build=None):
     """(losses [n, b, s] of the last stage or None, gradients by parameter), of this rank's layers, summed over cp.
 
-    The losses are those of the model's output, then those of multi-token prediction.
+    The losses are those of the model's output, then those of multi-token prediction. build: default `build_model`.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -255,7 +255,7 @@ def forward_backward(case):
     if case.install:
         tree.install(tree_config=case.tree_config)
     try:
-        model = build_model(case)
+        model = (build or build_model)(case)
     finally:
         tree.uninstall()
 

@@ -84,7 +84,8 @@ def use_dispatched_documents(model: Any) -> Any:
     Args:
         model: a GPTModel with tree attention, also wrapped, or a list of model chunks. It is changed.
     Returns: the model.
-    Raises: ValueError for multi-token prediction and multimodal rotary embeddings, which need documents cut one by one.
+    Raises: ValueError for multi-token prediction, multimodal rotary embeddings, and recurrent layers, which need
+        documents cut one by one.
     """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for module in chunk.modules():
@@ -104,6 +105,11 @@ def watch_batches(model: Any) -> None:
 
 
 def _refuse(module: Any) -> None:
+    if compat.is_recurrent(module):
+        raise ValueError(
+            f"{type(module).__name__} (a layer with a recurrent state) needs packed documents that are cut one by one: "
+            "use Megatron's own packed batches (get_thd_batch_on_this_cp_rank)"
+        )
     kind = getattr(module, "position_embedding_type", None)
     for name, given in (
         ("mtp_num_layers", getattr(getattr(module, "config", None), "mtp_num_layers", None)),

@@ -45,6 +45,7 @@ REFUSED_OPTIONS = {
     "cuda_graph_impl": "set it to 'none'",
     "enable_cuda_graph": "set it to False",
     "external_cuda_graph": "set it to False",
+    "experimental_attention_variant": "layers of another kind would need a cache of their own",
     "fp8": _BUILD_ANEW,
     "fp4": _BUILD_ANEW,
     "fused_single_qkv_rope": "set it to False",

@@ -93,6 +93,11 @@ def mla_without_transformer_engine():
             mla.HAVE_TE = True
 
 
+def is_recurrent(module: Any) -> bool:
+    """Whether a module is a Mamba or GatedDeltaNet layer."""
+    return any(cls.__name__ in ("MambaMixer", "GatedDeltaNet") for cls in type(module).__mro__)
+
+
 def latent_projection(module: Any) -> nn.Module | None:
     """What makes keys and values of latents, if the module is a layer of multi-latent attention."""
     return getattr(module, "linear_kv_up_proj", None)
