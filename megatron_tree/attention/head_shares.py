@@ -43,7 +43,7 @@ def gather_heads(q: Tensor, shares: tuple[int, ...], group, *, transport: str, t
     if len(shares) == 1:
         return q
     mine = q.permute(2, 0, 1, 3)
-    if (missing := max(shares) - len(mine)) > 0:
+    if (missing := max(shares) - mine.shape[0]) > 0:
         mine = F.pad(mine, (0, 0, 0, 0, 0, 0, 0, missing))
     whole = comm.gather_sequence(mine.contiguous(), group, transport=transport, timeout_s=timeout_s)
     if min(shares) < max(shares):
@@ -72,7 +72,7 @@ def _rows(shares: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor
 
 def own_heads(merged: Tensor, num_heads: int) -> Tensor:
     """This rank's entry of `by_owner`, reduced, [longest share, b, s, w] -> [b, s, num_heads, w]."""
-    return (merged if len(merged) == num_heads else merged[:num_heads]).permute(1, 2, 0, 3)
+    return (merged if merged.shape[0] == num_heads else merged[:num_heads]).permute(1, 2, 0, 3)
 
 
 def slice_of(shares: tuple[int, ...], rank: int) -> slice:

@@ -41,7 +41,7 @@ class LayerPages:
 
         Raises: ValueError if heads, head_dim or dtype differ from those of earlier tokens.
         """
-        if self.k is not None and self._taken == _kinds(k, v) and num_pages <= len(self.k):
+        if self.k is not None and self._taken == _kinds(k, v) and num_pages <= self.k.shape[0]:
             return
         if self.k is None:
             self.dtype = k.dtype

@@ -92,7 +92,7 @@ class ShardedCache:
         if append.writes[kind]:
             tokens, slots = self._places(append, kind, k.shape[1], device)
             k, v = k.flatten(0, 1), v.flatten(0, 1)
-            if len(tokens) < len(k):  # in ascending order
+            if tokens.shape[0] < k.shape[0]:  # in ascending order
                 k, v = k[tokens], v[tokens]
             pages.write(slots, k, v)
 

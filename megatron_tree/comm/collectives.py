@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..merge import SumReducer
-from .group import group_rank, group_size
+from .group import GroupState, group_rank, group_size
 from .health.watchdog import Watchdog
 from .shared import SUMS, resolve_shared, shared
 from .team import Team, from_next, subgroup
@@ -219,12 +219,12 @@ def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: floa
     Unless the transport is builtin it is added up in rank order, in fp32 at least, so a row's bits don't depend on the
     batch either.
     """
-    n = group_size(group)
-    if n == 1:
+    state = GroupState.of(group)
+    if (n := state.size) == 1:
         return x
     transport = resolve_shared(group, x.device, transport, timeout_s=timeout_s)
     if transport == "shm" and x.dtype in SUMS:
-        return shared(group).sum(x.contiguous(), group, timeout_s)
+        return state.shared.sum(x.contiguous(), group, timeout_s)
     if transport == "builtin":
         return all_reduce(x.contiguous(), group, timeout_s=timeout_s)
     team = Team.flat(group, transport=transport, timeout_s=timeout_s)

@@ -182,6 +182,7 @@ class SharedMemory:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._team = _Team(memory=start, world=world, rank=rank, capacity=CAPACITY, fd=fd)
         self._ref, self._collective = ctypes.byref(self._team), _library().collective
+        self._watchdog: Watchdog | None = None
 
     @classmethod
     def make(cls, world: int) -> SharedMemory:
@@ -241,7 +242,7 @@ class SharedMemory:
         if states.dtype != torch.float32:
             return merge_packed(states)
         merged = states.new_empty(states.shape[1:])
-        sizes = len(states), merged.numel() // merged.shape[-1], merged.shape[-1]
+        sizes = states.shape[0], merged.numel() // merged.shape[-1], merged.shape[-1]
         _library().merge_states(states.data_ptr(), merged.data_ptr(), *sizes)
         return merged
 
@@ -253,7 +254,9 @@ class SharedMemory:
         """One collective of memory.c."""
         if _process != self._process:
             raise CommError("a forked process must create a process group of its own")
-        watchdog, world = Watchdog.of(group), self._team.world
+        if self._watchdog is None:
+            self._watchdog = Watchdog.of(group)
+        watchdog, world = self._watchdog, self._team.world
         watchdog.check_usable()
         sends = source in (_EVERYONE, self._team.rank)
         note(f"shared {name}", world, sends * num_bytes * (world if op == _EXCHANGE else 1))
