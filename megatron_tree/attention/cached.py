@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import comm, kernels
 from ..config import TreeConfig, default_config
-from ..layout import Segment
+from ..layout import Segment, in_chunks
 from . import decode
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares
@@ -118,6 +118,7 @@ def tree_prefill(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    attention_chunk_size: int | None = None,
     head_shares: Sequence[int] | None = None,
     config: TreeConfig | None = None,
 ) -> Tensor:
@@ -135,6 +136,7 @@ def tree_prefill(
         key_segments: the positions of this rank's keys; without a window or slopes, keys before the chunk may be in
             any order. Or a list of these for every group rank: then keys are gathered instead of queries, which sends
             less while there are few keys.
+        attention_chunk_size: queries see keys of their own chunk of so many positions only (Llama 4's local layers).
         head_shares: as in `tree_decode`: the queries' heads are sharded then, not their tokens. q holds all queries of
             the chunk, shares has one entry for them. With key_segments of all ranks k_cache has one head.
         Others as in `tree_decode`; comm_dtype of config is used as well.
@@ -155,6 +157,8 @@ def tree_prefill(
         options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
         spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
         check_sinks(sinks, q)
+        if attention_chunk_size is not None and (type(attention_chunk_size) is not int or attention_chunk_size < 1):
+            raise ValueError(f"attention_chunk_size={attention_chunk_size!r} must be a positive integer, or None")
         num_queries = [sum(count for _, count in runs) for runs in shares]
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
         if head_shares is not None and num_queries != [q.shape[1]]:
@@ -191,6 +195,7 @@ def tree_prefill(
             sinks=sinks is not None,
             head_shares=head_shares,
             shares=str(shares),
+            attention_chunk_size=attention_chunk_size,
             gathered="keys" if gathers_keys else "queries",
             config=config,
             topology=net.digest,
@@ -202,13 +207,16 @@ def tree_prefill(
             backend=backend,
             timeout_s=config.timeout_s,
         )
+        chunks = lambda x: x if attention_chunk_size is None else in_chunks(x, attention_chunk_size)  # noqa: E731
+        key_segments = [chunks(own) for own in key_segments] if gathers_keys else chunks(key_segments)
         if gathers_keys:
-            queries = _segments(shares if head_shares is not None else shares[rank : rank + 1], 0)
+            queries = chunks(_segments(shares if head_shares is not None else shares[rank : rank + 1], 0))
             options.update(q_segments=queries, k_segments=key_segments, expand=expand, latent=latent)
             out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **options)
         else:
             wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
-            options.update(q_segments=_segments(shares, max(num_queries)), k_segments=key_segments, wire=wire)
+            queries = chunks(_segments(shares, max(num_queries)))
+            options.update(q_segments=queries, k_segments=key_segments, wire=wire)
             if head_shares is None:
                 out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, expand=expand, **options)
             else:

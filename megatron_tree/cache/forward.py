@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..attention.cached import tree_prefill
+from ..attention.cached import tree_decode, tree_prefill
 from ..attention.step import DecodeStep
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..comm import Team
@@ -78,6 +79,8 @@ class ForwardPass:
     default_config: TreeConfig = field(default_factory=default_config)
     shares: list[list[tuple[int, int]]] | None = None
     """Sharded: by rank of all head groups, the tokens that it runs, as runs (position, count)."""
+    positions: Tensor | None = None
+    """int64 [b, n], those of the tokens that this rank runs, where the runner says so."""
     exchange: HeadsForTokens | None = None
     """Sharded, with several head groups: heads of the own tokens for tokens of the own heads."""
 
@@ -125,8 +128,9 @@ class ForwardPass:
             latent: how these heads read the cache, where it holds latents.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
-            config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, and alibi_slopes of all
-                heads of cp_group.
+            config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, alibi_slopes of all
+                heads of cp_group, and attention_chunk_size: a query sees its own chunk of so many tokens only, counted
+                from the first visible one.
         Returns: [b, n, h, d_v] in q's dtype.
         Raises: ValueError as `tree_decode`, and for `visible` of another size or in a sharded prefill.
         """
@@ -178,7 +182,7 @@ class ForwardPass:
 
     def _run_prefill(self, layer: int, q: Tensor, latent, num_queries: int, *, gather_keys: bool, **options) -> Tensor:
         store, kind, view = self.store, self.store.kind_of[layer], self.views[self.store.kind_of[layer]]
-        by_position = options.get("alibi_slopes") is not None
+        by_position = any(options.get(name) is not None for name in ("alibi_slopes", "attention_chunk_size"))
         segments = store.key_segments(self.append, kind, of_all_ranks=gather_keys, by_position=by_position)
         held = sum(segment.length for segment in (segments[store.book.rank] if gather_keys else segments))
         k, v = store.layers[layer].row(view.block_table, 0, held, q.dtype)
@@ -213,7 +217,17 @@ class ForwardPass:
         rows = [pages.row(view.block_table, i, n, dtype)[0][0] for i, n in enumerate(view.lengths.tolist())]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    def _decode(self, layer: int, q: Tensor, latent, visible: Tensor | None, *, config, **options) -> Tensor:
+    def _decode(
+        self,
+        layer: int,
+        q: Tensor,
+        latent,
+        visible: Tensor | None,
+        *,
+        config,
+        attention_chunk_size: int | None = None,
+        **options,
+    ) -> Tensor:
         pages, kind = self.store.layers[layer], self.store.kind_of[layer]
         num_queries, k, v, finish = q.shape[1], pages.k, pages.v, None
         # most of the keys are new: as many are made as there are queries
@@ -225,6 +239,7 @@ class ForwardPass:
             q, k, v = latent.absorb(q), k if pages.joined else self._held(layer, q.dtype), None
         config = config or self.default_config
         by_position = options.get("window_size", (-1, -1)) != (-1, -1) or options.get("alibi_slopes") is not None
+        by_position = by_position or attention_chunk_size is not None
         if k is pages.k:
             if (seen := self.seen.get((kind, by_position, id(visible)))) is None:
                 seen = visible, self._seen(kind, num_queries, visible, by_position, config, paged=True)
@@ -234,7 +249,11 @@ class ForwardPass:
             options.update(self._seen(kind, num_queries, visible, by_position, config, paged=False))
             if "cache_positions" in options:
                 options["cache_positions"] = options["cache_positions"][:, : k.shape[1]]
-        out, _ = self.step.decode(q, k, v, schedule=self.schedule, config=config, **options)
+        options.update(schedule=self.schedule, config=config)
+        if attention_chunk_size is None:
+            out, _ = self.step.decode(q, k, v, **options)
+        else:
+            out = self._decode_in_chunks(q, k, v, attention_chunk_size, visible, **options)
         return out if finish is None else finish(out)
 
     def _seen(
@@ -265,6 +284,22 @@ class ForwardPass:
         first = torch.tensor(self.append.first, device=device)[:, None]
         q_positions = first + torch.arange(num_queries, device=device)
         return {**seen, "q_positions": q_positions, "cache_positions": positions}
+
+    def _decode_in_chunks(self, q, k, v, size: int, visible, *, q_positions, cache_positions, **options) -> Tensor:
+        """Each query sees keys of its own chunk of `size` tokens: a call for queries up to where some row's ends."""
+        n = q.shape[1]
+        padding = [0] * len(self.rows) if visible is None else (visible.cumsum(1) == 0).sum(1).tolist()
+        starts = [first - hidden for first, hidden in zip(self.append.first, padding)]
+        cuts = sorted({0, n, *(i for start in starts for i in range(-start % size, n, size))})
+        parts = []
+        for i, end in itertools.pairwise(cuts):
+            begin = [(start + i) // size * size + hidden for start, hidden in zip(starts, padding)]
+            outside = cache_positions < torch.tensor(begin, device=q.device)[:, None]
+            positions = dict(
+                q_positions=q_positions[:, i:end], cache_positions=cache_positions.masked_fill(outside, -1)
+            )
+            parts.append(tree_decode(q[:, i:end], k, v, **positions, **options))
+        return torch.cat(parts, 1)
 
 
 def _makes_keys(latent: LatentHeads, num_queries: int, device: torch.device) -> bool:

@@ -2,7 +2,7 @@
 
 from .dispatch import spread_documents
 from .documents import Dispatched, Packed, document_bounds, packed_layout
-from .segments import Segment, by_document, join, positions_of, sequences_of, visible_rows
+from .segments import Segment, by_document, in_chunks, join, positions_of, sequences_of, visible_rows
 from .shards import (
     LAYOUTS,
     Layout,
@@ -29,6 +29,7 @@ __all__ = [
     "document_positions",
     "documents_over",
     "gathered_segments",
+    "in_chunks",
     "join",
     "packed_layout",
     "positions_of",

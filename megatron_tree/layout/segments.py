@@ -42,6 +42,15 @@ def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(done)
 
 
+def in_chunks(segments: Iterable[Segment], size: int) -> list[Segment]:
+    """Segments of one sequence, cut where a chunk of `size` positions begins; each chunk is a document of its own."""
+    found = []
+    for s in segments:
+        for chunk in range(s.pos // size, -(-(s.pos + s.length) // size)):
+            found.append(s.part(chunk * size, (chunk + 1) * size)._replace(seq=chunk))
+    return found
+
+
 def sequences_of(segments: Iterable[Segment], num_rows: int, *, device=None) -> Tensor:
     """int64 [num_rows]: the sequence each row belongs to, -1 for rows of no segment."""
     seq = torch.full((num_rows,), -1, dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.layout import Segment
 from support.attention import make_slopes
-from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk, same_everywhere
+from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle, prefill_chunk, same_everywhere
 from support.ranks import largest, run_distributed
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
@@ -57,6 +57,27 @@ def test_prefill_in_chunks(world, page_size):
     # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
     for worst in run_distributed(_prefill, world, page_size):
         assert largest(worst.values()) < 3e-6, worst
+
+
+def _prefill_of_attention_chunks(rank, world):
+    """Queries see their own chunk of 11 positions: prompts that end inside a chunk, keys or queries gathered."""
+    worst, size = [], 11
+    chunk_of = torch.arange(59) // size
+    for gathers_keys in (False, True):
+        q, k, v = decode_inputs(1, 59, 59, dtype=torch.float32)
+        cache, row = cache_of(rank, world, {}, 4)
+        options = {"attention_chunk_size": size}
+        for new in (slice(0, 7), slice(7, 37), slice(37, 59)):
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+            keep = (chunk_of[new, None] == chunk_of[: new.stop]) & torch.ones(59, 59).tril()[new, : new.stop].bool()
+            truth, _ = decode_oracle(q[:, new], k[:, : new.stop], v[:, : new.stop], keep)
+            worst.append((out - truth[:, mine]).abs().max().item() if mine else 0.0)
+    return largest(worst)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_prefill_where_queries_see_their_own_chunk(world):
+    assert largest(run_distributed(_prefill_of_attention_chunks, world)) < 3e-6
 
 
 def _prefill_with_triton(rank, world):

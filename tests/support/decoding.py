@@ -55,7 +55,8 @@ def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
     cache.write(0, append, k[:, given], v[:, given])
     view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
     keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
-    ranks, by_position = range(world) if gathers_keys else (rank,), "alibi_slopes" in options
+    by_position = not options.keys().isdisjoint(("alibi_slopes", "attention_chunk_size"))
+    ranks = range(world) if gathers_keys else (rank,)
     segments = [cache.book.key_segments(row, 0, first, r, by_position=by_position) for r in ranks]
     segments = segments if gathers_keys else segments[0]
     q = q[:, torch.tensor(mine, dtype=torch.int64)]

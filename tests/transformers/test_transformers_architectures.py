@@ -49,7 +49,6 @@ OTHER_LAYERS = {
     "deepseek_v32": "indexed_attention",
     "deepseek_v4": "compressed_sparse_attention",
     "gemma3n": "dummy",
-    "llama4": "chunked_attention",
     "qwen4_exp_text": "indexed_attention",
 }
 OTHER_REASONS = {

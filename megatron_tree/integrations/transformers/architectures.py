@@ -12,6 +12,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv")
 BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
+CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see chunked.py
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
 REPLACED = ("bloom", "falcon", "mpt")  # own_code.py replaces their attention
 INSTEAD = "Use attn_implementation='sdpa' or 'eager', and the model's own cache"
@@ -69,6 +70,7 @@ def layers_of(config) -> list[Layer]:
     own_kinds = getattr(text, "layer_types", None) or kinds
     plain = [kind == "dummy" and own in PLAIN_TYPES for kind, own in zip(kinds, own_kinds, strict=True)]
     known = LAYER_TYPES + RECURRENT_TYPES + BOTH_TYPES
+    known += ("chunked_attention",) if text.model_type in CHUNKED else ()
     others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
     if others or getattr(text, "num_kv_shared_layers", 0):
         found = ", ".join(others) or "layers that share their keys and values"
@@ -77,9 +79,11 @@ def layers_of(config) -> list[Layer]:
             f"with keys and values of their own, and recurrent ones ({', '.join(RECURRENT_TYPES + BOTH_TYPES)}). "
             f"{INSTEAD}"
         )
+    windows = [None if kind == "chunked_attention" else own.get("sliding_window") for kind, own in zip(kinds, options)]
+    attending = (*LAYER_TYPES, *BOTH_TYPES, "chunked_attention")
     return [
-        Layer(kind in LAYER_TYPES + BOTH_TYPES, own.get("sliding_window"), own.get("number_of_states", 0))
-        for kind, own in zip(kinds, options, strict=True)
+        Layer(kind in attending, window, own.get("number_of_states", 0))
+        for kind, window, own in zip(kinds, windows, options, strict=True)
     ]
 
 

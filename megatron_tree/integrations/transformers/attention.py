@@ -26,9 +26,10 @@ from transformers import AttentionInterface
 from ...attention.cached import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import collective_call
-from ...config import default_config
-from .architectures import WINDOW_IN_MASK, check_replaceable
+from ...config import AttnSlice, default_config
+from .architectures import CHUNKED, WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache
+from .chunked import chunk_size, with_own_temperature
 from .latent import latent_heads
 from .layers import TreeCacheLayer, Update, current_run, last_update
 from .own_code import replace_own_code
@@ -110,7 +111,10 @@ def tree_attention(
             f"configuration gives the cache {update.cache.window(layer_idx)}: tokens that it needs may be gone. Use "
             "attn_implementation='sdpa' for this model, and Transformers' own cache"
         )
-    cache = update.cache
+    cache, chunk = update.cache, chunk_size(module)
+    if chunk is not None:
+        options["attention_chunk_size"] = chunk
+    q = with_own_temperature(module, q, update.forward)
     latent = latent_heads(module) if cache.latent else None
     out = update.forward.attend(
         cache.slot_of[layer_idx], q, latent=latent, visible=attention_mask, config=cache.tree_config, **options
@@ -154,6 +158,15 @@ def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_
             "TreeCache. attn_implementation='tree' works with past_key_values=TreeCache(model.config, ...) or with "
             "use_cache=False; Transformers' own caches and layers that share keys and values are not supported"
         )
+    if (chunk := chunk_size(module)) is not None:
+        if attention_mask is not None:
+            raise ValueError(
+                f"{type(module).__name__}: attention_mask with padding in chunked layers needs a TreeCache"
+            )
+        n = q.shape[1]
+        spans = [(i, min(i + chunk, n)) for i in range(0, n, chunk)]
+        ranges = [AttnSlice(span, span, "causal") for span in spans]
+        return tree_attn_func(q, k, v, cp_group=None, ranges=ranges, layout="contiguous", **options)
     if attention_mask is None:
         return tree_attn_func(q, k, v, cp_group=None, causal=True, layout="contiguous", **options)
     if torch.is_grad_enabled() and q.requires_grad:
@@ -201,7 +214,8 @@ def tree_mask(
     The attention function applies causality and the window. Transformers reports any other mask (packed
     sequences, bidirectional parts, functions given by the user) by allow_is_causal_skip=False or use_vmap=True.
     """
-    if not allow_is_causal_skip or use_vmap or getattr(config, "attention_chunk_size", None):
+    chunked = getattr(config, "attention_chunk_size", None) and config.model_type not in CHUNKED
+    if not allow_is_causal_skip or use_vmap or chunked:
         raise ValueError(
             f"{type(config).__name__} asks for a mask that is more than causal, sliding window and padding (packed "
             "sequences, chunked or bidirectional attention); attn_implementation='tree' does not support it. Use 'sdpa'"

@@ -233,9 +233,12 @@ class TreeCache(Cache):
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest row; during a run of the model those before it."""
+        """Tokens of the longest row; in a run of the model those before it, until this layer has stored its own."""
         if self._forward is not None:
             return max(self._forward.append.first)
+        running = None if self._batch_run is None else self._batch_run.forward
+        if running is not None and layer_idx in self.slot_of and self.slot_of[layer_idx] not in running.written:
+            return max(running.append.first)
         return max((self.store.book.rows[row].length for row in self.rows), default=0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -57,7 +57,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._cache.update(key_states, value_states, self._layer_idx)
 
     def get_seq_length(self) -> int:
-        return self._cache.get_seq_length()
+        return self._cache.get_seq_length(self._layer_idx)
 
     def get_max_length(self) -> int:
         return -1

@@ -117,6 +117,7 @@ class Runner(RowRunner):
         return tokens
 
     def _run(self, forward, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
+        forward.positions = positions
         with self._whole_rows(forward):
             output = self.model(
                 input_ids=tokens,

@@ -30,7 +30,7 @@ from ...attention.sequences import dispatch_documents, shard_sequence
 from ...comm import all_reduce, group_size
 from ...config import TreeConfig, default_config
 from ...layout import Dispatched
-from .architectures import check_trainable
+from .architectures import CHUNKED, check_trainable
 from .cache import TreeCache
 from .rope import follow_whole_rows, row_lengths
 from .tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
@@ -260,6 +260,8 @@ def train_on_shards(
         raise ValueError(f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel)")
     windows = check_trainable(model.config)
     text = model.config.get_text_config(decoder=True)
+    if text.model_type in CHUNKED:
+        raise ValueError(f"{type(model).__name__} has chunked_attention layers: it can't be trained on shards")
     if getattr(text, "output_router_logits", False):
         raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; set it to False")
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):

@@ -1,0 +1,105 @@
+"""Llama 4's chunked layers over a sharded cache, past several chunks: tokens and logits equal plain Transformers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_distributed
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+import transformers
+from support.hf_models import hf_generate, left_padded, plain, prompt
+from transformers import AutoModelForCausalLM
+
+NEW, CHUNK = 6, 7
+
+
+def make():
+    """Three chunked layers and one without positions, whose queries grow warmer from token 5 on."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=16,
+        intermediate_size_mlp=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        attention_chunk_size=CHUNK,
+        floor_scale=5,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        max_position_embeddings=128,
+    )
+    assert config.layer_types.count("chunked_attention") == 3 and len(set(config.layer_types)) == 2
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.normal_(std=0.2)
+    return model
+
+
+def _close(got, want, what):
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error < 5e-5, f"{what}: {error:.1e}"
+
+
+def _served(rank, world):
+    model, ids = make(), prompt(2, 37)
+    padded, mask = left_padded(2, 17)
+    want, of_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
+    with torch.no_grad():
+        alone = [model(ids[:1]).logits[0], model(ids[1:, :17]).logits[0]]
+    model.set_attn_implementation("tree")
+    new_cache = lambda: tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, block_size=2)  # noqa: E731
+    result = tree_hf.generate(model, ids, cache=new_cache(), max_new_tokens=NEW, chunk_size=16, keep_logits=True)
+    for what, (tokens, logits), (want_tokens, want_logits) in (
+        ("generate", (result.tokens, torch.stack(result.logits, 1)), want),
+        ("model.generate", hf_generate(model, ids, NEW, past_key_values=new_cache()), want),
+        ("left padding", hf_generate(model, padded, NEW, mask, past_key_values=new_cache()), of_padded),
+    ):
+        _close(logits, want_logits, what)
+        assert torch.equal(tokens, want_tokens), what
+    runner = tree_hf.Runner(model, new_cache(), chunk_size=16)
+    rows = [runner.add(), runner.add()]
+    for row, own, length in zip(rows, ids, (33, 13)):
+        runner.prefill(row, own[:length])
+    steps = runner.step(rows, torch.stack((ids[0, 33:], ids[1, 13:17])))  # across a boundary, not at the same token
+    for own, truth in zip(steps, alone):
+        _close(own, truth[-4:], "ragged rows")
+    with torch.no_grad():
+        _close(model(ids, use_cache=False).logits[0], alone[0], "no cache")
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(2, marks=pytest.mark.supports("`llama4_text`", with_="left padding, ragged rows; 2 ranks")),
+        pytest.param(
+            4,
+            marks=[pytest.mark.supports("`llama4_text`", with_="left padding, ragged rows; 4 ranks"), pytest.mark.slow],
+        ),
+    ],
+)
+def test_served(world):
+    run_distributed(_served, world)
+
+
+@pytest.mark.refuses("`llama4_text` in training", when="it is set up: chunked_attention")
+def test_refused_in_training():
+    with pytest.raises(ValueError, match="chunked_attention layers"):
+        tree_hf.train_on_shards(make())
+
+
+def test_padding_without_a_cache_is_refused():
+    model = make()
+    model.set_attn_implementation("tree")
+    ids, mask = left_padded(2, 9)
+    with torch.no_grad(), pytest.raises(ValueError, match="padding in chunked layers needs a TreeCache"):
+        model(ids, attention_mask=mask, use_cache=False)
