@@ -16,7 +16,7 @@ from ..config import TreeConfig, default_config
 from ..layout import Segment, in_chunks
 from . import decode
 from .finite import check_finite_cache
-from .head_shares import all_heads_of, check_head_shares
+from .head_shares import all_heads_of, check_head_shares, has_all_heads, own_queries
 from .spec import make_spec
 from .step import DecodeStep
 from .topology import GroupTopology
@@ -68,7 +68,8 @@ def tree_decode(
         alibi_slopes: as in `tree_attn_func`, of all heads; with positions.
         head_shares: query heads of every rank of cp_group, in rank order. q, sinks and the results are then those of
             this rank's heads (possibly none): q is gathered here, and "scatter" ends after its first half, in which
-            each rank merges what it keeps. For weights that are split over the ranks of the cache.
+            each rank merges what it keeps. For weights that are split over the ranks of the cache. If every rank
+            computes the queries of all heads, q may have them all, and none are gathered; sinks and results stay own.
         schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
             (inside nodes first), "ring" (baseline).
         config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s, check and deterministic are used.
@@ -156,11 +157,11 @@ def tree_prefill(
             check_latents(q, k_cache, v_cache, head_dim_v)
         options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
         spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
-        check_sinks(sinks, q)
+        rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
+        check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
         if attention_chunk_size is not None and (type(attention_chunk_size) is not int or attention_chunk_size < 1):
             raise ValueError(f"attention_chunk_size={attention_chunk_size!r} must be a positive integer, or None")
         num_queries = [sum(count for _, count in runs) for runs in shares]
-        rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
         if head_shares is not None and num_queries != [q.shape[1]]:
             raise ValueError(
                 f"q has {q.shape[1]} queries, but shares={num_queries}: with head_shares one entry for all"
@@ -194,6 +195,7 @@ def tree_prefill(
             spec=spec,
             sinks=sinks is not None,
             head_shares=head_shares,
+            gathers_heads=not has_all_heads(q, head_shares),
             shares=str(shares),
             attention_chunk_size=attention_chunk_size,
             gathered="keys" if gathers_keys else "queries",
@@ -212,6 +214,7 @@ def tree_prefill(
         if gathers_keys:
             queries = chunks(_segments(shares if head_shares is not None else shares[rank : rank + 1], 0))
             options.update(q_segments=queries, k_segments=key_segments, expand=expand, latent=latent)
+            q = q if head_shares is None else own_queries(q, head_shares, rank)
             out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **options)
         else:
             wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype

@@ -154,11 +154,11 @@ def prefill_of_heads(
     q, k, v, sinks, *, head_shares: tuple[int, ...], q_segments, k_segments, spec: AttnSpec, group, transport: str,
     wire: torch.dtype, backend: kernels.Backend, timeout_s: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`prefill` of queries whose heads are sharded, not their tokens: q [b, n, h_local, d] of all n tokens.
+    """`prefill` of queries whose heads are sharded, not their tokens: q [b, n, h_local or h, d] of all n tokens.
 
     The heads are gathered, and the partial states reduced so that every rank ends with those of its own heads.
     """
-    num_heads, team = q.shape[2], _team(group, transport, timeout_s)
+    num_heads, team = head_shares[comm.group_rank(group)], _team(group, transport, timeout_s)
     q = gather_heads(q, head_shares, group, transport=transport, timeout_s=timeout_s)
     out, lse = backend.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
     if team.size > 1:

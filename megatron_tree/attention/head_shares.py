@@ -1,7 +1,7 @@
 """Queries whose heads are split over the ranks of a cache: heads are gathered, and each rank gets its own ones back.
 
 `shares` holds the number of heads of every rank, in rank order. In a message every rank's heads are padded to the
-longest share, so that all messages are of one size.
+longest share, so that all messages are of one size. Ranks that compute the queries of all heads have nothing to gather.
 """
 
 from __future__ import annotations
@@ -17,30 +17,39 @@ from .. import comm
 
 
 def check_head_shares(shares: Sequence[int] | None, q: Tensor, group) -> tuple[int, ...] | None:
-    """The shares as a tuple; ``ValueError`` unless there is one for each rank, and q has this rank's heads."""
+    """The shares as a tuple; ``ValueError`` unless there is one for each rank, and q has this rank's heads or all."""
     if shares is None:
         return None
     world, rank = comm.group_size(group), comm.group_rank(group)
     shares = tuple(shares)
     if len(shares) != world or any(not isinstance(n, int) or n < 0 for n in shares) or not sum(shares):
         raise ValueError(f"head_shares={list(shares)} must hold the number of query heads of each of the {world} ranks")
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[2] != shares[rank]:
+    is_known = isinstance(q, Tensor) and q.dim() == 4
+    if not is_known or not (q.shape[2] == shares[rank] or has_all_heads(q, shares)):
         seen = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(
             f"q must be [batch, sequence, {shares[rank]} heads, head_dim], since head_shares={list(shares)} gives "
-            f"rank {rank} of cp_group {shares[rank]} heads; got {seen}"
+            f"rank {rank} of cp_group {shares[rank]} heads, or, on all ranks, have all {sum(shares)}; got {seen}"
         )
     return shares
 
 
+def has_all_heads(q: Tensor, shares: tuple[int, ...] | None) -> bool:
+    """Whether q [b, s, any, d] has the heads of all ranks, so that none are gathered.
+
+    If one rank has all of them by its share, the others can't know what it means: they are gathered.
+    """
+    return shares is None or len(shares) == 1 or q.shape[2] == sum(shares) > max(shares)
+
+
 def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
     """A stand-in of the shape that q [b, s, h_local, d] has when all heads are gathered, without memory of its own."""
-    return q if shares is None else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
+    return q if has_all_heads(q, shares) else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
 
 
 def gather_heads(q: Tensor, shares: tuple[int, ...], group, *, transport: str, timeout_s: float) -> Tensor:
     """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order."""
-    if len(shares) == 1:
+    if has_all_heads(q, shares):
         return q
     mine = q.permute(2, 0, 1, 3)
     if (missing := max(shares) - mine.shape[0]) > 0:
@@ -68,6 +77,11 @@ def _rows(shares: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor
     return torch.tensor([min(head, sum(shares) - 1) for head in heads], device=device), torch.tensor(
         rows, device=device
     )
+
+
+def own_queries(q: Tensor, shares: tuple[int, ...], rank: int) -> Tensor:
+    """q [b, s, h_local or h, d] -> [b, s, h_local, d]."""
+    return q[:, :, slice_of(shares, rank)] if has_all_heads(q, shares) else q
 
 
 def own_heads(merged: Tensor, num_heads: int) -> Tensor:

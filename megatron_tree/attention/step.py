@@ -17,7 +17,7 @@ from ..log import say_once
 from ..plan import plan_decode
 from .decode import DecodeCall
 from .finite import check_finite_cache
-from .head_shares import all_heads_of, check_head_shares
+from .head_shares import all_heads_of, check_head_shares, has_all_heads
 from .spec import make_spec
 from .topology import GroupTopology
 from .validate import (
@@ -117,7 +117,8 @@ def _checked(
         check_cache(whole, k_cache, v_cache)
     options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
     spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
-    check_sinks(sinks, q)
+    num_heads = q.shape[2] if head_shares is None else head_shares[comm.group_rank(group)]
+    check_sinks(sinks, q, num_heads)
     slots = k_cache.shape[1] if paged is None else paged.block_table.shape[1] * k_cache.shape[1]
     visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
     masked = visible.needs_mask(paged is not None)
@@ -136,6 +137,7 @@ def _checked(
         spec=spec,
         sinks=sinks is not None,
         head_shares=head_shares,
+        gathers_heads=not has_all_heads(q, head_shares),
         schedule=schedule,
         positions=q_positions is not None,
         paged=paged is not None,
@@ -168,7 +170,7 @@ def _checked(
         backend=backend,
         timeout_s=config.timeout_s,
         rows=tuple(q.shape[:2]),
-        num_heads=q.shape[2],
+        num_heads=num_heads,
         head_shares=head_shares if world > 1 else None,
         head_dim_v=v_cache.shape[3],
         latent=latent,

@@ -128,14 +128,15 @@ def _check_heads(
         raise ValueError(f"{k_name} has head_dim {k.shape[3]} but q has {q.shape[3]}: they must be equal and positive")
 
 
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """sinks [h] on q's device, floating point, or None."""
+def check_sinks(sinks: Tensor | None, q: Tensor, num_heads: int | None = None) -> None:
+    """sinks [h] on q's device, floating point, or None. num_heads: h, by default that of q."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[2],) or not sinks.is_floating_point():
+    num_heads = q.shape[2] if num_heads is None else num_heads
+    if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (num_heads,) or not sinks.is_floating_point():
         seen = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
         raise ValueError(
-            f"sinks must be a floating-point tensor of one logit per query head, [{q.shape[2]}], got {seen}"
+            f"sinks must be a floating-point tensor of one logit per query head, [{num_heads}], got {seen}"
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks is on device {sinks.device} but q is on {q.device}: move them to one device")

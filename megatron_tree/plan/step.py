@@ -7,7 +7,8 @@ All ways share the cache's tokens. They differ in the weights:
     sharded           all N ranks share the weights: K head groups of N / K neighbours, which share the tokens; queries
                       are gathered inside a head group, and every rank gets the results of its own heads; MLA's
                       projections into latents are split, too, and what they give is gathered, where that is faster
-    Helix             as sharded, but each rank of a head group computes all of its queries (arXiv 2507.07120)
+    Helix             as sharded, but each rank of a head group computes all of its queries (arXiv 2507.07120);
+                      `init_inference(queries="repeated")` is this way for models without MLA
     DCP               as sharded, but states are merged by an all-gather of lse and a reduce-scatter of the outputs
                       (vLLM's decode context parallelism)
 
@@ -76,6 +77,16 @@ def splits_latents(
     saved = sum(words for words, _ in projections) * bytes_per_word * (1 - 1 / world)
     messages = (gathered(placed, batch * columns / world * bytes_per_word)[0] for _, columns in projections)
     return sum(messages) < saved / placed.topology.memory_bandwidth
+
+
+def repeats_queries(
+    placed: PlacedTopology, projection: tuple[float, float], bytes_per_word: int, batch: int = 1
+) -> bool:
+    """Whether a decode step is faster if each rank of a head group computes all of its queries, which are then not
+    gathered. placed: of a head group. projection: of a layer: words of its weights, and columns of its result."""
+    words, columns = projection
+    more = words * bytes_per_word * (1 - 1 / placed.world) / placed.topology.memory_bandwidth
+    return more < gathered(placed, batch * columns / placed.world * bytes_per_word)[0]
 
 
 class _Step(NamedTuple):

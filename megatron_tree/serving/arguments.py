@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
 WEIGHTS = ("replicated", "sharded")
+QUERIES = ("split", "repeated", "auto")
 NUM_DRAFTED = 4  # tokens that a draft model proposes
 SWITCH = argparse.BooleanOptionalAction
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
@@ -144,6 +145,9 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
     add("--weights", choices=WEIGHTS, default="replicated", help="sharded: all ranks share the weights and the cache, "
         "also with fewer KV heads than ranks; leave the two sizes above out (default: replicated over the ranks that "
         "share the cache)")  # fmt: skip
+    add("--queries", choices=QUERIES, default="split", help="with --weights sharded, in ranks that have the same KV "
+        "heads: split: each computes some queries, and all are gathered; repeated: each computes all of them, with "
+        "more weights; auto: what is predicted to be faster (default: split)")  # fmt: skip
     if prefill:
         add("--prefill", choices=PREFILLS, default="sharded", help="each rank runs its share of the prompt, or all "
             "of it")  # fmt: skip
@@ -263,6 +267,8 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
             f"--weights sharded splits weights and cache over all {world_size} ranks: leave --context-parallel-size "
             "and --tensor-model-parallel-size out"
         )
+    if args.queries != "split" and args.weights != "sharded":
+        raise ValueError(f"--queries {args.queries} is for --weights sharded, not {args.weights}: leave it out")
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
         raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")
     _check_speculation(args)

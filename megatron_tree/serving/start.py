@@ -128,6 +128,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         sp_size=args.context_parallel_size,
         tp_size=args.tensor_model_parallel_size,
         weights=args.weights,
+        queries=args.queries,
         dtype=dtype,
         block_size=args.cache_block_size,
         cache_dtype=args.cache_dtype,

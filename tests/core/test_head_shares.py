@@ -63,7 +63,7 @@ def _pages(rank, world, page_size):
             out, lse = (own(torch.cat(x), shares, rank, dim) for x, dim in zip(zip(*truth), (2, 1)))
             for schedule in DECODE_SCHEDULES:
                 o, l = tree_decode(
-                    own(q, shares, rank, 2),
+                    q if dtype == "int8" else own(q, shares, rank, 2),  # all heads, or those of this rank
                     pages.k,
                     pages.v,
                     cp_group=dist.group.WORLD,
@@ -101,6 +101,8 @@ def _same_bits(rank, world):
         whole = tree_decode(q, k[:, mine], v[:, mine], config=config, **call)
         out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, config=config, **call)
         assert torch.equal(out, own(whole, shares, rank, 2)), transport
+        of_all = tree_decode(q, k[:, mine], v[:, mine], head_shares=shares, config=config, **call)
+        assert torch.equal(of_all, out), transport
     out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, cp_group=dist.group.WORLD)
     return float((out - own(decode_oracle(q, k, v, None)[0], shares, rank, 2)).abs().max())
 
@@ -140,8 +142,9 @@ def _prefill(rank, world, page_size):
             cache.write(0, append, k[:, begin:end], v[:, begin:end])
             view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
             held = int(view.lengths[0])
+            queries = q[:, begin:end]
             out = tree_prefill(
-                own(q[:, begin:end], shares, rank, 2),
+                queries if begin == 7 else own(queries, shares, rank, 2),  # all heads, or those of this rank
                 *gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype),
                 cp_group=dist.group.WORLD,
                 shares=[[(begin, end - begin)]],
@@ -149,7 +152,7 @@ def _prefill(rank, world, page_size):
                 head_shares=shares,
                 **mine,
             )
-            truth = own(cached_oracle(q[:, begin:end], k[:, :end], v[:, :end], begin, **options)[0], shares, rank, 2)
+            truth = own(cached_oracle(queries, k[:, :end], v[:, :end], begin, **options)[0], shares, rank, 2)
             assert out.shape == truth.shape
             worst = largest((worst, (out - truth).abs().max())) if shares[rank] else worst
     return worst
@@ -167,9 +170,10 @@ def _refusals(rank, world):
         with pytest.raises(ValueError) as error:
             tree_decode(q[:, :, :heads], k, v, cp_group=dist.group.WORLD, head_shares=shares)
         said.append(str(error.value))
-    with pytest.raises(ValueError) as error:
-        tree_decode(q[:, :, :2], k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], sinks=torch.zeros(4))
-    said.append(str(error.value))
+    for queries, sinks in ((q[:, :, :2], torch.zeros(4)), (q, torch.zeros(4)), (q[:, :, : 4 - 2 * rank], None)):
+        with pytest.raises(ValueError) as error:
+            tree_decode(queries, k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], sinks=sinks)
+        said.append(str(error.value))
     tokens = dict(shares=[[(0, 1)]] * 2, key_segments=[])
     with pytest.raises(ValueError) as error:
         tree_prefill(q[:, :, :2], k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], **tokens)
@@ -185,6 +189,8 @@ def test_refusals_name_the_shares():
         "head_shares=[0, 0] must hold",
         "head_shares=[2.0, 2.0] must hold",
         "one logit per query head, [2]",
+        "one logit per query head, [2]",
+        "gathers_heads",
         "with head_shares one entry for all",
     )
     for said in run_distributed(_refusals, 2):

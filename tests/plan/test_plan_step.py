@@ -11,7 +11,7 @@ from megatron_tree.plan import load_topology, place
 from megatron_tree.plan.__main__ import main
 from megatron_tree.plan.cost import placed_topology
 from megatron_tree.plan.model import ModelSizes
-from megatron_tree.plan.step import WAYS, plan_step, splits_latents
+from megatron_tree.plan.step import WAYS, plan_step, repeats_queries, splits_latents
 
 LLAMA, DEEPSEEK = (ModelSizes.of(config) for config in MODELS.values())
 DGX = load_topology("dgx_h100")
@@ -71,6 +71,16 @@ def test_projections_into_latents_are_split_where_that_is_faster():
         both = [(DEEPSEEK.shared / 2, DEEPSEEK.shared / DEEPSEEK.hidden_size / 2)] * 2
         assert splits_latents(placed, both, 2) == splits
         assert splits_latents(placed, [(1e12, 1.0)], 2) and not splits_latents(placed, [(1.0, 1.0)], 2)
+
+
+def test_queries_are_repeated_where_that_is_faster():
+    """For 70B on GPUs, as the planner predicts for a whole step; not on ranks that read slowly."""
+    slow = dataclasses.replace(load_topology("laptop"), memory_bandwidth=1e9)
+    for topology, hosts, repeated in ((DGX, [0, 0, 1, 1], True), (slow, [0] * 4, False)):
+        placed = placed_topology(topology, place(topology, hosts))
+        assert repeats_queries(placed, (1024 * 8192, 1024), 2) == repeated  # 8 of 64 heads of 128
+    found = costs(LLAMA, 32)
+    assert found["Helix"].time_s < found["sharded"].time_s
 
 
 def test_one_rank_sends_nothing():

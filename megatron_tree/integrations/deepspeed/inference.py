@@ -21,13 +21,15 @@ from torch import Tensor
 
 import deepspeed
 
+from ... import comm
 from ...attention.topology import GroupTopology
 from ...comm import neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
+from ...plan import place
 from ...plan.cost import placed_topology
-from ...plan.step import splits_latents
+from ...plan.step import repeats_queries, splits_latents
 from ..transformers.architectures import has_states
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
@@ -47,6 +49,7 @@ REFUSED = {
     "enable_cuda_graph": "the cache grows, so steps can't be replayed",
 }
 WEIGHTS = ("replicated", "sharded")
+QUERIES = ("split", "repeated", "auto")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -109,6 +112,7 @@ def init_inference(
     tp_size: int = 1,
     weights: str = "replicated",
     split_latents: bool | None = None,
+    queries: str = "split",
     dtype: torch.dtype | None = None,
     block_size: int = 16,
     cache_dtype: str = "auto",
@@ -130,6 +134,10 @@ def init_inference(
             then left out.
         split_latents: with weights="sharded" and latent attention: whether the ranks share its projections into
             latents, too, and gather what they give. Default: what the planner predicts to be faster.
+        queries: with weights="sharded" and fewer KV heads than ranks: "split", a rank computes the queries of its own
+            heads, and they are gathered among the ranks with the same KV heads; "repeated", each of these computes
+            all of them, which sends less but takes memory for more weights (Helix, arXiv 2507.07120); "auto", what
+            the planner predicts to be faster. Models with latent attention are not repeated.
         dtype: of weights and cache; default the model's.
         block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
@@ -145,6 +153,7 @@ def init_inference(
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     check_choice("weights", weights, WEIGHTS)
+    check_choice("queries", queries, QUERIES)
     folder = None
     if isinstance(model, (str, Path)):
         folder = Path(model)
@@ -163,7 +172,7 @@ def init_inference(
                 f"weights='sharded' splits weights and cache over all {world} ranks: leave sp_size={sp_size} and "
                 f"tp_size={tp_size} out"
             )
-        layout = plan_pieces(model, world, rank)
+        layout = plan_pieces(model, world, rank, repeat_queries=queries == "repeated")
     else:
         sp_size = _check_sizes(world, sp_size, tp_size, model_config)
     if split_latents is not None and not (layout and layout.gathered):
@@ -171,6 +180,8 @@ def init_inference(
             f"split_latents={split_latents} is for weights='sharded' and models with latent attention, but weights="
             f"{weights!r} and the model is a {type(model).__name__}: leave it out"
         )
+    if queries != "split" and layout is None:
+        raise ValueError(f"queries={queries!r} is for weights='sharded', but weights={weights!r}: leave it out")
     if dtype not in DTYPES or dtype not in get_accelerator().supported_dtypes():
         raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {get_accelerator().device_name()} supports")
     options = _merge_options(config, options)
@@ -194,6 +205,8 @@ def init_inference(
             if split_latents is None:
                 split_latents = _splits_latents(layout, dtype, tree)
             layout = plan_pieces(model, world, rank, split_latents=split_latents)
+        elif queries == "auto" and layout.heads.size > 1 and _repeats_queries(layout, dtype, tree):
+            layout = plan_pieces(model, world, rank, repeat_queries=True)
         sp_size, tp_size = layout.heads.size, world
         sp_group = neighbours(_token_group(), sp_size, timeout_s=timeout_s)
         cache_options |= {"head_shares": layout.heads.shares, "weights_group": _token_group()}
@@ -227,6 +240,15 @@ def _splits_latents(layout: Layout, dtype: torch.dtype, tree: TreeConfig) -> boo
     net = GroupTopology.over_cache(_token_group(), device, tree)
     placed = placed_topology(net.topology, net.placement)
     return splits_latents(placed, layout.latent_projections, dtype.itemsize)
+
+
+def _repeats_queries(layout: Layout, dtype: torch.dtype, tree: TreeConfig) -> bool:
+    """Whether the planner predicts that steps are faster if queries are repeated in a head group. Collective."""
+    device = torch.device(get_accelerator().current_device_name())
+    topology = GroupTopology.over_cache(_token_group(), device, tree).topology
+    hosts = comm.hosts(_token_group(), timeout_s=tree.timeout_s)
+    placed = placed_topology(topology, place(topology, hosts[: layout.heads.size]))  # all decide by the first group
+    return repeats_queries(placed, layout.query_projection, dtype.itemsize)
 
 
 def _token_group():

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pieces import Layout, Piece, even_shares
+from .head_groups import even_shares
+from .pieces import Layout, Piece
 
 
 class Parts(NamedTuple):

@@ -33,7 +33,8 @@ from ...comm import (
 from ...merge import SumReducer
 from ...plan.prefill import PrefillPlan, PrefillSizes, plan_prefill
 from .gathered import Parts, num_words, own_part, whole_parameters
-from .pieces import Layout, even_shares
+from .head_groups import even_shares
+from .pieces import Layout
 
 running: contextvars.ContextVar[Run | None] = contextvars.ContextVar("run_of_own_tokens", default=None)
 """The run that the model is in."""

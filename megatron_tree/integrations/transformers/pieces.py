@@ -2,7 +2,8 @@
 
 N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a head group share the tokens of the cache
 of their KV heads. So cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
-output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Latent attention
+output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. (Queries may be
+split over the head groups, too: then each rank of a group computes those of all its heads.) Latent attention
 has one KV head, so all ranks share the tokens; its down projections are split by rows, and the ranks gather what they
 give, or whole on every rank where messages take longer than reading them. Norms over all heads are split as these are.
 Other norms and routers, which are small, are on every rank. What can't be split is refused.
@@ -10,7 +11,7 @@ Other norms and routers, which are small, are on every rank. What can't be split
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .architectures import REPLACED
+from .head_groups import HeadGroups, even_shares
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
@@ -47,48 +49,6 @@ class Piece(NamedTuple):
         return torch.Size((*whole[: self.dim], rows, *whole[self.dim + 1 :]))
 
 
-class HeadGroups(NamedTuple):
-    """How N ranks share query heads and KV heads; head groups are neighbouring ranks."""
-
-    num_groups: int
-    shares: tuple[int, ...]
-    """Query heads of each rank of a head group."""
-    num_heads_kv: int
-    """Of a head group."""
-
-    @classmethod
-    def of(cls, world: int, num_heads: int, num_heads_kv: int) -> HeadGroups:
-        """Raises: ValueError for more ranks than query heads."""
-        if world > num_heads:
-            raise ValueError(
-                f"weights='sharded' on {world} ranks: each takes at least one of the model's {num_heads} query heads; "
-                f"start {num_heads} ranks or fewer, or use weights='replicated'"
-            )
-        groups = math.gcd(world, num_heads_kv)
-        return cls(groups, even_shares(num_heads // groups, world // groups), num_heads_kv // groups)
-
-    @property
-    def size(self) -> int:
-        """Ranks of a head group."""
-        return len(self.shares)
-
-    def query_heads(self, rank: int) -> tuple[int, int]:
-        """(first, last + 1) of a rank's query heads."""
-        group, place = divmod(rank, self.size)
-        first = group * sum(self.shares) + sum(self.shares[:place])
-        return first, first + self.shares[place]
-
-    def kv_heads(self, rank: int) -> tuple[int, int]:
-        """(first, last + 1) of the KV heads of a rank's group."""
-        first = rank // self.size * self.num_heads_kv
-        return first, first + self.num_heads_kv
-
-
-def even_shares(n: int, world: int) -> tuple[int, ...]:
-    """n rows over the ranks, the first ones get one more if it doesn't come out even."""
-    return tuple(n // world + (r < n % world) for r in range(world))
-
-
 @dataclass
 class Layout:
     """The pieces of one rank of a model, and the modules whose results the ranks add up."""
@@ -96,6 +56,8 @@ class Layout:
     world: int
     rank: int
     heads: HeadGroups
+    repeats_queries: bool = False
+    """Every rank computes the queries of its head group."""
     pieces: dict[str, Piece] = field(default_factory=dict)
     """By the parameter's name; parameters without one are whole on every rank."""
     of_first_rank: set[str] = field(default_factory=set)
@@ -116,6 +78,8 @@ class Layout:
     whole_shapes: dict[str, torch.Size] = field(default_factory=dict)
     pieces_by_rank: list[dict[str, Piece]] = field(default_factory=list)
     """`pieces` of every rank."""
+    query_projection: tuple[int, int] = (0, 0)
+    """(numbers of the weight, columns of what it gives) of a head group's queries, in the last layer."""
     num_logits: int = 0
     """Rows of the whole LM head."""
 
@@ -124,6 +88,11 @@ class Layout:
         if name in self.pieces:
             return self.pieces[name].of(whole)
         return torch.zeros_like(whole) if name in self.of_first_rank and self.rank else whole
+
+    @property
+    def num_queries(self) -> int:
+        """Heads whose queries this rank computes."""
+        return sum(self.heads.shares) if self.repeats_queries else self.heads.shares[self.rank % self.heads.size]
 
     @property
     def latent_projections(self) -> list[tuple[int, int]]:
@@ -137,22 +106,24 @@ class Layout:
         return first * unit, (first + shares[self.rank]) * unit
 
 
-def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True) -> Layout:
+def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True, repeat_queries: bool = False) -> Layout:
     """The layout of a causal language model (it may be on the meta device) on one of `world` ranks.
 
-    split_latents: latent attention's down projections are split, not whole on every rank.
+    split_latents: latent attention's down projections are split, not whole on every rank. repeat_queries: see
+    `Layout.repeats_queries`; for models without latent attention.
     Raises: ValueError, naming the parameter, for a model with weights that this can't split.
     """
-    layout = _find_pieces(model, world, rank, split_latents)
+    find = functools.partial(_find_pieces, model, world, split_latents=split_latents, repeat_queries=repeat_queries)
+    layout = find(rank)
     _check_rest(layout, model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         piece, layout.whole_shapes[name] = layout.pieces.get(name), parameter.shape
         layout.shapes[name] = parameter.shape if piece is None else piece.shape(parameter.shape)
-    layout.pieces_by_rank = [_find_pieces(model, world, r, split_latents).pieces for r in range(world)]
+    layout.pieces_by_rank = [find(r).pieces for r in range(world)]
     return layout
 
 
-def _find_pieces(model, world: int, rank: int, split_latents: bool) -> Layout:
+def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_queries: bool) -> Layout:
     """The layout without shapes."""
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -160,7 +131,7 @@ def _find_pieces(model, world: int, rank: int, split_latents: bool) -> Layout:
         kv_heads = 1
     if config.model_type in REPLACED:
         raise _refused(model, "attention", "its own code, which attention 'tree' replaces, has all heads")
-    layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads))
+    layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
     for name, module in model.named_modules():
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
         if hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
@@ -189,7 +160,8 @@ def _attention(
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if d is None:
         raise _refused(model, name, "heads of one head_dim were expected")
-    q = tuple(d * i for i in layout.heads.query_heads(layout.rank))
+    own = tuple(d * i for i in layout.heads.query_heads(layout.rank))
+    q = tuple(d * i for i in layout.heads.all_query_heads(layout.rank)) if layout.repeats_queries else own
     kv = tuple(d * i for i in layout.heads.kv_heads(layout.rank))
     k, v = (tuple(start + i for i in kv) for start in (num_heads * d, (num_heads + num_heads_kv) * d))
     all_heads = (num_heads + 2 * num_heads_kv) * d
@@ -206,21 +178,24 @@ def _attention(
         raise _refused(
             model, f"{name}.{queries}", f"q, k and v of each head lie together: start one of {divisors} ranks"
         )
+    columns = d * sum(layout.heads.shares)
+    layout.query_projection = columns * _widths(getattr(module, queries))[1], columns
     for child, (width, runs) in projections.items():
         projection = getattr(module, child, None)
         _check_projection(model, f"{name}.{child}", projection, 0, width // d, d)
         _rows(layout, f"{name}.{child}", projection, runs)
     _check_projection(model, f"{name}.{output}", getattr(module, output), 1, num_heads, d)
-    _columns(layout, f"{name}.{output}", getattr(module, output), q)
+    _columns(layout, f"{name}.{output}", getattr(module, output), own)
     for child in GATES:
         gate = getattr(module, child, None)
         if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
             unit = d * num_heads // len(gate.weight)
-            _rows(layout, f"{name}.{child}", gate, [tuple(i // unit for i in q)])
+            _rows(layout, f"{name}.{child}", gate, [tuple(i // unit for i in own)])
     counts = layout.rank % layout.heads.size == 0
-    _whole_norm(layout, model, f"{name}.q_norm", num_heads * d, q, above=d)
+    counts_q = counts or not layout.repeats_queries
+    _whole_norm(layout, model, f"{name}.q_norm", num_heads * d, q, above=d, counts=counts_q)
     _whole_norm(layout, model, f"{name}.k_norm", num_heads_kv * d, kv, above=d, counts=counts)
-    _whole_norm(layout, model, f"{name}.attn_sub_norm", num_heads * d, q)
+    _whole_norm(layout, model, f"{name}.attn_sub_norm", num_heads * d, own)
     for child in OF_HEADS:
         if isinstance(getattr(module, child, None), nn.Parameter):
             layout.pieces[f"{name}.{child}"] = Piece(0, (layout.heads.query_heads(layout.rank),))
@@ -229,6 +204,8 @@ def _attention(
 
 def _latent_attention(layout: Layout, model, name: str, module, num_heads: int, split_latents: bool) -> None:
     """Query heads are split, with the rows that make their keys and values of latents."""
+    if layout.repeats_queries:
+        raise ValueError(f"{type(model).__name__} has latent attention: queries='repeated' can't be used, leave it out")
     first, last = layout.heads.query_heads(layout.rank)
     for child in LATENTS:
         projection = getattr(module, child, None)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...comm import gather_sequence, sum_over_ranks
+from .head_groups import even_shares
 from .own_tokens import OwnTokens, running
-from .pieces import Layout, even_shares
+from .pieces import Layout
 
 
 def split_model(model, layout: Layout, group, *, transport: str = "auto", timeout_s: float) -> None:
@@ -63,7 +64,7 @@ def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s:
     messages = {"transport": transport, "timeout_s": timeout_s}
 
     own_numbers = []
-    num_heads, num_heads_kv = layout.heads.shares[layout.rank % layout.heads.size], layout.heads.num_heads_kv
+    num_heads, num_heads_kv = layout.num_queries, layout.heads.num_heads_kv
     own = {"num_heads": num_heads, "num_key_value_heads": num_heads_kv}
     for name in layout.attentions:  # by such numbers models find q, k and v in what projections give
         attention = model.get_submodule(name)

@@ -1,0 +1,139 @@
+"""init_inference(weights="sharded", queries=...): each rank of a head group computes its queries; none are gathered."""
+
+import dataclasses
+
+import pytest
+import torch
+import yaml
+
+from support.ranks import largest, run_distributed
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+from megatron_tree import TreeConfig
+from megatron_tree.plan import load_topology
+from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+
+NEW = 6
+FAMILIES = ("smollm2", "gpt_oss", "phi3")  # uneven heads; sinks, biases, windows, experts; q, k and v in one weight
+SLOW_FAMILIES = ("llama", "gemma3", "mixtral", "qwen2", "qwen3", "gemma2", "mistral", "qwen2_moe", "olmo2")
+
+
+def _engine(family, **options):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    return tree_deepspeed.init_inference(tiny_model(family), weights="sharded", block_size=2, **options)
+
+
+def _rows_of_queries(engine, config):
+    """Of this rank, in heads, and the rows of a head group."""
+    attention = engine.module.model.layers[0].self_attn
+    d, groups = attention.head_dim, config.num_key_value_heads // engine.module.own_tokens.layout.heads.num_heads_kv
+    if hasattr(attention, "q_proj"):
+        rows = len(attention.q_proj.weight)
+    else:
+        rows = len(attention.qkv_proj.weight) - 2 * config.num_key_value_heads // groups * d
+    return rows / d, config.num_attention_heads / groups
+
+
+def _run(rank, world, families):
+    from megatron_tree import comm
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    worst = []
+    for family in families:
+        one, (padded, mask), model = prompt(1, 77), left_padded(4, 15), tiny_model(family)
+        want, want_padded = plain(model, one, NEW), plain(model, padded, NEW, mask)
+        sent = {}
+        for queries in ("split", "repeated"):
+            engine = _engine(family, prefill_chunk=34, queries=queries)
+            held, of_group = _rows_of_queries(engine, model.config)
+            assert held == of_group if queries == "repeated" else held < of_group
+            result = tree_deepspeed.generate(engine, one, max_new_tokens=NEW, keep_logits=True)
+            assert torch.equal(result.tokens, want[0]), (family, queries)
+            worst.append((torch.stack(result.logits, 1) - want[1]).abs().max() / want[1].abs().max())
+            runner = engine.new_runner()
+            row = runner.add()
+            runner.prefill(row, one[0])
+            with comm.record() as log:
+                runner.step([row], one[:, :1])
+            sent[queries] = len(log)
+        tokens, _ = hf_generate(engine, padded, NEW, mask, past_key_values=engine.new_cache())
+        assert torch.equal(tokens, want_padded[0]), family
+        assert sent["split"] - sent["repeated"] == model.config.num_hidden_layers, (family, sent)
+    return largest(worst)
+
+
+def test_tokens_and_no_gathers():
+    assert largest(run_distributed(_run, 4, FAMILIES, fresh=True, timeout=280)) < 5e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_tokens_and_no_gathers_of_all_families(world):
+    families = FAMILIES + SLOW_FAMILIES
+    kept = tuple(f for f in families if tiny_model(f).config.num_key_value_heads % world)
+    assert len(kept) >= 2
+    assert largest(run_distributed(_run, world, kept, fresh=True, timeout=290)) < 5e-6
+
+
+def _own_tokens(rank, world):
+    want = tiny_model("smollm2")(prompt(1, 229)).logits[0, -1]
+    engine = _engine("smollm2", prefill_chunk=200, queries="repeated")
+    engine.module.own_tokens.forced = True
+    runner = engine.new_runner()
+    return float((runner.prefill(runner.add(), prompt(1, 229)[0]) - want).abs().max() / want.abs().max())
+
+
+def test_own_tokens():
+    """Weights that several ranks hold are gathered once."""
+    assert largest(run_distributed(_own_tokens, 2, fresh=True)) < 5e-6
+
+
+def _chosen(rank, world, topologies):
+    found = []
+    for topology in topologies:
+        engine = _engine("smollm2", queries="auto", tree_config=TreeConfig(topology=topology))
+        held, of_group = _rows_of_queries(engine, engine.module.config)
+        found.append(held == of_group)
+    return found
+
+
+def test_auto_follows_the_topology(tmp_path):
+    """Repeated where messages take longer than reading more weights."""
+    laptop, paths = load_topology("laptop"), []
+    for bandwidth in (1e15, 1e3):
+        topology = dataclasses.asdict(dataclasses.replace(laptop, memory_bandwidth=bandwidth))
+        paths.append(str(tmp_path / f"{bandwidth}.yaml"))
+        (tmp_path / f"{bandwidth}.yaml").write_text(
+            yaml.safe_dump({k: v for k, v in topology.items() if v is not None})
+        )
+    for found in run_distributed(_chosen, 2, paths, fresh=True):
+        assert found == [True, False]
+
+
+def _refusals(rank, world):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    said = []
+    for family, options in (
+        ("llama", {"queries": "repeated", "weights": "replicated"}),
+        ("llama", {"queries": "whole"}),
+        ("deepseek_v2", {"queries": "repeated"}),
+    ):
+        with pytest.raises(ValueError) as error:
+            tree_deepspeed.init_inference(tiny_model(family), **{"weights": "sharded", **options})
+        said.append(str(error.value))
+    return said
+
+
+def test_refusals():
+    expected = (
+        "queries='repeated' is for weights='sharded', but weights='replicated'",
+        "queries='whole' is unknown",
+        "has latent attention: queries='repeated' can't be used",
+    )
+    for said in run_distributed(_refusals, 2, fresh=True):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
