@@ -10,7 +10,7 @@ from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.ranks import largest, run_distributed
 
-WORLDS = (1, 2, 3, 4, 6)
+WORLDS = (1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow))
 
 
 def _one_token(rank, world, lengths_list):

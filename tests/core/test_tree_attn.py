@@ -10,7 +10,7 @@ from megatron_tree import shard_positions, shard_sequence, tree_attn_func, unsha
 from support.attention import configs, low_precision, make_inputs, make_sinks, make_slopes, oracle, run_one, worst_error
 from support.ranks import largest, run_distributed
 
-WORLDS = (1, 2, 3, 4, 6)
+WORLDS = (1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow))
 MASKS = {
     "causal": {},
     "full": dict(causal=False),

@@ -16,16 +16,10 @@ from support.deepspeed_cases import Case, distance_moved, largest_difference, pa
 MATRIX = {f"dp {4 // sp} x sp {sp}, ZeRO {zero}": Case(sp=sp, zero=zero) for sp in (1, 2, 4) for zero in range(4)}
 VARIANTS = {
     "sliding window": Case(sp=4, zero=1, family="mistral"),
-    "softcaps": Case(sp=4, zero=0, family="gemma2"),
     "sinks, experts": Case(sp=4, zero=3, family="gpt_oss"),
-    "latent attention": Case(sp=4, zero=1, family="deepseek_v3"),
-    "gradient clipping": Case(sp=2, zero=1, clip=0.3),
     "gradient clipping, ZeRO 3": Case(sp=2, zero=3, clip=0.3),
     "gradient accumulation": Case(sp=2, zero=1, accumulate=2),
-    "activation checkpointing": Case(sp=4, zero=2, checkpointing=True),
     "attention dropout, checkpointing": Case(sp=4, zero=3, dropout=0.2, checkpointing=True),
-    "padding on the right": Case(sp=2, zero=1, batches="padded"),
-    "packed documents": Case(sp=4, zero=1, batches="packed"),
     "packed documents, window": Case(sp=2, zero=3, batches="packed", family="mistral"),
     "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),
     "loss and MLPs in tiles, tied weights, accumulation": Case(
@@ -36,6 +30,14 @@ VARIANTS = {
     "loss and MLPs in tiles, ZeRO 3": Case(
         sp=2, zero=3, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5, checkpointing=True
     ),
+}
+SLOW_VARIANTS = {
+    "softcaps": Case(sp=4, zero=0, family="gemma2"),
+    "latent attention": Case(sp=4, zero=1, family="deepseek_v3"),
+    "gradient clipping": Case(sp=2, zero=1, clip=0.3),
+    "activation checkpointing": Case(sp=4, zero=2, checkpointing=True),
+    "padding on the right": Case(sp=2, zero=1, batches="padded"),
+    "packed documents": Case(sp=4, zero=1, batches="packed"),
 }
 FEW = ((1, 2), (2, 0), (2, 3), (4, 1))  # sp, ZeRO; the slow test has all of them
 FAST = VARIANTS | {name: case for name, case in MATRIX.items() if (case.sp, case.zero) in FEW}
@@ -247,6 +249,12 @@ def _slow_cases(family):
             if family != "gpt_oss":  # Transformers' own gpt-oss does not keep packed documents apart
                 yield f"{name}, packed", replace(case, family=family, optimizer="sgd", batches="packed")
             yield f"{name}, Ulysses", replace(case, family=family, ulysses=2)
+
+
+@pytest.mark.slow
+def test_more_variants():
+    for found in run_distributed(_run_all, 4, SLOW_VARIANTS, {}, None, fresh=True, timeout=290):
+        assert not {name: apart for name, apart in found.items() if not largest(apart) <= SAME}
 
 
 @pytest.mark.slow

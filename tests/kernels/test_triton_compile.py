@@ -23,12 +23,10 @@ print(json.dumps([resources.usage(k, widths[w], a, *d)._asdict() for k, w, a, *d
 """
 FAST = [  # the slow test has all
     ("fwd", 128, "sm90"),
-    ("dq+dropout", 128, "sm90"),
     ("dkdv+dropout", 128, "sm90"),
     ("decode", 128, "sm90"),
     ("merge", 128, "sm90"),
     ("dq", 64, "gfx942"),
-    ("dkdv", 256, "sm90"),
     (resources.LATENT_KERNEL, 576, "sm90"),
 ]
 
@@ -183,6 +181,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(tmp_path):
     assert ahead == 3 and then == ahead  # forward, decode, merge
 
 
+@pytest.mark.slow
 def test_another_seed_does_not_recompile(tmp_path):
     """Forward, dq, dkdv without dropout, and once more with it, whatever seed, probability and first head."""
     counts = compilations(OTHER_SEEDS, tmp_path)

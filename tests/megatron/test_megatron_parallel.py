@@ -78,6 +78,7 @@ def _gradients_of(rank, world, runs):
     return [in_layout(run, train)[0]["gradients"] for run in runs]
 
 
+@pytest.mark.slow
 @pytest.mark.supports(
     "activation recomputation with attention_dropout", with_="the same mask again; selective and full; cp = 2"
 )
@@ -122,6 +123,7 @@ def _distances(result, cuts, truth):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.supports("bf16", with_="grad_reduce_in_fp32; cp = 4")
 @pytest.mark.supports("fp16", with_="as close to fp32 as dense fp16; cp = 4")
 def test_halves_are_as_good_as_dense_halves():

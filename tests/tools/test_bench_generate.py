@@ -67,13 +67,13 @@ def test_weights_over_all_ranks(tmp_path, capfd):
 
 
 def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
-    right = decode.unpack_state
+    right = decode.DecodeCall.run
 
     def wrong(*args):
         out, lse = right(*args)
         return -out, lse
 
-    monkeypatch.setattr(decode, "unpack_state", wrong)
+    monkeypatch.setattr(decode.DecodeCall, "run", wrong)
     status, _ = generate(tmp_path, "--prompt-tokens", 128, "--cache", "made-up")
     said = capfd.readouterr()
     assert status == 1

@@ -132,7 +132,7 @@ def test_launch(tmp_path):
     ("arguments", "status", "said"),
     [
         (["--", "script.py", "--fail"], 7, ""),
-        (["--", "-m", "script", "--raise"], 1, r"\[1\] ValueError: told to fail"),
+        pytest.param(["--", "-m", "script", "--raise"], 1, r"\[1\] ValueError: told to fail", marks=pytest.mark.slow),
         (["--timeout", "2s", "--", "script.py", "--wait"], 1, r"ranks \[0, 1\] had not finished after timeout_s=2"),
     ],
     ids=["status", "module", "timeout"],

@@ -102,6 +102,7 @@ def rank_script(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_local_starts_the_ranks(rank_script):
     status, output = _run(
         "launch/deepspeed_local.sh", "-n", 4, rank_script, "end", "a b", "--name", "1", A_VARIABLE="x"
@@ -313,6 +314,7 @@ def test_quickstart_does_both_jobs(copy):
     assert "generate.json" in summary
 
 
+@pytest.mark.slow
 def test_quickstart_names_the_failing_step(copy):
     (copy / "launch" / "train_gpt.py").write_text("raise SystemExit('no cake left')\n")
     status, output = _run("launch/quickstart.sh", "--ranks", 2, cwd=copy)

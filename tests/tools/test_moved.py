@@ -18,6 +18,7 @@ def test_an_old_path_is_the_new_module(old, new):
     assert found.__spec__.name == found.__name__ == f"megatron_tree.{new}"
 
 
+@pytest.mark.slow
 def test_an_old_path_may_be_the_first_import_and_runs_no_module_twice():
     script = (
         "from megatron_tree.integrations.runner import Runner\n"

@@ -251,6 +251,7 @@ def convert(*words):
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=250)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
