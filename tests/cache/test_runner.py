@@ -158,7 +158,7 @@ def _thousand_steps(rank, world, family):
     return seen[1000][1] - seen[200][1]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mistral"])
 def test_a_thousand_steps_cost_the_memory_of_their_tokens(family):
     (grown,) = run_distributed(_thousand_steps, 1, family)
     assert grown < 16 << 20  # the tokens themselves are 0.3 MB

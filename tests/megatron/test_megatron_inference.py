@@ -48,6 +48,7 @@ def test_served_variants():
     check(2, [*cases, case(**experts)])
 
 
+@pytest.mark.slow
 @pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; GQA, MQA, MLA")
 def test_served_beside_tensor_parallelism():
     check(4, [case(tp=2), case(tp=2, num_heads_kv=1, softmax_type="learnable"), case(tp=2, mla=True)])

@@ -204,6 +204,7 @@ def test_a_byte_for_every_token():
     assert len(words) == 257
 
 
+@pytest.mark.slow
 @pytest.mark.supports(
     "weights of Hugging Face models (megatron_tree.convert)", with_="trained further at cp = 2, and back"
 )

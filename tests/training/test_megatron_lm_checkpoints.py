@@ -43,6 +43,7 @@ def as_megatron_lm(ours, target, **changed):
     torch.save(common, folder / "common.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.supports("Megatron-LM's checkpoints in launch/train_gpt.py", with_="torch_dist; cp = 2")
 def test_they_are_continued(tmp_path):
     """Weights, optimizer and schedule go on as if train_gpt.py had written them; what differs is refused by name."""

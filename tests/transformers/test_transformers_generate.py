@@ -134,7 +134,7 @@ def _schedules(rank, world):
         _check(_generated(model, ids, cache, chunk_size=11)[0], want)
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_schedule_and_page_size(world):
     run_distributed(_schedules, world)
 
