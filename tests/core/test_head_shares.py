@@ -142,13 +142,15 @@ def _prefill(rank, world, page_size):
             cache.write(0, append, k[:, begin:end], v[:, begin:end])
             view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
             held = int(view.lengths[0])
-            queries = q[:, begin:end]
+            queries, of_all_ranks = q[:, begin:end], begin == 7 and heads_kv == 1
             out = tree_prefill(
                 queries if begin == 7 else own(queries, shares, rank, 2),  # all heads, or those of this rank
                 *gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype),
                 cp_group=dist.group.WORLD,
                 shares=[[(begin, end - begin)]],
-                key_segments=cache.book.key_segments(row, 0, begin, by_position="alibi_slopes" in mine),
+                key_segments=cache.key_segments(
+                    append, 0, of_all_ranks=of_all_ranks, by_position="alibi_slopes" in mine
+                ),
                 head_shares=shares,
                 **mine,
             )
