@@ -6,8 +6,8 @@ logger = logging.getLogger("megatron_tree")
 _said: set[str] = set()
 
 
-def say_once(line: str) -> None:
-    """Log a line unless this process has logged it before."""
-    if line not in _said:
-        _said.add(line)
+def say_once(line: str, about: str | None = None) -> None:
+    """Log a line unless this process has logged it before, or one about the same."""
+    if (about or line) not in _said:
+        _said.add(about or line)
         logger.info(line)

@@ -159,7 +159,8 @@ def _checked(
         deterministic=config.deterministic,
     )
     if schedule == "auto" and world > 1 and q.shape[1] == 1:
-        say_once(f"decode schedule: {plan.reason}")
+        # the reason has numbers that differ between batch sizes
+        say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
     decode = DecodeCall(
         visible=visible,
         spec=spec,
