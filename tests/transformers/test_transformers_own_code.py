@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from support.ranks import run_distributed
 
@@ -10,7 +9,8 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
-from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.hf_models import prompt
+from support.hf_served import check_served
 from transformers import AutoModelForCausalLM
 
 NEW = 5
@@ -56,30 +56,7 @@ def _close(got, want, what):
 
 
 def _served(rank, world, case):
-    model, ids = make(case), prompt(2, 37)
-    padded, mask = left_padded(2, 13)
-    want, of_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
-    with torch.no_grad():
-        alone = [model(ids[:1]).logits[0], model(ids[1:, :11]).logits[0]]
-    model.set_attn_implementation("tree")
-    new_cache = lambda: tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, block_size=2)  # noqa: E731
-    result = tree_hf.generate(model, ids, cache=new_cache(), max_new_tokens=NEW, chunk_size=16, keep_logits=True)
-    for what, (tokens, logits), (want_tokens, want_logits) in (
-        ("generate", (result.tokens, torch.stack(result.logits, 1)), want),
-        ("model.generate", hf_generate(model, ids, NEW, past_key_values=new_cache()), want),
-        ("left padding", hf_generate(model, padded, NEW, mask, past_key_values=new_cache()), of_padded),
-    ):
-        _close(logits, want_logits, what)
-        assert torch.equal(tokens, want_tokens), what
-    runner = tree_hf.Runner(model, new_cache(), chunk_size=16)
-    rows = [runner.add(), runner.add()]
-    for row, own, length in zip(rows, ids, (36, 10)):
-        runner.prefill(row, own[:length])
-    step = runner.step(rows, torch.stack((ids[0, 36:37], ids[1, 10:11])))
-    for own, truth in zip(step[:, 0], alone):
-        _close(own, truth[-1], "ragged rows")
-    with torch.no_grad():
-        _close(model(ids, use_cache=False).logits[0], alone[0], "no cache")
+    check_served(make(case), new_tokens=NEW, padded=13, short=11, steps=1, limit=2e-5)
 
 
 def _cases(worlds):
