@@ -125,8 +125,8 @@ def test_a_case_that_dies_or_hangs_costs_only_itself():
         Task("s", "dies", _dies, 1.0),
         Task("s", "wrong", _is_wrong, 1.0),
         Task("s", "not here", _cannot, 1.0),
-        Task("s", "right", functools.partial(_emits, 2.0), 0.1),
-        Task("s", "hangs", _hangs, 0.1),
+        Task("s", "right", functools.partial(_emits, 2.0), 5.0),
+        Task("s", "hangs", _hangs, 0.25),
         Task("s", "long", _dies, 1000.0),
     ]
     rows, outcomes = [], []
@@ -141,7 +141,7 @@ def test_a_case_that_dies_or_hangs_costs_only_itself():
         ("long", "not run"),
     ]
     said = " | ".join(x.said for x in outcomes)
-    assert "exit code 7 | WrongResult: off by 2 | no GPU |  | stopped after 1 s | needs about 1000 s" in said
+    assert "exit code 7 | WrongResult: off by 2 | no GPU |  | stopped after 2 s | needs about 1000 s" in said
 
 
 def test_files_are_whole_after_each_result(tmp_path, capsys):

@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import support_matrix
 from support.ranks import DistributedTestError, run_distributed
+
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def _sum_of_ranks(rank, world, scale):
@@ -168,3 +171,16 @@ def test_tests_that_share_a_fixture_are_kept_together(made_once, request):
     """pytest-xdist puts the group behind the test's name; some releases of pytest don't let it."""
     in_parallel = getattr(request.config.option, "loadgroup", False)
     assert request.node.nodeid.endswith("@test_harness") == in_parallel
+
+
+def test_quick_names_tests_that_exist_and_are_fast(request):
+    """pytest stops at a name that it does not find, and "make quick" selects nothing by that of a slow test."""
+    collected = request.config.stash[support_matrix.COLLECTED]
+    named = [line for line in (TESTS / "quick.txt").read_text().splitlines() if "::" in line]
+    files = {TESTS.parent / line.partition("::")[0] for line in named}
+    if any("::" in argument for argument in request.config.args) or not files <= {test.path for test in collected}:
+        pytest.skip("this session was asked for other tests than those of tests/quick.txt")
+    fast = [test for test in collected if not test.get_closest_marker("slow")]
+    names = {test.nodeid.removesuffix(f"@{test.path.stem}") for test in fast}  # pytest-xdist appends the group
+    assert named
+    assert set(named) <= names | {name.partition("[")[0] for name in names}
