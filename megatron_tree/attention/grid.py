@@ -47,7 +47,7 @@ def grid_fwd(
         return out, lse
     # the other queries of the column against all keys of the row
     segments = dict(q_segments=cell.other_queries, k_segments=cell.all_keys)
-    out_column, lse_column = attn_fwd(queries, keys, values, **segments, spec=spec)
+    out_column, lse_column = attn_fwd(queries, keys, values, **segments, spec=spec, out_dtype=call.wire_dtype)
     del keys, values, queries  # at most two groups are gathered at any time
     out_column = out_column.to(call.wire_dtype)
     out_column[:, cell.own_query_rows] = out

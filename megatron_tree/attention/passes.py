@@ -43,7 +43,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """(out, lse) of this rank's share, and what the backward needs. Without with_lse, lse may be None."""
-    run = _Forward(call, call.plan.forward)
+    run = _Forward(call, call.plan.forward, sinks)
     if run.exchange is None:
         out, lse = run.of_slices(q, k, v)
         if sinks is not None:  # merged once, after the whole tree
@@ -106,15 +106,21 @@ class _Pass:
 
 
 class _Forward(_Pass):
+    def __init__(self, call: AttnCall, plan: PassPlan, sinks: Tensor | None):
+        super().__init__(call, plan)
+        parts = self.cell.row.size * self.cell.column.size
+        self.merges = parts > 1 or self.cell.cast is not None or sinks is not None
+
     @property
     def attend(self) -> Callable[..., Generator]:
         """The schedule, unless it is the ring."""
         return grid_fwd if self.cell.cast is None else cast_fwd
 
     def own(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-        """The state of the own queries over the own keys."""
-        out, lse = self.call.backend.attn_fwd(q, k, v, **self.own_pair, spec=spec)
-        return out.to(state_dtype(q.dtype)), lse
+        """The state of the own queries over the own keys; in q's dtype if nothing is merged into it."""
+        dtype = state_dtype(q.dtype) if self.merges else q.dtype
+        out, lse = self.call.backend.attn_fwd(q, k, v, **self.own_pair, spec=spec, out_dtype=dtype)
+        return out.to(dtype), lse
 
     def of_slices(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) where every rank keeps its heads."""

@@ -58,9 +58,17 @@ def check_pages(k: Tensor) -> None:
 
 
 def attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, block_fwd: Callable | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_segments,
+    k_segments,
+    spec: AttnSpec,
+    out_dtype: torch.dtype | None = None,
+    block_fwd: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.attn_fwd`. block_fwd: computes a block, as `_block_fwd` does (libraries.py)."""
+    """See `Backend.attn_fwd`; out_dtype changes nothing. block_fwd: as `_block_fwd` (libraries.py)."""
     block_fwd = block_fwd or _block_fwd
     blocks = _blocks(tuple(q_segments), tuple(k_segments), spec)
     b, s_q, h, _ = q.shape

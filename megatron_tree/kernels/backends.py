@@ -36,15 +36,16 @@ class Backend:
     reason: str
     module: ModuleType | Library
 
-    def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec):
+    def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None):
         """Partial attention of q's segments against k's: equations (2) and (3) of docs/design.md.
 
         Args: q [b, s_q, h, d], k [b, s_k, h_kv, d], v [b, s_k, h_kv, d_v], any strides; segments give the positions of
         rows, and rows of no segment are padding. Returns the state (out [b, s_q, h, d_v] in the inputs' dtype or fp32,
-        lse [b, h, s_q] fp32, natural log); a row that sees nothing has out 0 and lse -inf.
+        lse [b, h, s_q] fp32, natural log); a row that sees nothing has out 0 and lse -inf. out_dtype: what the caller
+        rounds out to; a kernel whose out would be fp32 then writes it so.
         """
         attend = self.module.attn_fwd if spec.ranges is None else functools.partial(ranges.attn_fwd, self.module)
-        return attend(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
+        return attend(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec, out_dtype=out_dtype)
 
     def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
         """This block's share of the gradients, equations (5) to (7), from the *global* statistics: sums over blocks are

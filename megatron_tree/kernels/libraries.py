@@ -51,8 +51,8 @@ class Library(NamedTuple):
         options = dict(flowing_lse=flowing_lse, masked=masked, decodes=False)
         return aten.unsupported(q, k, v, spec, **options) or self.missing(q, self._width(q, v))
 
-    def attn_fwd(self, q, k, v, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-        """See `Backend.attn_fwd`."""
+    def attn_fwd(self, q, k, v, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None) -> tuple[Tensor, Tensor]:
+        """See `Backend.attn_fwd`; out_dtype changes nothing."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         return aten.attn_fwd(q, k, v, **call, block_fwd=self._block_fwd)
 

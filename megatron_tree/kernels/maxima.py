@@ -27,12 +27,12 @@ class LargestLogits:
         self._module = module
         self.found = torch.full((q.shape[2],), NEG_INF, dtype=state_dtype(q.dtype), device=q.device)
 
-    def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec):
+    def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None):
         """See `Backend.attn_fwd`. Head 0 of q is head spec.first_head of the call; beyond its last is padding."""
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         own = self.found[spec.first_head : spec.first_head + q.shape[2]]
-        found = largest_logits(q, k, q_segments=q_segments, k_segments=k_segments, spec=spec)
-        torch.maximum(own, found[: len(own)], out=own)
-        return self._module.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
+        torch.maximum(own, largest_logits(q, k, **call)[: len(own)], out=own)
+        return self._module.attn_fwd(q, k, v, **call, out_dtype=out_dtype)
 
     def __getattr__(self, name: str):
         return getattr(self._module, name)

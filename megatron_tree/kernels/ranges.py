@@ -66,9 +66,9 @@ def _cut(
 
 
 def attn_fwd(
-    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec
+    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.attn_fwd`."""
+    """See `Backend.attn_fwd`; out is merged, in fp32."""
     state = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
     for layer in layers(spec):
         if segments := layer.segments(tuple(q_segments), tuple(k_segments)):

@@ -31,8 +31,10 @@ def check_pages(k: Tensor) -> None:
     """Pages of any size: their rows are gathered."""
 
 
-def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """See `Backend.attn_fwd`."""
+def attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
+) -> tuple[Tensor, Tensor]:
+    """See `Backend.attn_fwd`; out_dtype changes nothing."""
     pairs = _Pairs(q, k, q_segments, k_segments, spec)
     q, (k, v) = _blank(pairs.q_seq, q)[0], _blank(pairs.k_seq, k, v)
     return _attend(q, k, v, spec, pairs.visible, pairs.bias, pairs.dropout_weights if spec.dropout else None)

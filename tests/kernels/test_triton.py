@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tree import energy, kernels, merge
+from megatron_tree import TreeConfig, energy, kernels, merge, tree_attn_func
 from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import triton as triton_kernels
 from megatron_tree.kernels.triton import attn_delta, configs, host
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
 from support.attention import distances
@@ -132,6 +133,30 @@ def test_merging_states_and_adding_gradients():
     torch.testing.assert_close(
         dq, energy.attention_grads(*exact, spec=spec, keep=keep)[0].float(), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_out_is_written_as_it_is_needed(padded):
+    """In half precision its bits are those of the fp32 result, rounded; lse stays fp32."""
+    q, k, v, _ = inputs(24, 24, d=16, dtype=torch.float16)
+    whole = (Segment(0, 0, 24),)
+    segments = dict(q_segments=(Segment(2, 2, 20),) if padded else whole, k_segments=whole)
+    call = dict(**segments, spec=AttnSpec(softmax_scale=0.25))
+    exact, found = host.attn_fwd(q, k, v, **call), host.attn_fwd(q, k, v, **call, out_dtype=q.dtype)
+    assert exact[0].dtype == found[1].dtype == torch.float32 and found[0].dtype == q.dtype
+    assert torch.equal(exact[0].half(), found[0]) and torch.equal(exact[1], found[1])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_one_rank_gets_its_out_without_a_conversion(sinks, monkeypatch):
+    q, k, v, _ = inputs(24, 24, d=16, dtype=torch.float16)
+    asked, attend = [], triton_kernels.attn_fwd
+    monkeypatch.setattr(
+        triton_kernels, "attn_fwd", lambda *x, **call: asked.append(call["out_dtype"]) or attend(*x, **call)
+    )
+    options = dict(cp_group=None, causal=True, config=TreeConfig(backend="triton"))
+    tree_attn_func(q, k, v, sinks=torch.zeros(q.shape[2]) if sinks else None, **options)
+    assert asked == [torch.float32 if sinks else torch.float16]  # a sink is merged into it
 
 
 @pytest.mark.parametrize("gpu", [1, 6, 1000])

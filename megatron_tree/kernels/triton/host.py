@@ -54,22 +54,25 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
     return None
 
 
-def attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+def attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """See `Backend.attn_fwd`; one launch."""
     b, s_q, h, _ = q.shape
     shape = (b, s_q, h, v.shape[-1])
     if b and k_segments and sum(s.length for s in q_segments) == s_q:  # the kernel writes every row
-        out = torch.empty(shape, dtype=torch.float32, device=q.device)
+        out = torch.empty(shape, dtype=torch.float32 if out_dtype is None else out_dtype, device=q.device)
         lse = torch.empty((b, h, s_q), dtype=torch.float32, device=q.device)
     else:
         out, lse = empty_state(shape, device=q.device)
+        out = out if out_dtype is None else out.to(out_dtype)
     write_state(out, lse, q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec)
     return out, lse
 
 
 @on_its_device
 def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, spec: AttnSpec) -> None:
-    """`attn_fwd` into out [b, s_q, h, d_v] and lse [b, h, s_q], fp32: the rows of q_segments are written."""
+    """`attn_fwd` into out [b, s_q, h, d_v], of any dtype, and lse [b, h, s_q], fp32: the rows of q_segments."""
     b, _, h, d = q.shape
     if 0 in (b, len(q_segments), len(k_segments)):
         return
