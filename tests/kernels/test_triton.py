@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,6 +158,18 @@ def test_one_rank_gets_its_out_without_a_conversion(sinks, monkeypatch):
     options = dict(cp_group=None, causal=True, config=TreeConfig(backend="triton"))
     tree_attn_func(q, k, v, sinks=torch.zeros(q.shape[2]) if sinks else None, **options)
     assert asked == [torch.float32 if sinks else torch.float16]  # a sink is merged into it
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
+    """They are cached, and dropped from the cache: a stream that reads them keeps the memory, a graph the tables."""
+    tables, readers = (SimpleNamespace(record_stream=lambda stream: readers.append(stream)),) * 2, []
+    monkeypatch.setattr(host, "_make_tables", lambda *_: tables)
+    monkeypatch.setattr(host, "_captured", [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "side stream")
+    assert host._tables((), (), 16, torch.device("cuda", 0)) is tables
+    assert (readers, host._captured) == (([], [tables]) if capturing else (["side stream"] * 2, []))
 
 
 @pytest.mark.parametrize("gpu", [1, 6, 1000])

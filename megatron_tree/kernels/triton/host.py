@@ -298,8 +298,12 @@ def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = F
     They can't be made while a graph is captured: run the step once before.
     """
     tables = _make_tables(tuple(grid), tuple(loop), rows, device, heaviest_last)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(tables)
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(tables)
+        else:  # the cache may drop them while this stream still reads them
+            for table in tables:
+                table.record_stream(torch.cuda.current_stream(device))
     return tables
 
 
