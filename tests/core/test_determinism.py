@@ -23,22 +23,22 @@ from support.ranks import run_distributed
 from support.same_bits import FIXED, bits, digest
 
 REPO = Path(__file__).resolve().parents[2]
-TIMES = 50
+TIMES = 20
 
 
 @pytest.mark.parametrize(
-    ("world", "deterministic", "dtype"),
+    ("times", "world", "deterministic", "dtype"),
     [
-        (3, True, torch.bfloat16),
-        pytest.param(3, True, torch.float32, marks=pytest.mark.slow),
-        pytest.param(2, False, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(4, False, torch.float32, marks=pytest.mark.slow),
+        (20, 3, True, torch.bfloat16),
+        pytest.param(50, 3, True, torch.float32, marks=pytest.mark.slow),
+        pytest.param(50, 2, False, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(50, 4, False, torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_the_same_bits_fifty_times(world, deterministic, dtype):
-    for found in run_distributed(bits, world, dtype, TIMES, deterministic, timeout=600):
+def test_the_same_bits_every_time(times, world, deterministic, dtype):
+    for found in run_distributed(bits, world, dtype, times, deterministic, timeout=600):
         assert {what for _, what in found} == {"training", "decode", "prefill"}
-        assert all(len(runs) == TIMES for runs in found.values())
+        assert all(len(runs) == times for runs in found.values())
         assert [name for name, runs in found.items() if len(set(runs)) > 1] == []
 
 

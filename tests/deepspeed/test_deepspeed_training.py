@@ -22,13 +22,13 @@ VARIANTS = {
     "loss and MLPs in tiles, tied weights, accumulation": Case(
         sp=4, zero=0, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5
     ),
-    "loss and MLPs in tiles, ZeRO 1": Case(sp=2, zero=1, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5),
-    "loss and MLPs in tiles, ZeRO 2": Case(sp=2, zero=2, family="gemma2", loss_tile=7, mlp_tile=5),
     "loss and MLPs in tiles, ZeRO 3": Case(
         sp=2, zero=3, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5, checkpointing=True
     ),
 }
 SLOW_VARIANTS = {
+    "loss and MLPs in tiles, ZeRO 1": Case(sp=2, zero=1, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5),
+    "loss and MLPs in tiles, ZeRO 2": Case(sp=2, zero=2, family="gemma2", loss_tile=7, mlp_tile=5),
     "gradient clipping, ZeRO 3": Case(sp=2, zero=3, clip=0.3),
     "gradient accumulation": Case(sp=2, zero=1, accumulate=2),
     "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),
@@ -39,7 +39,7 @@ SLOW_VARIANTS = {
     "padding on the right": Case(sp=2, zero=1, batches="padded"),
     "packed documents": Case(sp=4, zero=1, batches="packed"),
 }
-FEW = ((2, 0), (2, 3), (4, 1))  # sp, ZeRO; the slow test has all of them
+FEW = ((2, 0), (2, 3))  # sp, ZeRO; the slow test has all of them
 FAST = VARIANTS | {name: case for name, case in MATRIX.items() if (case.sp, case.zero) in FEW}
 IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 4)}
 SAME = 1e-5  # a step moves a parameter by up to 1e-3; processors round differently
