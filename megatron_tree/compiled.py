@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from .files import cache_folder
+
 
 class NotCompiled(RuntimeError):
     """A source that can't be compiled here; the message says why."""
@@ -22,7 +24,7 @@ def compiled(source: Path, *options: str, libraries: tuple[str, ...] = ()) -> Pa
     """
     files = (path.read_bytes() for path in sorted(source.parent.glob("*.[ch]")))  # it includes headers beside it
     about = [*files, *map(str.encode, options), _processor().encode()]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
+    cache = cache_folder()
     result = cache / f"{source.stem}-{hashlib.sha256(b'|'.join(about)).hexdigest()[:16]}"
     if os.access(result, os.X_OK):
         return result

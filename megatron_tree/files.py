@@ -1,13 +1,19 @@
-"""Atomic writing of files; strict reading of YAML and JSON."""
+"""The cache folder; atomic writing of files; strict reading of YAML and JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+
+def cache_folder() -> Path:
+    """Where this user keeps what was made or measured on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from ..kernels import backends
 from ..kernels.triton import host
 from .contenders import ours
 from .kernel_cases import Case, inputs
@@ -118,7 +119,7 @@ def compile_only(machine: Machine) -> None:
     triton.runtime.driver.set_active(AbsentGPU(machine.target))
     launch = triton.JITFunction.run
     triton.JITFunction.run = lambda self, *args, **options: launch(self, *args, **{**options, "warmup": True})
-    host.DEVICES = ("meta",)
+    host.DEVICES = backends.ACCELERATORS = ("meta",)
     host._arch_of = lambda index: machine.arch
     host._multiprocessors_of = lambda index: machine.multiprocessors
     torch.set_num_threads(1)

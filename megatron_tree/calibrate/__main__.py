@@ -4,8 +4,9 @@ Start it on the machines and with the ranks that you want to plan for:
 
   deepspeed --hostfile hostfile --no_local_rank --module megatron_tree.calibrate --out my_cluster.yaml
 
-Then pass TreeConfig(topology="my_cluster.yaml") or `--topology my_cluster.yaml`. Rank 0 writes the file. Calibration
-takes about a minute. Other load on the machines distorts the results.
+Then pass TreeConfig(topology="my_cluster.yaml") or `--topology my_cluster.yaml`. Rank 0 writes the file. On GPUs, each
+machine also keeps which backend is fastest on them, for backend="auto". Calibration takes about a minute. Other load on
+the machines distorts the results.
 """
 
 from __future__ import annotations
@@ -88,8 +89,14 @@ def main(argv: list[str]) -> int:
             timeout_s=args.timeout,
             say=say,
         )
-        width = max(len(what) for what, _ in found.table)
-        say("\n" + "\n".join(f"{what:<{width}}  {value}" for what, value in found.table))
+        table = found.table
+        if device.type == "cuda" and not args.no_compute and os.environ.get("LOCAL_RANK", "0") == "0":
+            from .backends import keep_fastest
+
+            say("forward and backward with each backend")
+            table += keep_fastest(device)
+        width = max(len(what) for what, _ in table)
+        say("\n" + "\n".join(f"{what:<{width}}  {value}" for what, value in table))
         if rank == 0:
             save_topology(found.topology, args.out)
             say(f"\nwritten to {args.out}")

@@ -48,7 +48,7 @@ from megatron_tree.bench.contenders import ours
 from megatron_tree.bench.kernel_cases import Case, inputs
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.kernels import PagedKV, Visible
+from megatron_tree.kernels import PagedKV, Visible, backends
 from megatron_tree.kernels.triton import decode, host
 from megatron_tree.layout import Segment
 
@@ -84,9 +84,9 @@ print(counts)
 
 AHEAD_OF_TIME = """
 counts = []
-host.DEVICES = ("meta", "cpu")
+host.DEVICES = backends.ACCELERATORS = ("meta", "cpu")
 for device in ("meta", "cpu"):
-    for case in (Case("fwd", 1, 256, 2, 1, 16), Case("decode", 2, 4096, 8, 2, 16, "paged int8")):
+    for case in (Case("bwd", 1, 256, 2, 1, 16), Case("decode", 2, 4096, 8, 2, 16, "paged int8")):
         for call in ours(case, ["triton"], inputs(case, torch.device(device), torch.bfloat16)).values():
             call()
     counts.append(len(compiled))
@@ -171,14 +171,14 @@ def test_every_launch_of_the_benchmark_can_be_made_without_memory(tmp_path):
     errors, kernels = compilations(ALL_LAUNCHES, tmp_path)
     assert not errors
     training = ["attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_decode_kernel", "attn_fwd_kernel"]
-    assert kernels == [*training, "merge_states_kernel"]
+    assert kernels == [*training, "delta_kernel", "merge_states_kernel"]
 
 
 @pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_is_launched(tmp_path):
     """Tensors without memory give the same kernels as real ones: `bench kernels` compiles with them first."""
     ahead, then = compilations(AHEAD_OF_TIME, tmp_path)
-    assert ahead == 3 and then == ahead  # forward, decode, merge
+    assert ahead == 6 and then == ahead  # forward, delta, dq, dk and dv, decode, merge
 
 
 @pytest.mark.slow

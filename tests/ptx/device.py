@@ -46,6 +46,15 @@ def install(arch: str, cache: str) -> None:
     host._arch_of = lambda index: arch.replace("_", "")
 
 
+def _passed(arguments: tuple, kinds: tuple):
+    """The arguments that are not compiled in, those of tuples one by one."""
+    for x, kind in zip(arguments, kinds, strict=True):
+        if isinstance(kind, tuple):
+            yield from _passed(x, kind)
+        elif kind != "constexpr":
+            yield x
+
+
 def _launch(function, compiled, grid, args, kwargs) -> None:
     if compiled.hash not in kernels:
         metadata = compiled.metadata
@@ -54,7 +63,7 @@ def _launch(function, compiled, grid, args, kwargs) -> None:
     known = {name: x for name, x in kwargs.items() if name in function.signature.parameters}
     given = function.signature.bind(*args, **known)
     given.apply_defaults()
-    passed = [x for name, x in given.arguments.items() if compiled.src.signature[name] != "constexpr"]
+    passed = list(_passed(tuple(given.arguments.values()), tuple(compiled.src.signature.values())))
     memory = GlobalMemory([x for x in passed if isinstance(x, torch.Tensor)])
     numbers = [memory.address(x) if isinstance(x, torch.Tensor) else x for x in passed]
     numbers += [0] * (len(kernel.program.params) - len(numbers))  # scratch memory that no kernel of ours asks for

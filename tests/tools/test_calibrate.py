@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_tree.bench import contenders
+from megatron_tree.bench.kernel_cases import Case
 from megatron_tree.calibrate import __main__ as command
 from megatron_tree.calibrate import calibrate, compute, links
+from megatron_tree.calibrate.backends import keep_fastest
 from megatron_tree.emulate import Cluster
+from megatron_tree.kernels import fastest
 from megatron_tree.plan import load_topology, place, save_topology
 from support.emulation import emulated
 from support.ranks import DistributedTestError, run_distributed
@@ -97,6 +101,24 @@ def test_compute(monkeypatch):
     monkeypatch.setitem(compute._ROWS, "cpu", 64)
     assert 1e6 < compute.memory_bandwidth(CPU) < 1e13
     assert 1e6 < compute.flops(CPU) < 1e15
+
+
+def test_the_fastest_backend_is_kept_for_auto(monkeypatch, tmp_path):
+    """With a GPU's name for this CPU, where aten is the only one of the backends that runs on GPUs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fastest, "_name", lambda index: "GPU X")
+    timed = []
+    monkeypatch.setattr(contenders, "clock", lambda call, device: timed.append(call()) or 1.0)
+    fastest.keep("GPU X", {"256": "triton"})
+    fastest.keep("GPU Y", {"64": "fa3"})
+    said = keep_fastest(CPU, tuple(Case(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")))
+    assert [len(x) for x in timed if isinstance(x, tuple)] == [2, 3]  # (out, lse), and the gradients
+    assert dict(said)["fastest up to head_dim 16"] == "aten"
+    try:
+        assert fastest.of_gpu("GPU X", 16) == ("aten",) and fastest.of_gpu("GPU X", 17) == ()
+        assert fastest.of_gpu("GPU Y", 64) == ("fa3",)
+    finally:
+        fastest.table.cache_clear()
 
 
 @pytest.mark.parametrize(

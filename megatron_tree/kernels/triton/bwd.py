@@ -11,24 +11,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, alibi, cap_logits, dot, kept, key_range, load_tile, lower, query_range, store_tile, visible
+from .common import (
+    LOG2E,
+    alibi,
+    cap_logits,
+    dot,
+    head_of,
+    kept,
+    key_range,
+    load_tile,
+    lower,
+    query_range,
+    store_tile,
+    visible,
+)
 
 
 @triton.jit
 def delta_kernel(
-    DOUT, OUT, DLSE, DELTA, num_rows, sdb, sds, sdh, sob, sos, soh, slb, slh,
+    DOUT, OUT, DLSE, DELTA, num_rows, dout_strides, out_strides, delta_strides,
     E: tl.constexpr, COLS: tl.constexpr, M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """DELTA [b, h, s] = rowsum(dout * out) - dlse."""
+    """DELTA [b, h, s] = rowsum(dout * out) - dlse, which lies as DELTA does."""
     row = tl.program_id(0) * M
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     rows = num_rows - row
-    dout = load_tile(DOUT + b * sdb + h * sdh, row, sds, rows, M, 0, COLS, E, True).to(tl.float32)
-    out = load_tile(OUT + b * sob + h * soh, row, sos, rows, M, 0, COLS, E, True).to(tl.float32)
+    dout = load_tile(head_of(DOUT, dout_strides, b, h), row, dout_strides[1], rows, M, 0, COLS, E, True).to(tl.float32)
+    out = load_tile(head_of(OUT, out_strides, b, h), row, out_strides[1], rows, M, 0, COLS, E, True).to(tl.float32)
     delta = tl.sum(dout * out, 1)
     r = tl.arange(0, M)
-    at = b * slb + h * slh + row + r
+    at = b * delta_strides[0] + h * delta_strides[1] + row + r
     if HAS_DLSE:
         delta -= tl.load(DLSE + at, mask=r < rows, other=0.0)
     tl.store(DELTA + at, delta, mask=r < rows)
@@ -87,7 +100,7 @@ def _dq_range(
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_bwd_dq_kernel(
     Q, K, V, DOUT, LSE2, DELTA, SLOPES, DQ, q_tiles, k_segments,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgb, sgs, sgh, slb, slh, sab, left, right, scale,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, slopes_stride, left, right, scale,
     softcap, seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -102,27 +115,27 @@ def attn_bwd_dq_kernel(
     first = tl.load(q_tiles + 5 * tile + 2)
     r = tl.arange(0, M)
     q_pos = first + r
-    q_base = Q + b * sqb + h * sqh
-    d_base = DOUT + b * sdb + h * sdh
-    q0 = load_tile(q_base, row, sqs, rows, M, 0, D0, D, True)
-    do0 = load_tile(d_base, row, sds, rows, M, 0, E0, E, True)
+    q_base = head_of(Q, q_strides, b, h)
+    d_base = head_of(DOUT, dout_strides, b, h)
+    q0 = load_tile(q_base, row, q_strides[1], rows, M, 0, D0, D, True)
+    do0 = load_tile(d_base, row, dout_strides[1], rows, M, 0, E0, E, True)
     dq0 = tl.zeros((M, D0), tl.float32)
     q1 = q0
     dq1 = dq0
     if D1 > 0:
-        q1 = load_tile(q_base, row, sqs, rows, M, D0, D1, D, True)
+        q1 = load_tile(q_base, row, q_strides[1], rows, M, D0, D1, D, True)
         dq1 = tl.zeros((M, D1), tl.float32)
     do1 = do0
     if E1 > 0:
-        do1 = load_tile(d_base, row, sds, rows, M, E0, E1, E, True)
-    at = b * slb + h * slh + row + r
+        do1 = load_tile(d_base, row, dout_strides[1], rows, M, E0, E1, E, True)
+    at = b * lse_strides[0] + h * lse_strides[1] + row + r
     lse2 = tl.load(LSE2 + at, mask=r < rows, other=float("inf"))
     delta = tl.load(DELTA + at, mask=r < rows, other=0.0)
-    k_base = K + b * skb + (h // GROUP) * skh
-    v_base = V + b * svb + (h // GROUP) * svh
+    k_base = head_of(K, k_strides, b, h // GROUP)
+    v_base = head_of(V, v_strides, b, h // GROUP)
     slope2 = None
     if SLOPES is not None:
-        slope2 = tl.load(SLOPES + b * sab + h) * LOG2E
+        slope2 = tl.load(SLOPES + b * slopes_stride + h) * LOG2E
     for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
         k_row = tl.load(k_segments + 4 * i)
         k_len = tl.load(k_segments + 4 * i + 1)
@@ -134,14 +147,14 @@ def attn_bwd_dq_kernel(
         bounds = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if WINDOW else 1, 3):
             dq0, dq1 = _dq_range(
-                dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, sks, svs, bounds[phase],
-                bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, slope2, keep_weight, dropout, D,
-                D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
+                dq0, dq1, q0, q1, do0, do1, lse2, delta, k_base, v_base, k_row, k_strides[1], v_strides[1],
+                bounds[phase], bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, slope2, keep_weight,
+                dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
-    g_base = DQ + b * sgb + h * sgh
-    store_tile(g_base, row, sgs, rows, dq0 * scale, True, M, 0, D0, D)
+    dq_base = head_of(DQ, dq_strides, b, h)
+    store_tile(dq_base, row, dq_strides[1], rows, dq0 * scale, True, M, 0, D0, D)
     if D1 > 0:
-        store_tile(g_base, row, sgs, rows, dq1 * scale, True, M, D0, D1, D)
+        store_tile(dq_base, row, dq_strides[1], rows, dq1 * scale, True, M, D0, D1, D)
 
 
 @triton.jit
@@ -199,8 +212,8 @@ def _dkdv_range(
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head", "parts"])
 def attn_bwd_dkdv_kernel(
     Q, K, V, DOUT, LSE2, DELTA, SLOPES, DK, DV, k_tiles, q_segments,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sdb, sds, sdh, sgp, sgb, sgs, sgh, swp, swb, sws, swh, slb, slh, sab,
-    left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, dk_part_stride, dv_part_stride, lse_strides,
+    slopes_stride, parts, left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
@@ -218,21 +231,21 @@ def attn_bwd_dkdv_kernel(
     r = tl.arange(0, N)
     k_pos = first + r
     in_k = r < rows
-    k_base = K + b * skb + h_kv * skh
-    v_base = V + b * svb + h_kv * svh
-    k0 = load_tile(k_base, row, sks, rows, N, 0, D0, D, True)
-    v0 = load_tile(v_base, row, svs, rows, N, 0, E0, E, True)
+    k_base = head_of(K, k_strides, b, h_kv)
+    v_base = head_of(V, v_strides, b, h_kv)
+    k0 = load_tile(k_base, row, k_strides[1], rows, N, 0, D0, D, True)
+    v0 = load_tile(v_base, row, v_strides[1], rows, N, 0, E0, E, True)
     dk0 = tl.zeros((N, D0), tl.float32)
     dv0 = tl.zeros((N, E0), tl.float32)
     k1 = k0
     dk1 = dk0
     if D1 > 0:
-        k1 = load_tile(k_base, row, sks, rows, N, D0, D1, D, True)
+        k1 = load_tile(k_base, row, k_strides[1], rows, N, D0, D1, D, True)
         dk1 = tl.zeros((N, D1), tl.float32)
     v1 = v0
     dv1 = dv0
     if E1 > 0:
-        v1 = load_tile(v_base, row, svs, rows, N, E0, E1, E, True)
+        v1 = load_tile(v_base, row, v_strides[1], rows, N, E0, E1, E, True)
         dv1 = tl.zeros((N, E1), tl.float32)
     from_segment = tl.load(k_tiles + 5 * tile + 3)
     num_segments = tl.load(k_tiles + 5 * tile + 4) - from_segment
@@ -247,28 +260,29 @@ def attn_bwd_dkdv_kernel(
         if DROPOUT:
             sequence = b.to(tl.int32) + tl.load(segment + 3)
             dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
-        q_base = Q + b * sqb + h * sqh
-        d_base = DOUT + b * sdb + h * sdh
-        l_at = b * slb + h * slh
+        q_base = head_of(Q, q_strides, b, h)
+        d_base = head_of(DOUT, dout_strides, b, h)
+        l_at = b * lse_strides[0] + h * lse_strides[1]
         slope2 = None
         if SLOPES is not None:
-            slope2 = tl.load(SLOPES + b * sab + h) * LOG2E
+            slope2 = tl.load(SLOPES + b * slopes_stride + h) * LOG2E
         bounds = query_range(first, first + rows - 1, q_pos, q_len, left, right, M, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3):
             dk0, dk1, dv0, dv1 = _dkdv_range(
-                dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, sqs, sds,
-                bounds[phase], bounds[phase + 1], q_len, q_pos, k_pos, in_k, left, right, scale, softcap, slope2,
-                keep_weight, dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
+                dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, q_strides[1],
+                dout_strides[1], bounds[phase], bounds[phase + 1], q_len, q_pos, k_pos, in_k, left, right, scale,
+                softcap, slope2, keep_weight, dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP,
+                STAGES,
             )  # fmt: skip
     if DROPOUT:
         dv0 *= keep_weight
         if E1 > 0:
             dv1 *= keep_weight
-    g_base = DK + part * sgp + b * sgb + h_kv * sgh
-    w_base = DV + part * swp + b * swb + h_kv * swh
-    store_tile(g_base, row, sgs, rows, dk0 * scale, True, N, 0, D0, D)
-    store_tile(w_base, row, sws, rows, dv0, True, N, 0, E0, E)
+    dk_base = head_of(DK + part * dk_part_stride, dk_strides, b, h_kv)
+    dv_base = head_of(DV + part * dv_part_stride, dv_strides, b, h_kv)
+    store_tile(dk_base, row, dk_strides[1], rows, dk0 * scale, True, N, 0, D0, D)
+    store_tile(dv_base, row, dv_strides[1], rows, dv0, True, N, 0, E0, E)
     if D1 > 0:
-        store_tile(g_base, row, sgs, rows, dk1 * scale, True, N, D0, D1, D)
+        store_tile(dk_base, row, dk_strides[1], rows, dk1 * scale, True, N, D0, D1, D)
     if E1 > 0:
-        store_tile(w_base, row, sws, rows, dv1, True, N, E0, E1, E)
+        store_tile(dv_base, row, dv_strides[1], rows, dv1, True, N, E0, E1, E)

@@ -1,7 +1,10 @@
 """Device functions that the kernels share: products, loads of tiles, masks and dropout.
 
-A tensor [b, s, h, d] is addressed as base + row * row_stride + columns, with base computed in 64 bits. head_dim is
-split into two powers of two (192 = 128 + 64), so that common sizes need no padding columns.
+A kernel gets a tensor [b, s, h, d] and the strides of its first three axes, of lse [b, h, s] of the first two; the last
+axis is adjacent in memory. The base of a head is computed in 64 bits (`head_of`), then base + row * stride + columns.
+head_dim is D for q and k, and E for v and out. Tiles have powers of two as their sides, so D columns are covered by two
+of them, D0 + D1 (192 = 128 + 64; D1 is 0 where one suffices), and E columns by E0 + E1: q0 is the tile of q's
+first D0 columns, q1 that of the next D1.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ def lower(x, like):
         return x
     else:
         return x.to(like.dtype)
+
+
+@triton.jit
+def head_of(x, strides, b, h):
+    """Address of row 0 of head h of batch row b, both int64, of x [b, s, h, d]."""
+    return x + b * strides[0] + h * strides[2]
 
 
 @triton.jit

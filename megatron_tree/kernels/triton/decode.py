@@ -18,7 +18,7 @@ from ...config import AttnSpec
 from ..masks import Visible
 from ..paged import PagedKV
 from . import common, configs, host
-from .common import LN2, LOG2E, alibi, cap_logits, dot
+from .common import LN2, LOG2E, alibi, cap_logits, dot, head_of
 from .merge import merge_states
 
 KEYS = 64  # a split is a multiple of these
@@ -35,13 +35,14 @@ def _load_keys(base, rows, stride, valid, FROM: tl.constexpr, COLS: tl.constexpr
 
 
 # these change as a cache grows, and a decode loop must not recompile
-GROWING = ["num_keys", "keys_per_split", "num_splits", "spb", "stb", "scb", "left"]
+GROWING = ["num_keys", "keys_per_split", "num_splits", "k_pos_stride", "table_stride", "scales_page_stride", "left"]
 
 
 @triton.jit(do_not_specialize=GROWING)
 def attn_decode_kernel(
     Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, SLOPES, num_keys, keys_per_split, s_q,
-    num_splits, sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, spb, stb, scb, scs, sab, left, scale, softcap,
+    num_splits, q_strides, k_strides, v_strides, k_pos_stride, table_stride, scales_page_stride, scales_slot_stride,
+    slopes_stride, left, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
@@ -57,7 +58,7 @@ def attn_decode_kernel(
     query = r // GROUP
     h = h_kv * GROUP + r % GROUP
     in_q = query < s_q
-    q_at = Q + b * sqb + query * sqs + h * sqh
+    q_at = head_of(Q, q_strides, b, h) + query * q_strides[1]
     c0 = tl.arange(0, D0)
     q0 = tl.load(q_at[:, None] + c0[None, :], mask=in_q[:, None] & (c0 < D)[None, :], other=0.0)
     q1 = q0
@@ -68,12 +69,12 @@ def attn_decode_kernel(
     if HAS_POSITIONS:
         q_pos = tl.load(Q_POS + b * s_q + query, mask=in_q, other=-1)
     if SLOPES is not None:
-        slope2 = tl.load(SLOPES + b * sab + h, mask=in_q, other=0.0)[:, None] * LOG2E
-    k_base = K + h_kv * skh
-    v_base = V + h_kv * svh
+        slope2 = tl.load(SLOPES + b * slopes_stride + h, mask=in_q, other=0.0)[:, None] * LOG2E
+    k_base = K + h_kv * k_strides[2]
+    v_base = V + h_kv * v_strides[2]
     if PAGE == 0:
-        k_base += b * skb
-        v_base += b * svb
+        k_base += b * k_strides[0]
+        v_base += b * v_strides[0]
     acc0 = tl.zeros((M, E0), tl.float32)
     acc1 = acc0
     if E1 > 0:
@@ -90,13 +91,13 @@ def attn_decode_kernel(
         valid = slot < end
         rows = slot.to(tl.int64)
         if PAGE > 0:
-            page = tl.load(BLOCK_TABLE + b * stb + slot // PAGE, mask=valid, other=0).to(tl.int64)
-            k_rows = page * skb + (slot % PAGE) * sks
-            v_rows = page * svb + (slot % PAGE) * svs
-            scale_rows = page * scb + (slot % PAGE) * scs
+            page = tl.load(BLOCK_TABLE + b * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
+            k_rows = page * k_strides[0] + (slot % PAGE) * k_strides[1]
+            v_rows = page * v_strides[0] + (slot % PAGE) * v_strides[1]
+            scale_rows = page * scales_page_stride + (slot % PAGE) * scales_slot_stride
         else:
-            k_rows = rows * sks
-            v_rows = rows * svs
+            k_rows = rows * k_strides[1]
+            v_rows = rows * v_strides[1]
         k0 = _load_keys(k_base, k_rows, 1, valid, 0, D0, D)
         if SCALED:
             k0 = k0.to(q0.dtype)
@@ -114,7 +115,7 @@ def attn_decode_kernel(
             s = s * (scale * LOG2E)
         ok = valid[None, :]
         if HAS_POSITIONS:
-            k_pos = tl.load(K_POS + b * spb + rows, mask=valid, other=-1)
+            k_pos = tl.load(K_POS + b * k_pos_stride + rows, mask=valid, other=-1)
             if SLOPES is not None:
                 s -= alibi(slope2, q_pos[:, None], k_pos[None, :])
             valid = k_pos >= 0  # v of the others is not read below: it may be NaN
@@ -269,9 +270,11 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
         Q_POS=q_positions if q_positions is None else q_positions.contiguous(),
         K_POS=k_positions, BLOCK_TABLE=table, K_SCALE=k_scale, V_SCALE=v_scale,
         **slopes, num_keys=num_keys, keys_per_split=keys_per_split, s_q=s_q, num_splits=num_splits,
-        **host.strides(q=q, k=k, v=v),
-        spb=0 if k_positions is None else k_positions.stride(0), stb=0 if table is None else table.stride(0),
-        scb=0 if k_scale is None else k_scale.stride(0), scs=0 if k_scale is None else k_scale.stride(1),
+        q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3],
+        k_pos_stride=0 if k_positions is None else k_positions.stride(0),
+        table_stride=0 if table is None else table.stride(0),
+        scales_page_stride=0 if k_scale is None else k_scale.stride(0),
+        scales_slot_stride=0 if k_scale is None else k_scale.stride(1),
         **fixed,
     )  # fmt: skip
     return state[:, 0] if num_splits == 1 else merge_states(state, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, alibi, cap_logits, dot, kept, key_range, load_tile, lower, store_tile, visible
+from .common import LN2, LOG2E, alibi, cap_logits, dot, head_of, kept, key_range, load_tile, lower, store_tile, visible
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _fwd_range(
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_fwd_kernel(
     Q, K, V, OUT, LSE, SLOPES, q_tiles, k_segments,
-    sqb, sqs, sqh, skb, sks, skh, svb, svs, svh, sob, sos, soh, slb, slh, sab, left, right, scale, softcap,
+    q_strides, k_strides, v_strides, out_strides, lse_strides, slopes_stride, left, right, scale, softcap,
     seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -75,22 +75,22 @@ def attn_fwd_kernel(
     first = tl.load(q_tiles + 5 * tile + 2)
     r = tl.arange(0, M)
     q_pos = first + r
-    q_base = Q + b * sqb + h * sqh
-    q0 = load_tile(q_base, row, sqs, rows, M, 0, D0, D, True)
+    q_base = head_of(Q, q_strides, b, h)
+    q0 = load_tile(q_base, row, q_strides[1], rows, M, 0, D0, D, True)
     q1 = q0
     if D1 > 0:
-        q1 = load_tile(q_base, row, sqs, rows, M, D0, D1, D, True)
+        q1 = load_tile(q_base, row, q_strides[1], rows, M, D0, D1, D, True)
     acc0 = tl.zeros((M, E0), tl.float32)
     acc1 = acc0
     if E1 > 0:
         acc1 = tl.zeros((M, E1), tl.float32)
     m = tl.full((M,), float("-inf"), tl.float32)
     l = tl.zeros((M,), tl.float32)
-    k_base = K + b * skb + (h // GROUP) * skh
-    v_base = V + b * svb + (h // GROUP) * svh
+    k_base = head_of(K, k_strides, b, h // GROUP)
+    v_base = head_of(V, v_strides, b, h // GROUP)
     slope2 = None
     if SLOPES is not None:
-        slope2 = tl.load(SLOPES + b * sab + h) * LOG2E
+        slope2 = tl.load(SLOPES + b * slopes_stride + h) * LOG2E
     for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
         k_row = tl.load(k_segments + 4 * i)
         k_len = tl.load(k_segments + 4 * i + 1)
@@ -102,9 +102,9 @@ def attn_fwd_kernel(
         bounds = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if WINDOW else 1, 3):
             acc0, acc1, m, l = _fwd_range(
-                acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, sks, svs, bounds[phase], bounds[phase + 1], k_len,
-                k_pos, q_pos, left, right, scale, softcap, slope2, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL,
-                WINDOW, SOFTCAP, STAGES,
+                acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, k_strides[1], v_strides[1], bounds[phase],
+                bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, slope2, dropout, D, D0, D1, E, E0,
+                E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)
@@ -112,8 +112,8 @@ def attn_fwd_kernel(
     weight = 1.0 / safe
     if DROPOUT:
         weight *= keep_weight
-    out_base = OUT + b * sob + h * soh
-    store_tile(out_base, row, sos, rows, acc0 * weight[:, None], False, M, 0, E0, E)  # dF/dzeta: (3)
+    out_base = head_of(OUT, out_strides, b, h)
+    store_tile(out_base, row, out_strides[1], rows, acc0 * weight[:, None], False, M, 0, E0, E)  # dF/dzeta: (3)
     if E1 > 0:
-        store_tile(out_base, row, sos, rows, acc1 * weight[:, None], False, M, E0, E1, E)
-    tl.store(LSE + b * slb + h * slh + row + r, lse, mask=r < rows)
+        store_tile(out_base, row, out_strides[1], rows, acc1 * weight[:, None], False, M, E0, E1, E)
+    tl.store(LSE + b * lse_strides[0] + h * lse_strides[1] + row + r, lse, mask=r < rows)

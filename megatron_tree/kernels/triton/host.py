@@ -82,8 +82,8 @@ def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, sp
     q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
         Q=q, K=k, V=v, OUT=out, LSE=lse, **alibi_slopes(spec, q), q_tiles=q_tiles, k_segments=k_table,
-        **strides(q=q, k=k, v=v, o=out), slb=lse.stride(0), slh=lse.stride(1),
-        **_fixed(spec, scale, h // k.shape[2], d, v.shape[-1], tiles),
+        q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3], out_strides=out.stride()[:3],
+        lse_strides=lse.stride()[:2], **_fixed(spec, scale, h // k.shape[2], d, v.shape[-1], tiles),
     )  # fmt: skip
 
 
@@ -108,14 +108,16 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     delta = delta.contiguous()
     shared = dict(
         Q=q, K=k, V=v, DOUT=dout, LSE2=lse2, DELTA=delta, **alibi_slopes(spec, q),
-        **strides(q=q, k=k, v=v, d=dout), slb=lse2.stride(0), slh=lse2.stride(1),
+        q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3], dout_strides=dout.stride()[:3],
+        lse_strides=lse2.stride()[:2],
     )  # fmt: skip
 
     tiles = _tiles("dq", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
     bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
-        **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, **strides(g=dq), **_fixed(spec, scale, group, d, e, tiles)
-    )
+        **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
+        **_fixed(spec, scale, group, d, e, tiles),
+    )  # fmt: skip
 
     tiles = _tiles("dkdv", q, v, spec)
     k_tiles, q_table = _tables(k_segments, q_segments, tiles.n, q.device, heaviest_last=True)
@@ -124,7 +126,8 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     dk_parts, dv_parts = (dk[None], dv[None]) if parts == 1 else (x.new_zeros(parts, *x.shape) for x in (dk, dv))
     bwd.attn_bwd_dkdv_kernel[(k_tiles.shape[0], h_kv * parts, b)](
         **shared, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
-        sgp=dk_parts.stride(0), swp=dv_parts.stride(0), **strides(g=dk_parts[0], w=dv_parts[0]),
+        dk_part_stride=dk_parts.stride(0), dk_strides=dk_parts.stride()[1:4],
+        dv_part_stride=dv_parts.stride(0), dv_strides=dv_parts.stride()[1:4],
         **_fixed(spec, scale, group, d, e, tiles),
     )  # fmt: skip
     if parts > 1:
@@ -151,21 +154,10 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     m = 16
     bwd.delta_kernel[(-(-s // m), h, b)](
         DOUT=dout, OUT=out, DLSE=dlse, DELTA=delta, num_rows=s,
-        **strides(d=dout, o=out), slb=delta.stride(0), slh=delta.stride(1),
+        dout_strides=dout.stride()[:3], out_strides=out.stride()[:3], delta_strides=delta.stride()[:2],
         E=e, COLS=power_of_2(e), M=m, HAS_DLSE=dlse is not None,
     )  # fmt: skip
     return delta
-
-
-_STRIDES = {letter: tuple(f"s{letter}{axis}" for axis in "bsh") for letter in "qkvodgw"}
-
-
-def strides(**tensors: Tensor) -> dict[str, int]:
-    """Kernel arguments: for a tensor x [b, s, h, d] passed as q=x, its first three strides as sqb, sqs and sqh."""
-    found: dict[str, int] = {}
-    for letter, x in tensors.items():
-        found.update(zip(_STRIDES[letter], x.stride()))
-    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -247,9 +239,9 @@ def mask_flags(spec: AttnSpec) -> dict:
 def alibi_slopes(spec: AttnSpec, q: Tensor) -> dict:
     """The argument SLOPES, fp32 [1 or b, h] or None, and its stride between rows of the batch."""
     if spec.alibi_slopes is None:
-        return dict(SLOPES=None, sab=0)
+        return dict(SLOPES=None, slopes_stride=0)
     slopes = _slopes_on(spec.alibi_slopes, q.device)
-    return dict(SLOPES=slopes, sab=slopes.stride(0) if len(slopes) > 1 else 0)
+    return dict(SLOPES=slopes, slopes_stride=slopes.stride(0) if len(slopes) > 1 else 0)
 
 
 @functools.lru_cache(maxsize=64)

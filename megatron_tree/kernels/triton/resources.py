@@ -96,6 +96,7 @@ LATENT_KERNEL = "decode, 64 rows"
 _FP32 = {"OUT", "LSE", "LSE2", "DELTA", "DQ", "DK", "DV", "STATE", "IN"}
 _FLOATS = {"scale", "softcap", "keep_weight"}
 _INT32 = {"q_tiles", "k_tiles", "k_segments", "q_segments"}
+_BY_16 = [["tt.divisibility", 16]]
 _UNUSED = {"Q_POS", "K_POS", "BLOCK_TABLE", "K_SCALE", "V_SCALE", "SLOPES"}  # None in this launch
 
 
@@ -125,10 +126,13 @@ def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "
             signature[name] = f"*{dtype}"
         elif name in _FLOATS:
             signature[name] = "fp32"
+        elif name.endswith("_strides"):
+            signature[name] = ("i32",) * (2 if name == "lse_strides" else 3)
+            attributes |= {(i, axis): _BY_16 for axis in range(len(signature[name]))}
         else:
             signature[name] = "i32"
-        if signature[name].startswith("*") or re.fullmatch(r"s[a-z][pbsh]", name):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+        if signature[name][0] == "*" or (name.endswith("_stride") and not parameter.do_not_specialize):
+            attributes[(i,)] = _BY_16
     source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return triton.compile(source, target=TARGETS[arch], options=options), tiles
