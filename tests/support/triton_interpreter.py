@@ -31,6 +31,18 @@ if not torch.cuda.is_available():
             return _patch(fn)
 
         interpreter._patch_lang = _patch_once
+        # it computes every sum of integers a second time in 64 bits, for an assertion that is left out without `debug`
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        _np_dtype, _np_dtypes = interpreter._get_np_dtype, {}
+
+        def _np_dtype_once(kind):
+            """It makes a dictionary of all types at every call."""
+            name = kind.scalar.name
+            if name not in _np_dtypes:
+                _np_dtypes[name] = _np_dtype(kind)
+            return _np_dtypes[name]
+
+        interpreter._get_np_dtype = _np_dtype_once
         _masked_load = interpreter.InterpreterBuilder.create_masked_load
 
         def _poisoned_load(self, ptrs, mask, other, *options):
