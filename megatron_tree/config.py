@@ -28,6 +28,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
+def check_pair(name: str, grid: object) -> tuple[int, int]:
+    """A grid (a, b) as a tuple; ``ValueError`` unless it is two positive integers."""
+    ok = isinstance(grid, (tuple, list)) and len(grid) == 2
+    if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in grid):
+        raise ValueError(f"{name}={grid!r} must be a pair (a, b) of positive integers, for instance (2, 4)")
+    return tuple(grid)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
     """How tree attention is computed. The defaults suit most users; the result does not depend on these options."""
@@ -118,14 +126,12 @@ class TreeConfig:
     def _checked_grid(self, name: str, grid) -> tuple[int, int] | None:
         if grid is None:
             return None
-        ok = isinstance(grid, (tuple, list)) and len(grid) == 2
-        if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in grid):
-            raise ValueError(f"{name}={grid!r} must be a pair (a, b) of positive integers, for instance (2, 4)")
+        grid = check_pair(name, grid)
         if self.schedule in ("ring", "cast"):
             raise ValueError(
                 f"{name}={grid!r} has no meaning with schedule={self.schedule!r}: leave one of the two out"
             )
-        return tuple(grid)
+        return grid
 
 
 def default_config() -> TreeConfig:

@@ -1,7 +1,7 @@
 """The public functions over a KV cache that is sharded across ranks: decoding, and prefill in chunks. No gradients.
 
 `tree_decode` is attention of a few replicated queries, `tree_prefill` of a chunk of sharded queries. Ranks send queries
-and partial results, not the cache. Bad input raises errors as in functional.py.
+and partial results, not the cache, unless a prefill's keys are fewer. Bad input raises errors as in functional.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import TreeConfig, default_config
+from ..config import TreeConfig, check_pair, default_config
 from ..layout import Segment, in_chunks
-from . import decode
+from ..merge import merge_sinks
+from ..plan import check_grid, chunk_sizes, grids, plan_prefill_grid
 from .finite import check_finite_cache
-from .head_shares import all_heads_of, check_head_shares, has_all_heads, own_queries
+from .head_shares import all_heads_of, check_head_shares, has_all_heads, heads_of
+from .prefill import ByHeads, ByTokens, PrefillCall, segments_of_row, spec_of_heads, teams, why_not
 from .spec import make_spec
 from .step import DecodeStep
 from .topology import GroupTopology
@@ -121,6 +123,7 @@ def tree_prefill(
     alibi_slopes: Tensor | None = None,
     attention_chunk_size: int | None = None,
     head_shares: Sequence[int] | None = None,
+    grid: tuple[int, int] | None = None,
     config: TreeConfig | None = None,
 ) -> Tensor:
     """Exact causal attention of a chunk of a prompt over a cache, both sharded. Collective; no gradients.
@@ -135,15 +138,17 @@ def tree_prefill(
             [b, n, 1, any size]; it is called for a part of them at a time.
         shares: for each group rank the positions of its queries, in order, as runs (first position, count).
         key_segments: the positions of this rank's keys; without a window or slopes, keys before the chunk may be in
-            any order. Or a list of these for every group rank: then keys are gathered instead of queries, which sends
-            less while there are few keys.
+            any order. Or a list of these for every group rank, where keys are gathered.
         attention_chunk_size: queries see keys of their own chunk of so many positions only (Llama 4's local layers).
         head_shares: as in `tree_decode`: the queries' heads are sharded then, not their tokens. q holds all queries of
-            the chunk, shares has one entry for them. With key_segments of all ranks k_cache has one head.
+            the chunk, shares has one entry for them. Where keys are gathered, k_cache has one head.
+        grid: (a, b) with a * b = ranks: queries are gathered over a ranks, keys over b. (ranks, 1) sends least once the
+            cache is long, (1, ranks) while there are few keys. None: one of these, the second if there are key_segments
+            for every rank.
         Others as in `tree_decode`; comm_dtype of config is used as well.
     Returns: out [b, n, h, d_v] in q's dtype.
     Raises: as `tree_decode`.
-    Source: Tree Attention's reduction (arXiv 2408.04093) on a grid of `world` x 1 (docs/design.md, section 3).
+    Source: Tree Attention's reduction (arXiv 2408.04093) on a grid (docs/design.md, section 3).
     """
     config = config or default_config()
     with comm.collective_call("tree_prefill", cp_group, config) as call, torch.no_grad():
@@ -168,21 +173,26 @@ def tree_prefill(
             )
         if head_shares is None and (len(shares) != world or num_queries[rank] != q.shape[1]):
             raise ValueError(f"q has {q.shape[1]} queries, but shares={num_queries} for {world} ranks")
-        gathers_keys = bool(key_segments) and isinstance(key_segments[0], list)
-        if gathers_keys and head_shares is not None and k_cache.shape[2] > 1:
+        of_all_ranks = bool(key_segments) and isinstance(key_segments[0], list)
+        if grid is None:
+            grid = (1, world) if of_all_ranks else (world, 1)
+        check_grid(grid := check_pair("grid", grid), world)
+        kind = dict(shares_heads=head_shares is not None, num_heads_kv=k_cache.shape[2], expands=expand is not None)
+        if (reason := why_not(grid, **kind)) is not None:
+            raise ValueError(f"grid={grid}: {reason}")
+        if (of_all_ranks and len(key_segments) != world) or (grid[1] > 1 and not of_all_ranks):
             raise ValueError(
-                f"key_segments of all ranks gather the keys, which head_shares={head_shares} allows for one KV head, "
-                f"not {k_cache.shape[2]}: pass this rank's key_segments"
+                f"grid={grid}: key_segments must hold this rank's, if b = 1, or a list for each of the {world} ranks"
             )
-        if expand is not None and head_shares is not None and not gathers_keys:
-            raise ValueError("expand makes one rank's heads, with head_shares: pass key_segments of all ranks")
-        own = key_segments[rank] if gathers_keys else key_segments
+        own = key_segments[rank] if of_all_ranks else key_segments
         if sum(segment.length for segment in own) != k_cache.shape[1]:
             raise ValueError(f"k_cache has {k_cache.shape[1]} keys, but key_segments describes a different number")
         k_like, v_like = (k_cache, v_cache) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
         backend = kernels.choose(whole, k_like, v_like, spec, config.backend)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         net = GroupTopology.of(cp_group, q.device, config)
+        gathers_heads = not has_all_heads(q, head_shares)
+        num_keys = tuple(sum(s.length for s in segments) for segments in key_segments) if of_all_ranks else None
         call.agree(
             batch=q.shape[0],
             num_heads=whole.shape[2],
@@ -195,35 +205,58 @@ def tree_prefill(
             spec=spec,
             sinks=sinks is not None,
             head_shares=head_shares,
-            gathers_heads=not has_all_heads(q, head_shares),
+            gathers_heads=gathers_heads,
             shares=str(shares),
             attention_chunk_size=attention_chunk_size,
-            gathered="keys" if gathers_keys else "queries",
+            grid=grid,
+            num_keys=num_keys if grid[1] > 1 else None,
             config=config,
             topology=net.digest,
         )
-        options = dict(
-            spec=spec,
-            group=cp_group,
-            transport=GroupTopology.over_cache(cp_group, q.device, config).transport,
-            backend=backend,
-            timeout_s=config.timeout_s,
+        net = GroupTopology.over_cache(cp_group, q.device, config)
+        sizes = chunk_sizes(
+            world,
+            sum(num_queries),
+            sum(num_keys) if grid[1] > 1 else max((sum(run) for runs in shares for run in runs), default=0),
+            num_heads=whole.shape[2],
+            head_dims=(q.shape[3], v_like.shape[3]),
+            key_numbers=k_cache.shape[2] * (k_cache.shape[3] + (0 if latent else v_cache.shape[3])),
+            bytes_per_word=q.element_size(),
+            sends_queries=head_shares is None or gathers_heads,
         )
+        plan = plan_prefill_grid(
+            tuple(sizes if other == grid else None for other in grids(world)),
+            num_heads_kv=1 if latent or head_shares is not None else k_cache.shape[2],
+            topology=net.topology,
+            placement=net.placement,
+        )
+        between = GroupTopology.of(cp_group, q.device, config).transport
+        column, row = teams(plan, cp_group, net, between=between, timeout_s=config.timeout_s)
         chunks = lambda x: x if attention_chunk_size is None else in_chunks(x, attention_chunk_size)  # noqa: E731
-        key_segments = [chunks(own) for own in key_segments] if gathers_keys else chunks(key_segments)
-        if gathers_keys:
-            queries = chunks(_segments(shares if head_shares is not None else shares[rank : rank + 1], 0))
-            options.update(q_segments=queries, k_segments=key_segments, expand=expand, latent=latent)
-            q = q if head_shares is None else own_queries(q, head_shares, rank)
-            out, _ = decode.prefill_gathered(q, k_cache, v_cache, sinks, **options)
+        if head_shares is None:
+            longest = max(num_queries[r] for r in column.order)
+            queries, of_column = ByTokens(column, q.shape[1], longest), [shares[r] for r in column.order]
         else:
-            wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
-            queries = chunks(_segments(shares, max(num_queries)))
-            options.update(q_segments=queries, k_segments=key_segments, wire=wire)
-            if head_shares is None:
-                out, _ = decode.prefill(q, k_cache, v_cache, sinks, num_queries=num_queries, expand=expand, **options)
-            else:
-                out, _ = decode.prefill_of_heads(q, k_cache, v_cache, sinks, head_shares=head_shares, **options)
+            queries, of_column, longest = ByHeads(column, head_shares[rank], head_shares), shares, 0
+            spec = spec_of_heads(spec, heads_of(head_shares, column.order))
+        of_row = [own] if row.size == 1 else [key_segments[r] for r in row.order]
+        key_rows = max(sum(segment.length for segment in segments) for segments in of_row)
+        run = PrefillCall(
+            queries=queries,
+            row=row,
+            key_rows=key_rows,
+            q_segments=chunks(_segments(of_column, longest)),
+            k_segments=segments_of_row([chunks(segments) for segments in of_row], key_rows),
+            spec=spec,
+            backend=backend,
+            wire=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
+            head_groups=plan.head_groups,
+            expand=expand,
+            head_dim_v=v_like.shape[3],
+        )
+        out, lse = run.run(q, k_cache, None if latent else v_cache)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype)
 
 

@@ -138,7 +138,7 @@ class AttnCall(AttnArgs):
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
-        at, u = _neighbours(self.order, self.rank, plan.arrangement), plan.arrangement.u
+        at, u = neighbours(self.order, self.rank, plan.arrangement), plan.arrangement.u
         row, column = self._team("row", plan, at.row), self._team("column", plan, at.column)
         key_at, query_at = row.order.index(self.rank), column.order.index(self.rank)
         return Cell(
@@ -170,7 +170,7 @@ class AttnCall(AttnArgs):
         return comm.Team(self.group, ranks, self.transport, self.config.timeout_s, (name, *plan.arrangement))
 
 
-class _Neighbours(NamedTuple):
+class Neighbours(NamedTuple):
     """Whom a rank works with. A holder: whose shards a rank has once heads are exchanged."""
 
     row: tuple[tuple[int, ...], ...]
@@ -185,12 +185,12 @@ class _Neighbours(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _neighbours(order: tuple[int, ...], rank: int, arrangement: Arrangement) -> _Neighbours:
+def neighbours(order: tuple[int, ...], rank: int, arrangement: Arrangement) -> Neighbours:
     x = order.index(rank)
     rows, columns = arrangement.row_of(x), arrangement.column_of(x)
     row, column = (tuple(tuple(order[y] for y in place) for place in places) for places in (rows, columns))
     holders = (_holders(order, arrangement, [y for place in places for y in place]) for places in (rows, columns))
-    return _Neighbours(row, column, *_holders(order, arrangement, [x]), *holders)
+    return Neighbours(row, column, *_holders(order, arrangement, [x]), *holders)
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,8 +33,8 @@ def grid_fwd(
     own: computes the state of the own queries over the own keys, which becomes the result in place.
     """
     attn_fwd, dtype = call.backend.attn_fwd, state_dtype(q.dtype)
-    key_gather = _Gather((k, v), cell.row, cell.key_rows)
-    query_gather = _Gather((q,), cell.column, cell.query_rows)
+    key_gather = Gather((k, v), cell.row, cell.key_rows)
+    query_gather = Gather((q,), cell.column, cell.query_rows)
     yield
     out, lse = own()
     (keys, values), (queries,) = key_gather.wait(), query_gather.wait()
@@ -81,8 +81,8 @@ def grid_bwd(
     attn_bwd = call.backend.attn_bwd
     reducer = SumReducer(call.wire_dtype, state_dtype(q.dtype))
     statistics = float_bits(torch.stack((lse, delta), -1).transpose(1, 2), q.dtype)  # [b, s, h, words]
-    key_gather = _Gather((k, v), cell.row, cell.key_rows)
-    query_gather = _Gather((q, dout, statistics), cell.column, cell.query_rows)
+    key_gather = Gather((k, v), cell.row, cell.key_rows)
+    query_gather = Gather((q, dout, statistics), cell.column, cell.query_rows)
     yield
     dq, dk, dv = own()
     (keys, values), (queries, douts, bits) = key_gather.wait(), query_gather.wait()
@@ -124,7 +124,7 @@ def grid_bwd(
     return dq, dk, dv
 
 
-class _Gather:
+class Gather:
     """All-gather of tensors [b, s, h, d_i] over a team, in one buffer [n * rows, b, h, sum d_i]."""
 
     def __init__(self, tensors: tuple[Tensor, ...], team: comm.Team, rows: int):

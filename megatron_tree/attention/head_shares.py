@@ -2,12 +2,13 @@
 
 `shares` holds the number of heads of every rank, in rank order. In a message every rank's heads are padded to the
 longest share, so that all messages are of one size. Ranks that compute the queries of all heads have nothing to gather.
+They are gathered over a team: the whole group, or a column of a grid, whose heads stay in rank order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,41 +48,58 @@ def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
     return q if has_all_heads(q, shares) else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
 
 
-def gather_heads(q: Tensor, shares: tuple[int, ...], group, *, transport: str, timeout_s: float) -> Tensor:
-    """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order."""
+def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Callable[[], Tensor]:
+    """Start to gather q [b, s, h_local, d] of a team's ranks; what is returned waits for it and returns
+    [b, s, h, d], the heads of these ranks in rank order."""
     if has_all_heads(q, shares):
-        return q
-    mine = q.permute(2, 0, 1, 3)
-    if (missing := max(shares) - mine.shape[0]) > 0:
+        return lambda: q if team.size == len(shares) else q[:, :, heads_of(shares, team.order)]
+    if team.size == 1:
+        return lambda: q
+    longest, mine = max(shares), q.permute(2, 0, 1, 3)
+    if (missing := longest - mine.shape[0]) > 0:
         mine = F.pad(mine, (0, 0, 0, 0, 0, 0, 0, missing))
-    whole = comm.gather_sequence(mine.contiguous(), group, transport=transport, timeout_s=timeout_s)
-    if min(shares) < max(shares):
-        whole = whole.index_select(0, _rows(shares, whole.device)[1])
-    return whole.permute(1, 2, 0, 3)
+    pending = comm.start_gather(mine.contiguous(), team)
+
+    def wait() -> Tensor:
+        whole = pending.wait()
+        if not _is_plain(shares, team.order):
+            whole = whole.index_select(0, _rows(shares, team.order, whole.device)[1])
+        return whole.permute(1, 2, 0, 3)
+
+    return wait
 
 
-def by_owner(state: Tensor, shares: tuple[int, ...]) -> Tensor:
-    """state [b, s, h, w] as [ranks, longest share, b, s, w]: what is meant for each rank."""
+def by_owner(state: Tensor, shares: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """state [b, s, h, w] of the heads of some ranks as [ranks, longest share, b, s, w]: what is meant for each, in
+    this order of ranks."""
     heads = state.permute(2, 0, 1, 3)
-    if min(shares) < max(shares):
-        heads = heads.index_select(0, _rows(shares, state.device)[0])
-    return heads.reshape(len(shares), max(shares), *heads.shape[1:]).contiguous()
+    if not len(heads):
+        return state.new_zeros(len(order), max(shares), *heads.shape[1:])
+    if not _is_plain(shares, order):
+        heads = heads.index_select(0, _rows(shares, order, state.device)[0])
+    return heads.reshape(len(order), max(shares), *heads.shape[1:]).contiguous()
+
+
+def heads_of(shares: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
+    """The heads of some ranks among all heads, in rank order."""
+    return [head for r in sorted(order) for head in range(*slice_of(shares, r).indices(sum(shares)))]
+
+
+def _is_plain(shares: tuple[int, ...], order: tuple[int, ...]) -> bool:
+    """Whether heads lie in a message as they do in a tensor: no padding, ranks in rising order."""
+    return min(shares) == max(shares) and list(order) == sorted(order)
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(shares: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Padded to the longest share: the head of every row (padding repeats one), and the row of every head."""
-    firsts, longest = [sum(shares[:r]) for r in range(len(shares))], max(shares)
-    heads = [first + max(min(i, n - 1), 0) for first, n in zip(firsts, shares) for i in range(longest)]
-    rows = [r * longest + i for r, n in enumerate(shares) for i in range(n)]
-    return torch.tensor([min(head, sum(shares) - 1) for head in heads], device=device), torch.tensor(
-        rows, device=device
-    )
-
-
-def own_queries(q: Tensor, shares: tuple[int, ...], rank: int) -> Tensor:
-    """q [b, s, h_local or h, d] -> [b, s, h_local, d]."""
-    return q[:, :, slice_of(shares, rank)] if has_all_heads(q, shares) else q
+    longest, first, found = max(shares), 0, {}
+    for r in sorted(order):
+        found[r] = range(first, first + shares[r])
+        first += shares[r]
+    heads = [min(found[r].start + max(min(i, shares[r] - 1), 0), first - 1) for r in order for i in range(longest)]
+    rows = [order.index(r) * longest + i for r in sorted(order) for i in range(shares[r])]
+    return torch.tensor(heads, device=device), torch.tensor(rows, device=device, dtype=torch.int64)
 
 
 def own_heads(merged: Tensor, num_heads: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 paper: redraws the figures and tables of the Tree Attention paper with its published numbers, and extends them to 4,096
 ranks and 10M tokens. pays: how much faster the planner's choice is than what others use, by ranks and tokens. bytes:
-what a rank sends between nodes. weights: a decode step of whole models, with their weights shared in different ways.
+what a rank sends between nodes. prompts: what it sends for a prompt over a sharded cache. weights: a decode step of
+whole models, with their weights shared in different ways.
 All are those of the plans that `tree_attn_func` and `tree_decode` would follow.
 """
 
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from ..files import whole_file
 from ..plan import Shape, Topology, known_topologies, load_topology, plan_decode
-from . import crossing, paper, pays, weights
+from . import crossing, paper, pays, prompts, weights
 from .figures import COLOURS, Curve, Panel, draw, grouped
 from .results import write_csv
 from .simulated import BYTES_PER_WORD, SHAPES, placed, training
@@ -59,7 +60,7 @@ class Point(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench simulate`."""
     add, names = parser.add_argument, ", ".join(known_topologies())
-    add("parts", nargs="*", metavar="PART", help="paper, pays, bytes or weights (default: all of them)")
+    add("parts", nargs="*", metavar="PART", help="paper, pays, bytes, prompts or weights (default: all of them)")
     add("--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots")
     several = ", ".join(pays.RANKS)
     add("--topology", help=f"beyond the paper and of weights (default dgx_h100), and of pays ({several}): "
@@ -101,6 +102,7 @@ PARTS = {
     "paper": _like_the_paper,
     "pays": lambda out, topology, _: pays.run(out, topology),
     "bytes": lambda out, topology, _: crossing.run(out),
+    "prompts": lambda out, topology, _: prompts.run(out),
     "weights": lambda out, topology, _: weights.run(out, topology),
 }
 

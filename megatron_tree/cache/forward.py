@@ -13,10 +13,11 @@ from torch import Tensor
 from ..attention.cached import tree_decode, tree_prefill
 from ..attention.step import DecodeStep
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
-from ..comm import Team
+from ..attention.topology import GroupTopology
+from ..comm import Team, collective_call
 from ..config import TreeConfig, default_config
-from ..kernels import ACCELERATORS
 from . import Append, ShardedCache, View
+from .chunks import ChunkPlan, plan_chunk
 from .latent import LatentHeads
 
 PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kernels skip what is hidden
@@ -77,6 +78,8 @@ class ForwardPass:
     seen: dict[tuple, tuple] = field(default_factory=dict)
     """What the queries see in pages, for all layers of a kind: `visible`, and what `_seen` makes of it."""
     default_config: TreeConfig = field(default_factory=default_config)
+    nets: dict[TreeConfig, GroupTopology] = field(default_factory=dict)
+    """The network that prefills are planned for."""
     shares: list[list[tuple[int, int]]] | None = None
     """Sharded: by rank of all head groups, the tokens that it runs, as runs (position, count)."""
     positions: Tensor | None = None
@@ -154,12 +157,8 @@ class ForwardPass:
             raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
         append = self.append
         own = count_tokens(append.shares[self.store.book.rank])
-        gather_keys = self._sends_keys(layer, q, append.num_tokens * q.shape[2], latent, append.num_tokens)
-        # of the queries that meet a key on a rank
-        num_queries = append.num_tokens // (self.store.book.world if gather_keys else 1)
-        out = self._run_prefill(
-            layer, q[:, :own], latent, num_queries, gather_keys=gather_keys, shares=append.shares, **options
-        )
+        plan = self._plan(layer, q, latent, q.shape[2], config=options["config"])
+        out = self._run_prefill(layer, q[:, :own], latent, plan, shares=append.shares, **options)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - own))  # a rank without tokens still runs one
 
     def _prefill_exchanged(self, layer: int, q: Tensor, *args, sinks: Tensor | None = None, **options) -> Tensor:
@@ -171,45 +170,34 @@ class ForwardPass:
 
     def _prefill_heads(self, layer: int, q: Tensor, latent, visible, **options) -> Tensor:
         """Many tokens of one row, all on every rank, whose heads are sharded."""
-        num_queries, one_head = q.shape[1], self._width(layer)[0] == 1
-        gather_keys = one_head and self._sends_keys(layer, q, num_queries * sum(self.head_shares), latent, 0)
-        if latent is not None and _makes_keys(latent, 1, q.device):  # a rank can make keys of its own heads only
-            gather_keys = True
-        shares = [[(self.append.first[0], num_queries)]]
-        return self._run_prefill(
-            layer, q, latent, num_queries if gather_keys else 0, gather_keys=gather_keys, shares=shares, **options
-        )
+        plan = self._plan(layer, q, latent, sum(self.head_shares), config=options["config"])
+        shares = [[(self.append.first[0], q.shape[1])]]
+        return self._run_prefill(layer, q, latent, plan, shares=shares, **options)
 
-    def _run_prefill(self, layer: int, q: Tensor, latent, num_queries: int, *, gather_keys: bool, **options) -> Tensor:
+    def _plan(self, layer: int, q: Tensor, latent, num_heads: int, *, config: TreeConfig | None) -> ChunkPlan:
+        """The plan of a chunk; num_heads: query heads of all ranks."""
+        book, append = self.store.book, self.append
+        visible = book.num_visible(append, self.store.kind_of[layer])
+        sizes = dict(num_queries=append.num_tokens, num_keys=visible, num_heads=num_heads)
+        if (config := config or self.default_config) not in self.nets:
+            with collective_call("tree_prefill", self.cp_group, config) as call:
+                GroupTopology.of(self.cp_group, q.device, config)  # what one rank raises, all raise
+                call.start()
+                self.nets[config] = GroupTopology.over_cache(self.cp_group, q.device, config)
+        sizes.update(shares_heads=append.shares is None, net=self.nets[config])
+        return plan_chunk(q, self.store.layers[layer], latent, **sizes)
+
+    def _run_prefill(self, layer: int, q: Tensor, latent, plan: ChunkPlan, **options) -> Tensor:
         store, kind, view = self.store, self.store.kind_of[layer], self.views[self.store.kind_of[layer]]
         by_position = any(options.get(name) is not None for name in ("alibi_slopes", "attention_chunk_size"))
-        segments = store.key_segments(self.append, kind, of_all_ranks=gather_keys, by_position=by_position)
-        held = sum(segment.length for segment in (segments[store.book.rank] if gather_keys else segments))
+        segments = store.key_segments(self.append, kind, of_all_ranks=plan.gathers_keys, by_position=by_position)
+        held = sum(segment.length for segment in (segments[store.book.rank] if plan.gathers_keys else segments))
         k, v = store.layers[layer].row(view.block_table, 0, held, q.dtype)
+        options.update(key_segments=segments, grid=plan.grid)
         if latent is None:
-            return tree_prefill(q, k, v, key_segments=segments, **options)
-        q, of_latents, finish = latent.prepare(q, expands=_makes_keys(latent, num_queries, q.device))
-        return finish(tree_prefill(q, k, v, key_segments=segments, **of_latents, **options))
-
-    def _sends_keys(self, layer: int, q: Tensor, num_vectors: int, latent, num_queries: int) -> bool:
-        """Whether sending all visible keys and values takes fewer numbers than num_vectors queries and partial outputs.
-
-        num_queries: of those that meet a key on one rank; it decides how wide queries of latents are.
-        """
-        num_heads_kv, numbers = self._width(layer)
-        visible = self.store.book.num_visible(self.append, self.store.kind_of[layer])
-        if latent is None:
-            wide = numbers // num_heads_kv
-        elif _makes_keys(latent, num_queries, q.device):
-            wide = q.shape[-1] + latent.head_dim_v
-        else:
-            wide = numbers + latent.rank
-        return visible * numbers <= num_vectors * wide
-
-    def _width(self, layer: int) -> tuple[int, int]:
-        """(KV heads, numbers of all their keys and values) of a token in the cache."""
-        pages = self.store.layers[layer]
-        return pages.k.shape[2], sum(x[0, 0].numel() for x in (pages.k, pages.v) if x is not None)
+            return tree_prefill(q, k, v, **options)
+        q, of_latents, finish = latent.prepare(q, expands=plan.expands)
+        return finish(tree_prefill(q, k, v, **of_latents, **options))
 
     def _held(self, layer: int, dtype: torch.dtype) -> Tensor:
         """The latents and rotary keys that this rank holds: [b, longest row, 1, ...] in dtype, then zeros."""
@@ -300,11 +288,3 @@ class ForwardPass:
             )
             parts.append(tree_decode(q[:, i:end], k, v, **positions, **options))
         return torch.cat(parts, 1)
-
-
-def _makes_keys(latent: LatentHeads, num_queries: int, device: torch.device) -> bool:
-    """Whether a prefill makes keys and values that num_queries queries meet; 0: none can be made.
-
-    Accelerators always do: their kernels for prefill take heads of 256 numbers at most.
-    """
-    return num_queries > 0 and (device.type in ACCELERATORS or latent.pays_to_expand(num_queries))

@@ -269,15 +269,15 @@ class RowBook:
         """
         by_position = by_position or self.windows[kind] is not None
         row, size = self.rows[row_id], self.page_size
+        first, held = 0 if by_position else begin // size, row.forgotten[kind] // size  # before first blocks only count
         if rank in (None, self.rank):
-            blocks = row.blocks[kind]
+            before = bisect.bisect_left(row.blocks[kind], first)
+            blocks = row.blocks[kind][before:]
         else:
-            held = range(row.forgotten[kind] // size, len(row.owners))
-            blocks = [block for block in held if row.owners[block] == rank]
-        before = 0 if by_position else bisect.bisect_left(blocks, begin // size)
-        at = before * size
-        segments = [Segment(0, 0, at)] if at else []
-        for block in blocks[before:]:
+            before = row.owners[held:first].count(rank)
+            blocks = [i for i in range(max(held, first), len(row.owners)) if row.owners[i] == rank]
+        segments, at = [Segment(0, 0, before * size)] if before else [], before * size
+        for block in blocks:
             start, stop = block * size, min(row.length, (block + 1) * size)
             if not by_position and start < begin:
                 middle = min(begin, stop)

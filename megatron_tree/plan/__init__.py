@@ -4,7 +4,8 @@ from ..units import parse_grid
 from .arrangement import Arrangement, HeadSplit
 from .cast import Mask
 from .planner import plan_decode, plan_training
-from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan
+from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, check_grid, grids
+from .prefill_grid import chunk_sizes, plan_prefill_grid
 from .topology import (
     Level,
     Placement,
@@ -28,12 +29,16 @@ __all__ = [
     "Shape",
     "Topology",
     "TrainingPlan",
+    "check_grid",
+    "chunk_sizes",
     "default_topology",
+    "grids",
     "known_topologies",
     "load_topology",
     "parse_grid",
     "place",
     "plan_decode",
+    "plan_prefill_grid",
     "plan_training",
     "save_topology",
 ]

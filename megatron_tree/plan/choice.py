@@ -11,6 +11,7 @@ from .plans import PassPlan, Reduction
 
 BASELINES = ("allreduce", "ring")
 TIE = 1.05  # schedules whose predicted times differ by less count as equally fast
+MAX_HEAD_GROUPS = 16
 SAME = 1.01  # the same for the numbers of head groups of one grid
 SMALL = 1 << 24  # buffers of so many bytes are not worth another head group
 

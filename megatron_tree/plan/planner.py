@@ -13,7 +13,7 @@ from ..config import DECODE_SCHEDULES, SCHEDULES, check_choice
 from ..units import format_bytes, format_seconds
 from .arrangement import Arrangement, HeadSplit
 from .cast import Mask, cast_plan
-from .choice import Candidate, choose, choose_head_groups, choose_pair
+from .choice import MAX_HEAD_GROUPS, Candidate, choose, choose_head_groups, choose_pair
 from .cost import PlacedTopology, placed_topology
 from .decode import StepSizes, reductions
 from .plans import (
@@ -48,8 +48,6 @@ __all__ = [
     "plan_decode",
     "plan_training",
 ]
-
-MAX_HEAD_GROUPS = 16
 
 
 @lru_cache(maxsize=1024)

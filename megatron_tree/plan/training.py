@@ -138,16 +138,26 @@ def exchanges(
 
 
 def grid_plan(
-    placed: PlacedTopology, sizes: CallSizes, arrangement: Arrangement, split: HeadSplit, groups: int, backward: bool
+    placed: PlacedTopology,
+    sizes: CallSizes,
+    arrangement: Arrangement,
+    split: HeadSplit,
+    groups: int,
+    backward: bool,
+    *,
+    own_first: bool = True,
 ) -> PassPlan:
-    """One pass on an arrangement, pipelined over head groups."""
+    """One pass on an arrangement, pipelined over head groups.
+
+    own_first: whether a rank's own queries meet its own keys while the first group is gathered.
+    """
     u, (a, b) = arrangement.u, arrangement.grid
     sizes = sizes.split(split) if u > 1 else sizes
     (down, up), (along, back) = sizes.column(backward), sizes.row(backward)
     sent = [0.0] * len(placed.topology.levels)
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
-    own = compute / (a * b)
+    own = compute / (a * b) if own_first else 0.0
     rest = (compute - own) / groups + (placed.topology.overhead_s if placed.world > 1 else 0.0)
     for x, row, column, part in peers_of(placed, arrangement):
         gathers = [row.stages(along / groups, reduce=False), column.stages(down / groups, reduce=False)]

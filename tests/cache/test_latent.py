@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import megatron_tree.cache.forward as forward_module
 from megatron_tree.attention.cached import tree_decode, tree_prefill
 from megatron_tree.attention.spec import make_spec
-from megatron_tree.cache import ShardedCache
+from megatron_tree.cache import ShardedCache, chunks
 from megatron_tree.cache.forward import ForwardPass, forward_pass
 from megatron_tree.cache.latent import LatentHeads
 from megatron_tree.comm import traffic
 from megatron_tree.config import TreeConfig
 from megatron_tree.kernels import Visible, attn_decode
+from megatron_tree.plan import grids, plan_prefill_grid
 from support.ranks import largest, run_distributed
 
 HEADS, NOPE, ROTARY, WIDTH_V, RANK = 6, 8, 4, 6, 12  # from 17 queries on it pays to expand
@@ -82,8 +82,42 @@ def test_backends_take_keys_of_576_that_hold_their_values(backend, dtype):
     assert error <= 2 * allowed + 1e-6 * found["exact"].abs().max()
 
 
+def _only(grid):
+    """Lets the planner choose this grid alone."""
+
+    def plan(sizes, **options):
+        return plan_prefill_grid(tuple(size if g == grid else None for g, size in zip(grids(4), sizes)), **options)
+
+    return mock.patch.object(chunks, "plan_prefill_grid", plan)
+
+
+def _on_grids(rank, world):
+    """`_row_in_chunks` of sharded tokens on 2 x 2, and the worst error of sharded heads on every grid."""
+    with _only((2, 2)):
+        errors, expanded = _row_in_chunks(rank, world, True, "auto")
+    shares, heads, (q, latents, rotary) = (2, 2, 1, 1), _heads(), _tokens(80)
+    own, group = slice(sum(shares[:rank]), sum(shares[: rank + 1])), dist.group.WORLD
+    for grid in grids(world):
+        store = ShardedCache([None], rank=rank, world=world, page_size=4, latent=True)
+        row = store.book.add()
+        for new in (slice(0, 40), slice(40, 80)):
+            with _only(grid), forward_pass(store, [row], 40, cp_group=group, head_shares=shares) as forward:
+                forward.write(0, latents[:, new], rotary[:, new])
+                mine = LatentHeads(heads.up[own], NOPE)
+                out = forward.attend(0, q[:, new, own], latent=mine, softmax_scale=0.3)
+            want = _dense(q[:, new], latents[:, : new.stop], rotary[:, : new.stop], heads, 0.3)[:, :, own]
+            errors.append(float((out - want).abs().max()))
+    return errors, expanded
+
+
+def test_a_row_on_grids():
+    for errors, expanded in run_distributed(_on_grids, 4):
+        assert largest(errors) < 1e-12
+        assert expanded == [True, False, False, True]  # half of 40, 3, 21 and 64 queries meet a key
+
+
 def _row_on_an_accelerator(rank, world):
-    with mock.patch.object(forward_module, "ACCELERATORS", ("cpu",)):
+    with mock.patch.object(chunks, "ACCELERATORS", ("cpu",)):
         return _row_in_chunks(rank, world, True, "auto")
 
 

@@ -10,6 +10,7 @@ from megatron_tree import TreeConfig, tree_decode, tree_prefill
 from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.layout import Segment
+from megatron_tree.plan import grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle, prefill_chunk, same_everywhere
 from support.ranks import largest, run_distributed
@@ -36,13 +37,13 @@ def _prefill(rank, world, page_size):
     worst = {}
     for form, (heads, d, d_v, options) in FORMS.items():
         for chunks in CHUNKS:
-            for gathers_keys in (False, True) if chunks is CHUNKS[0] else (False,):
+            for grid in grids(world) if chunks is CHUNKS[0] else (None,):
                 q, k, v = decode_inputs(1, sum(chunks), sum(chunks), heads, d, d_v, torch.float32)
                 cache, row = cache_of(rank, world, options, page_size)
                 at = 0
                 for n in chunks:
                     new = slice(at, at + n)
-                    out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+                    out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
                     assert out.dtype == torch.float32 and out.isfinite().all()
                     assert out.shape == (1, len(mine), heads[0], d_v)
                     truth = want(q[:, new], k[:, : at + n], v[:, : at + n], at, **options)
@@ -52,7 +53,10 @@ def _prefill(rank, world, page_size):
     return worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4), (4, 3), (4, 16)])
+@pytest.mark.parametrize(
+    ("world", "page_size"),
+    [(1, 4), (2, 1), (2, 4), (3, 4), (4, 3), (4, 16), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (6, 8))],
+)
 def test_prefill_in_chunks(world, page_size):
     # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
     for worst in run_distributed(_prefill, world, page_size):
@@ -63,12 +67,12 @@ def _prefill_of_attention_chunks(rank, world):
     """Queries see their own chunk of 11 positions: prompts that end inside a chunk, keys or queries gathered."""
     worst, size = [], 11
     chunk_of = torch.arange(59) // size
-    for gathers_keys in (False, True):
+    for grid in grids(world):
         q, k, v = decode_inputs(1, 59, 59, dtype=torch.float32)
         cache, row = cache_of(rank, world, {}, 4)
         options = {"attention_chunk_size": size}
         for new in (slice(0, 7), slice(7, 37), slice(37, 59)):
-            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
             keep = (chunk_of[new, None] == chunk_of[: new.stop]) & torch.ones(59, 59).tril()[new, : new.stop].bool()
             truth, _ = decode_oracle(q[:, new], k[:, : new.stop], v[:, : new.stop], keep)
             worst.append((out - truth[:, mine]).abs().max().item() if mine else 0.0)
@@ -83,10 +87,10 @@ def test_prefill_where_queries_see_their_own_chunk(world):
 def _prefill_with_triton(rank, world):
     q, k, v = decode_inputs(1, 40, 40, dtype=torch.float32)
     options, worst = dict(config=TreeConfig(backend="triton", timeout_s=60)), []
-    for gathers_keys in (False, True):
+    for grid in grids(world):
         cache, row = cache_of(rank, world, {}, 4)
         for new in (slice(0, 23), slice(23, 40)):
-            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
             truth = want(q[:, new], k[:, : new.stop], v[:, : new.stop], new.start)
             worst.append((out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs().max().item())
     return largest(worst)
@@ -103,10 +107,10 @@ def _prefill_bf16(rank, world):
     dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
     allowed = (dense.transpose(1, 2).double() - truth).abs().max()
     errors = []
-    for gathers_keys in (False, True):
+    for grid in grids(world):
         cache, row = cache_of(rank, world, {}, 4)
         for new in (slice(0, 40), slice(40, 96)):
-            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], {}, gathers_keys)
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], {}, grid)
             errors.append(float((out.double() - truth[:, new][:, mine]).abs().max() / allowed))
     return largest(errors)
 
@@ -216,6 +220,11 @@ def _message(rank, world, what):
         options["softcap"] = 1.0 if odd else 0.0
     elif what == "world":
         shares = shares[:1]
+    elif "grid" in what:
+        segments = [[Segment(0, 3 * r, 3)] for r in range(world)]
+        options["grid"] = ((1, 2) if what == "another grid" else (2, 2)) if odd else (2, 1)
+        if what == "grid of own keys":
+            options["grid"], segments = (1, 2), segments[rank] if odd else segments
     call = dict(cp_group=dist.group.WORLD, config=TreeConfig(timeout_s=20))
     try:
         if what in ("table", "scale", "page size", "page number"):
@@ -243,6 +252,9 @@ def _message(rank, world, what):
         ("fewer queries", r"q has 2 queries, but shares=\[3, 3\]", "rank 1"),
         ("fewer keys", "k_cache has 2 keys", "rank 1"),
         ("world", r"shares=\[3\] for 2 ranks", "all"),
+        ("another grid", "call this with different arguments.*grid=", "all"),
+        ("too large a grid", r"grid=\(2, 2\) has 4 cells but cp_group has 2 ranks: choose 1x2, 2x1", "rank 1"),
+        ("grid of own keys", r"grid=\(1, 2\): key_segments must hold .* a list for each of the 2 ranks", "rank 1"),
         ("table", "block_table must be int32", "rank 1"),
         ("page number", r"block_table=\[\[-1\]\] names pages beyond the 1", "rank 1"),
         ("scale", "pages in int8 or fp8 need", "rank 1"),

@@ -8,6 +8,7 @@ from megatron_tree import TreeConfig, tree_decode, tree_prefill
 from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.kernels import gather_row
+from megatron_tree.plan import grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle
 from support.ranks import largest, run_distributed
@@ -18,7 +19,7 @@ FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "softcap": ((9, 3), 8, 8, {"softcap": 2.0}),
     "sinks": ((12, 4), 8, 8, {"sinks": torch.linspace(-1, 1, 12)}),
     "window": ((9, 3), 8, 4, {"window_size": (5, 0)}),
-    "alibi": ((9, 3), 8, 8, {"alibi_slopes": make_slopes(9)}),
+    "alibi": ((9, 1), 8, 8, {"alibi_slopes": make_slopes(9)}),
     "fewer heads than ranks": ((2, 1), 8, 8, {"sinks": torch.linspace(-1, 1, 2)}),
 }
 LENGTHS = (0, 3, 17, 40)
@@ -142,16 +143,18 @@ def _prefill(rank, world, page_size):
             cache.write(0, append, k[:, begin:end], v[:, begin:end])
             view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
             held = int(view.lengths[0])
-            queries, of_all_ranks = q[:, begin:end], begin == 7 and heads_kv == 1
+            queries, middle = q[:, begin:end], grids(world)[len(grids(world)) // 2]
+            grid = {0: middle, 7: (1, world), 37: middle, 38: (world, 1)}[begin] if heads_kv == 1 else (world, 1)
             out = tree_prefill(
-                queries if begin == 7 else own(queries, shares, rank, 2),  # all heads, or those of this rank
+                queries if begin in (7, 37) else own(queries, shares, rank, 2),  # all heads, or those of this rank
                 *gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype),
                 cp_group=dist.group.WORLD,
                 shares=[[(begin, end - begin)]],
                 key_segments=cache.key_segments(
-                    append, 0, of_all_ranks=of_all_ranks, by_position="alibi_slopes" in mine
+                    append, 0, of_all_ranks=grid[1] > 1, by_position="alibi_slopes" in mine
                 ),
                 head_shares=shares,
+                grid=grid,
                 **mine,
             )
             truth = own(cached_oracle(queries, k[:, :end], v[:, :end], begin, **options)[0], shares, rank, 2)
@@ -160,7 +163,9 @@ def _prefill(rank, world, page_size):
     return worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 4), (3, 1), (4, 16)])
+@pytest.mark.parametrize(
+    ("world", "page_size"), [(1, 4), (2, 4), (3, 1), (4, 16), pytest.param(8, 4, marks=pytest.mark.slow)]
+)
 def test_prefill_in_chunks(world, page_size):
     assert largest(run_distributed(_prefill, world, page_size)) < 3e-6
 

@@ -275,15 +275,15 @@ def _prefill(rank, world, backend):
             keep = energy.visible(torch.arange(sum(chunks)), torch.arange(sum(chunks)), spec)
             out, *_ = edge.truth(q, k, v, dout, spec, keep)
             sizes, limit = edge.magnitudes(q, k, v, dout, spec, keep), edge.allowed(q, k, spec, dtype)
-            for gathers_keys in (False, True):
+            for grid in ((world, 1), (1, world)):
                 (cache, row), at = cache_of(rank, world, {}, 4), 0
                 for n in chunks:
                     new = slice(at, at + n)
                     options = dict(softmax_scale=SCALE, config=TreeConfig(backend=backend))
-                    o, own = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, gathers_keys)
+                    o, own = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
                     own = torch.tensor(own, dtype=torch.int64) + at
                     error = edge.rounding(o, out[:, own], sizes[0][:, own], dtype) / limit
-                    found[case, str(dtype), gathers_keys, at] = error
+                    found[case, str(dtype), grid, at] = error
                     at += n
     return found
 

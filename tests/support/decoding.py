@@ -45,10 +45,9 @@ def cache_of(rank, world, options, page_size, dtype="auto"):
     return cache, cache.book.add()
 
 
-def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
+def prefill_chunk(cache, row, q, k, v, options, grid=None):
     """Append a chunk [1, n, ...] that every rank knows; returns this rank's (output, positions in the chunk)."""
-    rank, world = cache.book.rank, cache.book.world
-    append = cache.append([row], q.shape[1], sharded=True)
+    rank, append = cache.book.rank, cache.append([row], q.shape[1], sharded=True)
     first = append.first[0]
     mine = [p - first for start, count in append.shares[rank] for p in range(start, start + count)]
     given = torch.tensor(mine or [0])  # as a model does that has to run one token
@@ -56,9 +55,8 @@ def prefill_chunk(cache, row, q, k, v, options, gathers_keys=False):
     view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
     keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
     by_position = not options.keys().isdisjoint(("alibi_slopes", "attention_chunk_size"))
-    ranks = range(world) if gathers_keys else (rank,)
-    segments = [cache.book.key_segments(row, 0, first, r, by_position=by_position) for r in ranks]
-    segments = segments if gathers_keys else segments[0]
+    gathers_keys = grid is not None and grid[1] > 1
+    segments = cache.key_segments(append, 0, of_all_ranks=gathers_keys, by_position=by_position)
     q = q[:, torch.tensor(mine, dtype=torch.int64)]
-    shares = dict(shares=append.shares, key_segments=segments)
+    shares = dict(shares=append.shares, key_segments=segments, grid=grid)
     return tree_prefill(q, keys, values, cp_group=dist.group.WORLD, **shares, **options), mine

@@ -10,6 +10,7 @@ from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
 from megatron_tree.cache import CACHE_DTYPES, ShardedCache, quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.kernels import gather_row
+from megatron_tree.plan import grids
 from support.decoding import same_everywhere
 from support.fuzz import EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 
@@ -190,7 +191,7 @@ class Life:
     """A `ShardedCache` from its first row on: what is done to it, one thing after another."""
 
     actions: tuple[tuple, ...]
-    """("prefill", row, tokens, keys are gathered), ("decode", first row, rows, tokens, schedule), ("fork", row),
+    """("prefill", row, tokens, number of the grid), ("decode", first row, rows, tokens, schedule), ("fork", row),
     ("crop", row, tokens), ("remove", row); rows are numbers among those there, modulo how many there are."""
     page_size: int = 4
     heads: tuple[int, int] = (2, 1)
@@ -212,7 +213,7 @@ class Life:
 
 numbers = st.integers(0, 7)
 ACTIONS = st.one_of(
-    st.tuples(st.just("prefill"), numbers, st.integers(1, 40), st.booleans()),
+    st.tuples(st.just("prefill"), numbers, st.integers(1, 40), numbers),
     st.tuples(st.just("decode"), numbers, st.integers(1, 3), st.integers(1, 3), st.sampled_from(DECODE_SCHEDULES)),
     st.tuples(st.just("decode"), numbers, st.integers(1, 3), st.just(1), st.sampled_from(DECODE_SCHEDULES)),
     st.tuples(st.just("fork"), numbers),
@@ -307,18 +308,18 @@ def run_life(rank, world, life):
     return True
 
 
-def _prefill(cache, model, ids, row, n, gathers_keys, options):
+def _prefill(cache, model, ids, row, n, grid, options):
     q, k, v = model.more(row, n)
     append = cache.append([ids[row]], n, sharded=True)
     first, rank = append.first[0], cache.book.rank
     mine = [p - first for start, count in append.shares[rank] for p in range(start, start + count)]
-    given = torch.tensor(mine or [0])
-    cache.write(0, append, k[:, given], v[:, given])
+    cache.write(0, append, *(x[:, torch.tensor(mine or [0])] for x in (k, v)))
     view, pages = cache.view(0, [ids[row]], "cpu"), cache.layers[0]
     keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
-    segments = cache.key_segments(append, 0, of_all_ranks=gathers_keys)
+    grid = (choices := grids(cache.book.world))[grid % len(choices)]
+    segments = cache.key_segments(append, 0, of_all_ranks=grid[1] > 1)
     mine = torch.tensor(mine, dtype=torch.int64)
-    out = tree_prefill(q[:, mine], keys, values, shares=append.shares, key_segments=segments, **options)
+    out = tree_prefill(q[:, mine], keys, values, shares=append.shares, key_segments=segments, grid=grid, **options)
     _close(f"prefill on rank {rank}", model.life.dtype, (out, model.wanted(row, n)[:, mine]))
 
 

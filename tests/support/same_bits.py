@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_attn_func, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES
+from megatron_tree.plan import grids
 from support.attention import make_inputs, make_sinks
 from support.decoding import cache_of, decode_inputs, prefill_chunk, same_everywhere
 from support.ranks import run_distributed
@@ -45,13 +46,13 @@ def bits(rank, world, dtype, times, deterministic):
         assert same_everywhere(runs[0][0]) and same_everywhere(runs[0][1]), schedule
         found[schedule, "decode"] = [digest(*x) for x in runs]
     q, k, v = decode_inputs(1, 36, 36, d=16, d_v=16, dtype=dtype)
-    for gathers_keys in (False, True):
-        runs = found.setdefault((gathers_keys, "prefill"), [])
+    for grid in grids(world):
+        runs = found.setdefault((grid, "prefill"), [])
         for _ in range(times):
             cache, row = cache_of(rank, world, {}, 4)
             new = slice(0, 20), slice(20, 36)
             options = dict(config=config)
-            outs = [prefill_chunk(cache, row, q[:, i], k[:, i], v[:, i], options, gathers_keys)[0] for i in new]
+            outs = [prefill_chunk(cache, row, q[:, i], k[:, i], v[:, i], options, grid)[0] for i in new]
             runs.append(digest(*outs))
     return found
 

@@ -29,7 +29,7 @@ ATTENTION = (
     {"validate", "spec", "slices", "topology"},
     {"call", "finite"},
     {"grid", "cast", "ring", "heads", "head_shares", "decode_ring", "token_shares"},
-    {"passes", "decode"},
+    {"passes", "decode", "prefill"},
     {"autograd", "step"},
     {"functional", "cached", "sequences"},
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tree.bench import crossing, paper, pays, simulate, simulated
+from megatron_tree.bench import crossing, paper, pays, prompts, simulate, simulated
 from megatron_tree.bench.__main__ import main
 from megatron_tree.plan import load_topology
 
@@ -32,7 +32,7 @@ def test_files(tmp_path, capsys):
     [
         (["--max-ranks", "8"], "--max-ranks 8: at least 64 ranks hold the longest sequence"),
         (["--topology", "nowhere"], "topology 'nowhere' is unknown"),
-        (["bytes", "times"], "'times' is unknown: choose paper, pays, bytes, weights"),
+        (["bytes", "times"], "'times' is unknown: choose paper, pays, bytes, prompts, weights"),
     ],
 )
 def test_what_is_refused(options, message, capsys, tmp_path):
@@ -138,12 +138,14 @@ def test_bytes_between_nodes_equal_the_formulas():
             assert row.heads_across < 0.5 * row.grid < 0.5 * row.ring
 
 
-def test_docs_show_the_table_of_bytes(tmp_path, capsys):
-    assert main(["simulate", "bytes", "--out", str(tmp_path)]) == 0
+def test_docs_show_the_tables_of_bytes(tmp_path, capsys):
+    assert main(["simulate", "bytes", "prompts", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     text = (REPO / "docs" / "planner.md").read_text()
-    for line in crossing.table(crossing.rows()).splitlines():
+    for line in (crossing.table(crossing.rows()) + "\n" + prompts.table(prompts.rows())).splitlines():
         assert line in out and line in text
+    for row in prompts.rows():
+        assert row.least <= row.chosen <= 1.01 * row.least <= 1.01 * row.ends
     for name in pays.RANKS:
         assert f"images/pays-{name}.png" in text and (REPO / "docs" / "images" / f"pays-{name}.png").is_file()
 

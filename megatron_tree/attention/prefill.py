@@ -1,0 +1,201 @@
+"""Attention of a chunk of a prompt over a sharded cache, on a grid of a x b ranks. No gradients.
+
+Rank (i, j) gathers the queries of its column and the keys of its row, and attends. The partial states are reduced down
+the column, so that every rank ends with those of its own queries. On p x 1 no key moves, so the traffic does not grow
+with the cache; on 1 x p no query moves, and nothing is left to be merged.
+
+KV heads go in groups: while one group is computed, the next group's gathers and the last group's reduction are under
+way (`plan/pipeline.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import comm, kernels
+from ..config import AttnSpec
+from ..layout import Segment
+from ..merge import StateReducer, merge_into, pack_state, state_dtype, unpack_state
+from ..plan import PassPlan
+from ..plan.pipeline import run_groups
+from .call import neighbours
+from .grid import Gather, State
+from .head_shares import by_owner, own_heads, start_gather_heads
+from .heads import Heads
+from .topology import GroupTopology
+
+EXPANDED = 4096  # latents whose keys and values exist at a time
+
+
+def why_not(grid: tuple[int, int], *, shares_heads: bool, num_heads_kv: int, expands: bool) -> str | None:
+    """Why a chunk can't run on a grid (a, b), as an error message ends; None if it can.
+
+    shares_heads: the queries' heads are sharded, not their tokens. expands: keys are made of latents.
+    """
+    if shares_heads and grid[1] > 1 and num_heads_kv > 1:
+        return f"keys are gathered for head_shares if there is one KV head, not {num_heads_kv}: choose b = 1"
+    if shares_heads and grid[0] > 1 and expands:
+        return "expand makes keys of one rank's heads, with head_shares: choose a = 1"
+    return None
+
+
+class ByTokens(NamedTuple):
+    """Every rank of a column has the queries of its own tokens."""
+
+    column: comm.Team
+    num_own: int
+    rows: int
+    """In which each rank's queries travel."""
+
+    def start_gather(self, q: Tensor) -> Callable[[], Tensor]:
+        """Gather q [b, n, h, d]; what is returned waits for the queries of the column [b, a * rows, h, d]."""
+        gather = Gather((q,), self.column, self.rows)
+        return lambda: gather.wait()[0]
+
+    def message(self, packed: Tensor) -> Tensor:
+        """Packed states of the column's queries [b, s, h, w], as they are reduced: an entry for each rank."""
+        return packed.transpose(0, 1)
+
+    def own(self, merged: Tensor) -> Tensor:
+        """This rank's entry, reduced, as [b, n, h, w]."""
+        return merged.transpose(0, 1)[:, : self.num_own]
+
+
+class ByHeads(NamedTuple):
+    """Every rank of a column has the queries of its own heads, or of all heads. Methods as of `ByTokens`."""
+
+    column: comm.Team
+    num_own: int
+    shares: tuple[int, ...]
+    """Heads of every rank of the group."""
+
+    def start_gather(self, q: Tensor) -> Callable[[], Tensor]:
+        return start_gather_heads(q, self.shares, self.column)
+
+    def message(self, packed: Tensor) -> Tensor:
+        return by_owner(packed, self.shares, self.column.order).flatten(0, 1)
+
+    def own(self, merged: Tensor) -> Tensor:
+        return own_heads(merged, self.num_own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillCall:
+    """A checked and planned call, on this rank's cell of the grid."""
+
+    queries: ByTokens | ByHeads
+    row: comm.Team
+    key_rows: int
+    """Rows in which each rank's keys travel along the row."""
+    q_segments: list[Segment]
+    """Of the column's queries."""
+    k_segments: list[Segment]
+    """Of the row's keys."""
+    spec: AttnSpec
+    """Of the column's heads."""
+    backend: kernels.Backend
+    wire: torch.dtype
+    head_groups: int
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
+    head_dim_v: int
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor | None) -> State:
+        """(out [b, n, h, d_v], lse [b, h, n]) of this rank's queries over the whole cache, without sinks.
+
+        q [b, n, h, d]; k, v [b, s_local, h_kv, d or d_v] of this rank. v None: values begin keys, or expand makes both.
+        """
+        if self.head_groups == 1:
+            return run_groups([self._group(q, k, v, self.spec)])[0]
+        heads, groups = Heads(q.shape[2], k.shape[2], self.head_groups), []
+        for i in range(heads.groups):
+            share = q[:, :, heads.queries(i)], k[:, :, heads.kv(i)], v[:, :, heads.kv(i)]
+            groups.append(self._group(*share, heads.spec(i, self.spec)))
+        outs, lses = zip(*run_groups(groups))
+        return torch.cat(outs, 2), torch.cat(lses, 1)
+
+    def _group(self, q: Tensor, k: Tensor, v: Tensor | None, spec: AttnSpec) -> Generator[None, None, State]:
+        column, dtype = self.queries.column, state_dtype(q.dtype)
+        yield
+        key_gather = Gather((k,) if v is None else (k, v), self.row, self.key_rows)  # latents travel once
+        query_gather = self.queries.start_gather(q)
+        yield
+        keys, queries = key_gather.wait(), query_gather()
+        del key_gather, query_gather
+        yield
+        out, lse = self._attend(queries, *keys, spec=spec)
+        del keys, queries
+        if column.size == 1:
+            return out, lse
+        packed = self.queries.message(pack_state(out, lse, self.wire))
+        reduction = comm.start_reduce_scatter(packed, column, StateReducer(self.wire, dtype))
+        del out, lse, packed
+        yield
+        reduction.advance()
+        yield
+        return unpack_state(self.queries.own(reduction.wait()), dtype)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor | None = None, *, spec: AttnSpec) -> State:
+        """`Backend.attn_fwd`; with expand over what it makes of k [b, s, 1, any], a part at a time."""
+        attn_fwd, options = self.backend.attn_fwd, dict(q_segments=self.q_segments, spec=spec)
+        if self.expand is None:
+            return attn_fwd(q, k, k[..., : self.head_dim_v] if v is None else v, k_segments=self.k_segments, **options)
+        state = None
+        for segments in _parts(self.k_segments):
+            keys, values = self.expand(torch.cat([k[:, s.row : s.row + s.length] for s in segments] or [k[:, :0]], 1))
+            ends = itertools.accumulate(s.length for s in segments)
+            segments = [s._replace(row=end - s.length) for s, end in zip(segments, ends)]
+            out, lse = attn_fwd(q, keys, values, k_segments=segments, **options)
+            if state is None:
+                state = out.to(state_dtype(q.dtype)), lse
+            else:
+                merge_into(state, (out, lse))
+        return state
+
+
+def _parts(segments: list[Segment]) -> list[list[Segment]]:
+    """Segments in lists of at most EXPANDED rows, at least one list."""
+    pieces = [
+        s._replace(row=s.row + i, pos=s.pos + i, length=min(EXPANDED, s.length - i))
+        for s in segments
+        for i in range(0, s.length, EXPANDED)
+    ]
+    parts, room = [[]], EXPANDED
+    for piece in pieces:
+        if piece.length > room:
+            parts.append([])
+            room = EXPANDED
+        parts[-1].append(piece)
+        room -= piece.length
+    return parts
+
+
+def teams(plan: PassPlan, group, net: GroupTopology, *, between: str, timeout_s: float) -> tuple[comm.Team, comm.Team]:
+    """(column, row) of this rank. between: the transport of teams that are not the whole group, where the group's own
+    is shared memory, which takes whole groups only."""
+    at = neighbours(net.placement.order, comm.group_rank(group), plan.arrangement)
+
+    def team(name: str, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
+        if net.transport == "shm" and sum(map(len, ranks)) == comm.group_size(group):
+            return comm.Team.flat(group, transport="shm", timeout_s=timeout_s)
+        transport = between if net.transport == "shm" else net.transport
+        return comm.Team(group, ranks, transport, timeout_s, (name, *plan.arrangement))
+
+    return team("column", at.column), team("row", at.row)
+
+
+def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:
+    """The call's mathematics for tensors with some of its query heads."""
+    if spec.alibi_slopes is None:
+        return spec
+    return replace(spec, alibi_slopes=tuple(tuple(row[head] for head in heads) for row in spec.alibi_slopes))
+
+
+def segments_of_row(of_ranks: list[list[Segment]], rows: int) -> list[Segment]:
+    """Segments of several ranks' tensors one after another, `rows` rows for each."""
+    return [s._replace(row=s.row + i * rows) for i, own in enumerate(of_ranks) for s in own]

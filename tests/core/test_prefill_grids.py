@@ -1,0 +1,101 @@
+"""tree_prefill on grids: nested by host, in groups of heads, and how many bytes it sends."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import TreeConfig, comm, tree_prefill
+from megatron_tree.attention import cached
+from megatron_tree.layout import Segment
+from megatron_tree.plan import chunk_sizes, default_topology, grids, place
+from megatron_tree.plan.plans import inner_grids
+from support.attention import make_slopes
+from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk
+from support.hosts import Hosts
+from support.ranks import largest, run_distributed
+
+B, H, H_KV, D, D_V, ROWS = 2, 4, 2, 8, 6, 10  # rows: queries of a rank
+
+
+def _prefill_over_hosts(rank, world, hosts, transport, head_groups):
+    """Every grid and nesting on hosts in any order: the worst error, and how many were nested."""
+    q, k, v = decode_inputs(1, 59, 59, (8, 4), dtype=torch.float32)
+    placement, worst, planned = place(default_topology("gloo"), hosts), [], cached.plan_prefill_grid
+    arrangements = [(grid, inner) for grid in grids(world) for inner in inner_grids(grid, placement.block)]
+    options = {"config": TreeConfig(transport=transport, timeout_s=30), "alibi_slopes": make_slopes(8)}
+    with Hosts(hosts):
+        for grid, inner in arrangements:
+
+            def pinned(*args, inner=inner, **kwargs):
+                plan = planned(*args, **kwargs)
+                return replace(plan, arrangement=plan.arrangement._replace(inner=inner), head_groups=head_groups)
+
+            cache, row = cache_of(rank, world, options, 4)
+            with mock.patch.object(cached, "plan_prefill_grid", pinned):
+                for new in (slice(0, 7), slice(7, 59)):
+                    out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
+                    truth = cached_oracle(
+                        q[:, new], k[:, : new.stop], v[:, : new.stop], new.start, alibi_slopes=make_slopes(8)
+                    )[0]
+                    worst.append((out - truth[:, mine]).abs().max().item() if mine else 0.0)
+    return largest(worst), sum(inner != (1, 1) for _, inner in arrangements)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "transport", "head_groups"),
+    [
+        ((0, 1, 1, 0), "direct", 4),
+        ((0, 1, 1, 0), "builtin", 1),
+        *(
+            pytest.param(hosts, transport, groups, marks=pytest.mark.slow)
+            for hosts in ((0, 0, 0, 1), (0, 1, 0, 1, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1))
+            for transport, groups in (("direct", 2), ("builtin", 4))
+        ),
+    ],
+)
+def test_prefill_on_nested_grids(hosts, transport, head_groups):
+    for worst, nested in run_distributed(_prefill_over_hosts, len(hosts), hosts, transport, head_groups, timeout=300):
+        assert worst < 3e-6 and (nested > 0) == (hosts != (0, 0, 0, 1))
+
+
+def _prefill_traffic(rank, world, dtype):
+    """By grid: what a rank sends for a chunk of ROWS tokens on each rank over 3 ROWS keys there."""
+    g = torch.Generator().manual_seed(rank)
+    q, k, v = (
+        torch.randn(B, n, *x, generator=g).to(dtype)
+        for n, *x in ((ROWS, H, D), (3 * ROWS, H_KV, D), (3 * ROWS, H_KV, D_V))
+    )
+    shares = [[(2 * ROWS * world + ROWS * r, ROWS)] for r in range(world)]
+    keys = [[Segment(0, 0, 2 * ROWS), Segment(2 * ROWS, *shares[r][0])] for r in range(world)]
+    found = {}
+    for grid in grids(world):
+        with comm.record() as log:
+            config = TreeConfig(transport="direct")
+            tree_prefill(q, k, v, cp_group=dist.group.WORLD, shares=shares, key_segments=keys, grid=grid, config=config)
+        found[grid] = [(sent.op, sent.bytes) for sent in log]
+    return found
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (4, torch.bfloat16), (6, torch.float32)])
+def test_prefill_sends_what_the_design_says(world, dtype):
+    """((a - 1) x + (b - 1) y) / p bytes, of q, out and lse x and of keys and values y: the planner counts the same."""
+    size = dtype.itemsize
+    q, o, kv = B * ROWS * H * D * size, B * ROWS * H * D_V * size, 3 * B * ROWS * H_KV * (D + D_V) * size
+    stat = 4 * B * ROWS * H
+    sizes = chunk_sizes(
+        world,
+        B * ROWS * world,
+        3 * B * ROWS * world,
+        num_heads=H,
+        head_dims=(D, D_V),
+        key_numbers=H_KV * (D + D_V),
+        bytes_per_word=size,
+    )
+    assert (sizes.q, sizes.o, sizes.statistic, sizes.kv) == (q, o, stat, kv)
+    for found in run_distributed(_prefill_traffic, world, dtype):
+        for (a, b), sent in found.items():
+            row, column = (b - 1) * kv, [("all_gather", (a - 1) * q), ("all_to_all", (a - 1) * (o + stat))]
+            assert sent == [("all_gather", row)] * (b > 1) + column * (a > 1)
