@@ -78,6 +78,7 @@ TRAINING = {
     "packed": Training(PACKED, (2, 1), (64, 64), {}),
     "dropout": Training(ONE, (2, 1), (64, 64), dict(dropout=Dropout(0.2, 1 << 40 | 3, 1))),
     "dropout 128": Training(CUT, (2, 1), (128, 128), dict(dropout=Dropout(0.5, 7))),
+    "alibi": Training(CUT, (2, 1), (64, 64), dict(alibi_slopes=((0.3, -0.02),))),
     "odd": Training(CUT, (3, 1), (40, 24), {}),
 }
 DECODING = {
@@ -89,6 +90,7 @@ DECODING = {
     "many queries": Decoding(9, (8, 1), (64, 64)),
     "window": Decoding(2, (4, 2), (64, 64), options=dict(window_size=(30, 0))),
     "softcap": Decoding(1, (4, 2), (64, 64), options=dict(softcap=2.0)),
+    "alibi": Decoding(2, (4, 2), (64, 64), options=dict(alibi_slopes=((0.3, 0.1, 0.0, -0.02),))),
     "pages": Decoding(1, (8, 2), (64, 64), None, 16),
     "int8": Decoding(1, (8, 2), (64, 64), torch.int8, 16),
     "int8 128": Decoding(2, (4, 2), (128, 128), torch.int8, 64),
@@ -128,10 +130,11 @@ def check_training(case: Training, dtype: torch.dtype, device, backend: str) -> 
         positions = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=q_seq)
         weights = keep_weights(spec.dropout, batch=1, num_heads=case.heads[0], **positions)
     exact = [x.double() for x in given]
-    oracle = dict(spec=spec, keep=keep, keep_weights=weights)
+    distance = (q_pos[:, None] - k_pos).abs()
+    oracle = dict(spec=spec, keep=keep, keep_weights=weights, distance=distance)
     out, lse = energy.attention(*exact[:3], **oracle)
     truth = out, *energy.attention_grads(*exact, **oracle)
-    low = _dense(*given, spec, keep, 1.0 if weights is None else weights)
+    low = _dense(*given, spec, keep, distance, 1.0 if weights is None else weights)
     for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
         x[:, pos < 0] = float("nan")  # padding between segments may hold anything
     found, found_lse, *grads = run_training(case, given, backend)
@@ -167,13 +170,15 @@ def check_decoding(case: Decoding, dtype: torch.dtype, device, backend: str) -> 
     """As `check_training`."""
     q, k, v, lengths = given = decoding_inputs(case, dtype, device)
     spec, slots = case.spec, torch.arange(CACHED, device=device).expand(3, -1)
-    keep = energy.visible(_last_positions(lengths, case.num_queries), slots, spec) & (slots < lengths[:, None])[:, None]
+    q_positions = _last_positions(lengths, case.num_queries)
+    keep = energy.visible(q_positions, slots, spec) & (slots < lengths[:, None])[:, None]
+    distance = (q_positions[:, :, None] - slots[:, None]).abs()
     exact = [k.double(), v.double()]
     if case.stored:
         exact = [x.double() * scale.double()[..., None] for x, scale in (quantize(x, case.stored) for x in (k, v))]
-    out, lse = energy.attention(q.double(), *exact, spec=spec, keep=keep)
+    out, lse = energy.attention(q.double(), *exact, spec=spec, keep=keep, distance=distance)
     dout = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=device)
-    low = _dense(q, *(x.to(dtype) for x in exact), dout, spec, keep[:, None])[0]
+    low = _dense(q, *(x.to(dtype) for x in exact), dout, spec, keep[:, None], distance[:, None])[0]
     state = run_decoding(case, given, backend)
     _check_lse(state[..., -1], lse.transpose(1, 2), backend)
     return _worst([state[..., :-1]], [out], [low])
@@ -191,13 +196,17 @@ def _last_positions(lengths: Tensor, s_q: int) -> Tensor:
     return (lengths - s_q).clamp(min=0)[:, None] + torch.arange(s_q, device=lengths.device)
 
 
-def _dense(q, k, v, dout, spec: AttnSpec, keep: Tensor, weights: Tensor | float = 1.0) -> tuple[Tensor, ...]:
+def _dense(
+    q, k, v, dout, spec: AttnSpec, keep: Tensor, distance: Tensor, weights: Tensor | float = 1.0
+) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) by torch's operations in the inputs' dtype, on the whole matrix of weights."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2) for x in leaves)
     s = (q @ k.mT) * spec.softmax_scale
     if spec.softcap:
         s = spec.softcap * torch.tanh(s / spec.softcap)
+    if spec.alibi_slopes is not None:
+        s = s - (torch.tensor(spec.alibi_slopes, device=s.device)[:, :, None, None] * distance).to(s.dtype)
     p = torch.softmax(s.masked_fill(~keep, torch.finfo(s.dtype).min), -1) * keep
     out = ((p * weights).to(p.dtype) @ v).transpose(1, 2)
     return out, *torch.autograd.grad(out, leaves, dout)

@@ -11,7 +11,7 @@ from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.layout import Segment
 from megatron_tree.plan import grids
-from support.attention import make_slopes
+from support.attention import dense, make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle, prefill_chunk, same_everywhere
 from support.ranks import largest, run_distributed
 
@@ -25,6 +25,7 @@ FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "alibi": ((4, 2), 8, 8, {"alibi_slopes": make_slopes(4)}),
     "window, sinks": ((4, 2), 8, 8, {"window_size": (0, 0), "sinks": torch.linspace(-1, 1, 4)}),
 }
+BF16 = {"causal": {}, "alibi": {"alibi_slopes": make_slopes(8)}}
 # how a prompt comes in: chunks that end inside pages, shorter than the ranks, one token
 CHUNKS = ((7, 30, 1, 2, 19), (64,), (1, 1, 13))
 
@@ -100,24 +101,23 @@ def test_prefill_with_triton_kernels():
     assert largest(run_distributed(_prefill_with_triton, 2)) < 3e-6
 
 
-def _prefill_bf16(rank, world):
+def _prefill_bf16(rank, world, options):
     q, k, v = decode_inputs(1, 96, 96, (8, 2), 32, 32, torch.bfloat16)
-    truth = want(q, k, v, 0)
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-    allowed = (dense.transpose(1, 2).double() - truth).abs().max()
+    truth = want(q, k, v, 0, **options)
+    allowed = (dense(q, k, v, torch.zeros_like(q), **options)[0].double() - truth).abs().max()
     errors = []
     for grid in grids(world):
         cache, row = cache_of(rank, world, {}, 4)
         for new in (slice(0, 40), slice(40, 96)):
-            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], {}, grid)
+            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
             errors.append(float((out.double() - truth[:, new][:, mine]).abs().max() / allowed))
     return largest(errors)
 
 
+@pytest.mark.parametrize("options", BF16)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_prefill_in_bf16_within_the_rule(world):
-    assert largest(run_distributed(_prefill_bf16, world)) <= 2
+def test_prefill_in_bf16_within_the_rule(world, options):
+    assert largest(run_distributed(_prefill_bf16, world, BF16[options])) <= 2
 
 
 def _decode(rank, world, page_size):
@@ -169,25 +169,27 @@ def test_decode_from_pages(world, page_size):
         assert largest(worst.values()) < 3e-6, worst
 
 
-def _decode_bf16(rank, world):
-    q, k, v = decode_inputs(2, 1, 128, (8, 2), 32, 32, torch.bfloat16)
-    truth = want(q, k, v, 127)
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    dense = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
-    allowed = (dense.transpose(1, 2).double() - truth).abs().max()
+def _decode_bf16(rank, world, mask):
+    q, k, v = decode_inputs(2, 128, 128, (8, 2), 32, 32, torch.bfloat16)
+    last = dense(q, k, v, torch.zeros_like(q), **mask)[0][:, -1:]
+    q = q[:, -1:]
+    truth = want(q, k, v, 127, **mask)
+    allowed = (last.double() - truth).abs().max()
     cache, row = cache_of(rank, world, {}, 16)
     rows = [row, cache.book.add()]
     for new in (slice(0, 100), slice(100, 128)):
         cache.write(0, cache.append(rows, new.stop - new.start), k[:, new], v[:, new])
     view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
     options = dict(block_table=view.block_table, cache_seqlens=view.lengths, cp_group=dist.group.WORLD)
+    options |= dict(q_positions=torch.tensor([127]), cache_positions=view.positions, **mask)
     outs = [tree_decode(q, pages.k, pages.v, schedule=schedule, **options) for schedule in DECODE_SCHEDULES]
     return largest(float((out.double() - truth).abs().max() / allowed) for out in outs)
 
 
+@pytest.mark.parametrize("mask", BF16)
 @pytest.mark.parametrize("world", [1, 4])
-def test_decode_in_bf16_within_the_rule(world):
-    assert largest(run_distributed(_decode_bf16, world)) <= 2
+def test_decode_in_bf16_within_the_rule(world, mask):
+    assert largest(run_distributed(_decode_bf16, world, BF16[mask])) <= 2
 
 
 def _nothing_to_do(rank, world):

@@ -88,14 +88,15 @@ def test_gradient_flows_through_lse(world):
     assert largest(map(largest, run_distributed(_gradient_through_lse, world))) < 1e-12
 
 
-def _low_precision(rank, world, dtype):
-    return low_precision(world, dtype, configs(world))
+def _low_precision(rank, world, dtype, mask):
+    return low_precision(world, dtype, configs(world), **mask)
 
 
+@pytest.mark.parametrize("mask", [{}, {"alibi_slopes": make_slopes(4)}], ids=["causal", "alibi"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_low_precision_within_the_rule(world, dtype):
-    for found in run_distributed(_low_precision, world, dtype):
+def test_low_precision_within_the_rule(world, dtype, mask):
+    for found in run_distributed(_low_precision, world, dtype, mask):
         for label, (out, *grads) in found.items():
             assert out <= 2 and largest(grads) <= 3, (label, out, grads)
 

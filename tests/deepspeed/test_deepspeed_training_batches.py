@@ -168,7 +168,7 @@ def test_a_layer_that_does_not_attend_is_an_error():
     model = tiny_model("llama").train()
     training.train_on_shards(model)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    with pytest.raises(ValueError, match=r"does not pass sequence_shard on to 1 \(layers by number\)"):
+    with pytest.raises(ValueError, match=r"does not pass its mask on to 1 \(layers by number\)"):
         model(**training.shard_batch({"input_ids": prompt(2, 8)}, cp_group=None))
 
 

@@ -108,23 +108,33 @@ def worst_error(rows, mine, truth):
     return worst
 
 
-def dense(q, k, v, dout):
+def alibi_mask(keep, slopes, distance):
+    """What torch's own attention takes for alibi_slopes [..., h]: fp32 [..., h, s_q, s_k]."""
+    return torch.where(keep, -slopes[..., None, None] * distance, float("-inf"))
+
+
+def dense(q, k, v, dout, *, alibi_slopes=None):
     """The same mathematics, dense and causal, done in the inputs' dtype by torch's own attention."""
+    seen = dict(is_causal=True)
+    if alibi_slopes is not None:
+        positions = torch.arange(q.shape[1])
+        apart = positions[:, None] - positions
+        seen = dict(attn_mask=alibi_mask(apart >= 0, alibi_slopes, apart).to(q.dtype))
     q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **seen, enable_gqa=True)
     grads = torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2))
     return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
 
-def low_precision(world, dtype, configs):
+def low_precision(world, dtype, configs, **mask):
     """By label of `configs`: errors of out, dq, dk and dv as fractions of those of dense attention in `dtype`."""
     inputs = make_inputs(64 * world, (4, 2), d=32, d_v=32, dtype=dtype, seed=3)
-    out, _, *grads = oracle(*inputs)
+    out, _, *grads = oracle(*inputs, **mask)
     truth = [out, *grads]
-    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs), truth)]
+    allowed = [(x.double() - t).abs().max() for x, t in zip(dense(*inputs, **mask), truth)]
     found = {}
     for label, config in configs:
-        rows, (out, _, *grads) = run_one(inputs, "zigzag", config, {})
+        rows, (out, _, *grads) = run_one(inputs, "zigzag", config, mask)
         errors = [(x.double() - t[:, rows]).abs().max() for x, t in zip((out, *grads), truth)]
         found[label] = [float(e / a) for e, a in zip(errors, allowed)]
     return found

@@ -1,9 +1,13 @@
-"""What every served model has to do: its tokens and logits are those of the plain model, whatever runs it."""
+"""What every model has to do on several ranks: tokens, logits, losses and gradients are those of the plain model."""
 
 import torch
 import torch.distributed as dist
 
+from megatron_tree import comm
 from megatron_tree.integrations import transformers as tree_hf
+from megatron_tree.integrations.transformers.pieces import ROUTERS, plan_pieces
+from megatron_tree.integrations.transformers.split import split_model
+from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt
 
 
@@ -42,3 +46,48 @@ def check_served(model, *, new_tokens, padded, short, steps, limit):
         close(own, truth[-steps:], "ragged rows")
     with torch.no_grad():
         close(model(ids, use_cache=False).logits[0], alone[0], "no cache")
+
+
+def check_trained(make, *, recomputed=False):
+    """Loss and gradients of a sequence that the ranks share. make() -> the model, the same each time, in evaluation
+    mode, since dropout would differ. recomputed: layers run once more in the backward."""
+    world = dist.get_world_size()
+    batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)}
+    model = make()
+    want = model(**batch, use_cache=False).loss
+    want.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model = make()
+    tree_hf.train_on_shards(model)
+    if recomputed:
+        model.train().gradient_checkpointing_enable()
+    got = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
+    got.backward()
+    assert abs(float(got - want)) < 2e-5 * float(want)
+    largest = max(float(g.abs().max()) for g in grads.values())
+    for n, p in model.named_parameters():
+        if n in grads:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert that no token of this shard chose
+            dist.all_reduce(grad)
+            assert float((grad / world - grads[n]).abs().max()) <= 1e-4 * largest, n
+
+
+def check_sharded(model):
+    """Tokens and logits of a model whose weights all ranks share; a prompt runs whole on all ranks, or shared out."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ids = prompt(1, 45)
+    want = plain(model, ids, 3)
+    model.set_attn_implementation("tree")
+    layout = plan_pieces(model, world, rank)
+    for name, parameter in model.named_parameters():
+        whole = parameter.dim() == 1 or name in layout.of_first_rank  # norms and biases
+        whole = whole or set(ROUTERS) & set(name.split("."))
+        assert whole or layout.shapes[name].numel() <= 0.75 * parameter.numel(), name
+    group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
+    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
+    options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}
+    for model.own_tokens.forced in (False, True):
+        cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, block_size=2)
+        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, **options)
+        assert_logits(torch.stack(result.logits, 1), want[1], f"generate, forced={model.own_tokens.forced}")
+        assert torch.equal(result.tokens, want[0])

@@ -10,11 +10,10 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
-from megatron_tree import comm
-from megatron_tree.integrations.transformers.pieces import ROUTERS, plan_pieces
-from megatron_tree.integrations.transformers.split import split_model
+from megatron_tree.integrations.transformers.pieces import plan_pieces
 from support.hf_architectures import SERVED, WHOLE, assert_logits, random_model, tiny_config
 from support.hf_models import hf_generate, plain, prompt
+from support.hf_served import check_sharded, check_trained
 from transformers import AutoModelForCausalLM
 
 NEW = 6
@@ -25,15 +24,12 @@ NOT_TRAINED = {
         ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), "counts positions from its padding token"
     ),
     **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), "counts positions from its padding token"),
-    **dict.fromkeys(("bloom", "falcon", "hrm_text", "mpt", "nemotron", "stablelm"), "does not pass sequence_shard on"),
+    "hrm_text": "does not pass its mask on",
 }
 OWN_CODE = (
     "big_bird",
-    "codegen",
     "cpmant",
-    "gpt_neo",
     "gpt_neox_japanese",
-    "gptj",
     "megatron-bert",
     "openai-gpt",
     "reformer",
@@ -41,7 +37,6 @@ OWN_CODE = (
     "roformer",
     "rwkv",
     "trocr",
-    "xglm",
     "xlm",
     "xlnet",
 )
@@ -60,7 +55,6 @@ OTHER_REASONS = {
     "git": "images in the prompt",
     "inkling_text": "a bias by positions",
     "inkling2_text": "a bias by positions",
-    "jetmoe": "keys and values that it repeats",
     "mamba": "no attention layers",
     "mamba2": "no attention layers",
     "marian": "decoder-only",
@@ -86,41 +80,11 @@ def _generation(rank, world, name):
 
 
 def _training(rank, world, name):
-    batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)}
-    model = random_model(name)  # in evaluation mode: dropout would differ
-    want = model(**batch, use_cache=False).loss
-    want.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model = random_model(name)
-    tree_hf.train_on_shards(model)
-    got = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
-    got.backward()
-    assert abs(float(got - want)) < 2e-5 * float(want)
-    largest = max(float(g.abs().max()) for g in grads.values())
-    for n, p in model.named_parameters():
-        if n in grads:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert that no token of this shard chose
-            dist.all_reduce(grad)
-            assert float((grad / world - grads[n]).abs().max()) <= 1e-4 * largest, n
+    check_trained(lambda: random_model(name))
 
 
 def _sharded(rank, world, name):
-    model, ids = random_model(name), prompt(1, 45)
-    want = plain(model, ids, 3)
-    model.set_attn_implementation("tree")
-    layout = plan_pieces(model, world, rank)
-    for parameter_name, parameter in model.named_parameters():
-        whole = parameter.dim() == 1 or parameter_name in layout.of_first_rank  # norms and biases
-        whole = whole or set(ROUTERS) & set(parameter_name.split("."))
-        assert whole or layout.shapes[parameter_name].numel() <= 0.75 * parameter.numel(), parameter_name
-    group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
-    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
-    options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}
-    for model.own_tokens.forced in (False, True):
-        cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, block_size=2)
-        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, **options)
-        assert_logits(torch.stack(result.logits, 1), want[1], f"generate, forced={model.own_tokens.forced}")
-        assert torch.equal(result.tokens, want[0])
+    check_sharded(random_model(name))
 
 
 def _cases(with_, without=(), fast=REPAIRED):
@@ -203,11 +167,11 @@ def test_refused_by_name(name, what):
 
 
 def test_own_code_is_refused_wherever_it_is_set_up():
-    config = transformers.GPTJConfig(vocab_size=131, n_embd=32, n_layer=2, n_head=4, rotary_dim=8)
+    config = transformers.OpenAIGPTConfig(vocab_size=131, n_embd=32, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config)
     model.config._attn_implementation = "tree"
     for set_up in (lambda: tree_hf.train_on_shards(model), lambda: tree_hf.check_model(model)):
-        with pytest.raises(ValueError, match="GPTJForCausalLM computes attention in its own code"):
+        with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel computes attention in its own code"):
             set_up()
 
 

@@ -1,4 +1,4 @@
-"""BLOOM, Falcon and MPT, whose own attention code is replaced: what they serve equals plain Transformers."""
+"""BLOOM, Falcon and MPT, whose own attention code is replaced: what they serve and train equals plain Transformers."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from support.hf_models import prompt
-from support.hf_served import check_served
+from support.hf_served import check_served, check_sharded, check_trained
 from transformers import AutoModelForCausalLM
 
 NEW = 5
@@ -59,18 +59,42 @@ def _served(rank, world, case):
     check_served(make(case), new_tokens=NEW, padded=13, short=11, steps=1, limit=2e-5)
 
 
-def _cases(worlds):
+def _trained(rank, world, case):
+    check_trained(lambda: make(case), recomputed=world == 2)
+
+
+def _sharded(rank, world, case):
+    check_sharded(make(case))
+
+
+def _cases(worlds, what, fast=()):
     for world in worlds:
         for case in CASES:
-            with_ = f"{case.partition(', ')[2]}; chunks, left padding, ragged rows; {world} ranks"
+            if (world, case) == (3, "falcon, rotary, new_decoder_architecture"):
+                world = 4  # a multiple of its KV heads
+            with_ = f"{case.partition(', ')[2]}; {what}; {world} ranks"
             marks = [pytest.mark.supports(f"`{case.partition(',')[0]}`", with_=with_)]
-            marks += [pytest.mark.slow] if world > 2 else []
+            marks += [] if (world, case) in fast else [pytest.mark.slow]
             yield pytest.param(world, case, marks=marks, id=f"{world}-{case}")
 
 
-@pytest.mark.parametrize(("world", "case"), list(_cases((2, 4))))
+@pytest.mark.parametrize(
+    ("world", "case"), list(_cases((2, 4), "chunks, left padding, ragged rows", [(2, case) for case in CASES]))
+)
 def test_served(world, case):
     run_distributed(_served, world, case)
+
+
+@pytest.mark.parametrize(("world", "case"), list(_cases((2, 4), "training on shards", [(2, "bloom, 6 heads")])))
+def test_trained(world, case):
+    run_distributed(_trained, world, case)
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), list(_cases((2, 3), "weights over all ranks", [(2, "falcon, rotary, multi_query")]))
+)
+def test_weights_over_all_ranks(world, case):
+    run_distributed(_sharded, world, case)
 
 
 def test_other_implementations_run_their_own_code():
@@ -84,18 +108,6 @@ def test_other_implementations_run_their_own_code():
             _close(model(ids, use_cache=False).logits, want, case)
             model.set_attn_implementation(before)
             assert torch.equal(model(ids).logits, want), case
-
-
-def test_a_model_that_was_made_before():
-    """Its attention modules have not kept the configuration."""
-    model, ids = make("bloom, 6 heads"), prompt(1, 9)
-    with torch.no_grad():
-        want = model(ids).logits
-    for block in model.transformer.h:
-        del block.self_attention.config
-    model.set_attn_implementation("tree")
-    with torch.no_grad():
-        _close(model(ids, past_key_values=tree_hf.TreeCache(model.config)).logits, want, "made before")
 
 
 def test_a_projection_in_slices_is_refused():

@@ -14,7 +14,6 @@ BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
 CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see chunked.py
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
-REPLACED = ("bloom", "falcon", "mpt")  # own_code.py replaces their attention
 INSTEAD = "Use attn_implementation='sdpa' or 'eager', and the model's own cache"
 UNSUPPORTED = {
     "blt": "tokens in patches, and several models with caches of their own",
@@ -28,7 +27,6 @@ UNSUPPORTED = {
 }
 NOT_CACHED = {
     "diffllama": "two attention calls for one cache update (differential attention)",
-    "jetmoe": "keys and values that it repeats, in an order of its own, after they are in the cache",
 }
 
 
@@ -80,11 +78,22 @@ def layers_of(config) -> list[Layer]:
             f"{INSTEAD}"
         )
     windows = [None if kind == "chunked_attention" else own.get("sliding_window") for kind, own in zip(kinds, options)]
+    if text.model_type == "gpt_neo":
+        windows = [text.window_size if kind == "local" else None for kind in text.attention_layers]
     attending = (*LAYER_TYPES, *BOTH_TYPES, "chunked_attention")
     return [
         Layer(kind in attending, window, own.get("number_of_states", 0))
         for kind, window, own in zip(kinds, windows, options, strict=True)
     ]
+
+
+def num_heads_kv(config) -> int:
+    """KV heads of a text model's attention; 1 where it keeps latents."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return 1
+    if config.model_type == "falcon":
+        return config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def has_states(config) -> bool:

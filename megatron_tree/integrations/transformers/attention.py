@@ -33,7 +33,7 @@ from .chunked import chunk_size, with_own_temperature
 from .latent import latent_heads
 from .layers import TreeCacheLayer, Update, current_run, last_update
 from .own_code import replace_own_code
-from .training import attend_to_shard
+from .training import SequenceShard, attend_to_shard, current_shard
 
 __all__ = [
     "TreeCache",
@@ -44,6 +44,7 @@ __all__ = [
     "tree_mask",
 ]
 
+NOTHING_BESIDE = "a batch from shard_batch takes neither a cache nor an attention_mask of its own"
 UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}
 
 
@@ -65,7 +66,7 @@ def tree_attention(
 
     Args:
         query: [b, h, s, d]; key, value: [b, h_kv, n, d], what the cache's update returned (or the new ones, no cache).
-        attention_mask: None or bool [b, slots], what `tree_mask` returned.
+        attention_mask: what `tree_mask` returned: None, bool [b, slots], or the shard of a batch that is trained on.
         sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
         alibi_slopes: see `tree_attn_func`; of the models in own_code.py.
     Returns: ([b, s, h, d_v], None): there are no attention weights.
@@ -74,11 +75,13 @@ def tree_attention(
     update, running = last_update.get(), current_run.get()
     last_update.set(None)
     current_run.set(None)  # if this call fails, the run is over
-    shard = kwargs.get("sequence_shard")
+    shard = attention_mask if isinstance(attention_mask, SequenceShard) else None
     # of the class: reading an attribute of a configuration takes some function calls
     if sliding_window is None and getattr(type(getattr(module, "config", None)), "model_type", None) in WINDOW_IN_MASK:
         sliding_window = module.config.sliding_window
-    _check_call(module, attention_mask, 0.0 if shard else dropout, sliding_window, kwargs)
+    if shard is None:
+        _check_plain(module, attention_mask, dropout)
+    _check_call(module, sliding_window, kwargs)
     options = {
         "softmax_scale": scaling,
         "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
@@ -88,8 +91,8 @@ def tree_attention(
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if shard is not None:
-        if update is not None or attention_mask is not None:
-            raise ValueError("a batch from shard_batch takes neither a cache nor an attention_mask of its own")
+        if update is not None:
+            raise ValueError(NOTHING_BESIDE)
         return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options).contiguous(), None
     shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
     if shares != (None if update is None else update.cache.head_shares):
@@ -180,17 +183,23 @@ def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_
     )
 
 
-def _check_call(module, attention_mask, dropout: float, sliding_window: int | None, kwargs: dict) -> None:
+def _check_call(module, sliding_window: int | None, kwargs: dict) -> None:
     name = type(module).__name__
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(f"{name} asks for attention without a causal mask; attn_implementation='tree' is causal")
-    if dropout:
-        raise ValueError(f"{name}: attention dropout={dropout} is not supported: call model.eval() or set it to 0")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{name}: sliding_window={sliding_window} must be 1 or more, or None for no window")
     for option in UNSUPPORTED & kwargs.keys():
         if kwargs[option] is not None and kwargs[option] is not False:
             raise ValueError(f"{name}: {option} is not supported with attn_implementation='tree'; use 'eager'")
+
+
+def _check_plain(module, attention_mask, dropout: float) -> None:
+    """Of a call without a shard."""
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__}: attention dropout={dropout} is not supported: call model.eval() or set it to 0"
+        )
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
         shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
@@ -208,8 +217,11 @@ def tree_mask(
     use_vmap: bool = False,
     config=None,
     **kwargs,
-) -> Tensor | None:
+) -> Tensor | SequenceShard | None:
     """The mask function registered as "tree": the padding mask, bool [b, kv_length], or None without padding.
+
+    While a model trains on shards it is the batch's `SequenceShard`: every model hands its mask on to the attention of
+    all layers, also when a layer is recomputed in the backward.
 
     The attention function applies causality and the window. Transformers reports any other mask (packed
     sequences, bidirectional parts, functions given by the user) by allow_is_causal_skip=False or use_vmap=True.
@@ -221,13 +233,17 @@ def tree_mask(
             "sequences, chunked or bidirectional attention); attn_implementation='tree' does not support it. Use 'sdpa'"
         )
     if attention_mask is None:
-        return None
+        return current_shard.get()
     if attention_mask.shape != (batch_size, kv_length):
         raise ValueError(
             f"attention_mask {list(attention_mask.shape)} must be [batch, slots] = [{batch_size}, {kv_length}]: one "
             f"entry for each of the {kv_length - q_length} cached and {q_length} new tokens"
         )
-    return None if attention_mask.all() else attention_mask
+    if attention_mask.all():
+        return current_shard.get()
+    if current_shard.get() is not None:
+        raise ValueError(NOTHING_BESIDE)
+    return attention_mask
 
 
 def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str, **options) -> None:

@@ -1,9 +1,12 @@
-"""Models of Transformers that compute attention in their own code: BLOOM, MPT (ALiBi) and Falcon (ALiBi or rotary).
+"""Models of Transformers that compute attention in their own code, and how they come to call attention "tree".
 
-Their attention modules know nothing of Transformers' AttentionInterface. `replace_own_code` gives them a forward that
-makes queries, keys and values and the output with the module's own weights, and calls attention "tree" in between; with
-any other attention implementation they run their own code. They add slope * position to the score of a key, which
-differs from ALiBi's -slope * distance by a number that all keys of a query share: softmax does not see it.
+BLOOM, MPT (ALiBi), Falcon (ALiBi or rotary), GPT-J, CodeGen, GPT-Neo and XGLM know nothing of Transformers'
+AttentionInterface, and JetMoe repeats keys after they are in the cache. Where a configuration asks for "tree",
+`replace_own_code` lets such a model hand a `_Mask` to its attention. With one, attention makes queries, keys, values
+and the output with the module's own weights and calls "tree" in between; with other masks it runs its own code.
+
+ALiBi: they add slope * position to the score of a key, which differs from -slope * distance by a number that all keys
+of a query share: softmax does not see it.
 """
 
 from __future__ import annotations
@@ -16,85 +19,83 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bloom import modeling_bloom as bloom
+from transformers.models.codegen import modeling_codegen as codegen
 from transformers.models.falcon import modeling_falcon as falcon
+from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
+from transformers.models.gptj import modeling_gptj as gptj
+from transformers.models.jetmoe import modeling_jetmoe as jetmoe
 from transformers.models.mpt import modeling_mpt as mpt
+from transformers.models.xglm import modeling_xglm as xglm
 
 
 def replace_own_code(attend: Callable) -> None:
     """Let these models call attend(module, query, key, value, attention_mask, **options), a function of Transformers'
     AttentionInterface, where their configuration asks for attention "tree"."""
-    forwards = {bloom.BloomAttention: _bloom, falcon.FalconAttention: _falcon, mpt.MptAttention: _mpt}
-    for attention, forward in forwards.items():
-        attention.__init__ = _keeping_config(attention.__init__)
-        attention.forward = _replaced(attention.forward, functools.partial(forward, attend))
+    for attention, method, with_tree in (
+        (bloom.BloomAttention, "forward", _bloom),
+        (codegen.CodeGenAttention, "_attn", _gptj),
+        (falcon.FalconAttention, "forward", _falcon),
+        (gpt_neo.GPTNeoSelfAttention, "_attn", _gpt_neo),
+        (gptj.GPTJAttention, "_attn", _gptj),
+        (jetmoe.JetMoeAttention, "forward", _jetmoe),
+        (mpt.MptAttention, "forward", _mpt),
+        (xglm.XGLMAttention, "forward", _xglm),
+    ):
+        setattr(attention, method, _replaced(getattr(attention, method), functools.partial(with_tree, attend)))
     falcon.FALCON_ATTENTION_CLASSES["tree"] = falcon.FalconAttention
-    for module in (falcon, mpt):
+    gpt_neo.GPT_NEO_ATTENTION_CLASSES["tree"] = gpt_neo.GPTNeoSelfAttention
+    gptj.GPTJ_ATTENTION_CLASSES["tree"] = gptj.GPTJAttention
+    for module in (bloom, codegen, falcon, gpt_neo, gptj, jetmoe, mpt, xglm):
         module.create_causal_mask = _mask_function(module.create_causal_mask)
-    for model in (bloom.BloomPreTrainedModel, falcon.FalconPreTrainedModel, mpt.MptPreTrainedModel):
+    for model in (
+        bloom.BloomPreTrainedModel,
+        codegen.CodeGenPreTrainedModel,
+        falcon.FalconPreTrainedModel,
+        gpt_neo.GPTNeoPreTrainedModel,
+        gptj.GPTJPreTrainedModel,
+        mpt.MptPreTrainedModel,
+        xglm.XGLMPreTrainedModel,
+    ):
         model._can_set_attn_implementation = classmethod(lambda cls: True)
-        model.set_attn_implementation = _handing_config(model.set_attn_implementation, tuple(forwards))
 
 
-def _keeping_config(init: Callable) -> Callable:
-    @functools.wraps(init)
-    def keep(self, config, *args, **kwargs):
-        init(self, config, *args, **kwargs)
-        self.config = config
+class _Mask:
+    """What `tree_mask` returned. MPT converts a mask to bool, Falcon looks at its axes."""
 
-    return keep
+    ndim = 2
 
+    def __init__(self, of_tree):
+        self.of_tree = of_tree
 
-def _handing_config(set_implementation: Callable, attentions: tuple[type, ...]) -> Callable:
-    """For models that were made before `replace_own_code` was called."""
-
-    @functools.wraps(set_implementation)
-    def set_attn_implementation(self, *args, **kwargs):
-        set_implementation(self, *args, **kwargs)
-        for module in self.modules():
-            if isinstance(module, attentions):
-                module.config = self.config
-
-    return set_attn_implementation
-
-
-def _replaced(own_code: Callable, with_tree: Callable) -> Callable:
-    @functools.wraps(own_code)
-    def forward(self, *args, **kwargs):
-        config = getattr(self, "config", None)
-        uses_tree = config is not None and config._attn_implementation == "tree"
-        return with_tree(self, *args, **kwargs) if uses_tree else own_code(self, *args, **kwargs)
-
-    return forward
+    def to(self, dtype: torch.dtype) -> _Mask:
+        return self
 
 
 def _mask_function(plain: Callable) -> Callable:
-    """These models want a mask of queries by keys, or one that can be converted, where "tree" has none."""
-
     @functools.wraps(plain)
     def create_causal_mask(*, config, **kwargs):
         if config._attn_implementation != "tree":
             return plain(config=config, **kwargs)
-        kwargs.pop("allow_is_causal_skip", None)
-        mask = plain(config=config, **kwargs)
-        return _NoMask() if mask is None else mask
+        kwargs.pop("allow_is_causal_skip", None)  # Falcon wants a mask of queries by keys
+        return _Mask(plain(config=config, **kwargs))
 
     return create_causal_mask
 
 
-class _NoMask:
-    """A mask that hides nothing. MPT converts it to bool, Falcon looks at its axes."""
+def _replaced(own_code: Callable, with_tree: Callable) -> Callable:
+    @functools.wraps(own_code)
+    def method(self, *args, **kwargs):
+        uses_tree = any(isinstance(x, _Mask) for x in (*args, *kwargs.values()))
+        return (with_tree if uses_tree else own_code)(self, *args, **kwargs)
 
-    ndim = 2
-
-    def to(self, dtype: torch.dtype) -> _NoMask:
-        return self
+    return method
 
 
-def _attended(attend: Callable, module, q: Tensor, k: Tensor, v: Tensor, mask, cache, **options) -> Tensor:
+def _attended(attend: Callable, module, q: Tensor, k: Tensor, v: Tensor, mask: _Mask, cache, **options) -> Tensor:
     """[b, s, h * d] of q [b, h, s, d] and the new k, v [b, h_kv, s, d]."""
     if cache is not None:
         k, v = cache.update(k, v, module.layer_idx)
-    return attend(module, q, k, v, None if isinstance(mask, _NoMask) else mask, **options)[0].flatten(2)
+    return attend(module, q, k, v, mask.of_tree, **options)[0].flatten(2)
 
 
 @functools.lru_cache
@@ -115,10 +116,16 @@ def _mpt_bias(num_heads: int) -> Callable:
     return functools.partial(mpt.build_mpt_alibi_tensor, num_heads)
 
 
+def _of_cache(module, slopes: Tensor) -> Tensor:
+    """Of all heads' slopes those of the heads in the cache, if ranks share the model's weights (split.py)."""
+    return slopes[slice(*getattr(module, "cached_heads", (None,)))]
+
+
 def _bloom(attend, self, hidden_states, residual, alibi, attention_mask, layer_past=None, use_cache=False, **kwargs):
     q, k, v = self._reshape(self.query_key_value(hidden_states))
+    num_heads = len(alibi) // len(q)
+    slopes = _of_cache(self, _slopes(_bias(bloom.build_alibi_tensor, num_heads), num_heads, q.device))
     options = dict(scaling=self.inv_norm_factor, dropout=self.attention_dropout.p if self.training else 0.0)
-    slopes = _slopes(_bias(bloom.build_alibi_tensor, self.num_heads), self.num_heads, q.device)
     out = _attended(attend, self, q, k, v, attention_mask, layer_past, alibi_slopes=slopes, **options, **kwargs)
     return residual + F.dropout(self.dense(out), self.hidden_dropout, self.training), None
 
@@ -127,9 +134,10 @@ def _mpt(attend, self, hidden_states, position_bias, past_key_values=None, atten
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-    q, k, v = (x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, -1))
+    q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, -1))
+    num_heads = len(position_bias)
+    slopes = _of_cache(self, _slopes(_mpt_bias(num_heads), num_heads, q.device))
     options = dict(scaling=self.softmax_scale, dropout=self.attn_dropout_p if self.training else 0.0)
-    slopes = _slopes(_mpt_bias(self.n_heads), self.n_heads, q.device)
     out = _attended(attend, self, q, k, v, attention_mask, past_key_values, alibi_slopes=slopes, **options, **kwargs)
     return self.out_proj(out), None
 
@@ -149,7 +157,45 @@ def _falcon(
     if alibi is None:
         q, k = falcon.apply_rotary_pos_emb(q, k, *position_embeddings)
     else:
-        of_heads = _bias(falcon.build_alibi_tensor, self.num_heads)
-        options["alibi_slopes"] = _slopes(of_heads, self.num_heads, q.device, self.inv_norm_factor)
+        num_heads = len(alibi) // len(q)
+        of_heads = _bias(falcon.build_alibi_tensor, num_heads)
+        options["alibi_slopes"] = _of_cache(self, _slopes(of_heads, num_heads, q.device, self.inv_norm_factor))
         options["dropout"] = self.attention_dropout.p if self.training else 0.0
     return self.dense(_attended(attend, self, q, k, v, attention_mask, layer_past, **options, **kwargs)), None
+
+
+def _gptj(attend, self, query, key, value, attention_mask):
+    """GPT-J's and CodeGen's, after the cache's update: q, k, v [b, h, s, d] -> [b, h, s, d]."""
+    q, k = (x.to(value.dtype) for x in (query, key))  # CodeGen's rotary positions are in fp32
+    options = dict(scaling=1 / self.scale_attn, dropout=self.attn_dropout.p if self.training else 0.0)
+    return attend(self, q, k, value, attention_mask.of_tree, **options)[0].transpose(1, 2), None
+
+
+def _gpt_neo(attend, self, query, key, value, attention_mask):
+    """As `_gptj`; scores are not scaled, and local layers have a window."""
+    self.layer_idx = self.layer_id
+    window = self.config.window_size if self.attention_type == "local" else None
+    options = dict(scaling=1.0, sliding_window=window, dropout=self.attn_dropout.p if self.training else 0.0)
+    return attend(self, query, key, value, attention_mask.of_tree, **options)[0].transpose(1, 2), None
+
+
+def _xglm(attend, self, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs):
+    if key_value_states is not None:
+        raise ValueError("XGLM attends to encoder_hidden_states: attn_implementation='tree' serves decoder-only models")
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = (p(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
+    options = dict(scaling=self.scaling, dropout=self.dropout if self.training else 0.0)
+    return self.out_proj(_attended(attend, self, q, k, v, attention_mask, past_key_values, **options, **kwargs)), None
+
+
+def _jetmoe(attend, self, hidden_states, attention_mask=None, position_embeddings=None, past_key_values=None, **kwargs):
+    """Every token's queries are those of its top_k experts, each with a head for every KV head."""
+    q, router_logits, chosen = self.experts.map(hidden_states)
+    k, v = self.kv_proj(hidden_states).chunk(2, -1)
+    q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q.flatten(2), k, v))
+    q, k = jetmoe.apply_rotary_pos_emb(q, k, *position_embeddings)
+    q = q.unflatten(1, (self.top_k, -1)).transpose(1, 2).flatten(1, 2)  # heads of a KV head lie together
+    options = dict(scaling=self.scaling, dropout=self.attention_dropout if self.training else 0.0)
+    out = _attended(attend, self, q, k, v, attention_mask, past_key_values, **options, **kwargs)
+    out = out.unflatten(-1, (-1, self.top_k, self.head_dim)).transpose(2, 3).flatten(3)
+    return self.experts.reduce(out, chosen).view(hidden_states.shape), None, router_logits

@@ -217,7 +217,9 @@ class Run:
         return whole.movedim(0, -2)
 
     def tokens_of_all(self, module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """A hook: a block's arguments, of all ranks' tokens."""
+        """A hook: a block's arguments, of all ranks' tokens; of an MLP the first, others are added to its result."""
+        if module not in self._moved and args:
+            return (self.gather(args[0]), *args[1:]), kwargs
         return tuple(map(self.gather, args)), {name: self.gather(x) for name, x in kwargs.items()}
 
     def sum_up(self, summed: nn.Module, out: Tensor) -> Tensor:
@@ -235,7 +237,8 @@ class Run:
 
 def _layer(model, layout: Layout, attention: str) -> Layer:
     """The layer that an attention belongs to; weights that belong to no block are gathered with attention's."""
-    name = attention.rpartition(".")[0]
+    parts = attention.split(".")
+    name = ".".join(parts[: max(i for i, part in enumerate(parts) if part.isdigit()) + 1])
     split = [p for p in (*layout.pieces, *layout.of_first_rank) if p.startswith(f"{name}.")]
     blocks = []
     for summed in layout.summed:

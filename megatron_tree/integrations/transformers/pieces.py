@@ -19,16 +19,22 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .architectures import REPLACED
+from .architectures import num_heads_kv
 from .head_groups import HeadGroups, even_shares
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
-QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
+QUERIES = ("q_proj", "qkv_proj", "c_attn", "Wqkv", "query_key_value")  # the first has its keys and values in others
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
 OF_HEADS = ("sinks", "gate_bias")
-MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
+MLPS = (
+    ("up_proj", "down_proj"),
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("fc_in", "fc_out"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
 
@@ -126,11 +132,9 @@ def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True, rep
 def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_queries: bool) -> Layout:
     """The layout without shapes."""
     config = model.config.get_text_config(decoder=True)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None) is not None:
-        kv_heads = 1
-    if config.model_type in REPLACED:
-        raise _refused(model, "attention", "its own code, which attention 'tree' replaces, has all heads")
+    kv_heads = num_heads_kv(config)
+    if config.model_type == "codegen":
+        raise _refused(model, "qkv_proj", "q, v and k lie together in four blocks")
     layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
     for name, module in model.named_modules():
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
@@ -171,13 +175,9 @@ def _attention(
             "k_proj": (k_width := num_heads_kv * d, [kv]),
             "v_proj": (k_width, [kv]),
         },
-        "query_key_value": {"query_key_value": (all_heads, [tuple(3 * i for i in q)])},
     }.get(queries, {queries: (all_heads, [q, k, v])})
-    if queries == "query_key_value" and (num_heads != num_heads_kv or layout.heads.size > 1):
-        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise _refused(
-            model, f"{name}.{queries}", f"q, k and v of each head lie together: start one of {divisors} ranks"
-        )
+    if queries == "query_key_value":
+        projections = {queries: (all_heads, _joined(layout, model, name, q, kv, d, num_heads // num_heads_kv))}
     columns = d * sum(layout.heads.shares)
     layout.query_projection = columns * _widths(getattr(module, queries))[1], columns
     for child, (width, runs) in projections.items():
@@ -200,6 +200,22 @@ def _attention(
         if isinstance(getattr(module, child, None), nn.Parameter):
             layout.pieces[f"{name}.{child}"] = Piece(0, (layout.heads.query_heads(layout.rank),))
     layout.attentions.append(name)
+
+
+def _joined(layout: Layout, model, name: str, q, kv, d: int, per: int) -> list[tuple[int, int]]:
+    """Runs of a rank in a projection where every KV head's `per` queries, key and value lie one after another."""
+    known = per == 1 or model.config.model_type == "falcon"
+    if known and layout.heads.size == 1:
+        return [tuple((per + 2) * i for i in kv)]
+    if known and layout.heads.num_heads_kv == 1:
+        skipped = 2 * kv[0]  # keys and values before those of this KV head
+        k = skipped + per * kv[1]
+        return [tuple(skipped + i for i in q), (k, k + d), (k + d, k + 2 * d)]
+    num_heads = layout.heads.num_groups * layout.heads.num_heads_kv
+    divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    raise _refused(
+        model, f"{name}.query_key_value", f"q, k and v of each head lie together: start one of {divisors} ranks"
+    )
 
 
 def _latent_attention(layout: Layout, model, name: str, module, num_heads: int, split_latents: bool) -> None:

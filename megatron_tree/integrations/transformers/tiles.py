@@ -12,6 +12,7 @@ likewise; docs/deepspeed.md says why its functions are not used.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -216,6 +217,8 @@ def _is_dense_mlp(module: nn.Module) -> bool:
     names = (all(isinstance(getattr(module, name, None), PROJECTIONS) for name in pair) for pair in MLPS)
     fused = isinstance(getattr(module, "gate_up_proj", None), nn.Linear)
     down = isinstance(getattr(module, "down_proj", None), nn.Linear)
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return False  # the residual stream is added inside
     return (any(names) or (fused and down)) and all(isinstance(m, PROJECTIONS) for m in layers) and not dropped
 
 

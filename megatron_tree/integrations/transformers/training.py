@@ -4,8 +4,8 @@
     loss = model(**shard_batch(batch, cp_group=group)).loss
 
 Every rank of cp_group passes the whole batch and runs its own tokens through the whole network; only the attention
-reads the other ranks' tokens. `shard_batch` adds a `SequenceShard` to the batch. Transformers passes unknown keyword
-arguments on to the attention of every layer, also when a layer is recomputed in the backward.
+reads the other ranks' tokens. `shard_batch` adds a `SequenceShard` to the batch, which the attention of every layer
+gets as its mask (`tree_mask`).
 
 The loss is the mean over the tokens of *all* ranks, sequence- and data-parallel ones. Its gradient on a rank is that of
 the rank's own tokens times the number of ranks, so the right gradient is the *average* over all ranks.
@@ -13,6 +13,7 @@ the rank's own tokens times the number of ranks, so the right gradient is the *a
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 from dataclasses import dataclass, field
@@ -54,6 +55,10 @@ class SequenceShard:
     """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
     used_by: dict = field(default_factory=dict)
     """The layers that have used this shard, by number, with their windows; and "loss"."""
+
+
+current_shard: contextvars.ContextVar[SequenceShard | None] = contextvars.ContextVar("tree_shard", default=None)
+"""Of the batch that a model runs."""
 
 
 def shard_batch(
@@ -264,6 +269,8 @@ def train_on_shards(
         raise ValueError(f"{type(model).__name__} has chunked_attention layers: it can't be trained on shards")
     if getattr(text, "output_router_logits", False):
         raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; set it to False")
+    if getattr(text, "layerdrop", 0.0):
+        raise ValueError(f"layerdrop={text.layerdrop}: ranks would leave out different layers; set it to 0")
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} counts positions from its padding token's number, not from 0, and over the tokens "
@@ -292,12 +299,14 @@ def _check_call(model, args, kwargs) -> None:
             "past_key_values=TreeCache(model.config, ...); model.eval() takes other batches, too"
         )
     if kwargs.get("sequence_shard") is not None:
+        current_shard.set(kwargs["sequence_shard"])
         row_lengths.set(kwargs["sequence_shard"].row_lengths)
         if model.tiled_loss is not None and kwargs.get("labels") is not None:
             model.tiled_loss.begin(kwargs["labels"].numel())
 
 
 def _end_call(model, args, output):
+    current_shard.set(None)
     row_lengths.set(None)
     if model.tiled_loss is not None:
         model.tiled_loss.end()
@@ -313,8 +322,8 @@ def _check_use(model, args, kwargs, output) -> None:
     expected = model.trains_on_shards | ({"loss": None} if kwargs.get("labels") is not None else {})
     if missing := sorted(map(str, set(expected) - set(shard.used_by))):
         raise ValueError(
-            f"{type(model).__name__} does not pass sequence_shard on to {', '.join(missing)} (layers by number): it "
-            "can't be trained on shards"
+            f"{type(model).__name__} does not pass its mask on to {', '.join(missing)} (layers by number): it can't be "
+            "trained on shards"
         )
     if others := {layer: window for layer, window in shard.used_by.items() if window != expected.get(layer)}:
         raise ValueError(
