@@ -16,7 +16,8 @@ class LayerPages:
     """One layer's pages on one rank.
 
     Keys [pages, page_size, h_kv, d], values [pages, page_size, h_kv, d_v]. In 8 bits each token and head has a scale,
-    fp32 [pages, page_size, h_kv]: its largest absolute value divided by the largest value of the format.
+    fp32 [pages, page_size, h_kv]: its largest absolute value divided by the largest value of the format. The scales of
+    a head lie side by side in a page, as kernels read them.
 
     Args:
         page_size: tokens of a page.
@@ -48,8 +49,8 @@ class LayerPages:
             for name, shape in self._shapes(k, v).items():
                 setattr(self, name, k.new_zeros((0, self.page_size, *shape), dtype=self.stored or k.dtype))
             if self.stored is not None:
-                scales = (2, 0, self.page_size, k.shape[2])
-                self.k_scale, self.v_scale = k.new_zeros(scales, dtype=torch.float32)
+                scales = (2, 0, k.shape[2], self.page_size)
+                self.k_scale, self.v_scale = k.new_zeros(scales, dtype=torch.float32).transpose(2, 3)
         have = {name: tuple(x.shape[2:]) for name, x in self.tensors.items() if not name.endswith("scale")}
         if (self._shapes(k, v), k.dtype) != (have, self.dtype):
             raise ValueError(
@@ -73,7 +74,10 @@ class LayerPages:
         for name in self.tensors:  # one after another, so that only one tensor at a time exists twice
             old = getattr(self, name)
             # zeros: kernels read whole pages, and unused slots must not be NaN
-            new = old.new_zeros(pages, *old.shape[1:])
+            if name.endswith("scale"):
+                new = old.new_zeros(pages, *old.mT.shape[1:]).mT
+            else:
+                new = old.new_zeros(pages, *old.shape[1:])
             new[:have] = old
             setattr(self, name, new)
             del old, new
@@ -103,7 +107,9 @@ class LayerPages:
         """Put already quantized tokens, [n, ...] for each of `tensors`, into slots, int64 [n]."""
         for name, pages in self.tensors.items():
             x, bits = tokens[name].to(pages.dtype), _bits(pages)
-            if bits == pages.dtype:
+            if name.endswith("scale"):
+                pages[self._place(slots)] = x
+            elif bits == pages.dtype:
                 pages.flatten(0, 1)[slots] = x
             else:
                 pages.flatten(0, 1).view(bits)[slots] = x.view(bits)
@@ -111,7 +117,11 @@ class LayerPages:
     def read(self, name: str, slots: Tensor) -> Tensor:
         """The content of slots, int64 [n], in one of `tensors`, as stored: [n, ...]."""
         pages = self.tensors[name]
-        return pages.flatten(0, 1).view(_bits(pages))[slots.to(pages.device)].view(pages.dtype)
+        return pages.view(_bits(pages))[self._place(slots.to(pages.device))].view(pages.dtype)
+
+    def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages and offsets in them."""
+        return slots // self.page_size, slots % self.page_size
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages (from, to). Does nothing before the first token."""

@@ -328,6 +328,9 @@ def test_eight_bits_round_trip(source):
         pages.write(torch.arange(50), x, x)
         again = pages.k.float() * pages.k_scale[..., None]
         assert torch.equal(again.flatten(0, 1)[:50], back)
+        pages.reserve(40, x[None], x[None])
+        assert torch.equal(pages.read("k_scale", torch.arange(50)), scale)
+        assert pages.k_scale.stride(1) == 1  # a head's scales lie side by side
 
 
 def test_tokens_of_another_kind_are_refused():

@@ -41,7 +41,7 @@ GROWING = ["num_keys", "keys_per_split", "num_splits", "k_pos_stride", "table_st
 @triton.jit(do_not_specialize=GROWING)
 def attn_decode_kernel(
     Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, SLOPES, num_keys, keys_per_split, s_q,
-    num_splits, q_strides, k_strides, v_strides, k_pos_stride, table_stride, scales_page_stride, scales_slot_stride,
+    num_splits, q_strides, k_strides, v_strides, k_pos_stride, table_stride, scales_page_stride, scales_strides,
     slopes_stride, left, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
@@ -94,7 +94,7 @@ def attn_decode_kernel(
             page = tl.load(BLOCK_TABLE + b * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
             k_rows = page * k_strides[0] + (slot % PAGE) * k_strides[1]
             v_rows = page * v_strides[0] + (slot % PAGE) * v_strides[1]
-            scale_rows = page * scales_page_stride + (slot % PAGE) * scales_slot_stride
+            scale_rows = page * scales_page_stride + (slot % PAGE) * scales_strides[0] + h_kv * scales_strides[1]
         else:
             k_rows = rows * k_strides[1]
             v_rows = rows * v_strides[1]
@@ -108,7 +108,7 @@ def attn_decode_kernel(
                 k1 = k1.to(q0.dtype)
             s = dot(q1, tl.trans(k1), s)
         if SCALED:
-            s = s * tl.load(K_SCALE + scale_rows + h_kv, mask=valid, other=0.0)[None, :]
+            s = s * tl.load(K_SCALE + scale_rows, mask=valid, other=0.0)[None, :]
         if SOFTCAP:
             s = cap_logits(s * scale, softcap) * LOG2E
         else:
@@ -130,7 +130,7 @@ def attn_decode_kernel(
         l = l * shrink + tl.sum(p, 1)
         v0 = _load_keys(v_base, v_rows, 1, valid, 0, E0, E)
         if SCALED:
-            v_scale = tl.load(V_SCALE + scale_rows + h_kv, mask=valid, other=0.0)
+            v_scale = tl.load(V_SCALE + scale_rows, mask=valid, other=0.0)
             if NARROW:  # p * v_scale would leave the range of fp16
                 v0 = (v0.to(tl.float32) * v_scale[:, None]).to(q0.dtype)
             else:
@@ -246,7 +246,7 @@ def _head_in_parts(num_heads: int, rows: int, k: Tensor, v: Tensor) -> tuple[Ten
 def _addressable(paged: PagedKV) -> PagedKV:
     """The same with strides that the kernel can address."""
     table, k_scale, v_scale = paged
-    if k_scale is not None and (k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1):
+    if k_scale is not None and k_scale.stride() != v_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     return PagedKV(_unit_rows(table), k_scale, v_scale)
 
@@ -274,7 +274,7 @@ def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None,
         k_pos_stride=0 if k_positions is None else k_positions.stride(0),
         table_stride=0 if table is None else table.stride(0),
         scales_page_stride=0 if k_scale is None else k_scale.stride(0),
-        scales_slot_stride=0 if k_scale is None else k_scale.stride(1),
+        scales_strides=(0, 0) if k_scale is None else k_scale.stride()[1:],
         **fixed,
     )  # fmt: skip
     return state[:, 0] if num_splits == 1 else merge_states(state, 1)
