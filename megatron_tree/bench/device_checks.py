@@ -22,10 +22,12 @@ from .contenders import Emit, clock
 from .kernel_cases import Case, Timing, inputs, rounding
 from .measure import relative_error
 from .results import WrongResult
+from .step_runner import VOCAB, SmallRunner
 from .supervised import NotHere
 
 RANKS = 2
 RANKS_LIMIT_S = 90.0
+GRAPHED_STEPS = 200  # over a dozen pages of a row
 
 
 def check_ranks(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
@@ -121,6 +123,35 @@ def check_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
         seconds = clock(what, device)
         print(f"  {name}: {seconds * 1e6:.1f} us", flush=True)
         emit(Timing(case.label, "graph", name, seconds * 1e3, case.kv_bytes(dtype) / 1e9 / seconds, "GB/s"))
+
+
+def check_step_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
+    """Steps of a cache's runner in CUDA graphs, over pages and capacities: they must give what ordinary steps give.
+
+    Raises: `NotHere` without CUDA graphs.
+    """
+    if device.type != "cuda":
+        raise NotHere("CUDA graphs need a GPU")
+    options = dict(heads=(case.h, case.h_kv), head_dim=case.d, windows=(None, 256) * 2, device=device, dtype=dtype)
+    options["config"] = TreeConfig(backend=backend)
+    runners = [SmallRunner(**options, cuda_graphs=graphs) for graphs in (False, True)]
+    words = torch.arange(case.s, device=device) % VOCAB
+    rows = list(range(case.b + 1))  # one less than a power of two: an empty row is run as well
+    for runner in runners:
+        for row in rows:
+            runner.prefill(runner.add(), words[: case.s >> row])
+    tokens, worst = words[: len(rows), None], 0.0
+    for _ in range(GRAPHED_STEPS):
+        ordinary, replayed = (runner.step(rows, tokens) for runner in runners)
+        worst = max(worst, relative_error(replayed, ordinary))
+        if not worst <= 4 * rounding(case, dtype):
+            raise WrongResult(f"a replayed step is off by {worst:.2g} of a row's norm, {runner.length(0)} tokens")
+        tokens = ordinary.argmax(-1)
+    print(f"  {GRAPHED_STEPS} steps of a runner, replayed: largest difference {worst:.2g} of a row's norm", flush=True)
+    for name, runner in zip(("runner's step, launched", "runner's step, replayed"), runners):
+        seconds = clock(functools.partial(runner.step, rows, tokens), device)
+        print(f"  {name}: {seconds * 1e6:.1f} us", flush=True)
+        emit(Timing(case.label, "graph", name, seconds * 1e3, 1 / seconds, "steps/s"))
 
 
 def check_offsets(elements: int, backend: str, emit: Emit, *, device, dtype) -> None:

@@ -38,7 +38,7 @@ STAGES = {
     "race": "other tile sizes at head_dim 128 (GPU)",
     "decode": "caches in tensors, in pages, in 8 bits, and latents",
     "ranks": "two ranks that share the device, over gloo",
-    "graph": "a decode step in a CUDA graph (GPU)",
+    "graph": "a decode step, and one of the cache's runner, in a CUDA graph (GPU)",
     "offsets": "tensors of more than 2^31 elements",
     "flex": "torch's FlexAttention beside them (--flex)",
 }
@@ -129,6 +129,7 @@ def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     add("ranks", "two ranks", device_checks.check_ranks, shared, backend, seconds=25)
     step = Case("decode", 2, 256 if tiny else 8192, 32, 8, 128)
     add("graph", step.label, device_checks.check_graph, step, backend, seconds=5)
+    add("graph", f"runner, {step.label}", device_checks.check_step_graph, step, backend, seconds=15)
     elements = 1 << 31 if gpu and not tiny else 1 << 16
     add("offsets", f"{elements} elements", device_checks.check_offsets, elements, backend, seconds=10)
     for case in training[:2]:

@@ -46,12 +46,19 @@ def forward_pass(
         place: with several head groups and sharded: the ranks at this rank's place of each.
         progress: called as progress(layers done, all of them).
     """
-    append = store.append(rows, num_tokens, sharded=sharded)
-    try:
+    with appended(store, rows, num_tokens, sharded=sharded) as append:
         forward = ForwardPass(store, cp_group, schedule, tuple(rows), append, head_shares, progress)
         if sharded:
             forward.share_tokens(place)
         yield forward
+
+
+@contextlib.contextmanager
+def appended(store: ShardedCache, rows: Sequence[int], num_tokens: int, *, sharded: bool = False) -> Iterator[Append]:
+    """Context in which num_tokens new tokens of each of these rows are run; a failure inside removes them again."""
+    append = store.append(rows, num_tokens, sharded=sharded)
+    try:
+        yield append
     except BaseException:
         for row, length in zip(rows, append.first, strict=True):
             store.crop(row, length)
@@ -98,6 +105,11 @@ class ForwardPass:
     def end(self) -> int:
         """Tokens of the longest row, the new ones among them."""
         return max(self.append.first) + self.append.num_tokens
+
+    def new_positions(self, device: torch.device) -> Tensor:
+        """int64 [b, n]: those of each row's new tokens."""
+        first = torch.tensor(self.append.first, device=device)[:, None]
+        return first + torch.arange(self.append.num_tokens, device=device)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's new keys and values, positions already applied.
@@ -269,9 +281,7 @@ class ForwardPass:
         if visible is not None:
             shown = visible.gather(1, positions.clamp(max=self.end - 1))
             positions = torch.where(shown, positions, -1)
-        first = torch.tensor(self.append.first, device=device)[:, None]
-        q_positions = first + torch.arange(num_queries, device=device)
-        return {**seen, "q_positions": q_positions, "cache_positions": positions}
+        return {**seen, "q_positions": self.new_positions(device), "cache_positions": positions}
 
     def _decode_in_chunks(self, q, k, v, size: int, visible, *, q_positions, cache_positions, **options) -> Tensor:
         """Each query sees keys of its own chunk of `size` tokens: a call for queries up to where some row's ends."""

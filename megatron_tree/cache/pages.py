@@ -57,7 +57,7 @@ class LayerPages:
                 f"keys {tuple(k.shape)} and values {tuple(v.shape)} in {k.dtype} don't fit the cache: heads and "
                 f"head_dim are {' and '.join(map(str, have.values()))} there, in {self.dtype}"
             )
-        self._grow(num_pages)
+        self.grow(num_pages)
         self._taken = _kinds(k, v)
 
     def _shapes(self, k: Tensor, v: Tensor) -> dict[str, tuple[int, int]]:
@@ -66,9 +66,10 @@ class LayerPages:
             return {"k": (k.shape[2], k.shape[3] + v.shape[3])}
         return {"k": tuple(k.shape[2:]), "v": tuple(v.shape[2:])}
 
-    def _grow(self, num_pages: int) -> None:
-        have = self.k.shape[0]
-        if have and num_pages <= have:
+    def grow(self, num_pages: int) -> None:
+        """Allocate at least num_pages pages, at least one. Does nothing before the first token."""
+        have = 0 if self.k is None else self.k.shape[0]
+        if self.k is None or (have and num_pages <= have):
             return
         pages = max(num_pages, have + have // GROWTH, 1)
         for name in self.tensors:  # one after another, so that only one tensor at a time exists twice
@@ -127,7 +128,7 @@ class LayerPages:
         """Copy whole pages (from, to). Does nothing before the first token."""
         if self.k is None or not pairs:
             return
-        self._grow(1 + max(destination for _, destination in pairs))
+        self.grow(1 + max(destination for _, destination in pairs))
         sources, destinations = torch.tensor(pairs, device=self.k.device).T
         for pages in self.tensors.values():
             pages = pages.view(_bits(pages))

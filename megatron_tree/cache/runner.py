@@ -6,6 +6,7 @@ A `RowRunner` cuts prompts into chunks and gives every rank its tokens and their
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 
 import torch
@@ -15,6 +16,7 @@ from ..comm import CollectiveCall, broadcast, collective_call, group_size, share
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
 from .forward import ForwardPass, forward_pass
+from .graph import GraphedSteps
 
 CHUNK_SIZE = 2048
 
@@ -33,7 +35,9 @@ class RowRunner:
         head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. Then all of them
             run all tokens, each with its part of the weights, unless the framework's runner gathers weights.
         config: `TreeConfig`; its check and timeout_s are used to compare prompts between ranks.
-    Raises: ValueError for an unknown schedule or sizes below 1.
+        cuda_graphs: whether steps of one token in each row are captured in CUDA graphs and replayed, see graph.py.
+            Prompts and steps of several tokens run without. The model's weights must stay where they are.
+    Raises: ValueError for an unknown schedule, sizes below 1, or CUDA graphs that can't be had.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class RowRunner:
         schedule: str = "auto",
         head_shares: tuple[int, ...] | None = None,
         config: TreeConfig | None = None,
+        cuda_graphs: bool = False,
     ):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
+        check_choice("cuda_graphs", cuda_graphs, (False, True))
         for name, value in (("chunk_size", chunk_size), ("capacity_tokens", capacity_tokens)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a positive number of tokens")
@@ -60,11 +66,17 @@ class RowRunner:
         self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
         self.head_shares, self.config = head_shares, config or default_config()
         self._book = store.book
+        self._graphs = GraphedSteps(self) if cuda_graphs else None
 
     @property
     def has_states(self) -> bool:
         """Whether the model has recurrent layers: rows can't go back, and every rank runs all tokens of a prompt."""
         return False
+
+    @property
+    def depends_on_host(self) -> str | None:
+        """Why a step of this model can't be captured in a CUDA graph; None: no reason is known before it runs."""
+        return None
 
     def add(self) -> int:
         """A new, empty row; returns its id."""
@@ -157,7 +169,8 @@ class RowRunner:
                 logits = self._sharded_chunk(row, chunk, tell)
             else:
                 with self._forward_pass([row], len(chunk), progress=tell) as forward:
-                    logits = self._run(forward, chunk[None], self._positions(forward), keep=[len(chunk) - 1])[0, -1]
+                    positions = forward.new_positions(self.device)
+                    logits = self._run(forward, chunk[None], positions, keep=[len(chunk) - 1])[0, -1]
             begin += len(chunk)
         return logits.float()
 
@@ -182,7 +195,7 @@ class RowRunner:
             return torch.stack([self._prefill(row, new.to(self.device)) for row, new in zip(rows, whole, strict=True)])
         with self._forward_pass(rows, tokens.shape[1]) as forward:
             kept = sorted({len(prompt) - 1 for prompt in prompts})
-            logits = self._run(forward, tokens, self._positions(forward), keep=kept)
+            logits = self._run(forward, tokens, forward.new_positions(self.device), keep=kept)
         for row, end in zip(rows, ends, strict=True):
             self.crop(row, end)
         return torch.stack([own[kept.index(len(prompt) - 1)] for own, prompt in zip(logits, prompts)]).float()
@@ -207,8 +220,11 @@ class RowRunner:
         most = min((most for row in rows if (most := self._most_in_pass(row)) is not None), default=n)
         logits = []
         for own in tokens.split(most, 1):
+            if self._graphs is not None and own.shape[1] == 1:
+                logits.append(self._graphs.step(rows, own))
+                continue
             with self._forward_pass(rows, own.shape[1]) as forward:
-                logits.append(self._run(forward, own, self._positions(forward), keep=None).float())
+                logits.append(self._run(forward, own, forward.new_positions(self.device), keep=None).float())
         return torch.cat(logits, 1)
 
     def _most_in_pass(self, row: int) -> int | None:
@@ -228,6 +244,10 @@ class RowRunner:
         Returns: logits [b, n, vocab_size], or [b, len(keep), vocab_size] of the tokens at these indices.
         """
         raise NotImplementedError
+
+    def running(self, forward: ForwardPass):
+        """Context of a run of the model in a pass that `_forward_pass` did not make."""
+        return contextlib.nullcontext()
 
     def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
         """Logits of the chunk's last token."""
@@ -254,10 +274,6 @@ class RowRunner:
         tokens = chunk[positions - forward.append.first[0]]
         keep = [len(positions) - 1 if last else 0]
         return self._run(forward, tokens[None], positions[None], keep=keep)[0, -1]
-
-    def _positions(self, forward: ForwardPass) -> Tensor:
-        first = torch.tensor(forward.append.first, device=self.device)[:, None]
-        return first + torch.arange(forward.append.num_tokens, device=self.device)
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         """Context of one run of the model over num_tokens new tokens of each of these rows, see `forward_pass`."""

@@ -37,6 +37,16 @@ class View:
         return (self.blocks[..., None] * self.page_size + within).flatten(1)
 
 
+class RowTables:
+    """Of rows: pages int32 [b, width] and blocks int64 [b, width], see `View`; `ShardedCache.fill` writes them."""
+
+    def __init__(self, num_rows: int, width: int, device):
+        self.pages = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self.blocks = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
+        self.known: list[tuple[int, int] | None] = [None] * num_rows
+        """(row, its version) that each entry shows."""
+
+
 class ShardedCache:
     """The rows of a cache, and this rank's part of their keys and values.
 
@@ -68,6 +78,7 @@ class ShardedCache:
         self._tables: dict[tuple[int, int], tuple[tuple, tuple[Tensor, Tensor]]] = {}
         self._views: dict[int, tuple] = {}  # by kind: the tables of the rows of the last step
         self._shared: dict[int, tuple] = {}  # and what they begin with
+        self._nobodys: dict[int, int] = {}  # by kind: a page that no row has
 
     @property
     def page_size(self) -> int:
@@ -108,6 +119,22 @@ class ShardedCache:
             append.places[key] = torch.tensor(tokens, device=device), torch.tensor(slots, device=device)
         return append.places[key]
 
+    def nobodys_slot(self, kind: int) -> int:
+        """Where a static step (static.py) puts tokens that this rank does not store; it takes a page."""
+        if kind not in self._nobodys:
+            self._nobodys[kind] = self.book.numbers[kind].take()
+        return self._nobodys[kind] * self.page_size
+
+    def reserve(self) -> None:
+        """Allocate all pages that have numbers, in layers that have stored a token."""
+        for pages, kind in zip(self.layers, self.kind_of, strict=True):
+            pages.grow(self.book.numbers[kind].capacity)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the pages are; they move when they grow."""
+        return tuple(x.data_ptr() for pages in self.layers for x in pages.tensors.values())
+
     def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
         """The tokens of an append of one row that this rank stores: (positions in the row, slots), int64 [n] each."""
         tokens, slots = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
@@ -133,21 +160,27 @@ class ShardedCache:
         lengths = torch.tensor(held, device=device)
         rows = [self.book.rows[row_id] for row_id in row_ids]
         width, versions = max(1, *(len(row.pages[kind]) for row in rows)), [row.version for row in rows]
-        before, known, tables = self._views.get(kind, (None, None, None))
+        before, tables = self._views.get(kind, (None, None))
         if before != (row_ids, device, width):
-            known = [None] * len(rows)
-            tables = [torch.zeros(len(rows), width, dtype=x, device=device) for x in (torch.int32, torch.int64)]
-        for i, row_id in enumerate(row_ids):  # a few rows begin a page in a step
-            if known[i] != versions[i]:
-                for table, own in zip(tables, self._table(kind, row_id, device), strict=True):
-                    table[i, : len(own)] = own
-        self._views[kind] = (row_ids, device, width), versions, tables
+            tables = RowTables(len(rows), width, device)
+            self._views[kind] = (row_ids, device, width), tables
+        self.fill(tables, kind, row_ids)
+        pages, blocks = tables.pages, tables.blocks
         if len(rows) == 1 or self.book.windows[kind] is not None:
-            return View(tables[0], lengths, tables[1], self.page_size)
+            return View(pages, lengths, blocks, self.page_size)
         full = [row.pages[kind][: n // self.page_size] for row, n in zip(rows, held, strict=True)]
-        shared, skipped, own = self._beginnings(kind, full, (row_ids, device, versions), tables)
+        shared, skipped, own = self._beginnings(kind, full, (row_ids, device, versions), [pages, blocks])
         rest = View(own[0], lengths - skipped * self.page_size, own[1], self.page_size) if shared else None
-        return View(tables[0], lengths, tables[1], self.page_size, shared, rest)
+        return View(pages, lengths, blocks, self.page_size, shared, rest)
+
+    def fill(self, tables: RowTables, kind: int, row_ids) -> None:
+        """Bring tables of these rows, wide enough for the longest, up to date: a few rows begin a page in a step."""
+        for i, row_id in enumerate(row_ids):
+            state = row_id, self.book.rows[row_id].version
+            if tables.known[i] != state:
+                pages, blocks = self._table(kind, row_id, tables.pages.device)
+                tables.pages[i, : len(pages)], tables.blocks[i, : len(blocks)] = pages, blocks
+                tables.known[i] = state
 
     def _beginnings(self, kind: int, pages: list[list[int]], state: tuple, tables: list[Tensor]) -> tuple:
         """(shared pages, how many of each row's pages are among them int64 [b], tables of the others)."""
@@ -203,7 +236,9 @@ class ShardedCache:
         """Remove all rows and free the memory."""
         for row_id in list(self.book.rows):
             self.remove(row_id)
-        for numbers in self.book.numbers:
+        for kind, numbers in enumerate(self.book.numbers):
+            if kind in self._nobodys:
+                numbers.release(self._nobodys.pop(kind))
             numbers.forget_free()
         for pages in self.layers:
             pages.reset()

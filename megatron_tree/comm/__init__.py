@@ -18,7 +18,7 @@ Tensors that travel are sequence-first ([s, ...], contiguous), so that a gather 
 is read through strides, without a copy.
 """
 
-from .calls import CollectiveCall, collective_call, shared_checks
+from .calls import CollectiveCall, collective_call, part_of_call, shared_checks
 from .collectives import (
     all_reduce,
     broadcast,
@@ -36,7 +36,7 @@ from .reductions import Reducer, prepare_reduction
 from .shared import resolve_shared
 from .team import Team, neighbours
 from .traffic import Sent, record
-from .work import Pending, Transfer, start_shift
+from .work import Pending, Transfer, start_shift, wait_until
 
 __all__ = [
     "CollectiveCall",
@@ -55,6 +55,7 @@ __all__ = [
     "hosts",
     "monitored",
     "neighbours",
+    "part_of_call",
     "prepare_reduction",
     "record",
     "resolve_shared",
@@ -66,4 +67,5 @@ __all__ = [
     "start_reduce_scatter",
     "start_shift",
     "sum_over_ranks",
+    "wait_until",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import zlib
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from .health.watchdog import MEANWHILE, CallToken, Watchdog
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
 
 MAX_AGREED = 4096  # signatures that a group remembers
+_in_call: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_call", default=False)
 
 
 def collective_call(name: str, group, config: TreeConfig) -> CollectiveCall:
@@ -44,7 +46,7 @@ class CollectiveCall:
     def __init__(self, name: str, group, config: TreeConfig):
         self._name, self._group, self._config = name, group, config
         self._state = GroupState.of(group)
-        self._alone = self._state.size == 1
+        self._alone = self._state.size == 1 or _in_call.get()
         self._call: CallToken | None = None
         self._runs = False
 
@@ -132,6 +134,17 @@ class CollectiveCall:
         else:
             with contextlib.suppress(CommError):
                 watchdog.fail(Report(f"{type(error).__name__}: {error},{watchdog.where()}", cause="error"))
+
+
+@contextlib.contextmanager
+def part_of_call() -> Iterator[None]:
+    """Context of calls that are part of one that this rank is in: they have no number, and are not compared. For calls
+    that are recorded now and carried out later, when other ranks may not record them."""
+    token = _in_call.set(True)
+    try:
+        yield
+    finally:
+        _in_call.reset(token)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from .traffic import note
 
 TAGS = 1 << 15  # then they start again
 CHECKSUMS = 1 << 15
+ASK_S = 20e-6  # between two questions whether a device is done
 
 
 def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
@@ -41,6 +43,27 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
             else:
                 w.wait(timedelta(seconds=timeout_s))
                 settle_at_exit()
+
+
+def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) -> None:
+    """Wait for work with collectives of the group that is queued on a device without their own time limits (a CUDA
+    graph), by asking is_done. A single rank does not wait.
+
+    Raises: `CommError` after timeout_s, or if another rank failed.
+    """
+    if group_size(group) == 1:
+        return
+    watchdog, end = Watchdog.of(group), time.monotonic() + timeout_s
+    try:
+        with watchdog.waits(group):
+            while not is_done():
+                if watchdog.is_interrupted:
+                    raise RuntimeError("another rank failed")
+                if time.monotonic() > end:
+                    raise RuntimeError(f"timed out after {timeout_s:g} s")
+                time.sleep(ASK_S)
+    except RuntimeError as error:
+        raise watchdog.operation_failed(what, timeout_s, error) from error
 
 
 class Message(NamedTuple):

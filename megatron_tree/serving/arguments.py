@@ -157,6 +157,7 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
     add("--topology", metavar="NAME|YAML", help="network that 'auto' plans for: a name in configs/topology, or a file "
         "from python -m megatron_tree.calibrate")  # fmt: skip
     add("--backend", choices=BACKENDS, default="auto", help="attention kernels")
+    add("--cuda-graphs", action=SWITCH, default=False, help="capture decode steps in CUDA graphs and replay them (GPU)")
     add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per page of the cache")
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
         "with one scale per token and head")  # fmt: skip

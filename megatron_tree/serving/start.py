@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
+from ..cache.graph import check_cuda_graphs
 from ..comm.wire import share_check
 from ..config import TreeConfig, default_config
 from ..generation.conversation import Conversation
@@ -109,6 +110,8 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     given |= {"backend": args.backend} if args.backend != "auto" else {}
     tree_config = replace(default_config(), **given, timeout_s=timeout_s)
     device = tree_deepspeed.init_distributed(timeout_s=timeout_s)
+    if args.cuda_graphs:
+        check_cuda_graphs(device_type=device.type, schedule=args.schedule, config=tree_config)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
     models.hide_progress_bars()
@@ -135,6 +138,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
         schedule=args.schedule,
         tree_config=tree_config,
+        cuda_graphs=args.cuda_graphs,
     )
     comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
     if rank == 0:

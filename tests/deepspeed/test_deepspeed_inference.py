@@ -70,6 +70,7 @@ def _refusals(rank, world, listing):
         {"config": "no/such/file.json"},
         {"config": listing},
         {"enable_cuda_graph": True},
+        {"cuda_graphs": True},
     ):
         with pytest.raises(ValueError) as error:
             tree_deepspeed.init_inference(tiny_model("llama"), **options)
@@ -90,7 +91,8 @@ def test_refusals_name_option_value_and_way_out(tmp_path):
         "pass tp_size=",
         "config='no/such/file.json' is not a readable JSON file",
         "in that file must be an object of DeepSpeed's options",
-        "enable_cuda_graph=True can't be used here",
+        "enable_cuda_graph=True can't be used here: the cache grows; pass cuda_graphs=True",
+        "cuda_graphs=True can't be had: the model is on device type 'cpu', and only a GPU has CUDA graphs",
     )
     for said in run_distributed(_refusals, 4, str(tmp_path / "list.json"), fresh=True):
         for text, part in zip(said, expected, strict=True):

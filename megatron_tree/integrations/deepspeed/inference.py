@@ -23,6 +23,7 @@ import deepspeed
 
 from ... import comm
 from ...attention.topology import GroupTopology
+from ...cache.graph import check_cuda_graphs
 from ...comm import neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import TreeConfig, check_choice, default_config
@@ -46,7 +47,7 @@ REFUSED = {
     "tensor_parallel": "pass tp_size=",
     "mp_size": "pass tp_size=",
     "replace_with_kernel_inject": "injected kernels have their own cache",
-    "enable_cuda_graph": "the cache grows, so steps can't be replayed",
+    "enable_cuda_graph": "the cache grows; pass cuda_graphs=True, whose graphs know that",
 }
 WEIGHTS = ("replicated", "sharded")
 QUERIES = ("split", "repeated", "auto")
@@ -119,6 +120,7 @@ def init_inference(
     prefill_chunk: int = CHUNK_SIZE,
     schedule: str = "auto",
     tree_config: TreeConfig | None = None,
+    cuda_graphs: bool = False,
     config: str | dict | None = None,
     **options,
 ):
@@ -141,6 +143,7 @@ def init_inference(
         dtype: of weights and cache; default the model's.
         block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
+        cuda_graphs: whether decode steps are captured in CUDA graphs and replayed, see `RowRunner`.
         config: further options of `deepspeed.init_inference`: a dictionary or the path of a JSON file.
         options: more of them; they win over those of config.
     Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `weight_bytes` of this rank, `model_bytes` of
@@ -184,6 +187,10 @@ def init_inference(
         raise ValueError(f"queries={queries!r} is for weights='sharded', but weights={weights!r}: leave it out")
     if dtype not in DTYPES or dtype not in get_accelerator().supported_dtypes():
         raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {get_accelerator().device_name()} supports")
+    check_choice("cuda_graphs", cuda_graphs, (False, True))
+    tree = tree_config or default_config()
+    if cuda_graphs:
+        check_cuda_graphs(device_type=get_accelerator().device_name(), schedule=schedule, config=tree)
     options = _merge_options(config, options)
     options.setdefault("max_out_tokens", num_positions(model_config) or 1024)
     cache_options = {
@@ -196,8 +203,7 @@ def init_inference(
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
     TreeCache(model_config, **cache_options)  # raises for a model or options that the cache can't serve
     model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
-    tree, tensor_parallel = tree_config or default_config(), {"tp_size": tp_size}
-    timeout_s = tree.timeout_s
+    tensor_parallel, timeout_s = {"tp_size": tp_size}, tree.timeout_s
     plain_attention = model_config._attn_implementation
     model.set_attn_implementation("tree")
     if layout is not None:
@@ -226,11 +232,15 @@ def init_inference(
     engine.sp_group, engine.sp_size, engine.tp_size = sp_group, sp_size, tp_size
     engine.model_bytes, engine.plain_attention = model_bytes, plain_attention
     engine.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    engine.prefill_chunk = prefill_chunk
+    engine.prefill_chunk, engine.cuda_graphs = prefill_chunk, cuda_graphs
     engine.new_cache = lambda: TreeCache(model_config, cp_group=sp_group, **cache_options)
     engine.new_runner = lambda **options: Runner(
-        engine.module, engine.new_cache(), token_group=_token_group(), chunk_size=prefill_chunk, **options
+        engine.module,
+        engine.new_cache(),
+        **{"token_group": _token_group(), "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs, **options},
     )
+    if cuda_graphs:
+        engine.new_runner()  # raises for a model or a group whose steps can't be captured
     return engine
 
 
@@ -304,5 +314,6 @@ def generate(
     cache: continue with this cache; default a new one. The tokens are rank 0's on every rank, tensor-parallel or not.
     """
     cache = engine.new_cache() if cache is None else cache
-    options = {"chunk_size": engine.prefill_chunk, "token_group": _token_group(), **options}
+    given = {"chunk_size": engine.prefill_chunk, "token_group": _token_group(), "cuda_graphs": engine.cuda_graphs}
+    options = {**given, **options}
     return generate_with_model(engine.module, input_ids, cache=cache, max_new_tokens=max_new_tokens, **options)

@@ -42,9 +42,9 @@ REFUSED_OPTIONS = {
     "sequence_parallel": _BUILD_ANEW,
     "cache_mla_latents": "set it to False: MegatronRunner keeps latents without it",
     "mtp_num_layers": "build the model without mtp_block_spec and load the checkpoint without these layers",
-    "cuda_graph_impl": "set it to 'none'",
-    "enable_cuda_graph": "set it to False",
-    "external_cuda_graph": "set it to False",
+    "cuda_graph_impl": "set it to 'none'; MegatronRunner(cuda_graphs=True) has graphs of its own",
+    "enable_cuda_graph": "set it to False; MegatronRunner(cuda_graphs=True) has graphs of its own",
+    "external_cuda_graph": "set it to False; MegatronRunner(cuda_graphs=True) has graphs of its own",
     "experimental_attention_variant": "layers of another kind would need a cache of their own",
     "fp8": _BUILD_ANEW,
     "fp4": _BUILD_ANEW,
@@ -69,8 +69,8 @@ class MegatronRunner(RowRunner):
         dtype: of the cache: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
         vocab_size: size of the tokenizer's vocabulary, if the model's is padded; logits are cut to it.
-        token_group, chunk_size, capacity_tokens: see `RowRunner`; token_group by default Megatron's tensor- and
-            context-parallel group.
+        token_group, chunk_size, capacity_tokens, cuda_graphs: see `RowRunner`; token_group by default Megatron's
+            tensor- and context-parallel group.
     Raises:
         ValueError: a model in training mode, split by pipeline parallelism, with other core attention, or with options
             of `REFUSED_OPTIONS`. Nothing has been sent then, and all ranks, having the same model, raise it.
@@ -87,6 +87,7 @@ class MegatronRunner(RowRunner):
         token_group=None,
         chunk_size: int = CHUNK_SIZE,
         capacity_tokens: int | None = None,
+        cuda_graphs: bool = False,
     ):
         self.model = _unwrapped(model)
         _check_model(self.model)
@@ -117,6 +118,7 @@ class MegatronRunner(RowRunner):
             schedule=schedule,
             head_shares=head_shares,
             config=self._cores[0].tree_config,
+            cuda_graphs=cuda_graphs,
         )
         self._layers = {core: (layer, self._windows[layer]) for layer, core in enumerate(self._cores)}
         _add_hooks(self.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,17 +16,9 @@ from ...comm import group_rank, group_size
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, layers_of
 from .latent import keep_latents
-from .layers import RecurrentLayer, Update, cache_layer, current_run, just_stored, last_update
+from .layers import BatchRun, RecurrentLayer, Update, cache_layer, current_run, just_stored, last_update
 from .recurrent import NOT_CONTINUED, RunStates
 from .rope import keep_cache_in_generate, rope_rule
-
-
-@dataclass
-class BatchRun:
-    """A run of a model over the batch of Transformers' own `generate`."""
-
-    forward: ForwardPass | None = None
-    """Since its first layer with attention."""
 
 
 class TreeCache(Cache):
@@ -108,13 +99,20 @@ class TreeCache(Cache):
         options |= {"sharded": sharded, "place": place, "progress": progress}
         self._end_batch_run()
         held = [self.store.book.rows[row] for row in rows]
+        self.states.begin(held)
+        with forward_pass(self.store, rows, num_tokens, **options) as forward:
+            with self.running(forward):
+                yield forward
+            self.states.end(held)
+
+    @contextlib.contextmanager
+    def running(self, forward: ForwardPass):
+        """Context of one run of the model in this pass."""
         try:
-            self.states.begin(held)
-            with forward_pass(self.store, rows, num_tokens, **options) as self._forward:
-                current_run.set(self)
-                yield self._forward
-                self._check_taken()
-                self.states.end(held)
+            self._forward = forward
+            current_run.set(self)
+            yield
+            self._check_taken()
         finally:
             self._forward = None
             self._forget_run()

@@ -59,6 +59,7 @@ def generate(
     progress=None,
     keep_logits: bool = False,
     token_group=None,
+    cuda_graphs: bool = False,
 ) -> Generation:
     """Greedy decoding with the KV cache sharded over the cache's group. Call it on all ranks with equal arguments.
 
@@ -81,6 +82,7 @@ def generate(
         progress: called as progress(done, total) during the prefill, in tokens.
         keep_logits: keep the logits of every new token.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
+        cuda_graphs: see `Runner`.
     Raises: ValueError before anything is sent: shapes, padding in the middle, a sequence longer than the model's
         positions, tokens that the model lacks, nothing new to run. `TreeError` for logits that are not finite.
     """
@@ -88,7 +90,7 @@ def generate(
     with shared_checks("generate", cache.cp_group):
         check_model(model)
         check_choice("prefill", prefill, PREFILLS)
-        runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size)
+        runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size, cuda_graphs=cuda_graphs)
         prefill = "replicated" if runner.has_states else prefill
         prompts = _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, runner.vocab_size)
         scheduler = Scheduler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,14 @@ class Update(NamedTuple):
     values: Tensor
     """... [b, h_kv, n, d_v]; their rotary keys [b, 1, n, d]."""
     forward: ForwardPass
+
+
+@dataclass
+class BatchRun:
+    """A run of a model over the batch of Transformers' own `generate`."""
+
+    forward: ForwardPass | None = None
+    """Since its first layer with attention."""
 
 
 last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)

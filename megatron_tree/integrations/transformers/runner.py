@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...cache.runner import CHUNK_SIZE, RowRunner
 from ...comm import monitored
+from .architectures import CHUNKED
 from .attention import TreeCache, check_model
 from .rope import RowNote, follow_whole_rows, num_positions, rows_of
 
@@ -30,8 +31,8 @@ class Runner(RowRunner):
         model: a causal language model whose attention implementation is "tree".
         cache: a `TreeCache`; rows that it holds already stay.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
-        chunk_size, capacity_tokens: see `RowRunner`.
-    Raises: ValueError for another attention implementation or sizes below 1.
+        chunk_size, capacity_tokens, cuda_graphs: see `RowRunner`.
+    Raises: ValueError for another attention implementation, sizes below 1, or CUDA graphs that can't be had.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Runner(RowRunner):
         token_group=None,
         chunk_size: int = CHUNK_SIZE,
         capacity_tokens: int | None = None,
+        cuda_graphs: bool = False,
     ):
         check_model(model)
+        self.model, self.cache = model, cache
         text = model.config.get_text_config(decoder=True)
         super().__init__(
             cache.store,
@@ -57,14 +60,27 @@ class Runner(RowRunner):
             schedule=cache.schedule,
             head_shares=cache.head_shares,
             config=cache.tree_config,
+            cuda_graphs=cuda_graphs,
         )
-        self.model, self.cache = model, cache
         self._own_tokens = getattr(model, "own_tokens", None)  # where its weights are split over ranks
         follow_whole_rows(model)
 
     @property
     def has_states(self) -> bool:
         return bool(self.cache.states)
+
+    @property
+    def depends_on_host(self) -> str | None:
+        if self.has_states:
+            return "recurrent layers have states of their own for every run"
+        if self.cache.rope is not None:
+            return "the model's rotary embedding depends on the rows' lengths"
+        if self.model.config.get_text_config(decoder=True).model_type in CHUNKED:
+            return "layers whose queries see their chunk only depend on the rows' lengths"
+        return None
+
+    def running(self, forward):
+        return self.cache.running(forward)
 
     def _most_in_pass(self, row: int) -> int | None:
         return None if self.cache.states.continues or not self.length(row) else 1

@@ -1,0 +1,217 @@
+"""Decode steps, each captured once in a CUDA graph for a number of rows and a capacity, and replayed for every token.
+
+    step 1 of a capacity   the static step (static.py) is run: kernels are compiled, ranks compare their calls
+    step 2                 it is captured; the graph is replayed
+    later steps            the numbers of the step are copied to the device; the graph is replayed
+
+Which of them it is depends on what all ranks know, but for one case: a rank whose pages have moved, because its cache
+has grown, captures again while others only replay. Capturing sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..attention.step import TRUSTING
+from ..config import TreeConfig
+from ..kernels import ACCELERATORS
+from .forward import appended
+from .static import Capacities, Capacity, StaticPass, StepInputs
+from .trace import OpTrace
+
+if TYPE_CHECKING:
+    from .runner import RowRunner
+
+MAX_GRAPHS = 32  # the least recently used one is dropped
+BACKENDS = ("auto", "triton")  # others read lengths on the host
+
+
+def check_cuda_graphs(*, device_type: str, schedule: str, config: TreeConfig) -> None:
+    """Raise ``ValueError`` where decode steps with these options can't be captured, whatever the model."""
+    reason = None
+    if device_type not in ACCELERATORS:
+        reason = f"the model is on device type {device_type!r}, and only a GPU has CUDA graphs"
+    elif schedule == "ring":
+        reason = "schedule='ring' depends on how many tokens each rank holds; choose another one, or 'auto'"
+    elif config.check not in TRUSTING:
+        reason = f"check={config.check!r} looks at every call on the host; choose 'first' or 'never'"
+    elif config.backend not in BACKENDS:
+        reason = f"backend={config.backend!r} reads lengths on the host; choose 'triton' or 'auto'"
+    if reason is not None:
+        raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
+
+
+def check_runner(runner: RowRunner) -> None:
+    """Raise ``ValueError`` where a runner's decode steps can't be captured: the rule of what runs in CUDA graphs."""
+    check_cuda_graphs(device_type=runner.device.type, schedule=runner.schedule, config=runner.config)
+    others = [name for group in (runner.cp_group, runner.token_group) if (name := _not_captured(group))]
+    pages = runner.store.layers[0]
+    reason = runner.depends_on_host
+    if others:
+        reason = f"collectives of {others[0]} can't be captured, only those of nccl"
+    elif pages.latent and not pages.joined:
+        reason = "latents in 8 bits are put together on the host; choose another dtype of the cache"
+    if reason is not None:
+        raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
+
+
+def _not_captured(group) -> str | None:
+    """The backend of a group whose collectives can't be captured."""
+    name = comm.backend(group)
+    return name if comm.group_size(group) > 1 and name != "nccl" else None
+
+
+class Captured(Protocol):
+    """A step that was captured."""
+
+    logits: Tensor
+    """[rows, 1, vocab_size]: written by every replay."""
+
+    def replay(self) -> None:
+        """Run it again, on what its inputs hold now."""
+
+    def is_done(self) -> bool:
+        """Whether the device has finished the last replay."""
+
+
+class CudaGraph:
+    """A `Captured` in a CUDA graph."""
+
+    def __init__(self, run: Callable[[], Tensor], pool, stream):
+        self._graph, self._event = torch.cuda.CUDAGraph(), torch.cuda.Event()
+        # other threads, NCCL's among them, may ask for events meanwhile
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.logits = run()
+
+    def replay(self) -> None:
+        self._graph.replay()
+        self._event.record()
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+
+class CudaGraphs:
+    """Captures steps; their memory is shared, since one of them runs at a time."""
+
+    def __init__(self, device: torch.device):
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+        return CudaGraph(run, self._pool, self._stream)
+
+
+class _Step:
+    """The static step of one capacity."""
+
+    def __init__(self, inputs: StepInputs):
+        self.inputs = inputs
+        self.captured: Captured | None = None
+        self.addresses: tuple[int, ...] = ()
+        """Of the pages that the graph reads and writes."""
+
+
+class GraphedSteps:
+    """Steps of one token in each row of a runner, see this module.
+
+    capture: makes a `Captured` of a function without arguments that returns logits; default in CUDA graphs.
+    Raises: ValueError, see `check_runner`.
+    """
+
+    def __init__(self, runner: RowRunner, capture: Callable[[Callable[[], Tensor]], Captured] | None = None):
+        if capture is None:
+            check_runner(runner)
+        self._runner, self._store = runner, runner.store
+        self._capture = capture or CudaGraphs(runner.device)
+        self._capacities = Capacities(runner.store)
+        self._steps: OrderedDict[Capacity, _Step] = OrderedDict()
+        self._is_static = False
+
+    def step(self, rows: list[int], tokens: Tensor) -> Tensor:
+        """Append a token to each row, tokens int64 [len(rows), 1]. Collective; a failure removes them again.
+
+        Returns: fp32 logits [len(rows), 1, vocab_size], a copy.
+        Raises: ValueError if the model's step depends on what the host knows of lengths.
+        """
+        store = self._store
+        with appended(store, rows, 1) as append:
+            if store.layers[0].k is None:  # before the first token, or after a reset
+                self._steps.clear()
+            capacity = self._capacities.of(rows)
+            step, is_known = self._steps.get(capacity), capacity in self._steps
+            if not is_known:
+                step = self._steps[capacity] = _Step(StepInputs(store, capacity, self._runner.device))
+                if len(self._steps) > MAX_GRAPHS:
+                    self._steps.popitem(last=False)
+            self._steps.move_to_end(capacity)
+            step.inputs.fill(append, tokens)
+            try:
+                logits = self._replay(step) if is_known else self._first(step)
+            except BaseException:
+                self._steps.pop(capacity, None)
+                raise
+            return logits[: len(rows)].to(torch.float32, copy=True)
+
+    def _run(self, inputs: StepInputs, end: int | None = None) -> Tensor:
+        runner = self._runner
+        options = dict(cp_group=runner.cp_group, schedule=runner.schedule, head_shares=runner.head_shares)
+        forward = StaticPass.over(inputs, **options, end=end)
+        with runner.running(forward):
+            return runner._run(forward, inputs.tokens, inputs.positions, keep=None)
+
+    def _first(self, step: _Step) -> Tensor:
+        logits = self._run(step.inputs)
+        if not self._is_static:
+            self._prove(step.inputs)
+            self._is_static = True
+        return logits
+
+    def _prove(self, inputs: StepInputs) -> None:
+        """Raise ``ValueError`` unless the step does the same whatever the host takes for the rows' length."""
+        traces = []
+        try:
+            for end in (inputs.capacity.tokens, inputs.capacity.tokens - 1):
+                with OpTrace() as trace:
+                    self._run(inputs, end)
+                traces.append(trace.ops)
+            reason = _difference(*traces)
+        except ValueError as error:
+            raise ValueError(_REFUSED.format(error)) from error
+        if reason is not None:
+            raise ValueError(_REFUSED.format(reason))
+
+    def _replay(self, step: _Step) -> Tensor:
+        runner = self._runner
+        capacity = step.inputs.capacity
+        with comm.collective_call("decode step", runner.cp_group, runner.config) as call:
+            call.agree(**capacity._asdict(), schedule=runner.schedule, config=runner.config)
+            self._store.reserve()
+            addresses = self._store.addresses
+            if step.captured is None or step.addresses != addresses:
+                step.captured = None  # its memory is free for the next one
+                with comm.part_of_call():
+                    step.captured = self._capture(lambda: self._run(step.inputs))
+                step.addresses = addresses
+            step.captured.replay()
+            comm.wait_until(step.captured.is_done, "a decode step", runner.token_group, runner.config.timeout_s)
+        return step.captured.logits
+
+
+_REFUSED = "cuda_graphs=True can't be had for this model: {}; leave cuda_graphs out"
+
+
+def _difference(before: list[tuple], after: list[tuple]) -> str | None:
+    """The first operation in which two runs differ; None if they are equal."""
+    pairs = zip(before, after)
+    for one, other in pairs:
+        if one != other:
+            return f"what it does depends on what the host knows of the rows' length: {one} or {other}"
+    if len(before) != len(after):
+        return f"{len(before)} operations or {len(after)}, by what the host knows of the rows' length"
+    return None

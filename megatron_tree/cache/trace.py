@@ -1,0 +1,54 @@
+"""What a function gives torch to do, operation by operation: to show that nothing in it depends on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SMALL = 1 << 12  # numbers of a tensor on the host that are written down
+_COPIES = {"aten::_to_copy", "aten::copy_"}
+
+
+class OpTrace(TorchDispatchMode):
+    """A context that writes down every operation in `ops`: its name, all arguments that are not tensors, the tensors'
+    shapes, and the numbers of small tensors that are made from Python numbers.
+
+    Raises: ValueError for an operation that makes the host wait for the device.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.ops: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._schema.name, kwargs or {}
+        out = func(*args, **kwargs)
+        if _reads_on_host(func, args) or (name in _COPIES and _crosses(args, out)):
+            raise ValueError(f"{name} makes the host wait for the device")
+        made = (out,) if name == "aten::lift_fresh" and out.device.type == "cpu" and out.numel() <= SMALL else ()
+        numbers = [x.tolist() for x in made]
+        self.ops.append((name, *map(_described, (*args, *kwargs.items())), *map(str, numbers)))
+        return out
+
+
+def _reads_on_host(func, args) -> bool:
+    """Whether the operation's result, or its shape, depends on the values of its tensors, for the host to know."""
+    if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):  # by numbers or, worse, by a mask
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+
+
+def _crosses(args, out) -> bool:
+    sources = [x for x in args if isinstance(x, Tensor)]
+    return isinstance(out, Tensor) and any(x.device != out.device for x in sources)
+
+
+def _described(x) -> str:
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {list(x.shape)} {x.device}"
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(map(_described, x))})"
+    if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device, torch.layout)):
+        return repr(x)
+    return type(x).__name__  # a process group, a generator

@@ -1,0 +1,241 @@
+"""Decode steps that are captured and replayed give what ordinary steps give. A tape takes the place of a CUDA graph."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+
+from megatron_tree import CommError, TreeConfig, comm
+from megatron_tree.bench.step_runner import VOCAB, SmallRunner
+from megatron_tree.cache import graph, static
+from megatron_tree.cache.graph import GraphedSteps, check_runner
+from megatron_tree.integrations.transformers.attention import TreeCache
+from megatron_tree.integrations.transformers.runner import Runner
+from support.hf_models import tiny_model
+from support.ranks import largest, run_distributed
+from support.tape import Tape
+
+TRITON = TreeConfig(backend="triton")  # in its interpreter
+CASES = {
+    "full": {"windows": (None, None)},
+    "windows": {"windows": (5, None, 12)},
+    "one KV head": {"heads": (4, 1)},
+    "int8": {"cache_dtype": "int8"},
+    "deterministic": {"config": TreeConfig(deterministic=True)},
+    "triton": {"windows": (None, 40), "heads": (2, 1), "page_size": 16, "dtype": torch.float16, "config": TRITON},
+}
+
+
+class Pair:
+    """Two runners over the same rows, one of which replays its steps."""
+
+    def __init__(self, runners):
+        self.ordinary, self.graphed = runners
+        self.graphed._graphs = GraphedSteps(self.graphed, capture=Tape)
+        self.worst, self._random = 0.0, torch.Generator().manual_seed(3)
+
+    @classmethod
+    def of(cls, **options):
+        options = {"page_size": 4, **options}
+        return cls([SmallRunner(**options) for _ in range(2)])
+
+    def both(self, method, *args):
+        results = [getattr(runner, method)(*args) for runner in (self.ordinary, self.graphed)]
+        if isinstance(results[0], torch.Tensor):
+            error = (results[1] - results[0]).abs().max() / results[0].abs().max()
+            self.worst = largest((self.worst, float(error)))
+        else:
+            assert results[0] == results[1]
+        return results[0]
+
+    def add(self, n):
+        row = self.both("add")
+        self.both("prefill", row, torch.randint(1, VOCAB, (n,), generator=self._random))
+        return row
+
+    def steps(self, rows, count):
+        tokens = torch.randint(1, VOCAB, (len(rows), 1), generator=self._random)
+        for _ in range(count):
+            tokens = self.both("step", rows, tokens).argmax(-1)
+
+
+def _rows_come_and_go(it, steps):
+    a, b, c = (it.add(n) for n in (30, 7, 3))
+    it.steps([a, b, c], steps)  # over pages, and from one capacity to the next
+    it.steps([b], 3)
+    d = it.both("fork", a)
+    it.steps([d, a, c, b], 4)  # both write to the page that they shared
+    it.both("step", [b, a], torch.tensor([[1, 2, 3], [4, 5, 6]]))  # several tokens: an ordinary step
+    it.both("crop", a, it.graphed.length(a) - 1)
+    it.both("remove", c)
+    e = it.add(50)
+    it.steps([e, a, d], 6)
+    it.steps([d], 6)
+    return it.worst
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in CASES if name != "triton"), pytest.param("triton", marks=pytest.mark.slow)]
+)
+def test_replayed_steps_are_ordinary_steps(name):
+    Tape.begin()
+    steps = 4 if name == "triton" else 40
+    it = Pair.of(**CASES[name])
+    assert _rows_come_and_go(it, steps) <= (2e-3 if name == "triton" else 1e-5)
+    assert Tape.replays > steps and Tape.replays > len(Tape.made_after) > 0, (Tape.replays, Tape.made_after)
+
+
+def _model_runner(family, **options):
+    model = tiny_model(family)
+    model.set_attn_implementation("tree")
+    return Runner(model, TreeCache(model.config, block_size=4, **options))
+
+
+FAMILIES = ("gemma3", "gpt_oss", "phi3", "mixtral", "deepseek_v3_experts", "olmo2")
+
+
+@pytest.mark.parametrize(
+    "family", ["mistral", "deepseek_v3", *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES)]
+)
+def test_replayed_steps_of_models(family):
+    assert _rows_come_and_go(Pair([_model_runner(family) for _ in range(2)]), 20) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["phi3_longrope", "llama_dynamic"])
+def test_models_that_depend_on_the_host(family):
+    with pytest.raises(ValueError, match="cuda_graphs=True can't be had: .*rotary embedding depends on the rows'"):
+        check_runner(_runner(depends_on_host=_model_runner(family).depends_on_host))
+
+
+def _on_two_ranks(rank, world, options):
+    config = TreeConfig(transport="builtin")
+    it = Pair.of(cp_group=dist.group.WORLD, config=config, **options)
+    Tape.begin()
+    worst = _rows_come_and_go(it, 40)
+    return worst, Tape.made_after, comm.group.GroupState.of(dist.group.WORLD).watchdog._num_calls
+
+
+@pytest.mark.parametrize(
+    "schedule", ["allgather", *(pytest.param(x, marks=pytest.mark.slow) for x in ("scatter", "allreduce", "two_level"))]
+)
+def test_ranks_that_capture_at_different_times(schedule):
+    """A rank whose pages have moved captures again while the other one replays; the calls' numbers stay the same."""
+    found = run_distributed(_on_two_ranks, 2, {"schedule": schedule, "windows": (None, 6)})
+    assert largest(worst for worst, *_ in found) <= 1e-5
+    assert len({calls for *_, calls in found}) == 1
+    assert found[0][1] != found[1][1], "both ranks' pages moved in the same steps"
+
+
+@pytest.mark.parametrize(
+    ("options", "spare"), [({"windows": (5, None)}, 120), (CASES["triton"], 1)], ids=["c", "triton"]
+)
+def test_a_step_has_the_same_launches_whatever_the_rows_hold(options, spare):
+    """Names, numbers, grids, and the addresses of all that the step has not made itself."""
+    it = Pair.of(**options)
+    it.both("remove", it.add(spare))  # there are enough pages now: they stay where they are
+    a, b, c = (it.add(n) for n in (33, 7, 3))
+    it.steps([a, b, c], 2)
+    (step,), signatures = it.graphed._graphs._steps.values(), []
+    for _ in range(3):
+        it.steps([c, a, b], 2)
+        signatures.append(Tape(lambda: it.graphed._graphs._run(step.inputs)).signature)
+    assert signatures[0] == signatures[1] == signatures[2]
+
+
+class _UsesLengths(SmallRunner):
+    """Its model looks at what the host knows."""
+
+    look = staticmethod(lambda forward, x: x)
+
+    def _run(self, forward, tokens, positions, keep):
+        return self.look(forward, super()._run(forward, tokens, positions, keep))
+
+
+LOOKS = {
+    "a number": (lambda forward, x: x * (1 + 1e-9 * forward.end), "depends on what the host knows of the rows' length"),
+    "a shape": (lambda forward, x: x + torch.zeros(forward.end).sum(), "depends on what the host knows"),
+    "a tensor": (lambda forward, x: x + 0 * torch.tensor(float(forward.end)), "depends on what the host knows"),
+    "one more": (lambda forward, x: x + 1 if forward.end % 2 else x, "operations or"),
+    "a read": (lambda forward, x: x * float(x.max()), "makes the host wait for the device"),
+    "a choice": (lambda forward, x: x + x[x > 0].sum(), "makes the host wait for the device"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_model_that_looks_at_lengths_or_values_is_refused(name):
+    look, message = LOOKS[name]
+    runner = _UsesLengths(page_size=4)
+    runner._graphs, row = GraphedSteps(runner, capture=Tape), runner.add()
+    runner.prefill(row, torch.arange(9))
+    runner.look = look
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"cuda_graphs=True can't be had for this model: .*{message}"):
+            runner.step([row], torch.tensor([[1]]))
+        assert runner.length(row) == 9
+    runner.look = _UsesLengths.look
+    assert runner.step([row], torch.tensor([[1]])).shape == (1, 1, VOCAB)
+
+
+def _runner(**changes):
+    """As much of a runner on a GPU as `check_runner` looks at."""
+    store = SmallRunner(cache_dtype=changes.pop("cache_dtype", "auto")).store
+    store.layers[0].latent = changes.pop("latent", False)
+    given = dict(device=torch.device("cuda", 0), schedule="auto", config=TreeConfig(), cp_group=None, token_group=None)
+    return SimpleNamespace(**given | {"store": store, "depends_on_host": None} | changes)
+
+
+def test_what_runs_in_cuda_graphs():
+    for runner in (_runner(), _runner(latent=True), _runner(cache_dtype="int8"), _runner(config=TRITON)):
+        check_runner(runner)
+    refused = {
+        "device type 'cpu'": {"device": torch.device("cpu")},
+        "schedule='ring'": {"schedule": "ring"},
+        "check='always'": {"config": TreeConfig(check="always")},
+        "check='finite'": {"config": TreeConfig(check="finite")},
+        "backend='reference'": {"config": TreeConfig(backend="reference")},
+        "latents in 8 bits": {"latent": True, "cache_dtype": "int8"},
+        "the moon": {"depends_on_host": "the moon"},
+    }
+    for message, changes in refused.items():
+        with pytest.raises(ValueError, match=f"cuda_graphs=True can't be had: .*{message}.*leave cuda_graphs out"):
+            check_runner(_runner(**changes))
+    with pytest.raises(ValueError, match="only a GPU has CUDA graphs"):
+        SmallRunner(cuda_graphs=True)
+
+
+def _refused_on_ranks(rank, world):
+    for name in ("cp_group", "token_group"):
+        with pytest.raises(ValueError, match="collectives of gloo can't be captured"):
+            check_runner(_runner(**{name: dist.group.WORLD}))
+    with pytest.raises(CommError, match="a decode step among ranks .*timed out after 0.2 s") as caught:
+        comm.wait_until(lambda: False, "a decode step", dist.group.WORLD, 0.2)
+    return str(caught.value)
+
+
+def test_a_replayed_step_has_a_time_limit():
+    assert len(run_distributed(_refused_on_ranks, 2)) == 2
+
+
+def test_few_graphs_are_kept(monkeypatch):
+    monkeypatch.setattr(graph, "MAX_GRAPHS", 2)
+    it = Pair.of()
+    rows = [it.add(5) for _ in range(4)]
+    for _ in range(2):
+        for n in (1, 2, 4):
+            it.steps(rows[:n], 3)
+            assert len(it.graphed._graphs._steps) <= 2
+    assert it.worst <= 1e-5
+    for runner in (it.ordinary, it.graphed):
+        runner.store.reset()
+        assert runner.store.book.numbers[0].capacity == 0
+    a = it.both("add")
+    it.steps([a], 3)  # the pages are new ones
+    assert it.worst <= 1e-5
+
+
+def test_capacities():
+    steps = [static._quarter_steps(n) for n in range(1, 4000)]
+    assert all(n <= found <= max(8, 1.25 * n) for n, found in enumerate(steps, 1)) and len(set(steps)) < 45
