@@ -6,6 +6,7 @@ and partial results, not the cache, unless a prefill's keys are fewer. Bad input
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,10 +16,10 @@ from .. import comm, kernels
 from ..config import TreeConfig, check_pair, default_config
 from ..layout import Segment, in_chunks
 from ..merge import merge_sinks
-from ..plan import check_grid, chunk_sizes, grids, plan_prefill_grid
+from ..plan import check_grid, chunk_sizes
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads, heads_of
-from .prefill import ByHeads, ByTokens, PrefillCall, segments_of_row, spec_of_heads, teams, why_not
+from .prefill import ByHeads, ByTokens, Cell, PrefillCall, one_after_another, spec_of_heads, why_not
 from .spec import make_spec
 from .step import DecodeStep
 from .topology import GroupTopology
@@ -192,7 +193,7 @@ def tree_prefill(
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         net = GroupTopology.of(cp_group, q.device, config)
         gathers_heads = not has_all_heads(q, head_shares)
-        num_keys = tuple(sum(s.length for s in segments) for segments in key_segments) if of_all_ranks else None
+        num_keys = tuple(sum(s.length for s in segments) for segments in key_segments) if grid[1] > 1 else None
         call.agree(
             batch=q.shape[0],
             num_heads=whole.shape[2],
@@ -209,29 +210,22 @@ def tree_prefill(
             shares=str(shares),
             attention_chunk_size=attention_chunk_size,
             grid=grid,
-            num_keys=num_keys if grid[1] > 1 else None,
+            num_keys=num_keys,
             config=config,
             topology=net.digest,
         )
-        net = GroupTopology.over_cache(cp_group, q.device, config)
         sizes = chunk_sizes(
             world,
             sum(num_queries),
-            sum(num_keys) if grid[1] > 1 else max((sum(run) for runs in shares for run in runs), default=0),
+            sum(num_keys) if num_keys else max((sum(run) for runs in shares for run in runs), default=0),
             num_heads=whole.shape[2],
             head_dims=(q.shape[3], v_like.shape[3]),
             key_numbers=k_cache.shape[2] * (k_cache.shape[3] + (0 if latent else v_cache.shape[3])),
             bytes_per_word=q.element_size(),
             sends_queries=head_shares is None or gathers_heads,
         )
-        plan = plan_prefill_grid(
-            tuple(sizes if other == grid else None for other in grids(world)),
-            num_heads_kv=1 if latent or head_shares is not None else k_cache.shape[2],
-            topology=net.topology,
-            placement=net.placement,
-        )
-        between = GroupTopology.of(cp_group, q.device, config).transport
-        column, row = teams(plan, cp_group, net, between=between, timeout_s=config.timeout_s)
+        num_heads_kv = 1 if latent or head_shares is not None else k_cache.shape[2]
+        column, row, head_groups = Cell.on(grid, sizes, num_heads_kv, cp_group, q.device, config)
         chunks = lambda x: x if attention_chunk_size is None else in_chunks(x, attention_chunk_size)  # noqa: E731
         if head_shares is None:
             longest = max(num_queries[r] for r in column.order)
@@ -245,12 +239,12 @@ def tree_prefill(
             queries=queries,
             row=row,
             key_rows=key_rows,
-            q_segments=chunks(_segments(of_column, longest)),
-            k_segments=segments_of_row([chunks(segments) for segments in of_row], key_rows),
+            q_segments=one_after_another([chunks(_segments(runs)) for runs in of_column], longest),
+            k_segments=one_after_another([chunks(segments) for segments in of_row], key_rows),
             spec=spec,
             backend=backend,
             wire=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
-            head_groups=plan.head_groups,
+            head_groups=head_groups,
             expand=expand,
             head_dim_v=v_like.shape[3],
         )
@@ -260,12 +254,7 @@ def tree_prefill(
     return out.to(q.dtype)
 
 
-def _segments(shares: list[list[tuple[int, int]]], rows: int) -> list[Segment]:
-    """Segments of several ranks' queries one after another, `rows` rows for each."""
-    segments = []
-    for i, runs in enumerate(shares):
-        row = i * rows
-        for position, count in runs:
-            segments.append(Segment(row, position, count))
-            row += count
-    return segments
+def _segments(runs: list[tuple[int, int]]) -> list[Segment]:
+    """Segments of one rank's queries."""
+    ends = itertools.accumulate(count for _, count in runs)
+    return [Segment(end - count, position, count) for end, (position, count) in zip(ends, runs)]

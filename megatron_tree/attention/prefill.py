@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSpec
+from ..config import AttnSpec, TreeConfig
 from ..layout import Segment
 from ..merge import StateReducer, merge_into, pack_state, state_dtype, unpack_state
-from ..plan import PassPlan
+from ..plan import CallSizes, grids, plan_prefill_grid
 from ..plan.pipeline import run_groups
 from .call import neighbours
 from .grid import Gather, State
@@ -175,18 +175,32 @@ def _parts(segments: list[Segment]) -> list[list[Segment]]:
     return parts
 
 
-def teams(plan: PassPlan, group, net: GroupTopology, *, between: str, timeout_s: float) -> tuple[comm.Team, comm.Team]:
-    """(column, row) of this rank. between: the transport of teams that are not the whole group, where the group's own
-    is shared memory, which takes whole groups only."""
-    at = neighbours(net.placement.order, comm.group_rank(group), plan.arrangement)
+class Cell(NamedTuple):
+    """Where this rank is on a grid."""
 
-    def team(name: str, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
-        if net.transport == "shm" and sum(map(len, ranks)) == comm.group_size(group):
-            return comm.Team.flat(group, transport="shm", timeout_s=timeout_s)
-        transport = between if net.transport == "shm" else net.transport
-        return comm.Team(group, ranks, transport, timeout_s, (name, *plan.arrangement))
+    column: comm.Team
+    row: comm.Team
+    head_groups: int
 
-    return team("column", at.column), team("row", at.row)
+    @classmethod
+    def on(
+        cls, grid: tuple[int, int], sizes: CallSizes, num_heads_kv: int, group, device: torch.device, config: TreeConfig
+    ) -> Cell:
+        """The cell for a chunk of these sizes, nested and in head groups as planned; num_heads_kv may be divided."""
+        net, world = GroupTopology.over_cache(group, device, config), comm.group_size(group)
+        of_grids = tuple(sizes if other == grid else None for other in grids(world))
+        plan = plan_prefill_grid(of_grids, num_heads_kv=num_heads_kv, topology=net.topology, placement=net.placement)
+        at = neighbours(net.placement.order, comm.group_rank(group), plan.arrangement)
+
+        def team(name: str, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
+            transport = net.transport
+            if transport == "shm":  # takes whole groups only
+                if sum(map(len, ranks)) == world:
+                    return comm.Team.flat(group, transport=transport, timeout_s=config.timeout_s)
+                transport = GroupTopology.of(group, device, config).transport
+            return comm.Team(group, ranks, transport, config.timeout_s, (name, *plan.arrangement))
+
+        return cls(team("column", at.column), team("row", at.row), plan.head_groups)
 
 
 def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:
@@ -196,6 +210,6 @@ def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:
     return replace(spec, alibi_slopes=tuple(tuple(row[head] for head in heads) for row in spec.alibi_slopes))
 
 
-def segments_of_row(of_ranks: list[list[Segment]], rows: int) -> list[Segment]:
+def one_after_another(of_ranks: list[list[Segment]], rows: int) -> list[Segment]:
     """Segments of several ranks' tensors one after another, `rows` rows for each."""
     return [s._replace(row=s.row + i * rows) for i, own in enumerate(of_ranks) for s in own]

@@ -6,6 +6,7 @@ from .cast import Mask
 from .planner import plan_decode, plan_training
 from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, check_grid, grids
 from .prefill_grid import chunk_sizes, plan_prefill_grid
+from .sizes import CallSizes
 from .topology import (
     Level,
     Placement,
@@ -19,6 +20,7 @@ from .topology import (
 
 __all__ = [
     "Arrangement",
+    "CallSizes",
     "Cost",
     "DecodePlan",
     "HeadSplit",

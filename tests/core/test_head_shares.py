@@ -8,6 +8,7 @@ from megatron_tree import TreeConfig, tree_decode, tree_prefill
 from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.kernels import gather_row
+from megatron_tree.layout import Segment
 from megatron_tree.plan import grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle
@@ -185,6 +186,14 @@ def _refusals(rank, world):
     with pytest.raises(ValueError) as error:
         tree_prefill(q[:, :, :2], k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], **tokens)
     said.append(str(error.value))
+    one_head = dict(
+        cp_group=dist.group.WORLD, head_shares=[2, 2], shares=[[(0, 1)]], key_segments=[[Segment(0, 0, 8)]] * 2
+    )
+    latents = dict(v_cache=None, head_dim_v=8, expand=lambda x: (x, x), grid=(2, 1))
+    for keys, options in ((k, dict(v_cache=v, grid=(1, 2))), (k[:, :, :1], latents)):
+        with pytest.raises(ValueError) as error:
+            tree_prefill(q[:, :, :2], keys, **options, **one_head)
+        said.append(str(error.value))
     return said
 
 
@@ -199,6 +208,8 @@ def test_refusals_name_the_shares():
         "one logit per query head, [2]",
         "gathers_heads",
         "with head_shares one entry for all",
+        "grid=(1, 2): keys are gathered for head_shares if there is one KV head, not 2: choose b = 1",
+        "grid=(2, 1): expand makes keys of one rank's heads, with head_shares: choose a = 1",
     )
     for said in run_distributed(_refusals, 2):
         for text, part in zip(said, expected, strict=True):
