@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, comm, tree_prefill
 from megatron_tree.attention import prefill
+from megatron_tree.cache.forward import forward_pass
 from megatron_tree.layout import Segment
-from megatron_tree.plan import chunk_sizes, default_topology, grids, place
+from megatron_tree.plan import chunk_sizes, default_topology, grids, place, save_topology
 from megatron_tree.plan.plans import inner_grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk
@@ -99,3 +100,33 @@ def test_prefill_sends_what_the_design_says(world, dtype):
         for (a, b), sent in found.items():
             row, column = (b - 1) * kv, [("all_gather", (a - 1) * q), ("all_to_all", (a - 1) * (o + stat))]
             assert sent == [("all_gather", row)] * (b > 1) + column * (a > 1)
+
+
+def _chunks_of_a_row(rank, world, topology):
+    """By chunk of 16 tokens: bytes that this rank sends where the planner chooses, and the worst error."""
+    q, k, v = decode_inputs(1, 160, 160, (8, 2), dtype=torch.float32)
+    (cache, row), sent, worst = cache_of(rank, world, {}, 4), [], []
+    with Hosts(range(world)):
+        for new in (slice(at, at + 16) for at in range(0, 160, 16)):
+            with forward_pass(cache, [row], 16, cp_group=dist.group.WORLD, sharded=True) as forward:
+                ((first, count),) = forward.append.shares[rank]
+                mine = slice(first, first + count)
+                forward.write(0, k[:, mine], v[:, mine])
+                with comm.record() as log:
+                    out = forward.attend(0, q[:, mine], config=TreeConfig(topology=topology, timeout_s=30))
+            sent.append(sum(x.bytes for x in log))
+            truth = cached_oracle(q[:, new], k[:, : new.stop], v[:, : new.stop], new.start)[0]
+            worst.append((out - truth[:, first - new.start :][:, :count]).abs().max())
+    return sent, largest(worst)
+
+
+def test_a_row_goes_from_gathered_keys_over_grids_to_gathered_queries(tmp_path):
+    """Without latencies the fastest grid is the one that sends least."""
+    network = default_topology("gloo")
+    levels = tuple(replace(level, latency_s=0.0) for level in network.levels)
+    save_topology(replace(network, levels=levels, overhead_s=0.0), tmp_path / "network.yaml")
+    x, y = 16 * 8 * (8 + 8 + 1) * 4, 16 * 2 * (8 + 8) * 4  # of a chunk
+    ends = [min(3 * y * n, 3 * x) / 4 for n in range(1, 11)]
+    least = [min(end, (x + y * n) / 4) for n, end in enumerate(ends, 1)]
+    for sent, worst in run_distributed(_chunks_of_a_row, 4, str(tmp_path / "network.yaml")):
+        assert sent == least and sum(sent) < 0.9 * sum(ends) and worst < 3e-6
