@@ -5,18 +5,19 @@ when the block starts. So the ranks' numbers of blocks differ by at most one, wh
 rank keeps the same book of all rows and computes the same result, without communication.
 
 On its rank a block occupies one page. Layers of one kind (all keys, or a window of the last ones) hold the same tokens,
-so they share page numbers. Rows may share pages (a fork) until one of them writes.
+so they share page numbers. Rows may share pages (a fork) until one of them writes. Shared blocks count once, but those
+that are not full count for every row: a row that goes on writes into its last block, and gets a copy.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..layout import Segment
+from .blocks import Block, PageNumbers
 from .states import RowState
 
 
@@ -35,8 +36,8 @@ class Row:
     """One sequence."""
 
     length: int = 0
-    owners: list[int] = field(default_factory=list)
-    """The rank of each block."""
+    parts: list[Block] = field(default_factory=list)
+    """All of its blocks, on all ranks."""
     blocks: list[list[int]] = field(default_factory=list)
     """By kind: the blocks that this rank still holds, in ascending order."""
     pages: list[list[int]] = field(default_factory=list)
@@ -50,6 +51,11 @@ class Row:
     state: RowState | None = None
     """Of the model's recurrent layers, where it has some; a fork's is the same."""
 
+    @property
+    def owners(self) -> list[int]:
+        """The rank of each block."""
+        return [block.rank for block in self.parts]
+
 
 class Rows(dict):
     """Rows by id; an unknown id is a ``ValueError``."""
@@ -57,47 +63,6 @@ class Rows(dict):
     def __missing__(self, row_id):
         known = f"{min(self)} to {max(self)}, {len(self)} of them" if self else "none yet"
         raise ValueError(f"row={row_id!r} is not in the cache: it was removed, or never added (rows: {known})")
-
-
-class PageNumbers:
-    """Assigns the lowest free page numbers and counts references; a page without references is free."""
-
-    def __init__(self):
-        self.capacity = 0
-        self._free: list[int] = []
-        self._references: Counter[int] = Counter()
-
-    @property
-    def used(self) -> int:
-        """Number of pages that are referenced."""
-        return len(self._references)
-
-    def take(self) -> int:
-        if self._free:
-            page = heapq.heappop(self._free)
-        else:
-            page, self.capacity = self.capacity, self.capacity + 1
-        self._references[page] = 1
-        return page
-
-    def share(self, page: int) -> int:
-        self._references[page] += 1
-        return page
-
-    def is_shared(self, page: int) -> bool:
-        return self._references[page] > 1
-
-    def forget_free(self) -> None:
-        """Start again from 0. No page may be referenced any more."""
-        assert not self._references, self._references
-        self._free.clear()
-        self.capacity = 0
-
-    def release(self, page: int) -> None:
-        self._references[page] -= 1
-        if not self._references[page]:
-            del self._references[page]
-            heapq.heappush(self._free, page)
 
 
 @dataclass
@@ -168,12 +133,12 @@ class RowBook:
         for index, row in enumerate(rows):
             begin, end, size = row.length, row.length + num_tokens, self.page_size
             self._forget(row)
-            if end > size * len(row.owners):
-                row.owners += self._assign(-(-end // size) - len(row.owners))
+            if end > size * len(row.parts):
+                row.parts += map(Block, self._assign(-(-end // size) - len(row.parts)))
             token = 0
             for block in range(begin // size, -(-end // size)):
                 start, stop = max(begin, block * size), min(end, (block + 1) * size)
-                if row.owners[block] == self.rank:
+                if row.parts[block].rank == self.rank:
                     at = token if sharded else start - begin
                     for kind in range(len(self.windows)):
                         page = self._page_of(row, kind, block, copies[kind])
@@ -219,9 +184,9 @@ class RowBook:
     def _shares(self, row: Row, begin: int) -> list[list[tuple[int, int]]]:
         """By rank: runs (position, count) of its tokens from position `begin` on."""
         shares, size = [[] for _ in range(self.world)], self.page_size
-        for block in range(begin // size, len(row.owners)):
+        for block in range(begin // size, len(row.parts)):
             start, stop = max(begin, block * size), min(row.length, (block + 1) * size)
-            runs = shares[row.owners[block]]
+            runs = shares[row.parts[block].rank]
             if runs and sum(runs[-1]) == start:
                 runs[-1] = (runs[-1][0], runs[-1][1] + stop - start)
             else:
@@ -274,8 +239,9 @@ class RowBook:
             before = bisect.bisect_left(row.blocks[kind], first)
             blocks = row.blocks[kind][before:]
         else:
-            before = row.owners[held:first].count(rank)
-            blocks = [i for i in range(max(held, first), len(row.owners)) if row.owners[i] == rank]
+            owners = row.owners
+            before = owners[held:first].count(rank)
+            blocks = [i for i in range(max(held, first), len(owners)) if owners[i] == rank]
         segments, at = [Segment(0, 0, before * size)] if before else [], before * size
         for block in blocks:
             start, stop = block * size, min(row.length, (block + 1) * size)
@@ -300,9 +266,12 @@ class RowBook:
         self.check_crop(row_id, length)
         row = self.rows[row_id]
         keep = -(-length // self.page_size)
-        for owner in row.owners[keep:]:
-            self.loads[owner] -= 1
-        del row.owners[keep:]
+        for block in row.parts[keep:]:
+            self._release(block)
+        del row.parts[keep:]
+        if length % self.page_size and row.parts[-1].rows > 1:
+            self._release(row.parts[-1])
+            row.parts[-1] = self._own(row.parts[-1].rank)
         for kind, numbers in enumerate(self.numbers):
             blocks, pages = row.blocks[kind], row.pages[kind]
             while blocks and blocks[-1] >= keep:
@@ -335,14 +304,26 @@ class RowBook:
     def fork(self, row_id: int) -> int:
         """Copy a row; the two share their pages until one of them writes. Returns the copy's id."""
         row, copy_id = self.rows[row_id], self.add()
-        copy = self.rows[copy_id]
-        copy.length, copy.owners, copy.forgotten = row.length, list(row.owners), list(row.forgotten)
+        copy, full = self.rows[copy_id], row.length // self.page_size
+        copy.length, copy.forgotten = row.length, list(row.forgotten)
         copy.note, copy.state = row.note, row.state
         copy.blocks = [list(blocks) for blocks in row.blocks]
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
-        for owner in copy.owners:
-            self.loads[owner] += 1
+        for block in row.parts[:full]:
+            block.rows += 1
+        copy.parts = row.parts[:full] + [self._own(block.rank) for block in row.parts[full:]]
         return copy_id
+
+    def _own(self, rank: int) -> Block:
+        """A new block, of one row."""
+        self.loads[rank] += 1
+        return Block(rank)
+
+    def _release(self, block: Block) -> None:
+        """A row has a block no more."""
+        block.rows -= 1
+        if not block.rows:
+            self.loads[block.rank] -= 1
 
     def remove(self, row_id: int) -> None:
         """Remove a row."""

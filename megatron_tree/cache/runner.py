@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..comm import CollectiveCall, broadcast, collective_call, group_size, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
+from .blocks import Forecast
 from .forward import ForwardPass, forward_pass
 from .graph import GraphedSteps
 
@@ -120,10 +122,14 @@ class RowRunner:
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens that still fit into the cache, in whole pages; None = it grows."""
+        """Tokens that still fit into the cache, in whole pages; None = it grows. What rows share counts once."""
         if self.capacity_tokens is None:
             return None
         return (self.capacity_tokens // self._book.page_size - sum(self._book.loads)) * self._book.page_size
+
+    def forecast(self, rows: Mapping[int, int]) -> Forecast | None:
+        """What `free_tokens` will be when rows have been changed; None = the cache grows. rows: ids by name."""
+        return None if self.capacity_tokens is None else Forecast(self._book, rows, self.capacity_tokens)
 
     @property
     def used_bytes(self) -> int:
@@ -212,8 +218,10 @@ class RowRunner:
         with shared_checks("step", self.cp_group):
             self._check(rows, tokens, dims=2)
             tokens, n = tokens.to(self.device), tokens.shape[1]
-            lengths = {row: max(self.length(row) + n, row_length or 0) for row in rows}
-            whole = {row: self._begin(row, own, lengths[row]) for row, own in zip(rows, tokens, strict=True)}
+            whole = {}
+            if self._begins_rows:
+                lengths = {row: max(self.length(row) + n, row_length or 0) for row in rows}
+                whole = {row: self._begin(row, own, lengths[row]) for row, own in zip(rows, tokens, strict=True)}
         for row, own in whole.items():
             if len(own) > n:
                 self._prefill(row, own[:-n])
@@ -230,6 +238,11 @@ class RowRunner:
     def _most_in_pass(self, row: int) -> int | None:
         """How many tokens the model runs at most in one pass that goes on with a row; None: any number."""
         return None
+
+    @property
+    def _begins_rows(self) -> bool:
+        """Whether `_begin` does anything."""
+        return False
 
     def _begin(self, row: int, tokens: Tensor, row_length: int) -> Tensor:
         """Called before tokens are appended to a row that is to have row_length of them, with the rest of its prompt.

@@ -36,6 +36,10 @@ class Executor:
         """See `RowRunner.can_crop`."""
         return self.runner.can_crop(self._rows[handle], length)
 
+    def forecast(self):
+        """See `RowRunner.forecast`; rows by handle."""
+        return self.runner.forecast(self._rows)
+
     @torch.no_grad()
     def run(self, steps: list[list]) -> list[Tensor]:
         """Logits of every "step" (fp32 [rows, n, vocab] for up to n tokens of each row), "prefill" (fp32 [vocab]) and
@@ -70,12 +74,14 @@ class Executor:
 
     def _step(self, rows: list[int], tokens: list[list[int]]) -> Tensor:
         """Rows with fewer tokens than others are padded for this pass."""
-        lengths, longest = [self.runner.length(row) for row in rows], max(map(len, tokens))
-        padded = [own + own[-1:] * (longest - len(own)) for own in tokens]
-        logits = self.runner.step(rows, torch.tensor(padded, device=self.runner.device))
-        for row, length, own in zip(rows, lengths, tokens, strict=True):
-            if len(own) < longest:
-                self.runner.crop(row, length + len(own))
+        runner, longest = self.runner, max(map(len, tokens))
+        padded = [(row, own) for row, own in zip(rows, tokens, strict=True) if len(own) < longest]
+        ends = [(row, runner.length(row) + len(own)) for row, own in padded]
+        if padded:
+            tokens = [own + own[-1:] * (longest - len(own)) for own in tokens]
+        logits = runner.step(rows, torch.tensor(tokens, device=runner.device))
+        for row, end in ends:
+            runner.crop(row, end)
         return logits
 
     def prefill(self, handle: int, tokens: Tensor, **options) -> Tensor:

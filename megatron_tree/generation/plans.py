@@ -199,7 +199,7 @@ class Planner:
         self, serving: ServedRequest, answer: ActiveAnswer, choice: Choice | None, text: str, reason: str, **more
     ) -> None:
         """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
-        answer.finished = True
+        serving.finish(answer)
         if answer.guess is not None:
             self._speculation.forget(answer.guess)
             self._trim(answer)

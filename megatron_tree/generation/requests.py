@@ -59,8 +59,7 @@ class Usage(NamedTuple):
     """Of the prompt's, those that the cache held already."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """A new token of one answer of a request, its end, or both."""
 
     request: int
@@ -156,10 +155,12 @@ class ServedRequest:
             )
             for i in range(request.n)
         ]
+        self.unfinished = self.answers
 
-    @property
-    def unfinished(self) -> list[ActiveAnswer]:
-        return [answer for answer in self.answers if not answer.finished]
+    def finish(self, answer: ActiveAnswer) -> None:
+        """An answer has ended."""
+        answer.finished = True
+        self.unfinished = [answer for answer in self.answers if not answer.finished]
 
     @property
     def importance(self) -> tuple[int, int]:
@@ -214,7 +215,7 @@ class ServedRequest:
         """Send an event of one answer, and record its end."""
         usage = None
         if finish_reason is not None:
-            answer.finished = True
+            self.finish(answer)
             usage = Usage(self.num_prompt, answer.stopper.num_tokens, self.num_cached)
         if choice is not None:
             if self.params.prompt_logprobs is not None and answer.stopper.num_tokens == 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator
 
 from ..errors import TreeError
 from .executor import Executor
@@ -56,10 +55,7 @@ class Room:
 
     def _held(self) -> list[tuple[ServedRequest, ActiveAnswer]]:
         """Answers with rows, the most important first."""
-        return [(s, a) for s, a in self._answers() if a.handle is not None]
-
-    def _answers(self) -> Iterator[tuple[ServedRequest, ActiveAnswer]]:
-        return ((serving, answer) for serving in self.served for answer in serving.unfinished)
+        return [(s, a) for s in self.served for a in s.unfinished if a.handle is not None]
 
     def admits(self, serving: ServedRequest) -> bool:
         """Give a waiting request a row if there is room, at the cost of less important answers if need be.
@@ -81,20 +77,26 @@ class Room:
 
     def _waiting_for_rows(self) -> list[tuple[ServedRequest, ActiveAnswer]]:
         """A prompt that is being filled is one row, whatever the number of its answers."""
-        found = [(s, a) for s, a in self._answers() if a.handle is None]
+        found = [(s, a) for s in self.served for a in s.unfinished if a.handle is None]
         return [(s, a) for s, a in found if s.begun or a is s.unfinished[0]]
 
     def _gives_row(self, serving: ServedRequest, answer: ActiveAnswer) -> bool:
-        """Whether there was room for an answer's row."""
+        """Whether there was room for an answer's row; without a row that it could begin with if it must be so."""
         source = self._beginning(serving, answer)
+        return self._gives(serving, answer, source) or (source is not None and self._gives(serving, answer, None))
+
+    def _gives(self, serving: ServedRequest, answer: ActiveAnswer, source: tuple[int, int] | None) -> bool:
+        """The same with a source of the row's beginning, see `_beginning`."""
         kept = None if source is None else self._prefixes.kept_length(source[0])
         takes_over = kept is not None and 2 * source[1] >= kept  # little would be lost
-        needed = serving.num_rows * self._whole(serving.soon(answer, SOON))
+        needed = self._soon(serving, answer)
         if takes_over:
             needed -= self._whole(kept)
+        elif source is not None:
+            needed -= self._full(source[1])
         elif serving.row is not None:
-            needed -= serving.row.shared(serving.prompt) // self._page * self._page
-        if not self._makes_room(serving, needed, source[0] if takes_over else None):
+            needed -= self._full(serving.row.shared(serving.prompt))
+        if not self._makes_room(serving, needed, None if source is None else source[0]):
             return False
         if serving.row is not None:
             self._continue_own_row(serving, answer)
@@ -123,28 +125,31 @@ class Room:
         answer.handle, answer.length = row.handle, shared
 
     def _makes_room(self, serving: ServedRequest, needed: int, spared: int | None) -> bool:
-        """Whether rows and memory for a request's row are free, or can be taken from kept rows (but the spared one) and
-        from less important answers; then they are."""
+        """Whether rows and memory for a request's row are free, or can be taken from kept rows and from less important
+        answers, but not from the spared row; then they are."""
         rows = self._max_rows - serving.num_rows - sum(s.num_rows_held for s in self.served)
-        free = self._free()
-        if free < math.inf:
-            free -= needed + sum(self._promised(s, a) for s, a in self._answers())
-        evicted, preempted = [], []
-        for handle, length in self._prefixes.kept:
-            if free < 0 and handle != spared:
+        forecast, evicted, preempted = self._forecast(), [], []
+        if forecast is not None:
+            needed += sum(self._promised(s, a) for s, a in self._held())
+        lacks = lambda: forecast is not None and forecast.free_tokens < needed  # noqa: E731
+        for handle, _ in self._prefixes.kept:
+            if lacks() and handle != spared:
                 evicted.append(handle)
-                free += self._whole(length)
+                forecast.remove(handle)
         for other, answer in reversed(self._held()):
-            if (free < 0 or rows < 0) and other.priority > serving.priority and other.row is None:
+            takeable = other.priority > serving.priority and other.row is None and answer.handle != spared
+            if (lacks() or rows < 0) and takeable:
                 preempted.append((other, answer))
                 rows += other.num_rows
-                free += self._whole(answer.length) + self._promised(other, answer)
-        if free < 0 and not self._held():
+                needed -= self._promised(other, answer)
+                if forecast is not None:
+                    forecast.remove(answer.handle)
+        if lacks() and not self._held() and spared is None:
             raise TreeError(
                 f"request {serving.id} needs {needed:,} tokens of the cache; no other request is served, but "
-                f"only {needed + free:,} are free: rows that the scheduler did not make are in it"
+                f"only {forecast.free_tokens:,} are free: rows that the scheduler did not make are in it"
             )
-        if free < 0 or rows < 0:
+        if lacks() or rows < 0:
             return False
         for handle in evicted:
             self._evict(handle)
@@ -175,7 +180,7 @@ class Room:
         left = self._runner.chunk_size
         for serving, answer in self.filling:
             found = None if answer.length else self._beginning(serving, answer)
-            if found is not None and self._whole(found[1]) > self._free():
+            if found is not None and self._whole(found[1]) - self._full(found[1]) > self._free():
                 found = None
             done = answer.length if found is None else found[1]
             chunk = min(serving.num_known(answer) - done, self._runner.chunk_size)
@@ -257,39 +262,28 @@ class Room:
         self._prefixes.forget(handle)
         self.steps.append(["remove", handle])
 
+    def _forecast(self):
+        """Of the cache once the steps have been carried out; None if it grows. See `RowRunner.forecast`."""
+        forecast = self._executor.forecast()
+        if forecast is not None:
+            for name, *arguments in self.steps:
+                if name != "end":
+                    getattr(forecast, name)(*arguments)
+        return forecast
+
     def _free(self) -> float:
         """Tokens of the cache that are free once the steps have been carried out; infinity if it grows."""
-        free = self._runner.free_tokens
-        if free is None:
-            return math.inf
-        lengths: dict[int, int] = {}
+        forecast = self._forecast()
+        return math.inf if forecast is None else forecast.free_tokens
 
-        def becomes(handle: int, length: int, before: int) -> None:
-            nonlocal free
-            free += self._whole(before) - self._whole(length)
-            lengths[handle] = length
-
-        def length_of(handle: int) -> int:
-            return lengths[handle] if handle in lengths else self._executor.length(handle)
-
-        for name, handle, *more in self.steps:
-            match name:
-                case "add":
-                    becomes(handle, 0, 0)
-                case "fork":
-                    becomes(*more, length_of(handle), 0)
-                case "crop":
-                    becomes(handle, *more, length_of(handle))
-                case "remove":
-                    becomes(handle, 0, length_of(handle))
-        return free
+    def _soon(self, serving: ServedRequest, answer: ActiveAnswer) -> int:
+        """Tokens of the cache that the rows which an answer's stands for will take; they share the prompt's blocks."""
+        shared = (serving.num_rows - 1) * self._full(serving.num_prompt)
+        return serving.num_rows * self._whole(serving.soon(answer, SOON)) - shared
 
     def _promised(self, serving: ServedRequest, answer: ActiveAnswer) -> int:
         """Tokens of the cache that an answer with a row is to find free, besides those that it has."""
-        if answer.handle is None:
-            return 0
-        soon = serving.num_rows * self._whole(serving.soon(answer, SOON))
-        return max(soon - self._whole(answer.length), 0)
+        return max(self._soon(serving, answer) - self._whole(answer.length), 0)
 
     def _due(self, serving: ServedRequest, answer: ActiveAnswer, chunk: int) -> int:
         """Tokens of the cache that a row takes in the next turn."""
@@ -299,3 +293,7 @@ class Room:
 
     def _whole(self, tokens: int) -> int:
         return -(-tokens // self._page) * self._page
+
+    def _full(self, tokens: int) -> int:
+        """Of them, those in blocks that are full, which rows can share."""
+        return tokens // self._page * self._page

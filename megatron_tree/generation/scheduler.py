@@ -160,7 +160,8 @@ class Scheduler:
                 f"{asked} exceed the model's {runner.max_positions:,} positions: shorten the prompt, or ask for at "
                 f"most {max(runner.max_positions - len(prompt), 0):,} new tokens"
             )
-        if self._capacity is not None and request.n * -(-length // self._page) * self._page > self._capacity:
+        blocks = request.n * -(-length // self._page) - (request.n - 1) * (len(prompt) // self._page)
+        if self._capacity is not None and blocks * self._page > self._capacity:
             each = f" for each of {request.n} answers" if request.n > 1 else ""
             raise ValueError(
                 f"{asked}{each} exceed the cache of {self._capacity:,} tokens: shorten the prompt, ask for less, or "

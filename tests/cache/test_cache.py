@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_tree.cache import LayerPages, RowBook, ShardedCache, quantize
+from megatron_tree.cache.blocks import Forecast
 from megatron_tree.cache.pages import GROWTH
 
 WINDOWS = [None, 5, None, 12]  # three kinds of layers
@@ -86,8 +87,13 @@ class Fleet:
 
     def check(self):
         books = [cache.book for cache in self.caches]
-        for book in books:
+        for rank, book in enumerate(books):
             assert book.loads == books[0].loads
+            held = [(row.pages[0][i], row.length - block * self.page_size) for row in book.rows.values()
+                    for i, block in enumerate(row.blocks[0])]  # fmt: skip
+            full = {page for page, tokens in held if tokens >= self.page_size}
+            begun = [page for page, tokens in held if tokens < self.page_size]
+            assert book.loads[rank] == len(full) + len(begun), "shared pages that are full count once"
         for row, values in self.naive.items():
             assert len({(book.rows[row].length, tuple(book.rows[row].owners)) for book in books}) == 1
             for layer, window in enumerate(self.windows):
@@ -138,6 +144,40 @@ def test_ranks_hold_equally_many_blocks(world, page_size):
         book.append(some, draw.choice([1, 1, 2, 9, 50]))
         assert max(book.loads) - min(book.loads) <= 1
         assert sum(book.loads) == sum(-(-book.rows[row].length // page_size) for row in rows)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_forecast_is_what_happens(page_size):
+    draw, book = random.Random(page_size), RowBook(0, 3, page_size)
+    names = dict(enumerate(book.add() for _ in range(4)))
+    for _ in range(40):
+        for row in names.values():
+            book.append([row], draw.randint(1, 9))
+        forecast, plan = Forecast(book, dict(names), 4096), []
+        lengths = {name: book.rows[row].length for name, row in names.items()}
+        for _ in range(draw.randint(1, 8)):
+            name, new = draw.choice(list(lengths)), max(lengths) + 1
+            few, many = len(lengths) < 2, len(lengths) > 8
+            change = draw.choice(["crop"] + ["remove"] * (not few) + ["add", "fork"] * (not many))
+            arguments = {"add": [new], "fork": [name, new], "crop": [name, draw.randint(0, lengths[name])]}
+            plan.append((change, *arguments.get(change, [name])))
+            if change in ("add", "fork"):
+                lengths[new] = 0 if change == "add" else lengths[name]
+            elif change == "crop":
+                lengths[name] = plan[-1][2]
+            else:
+                del lengths[name]
+            getattr(forecast, change)(*plan[-1][1:])
+        for change, name, *more in plan:
+            if change == "add":
+                names[name] = book.add()
+            elif change == "fork":
+                names[more[0]] = book.fork(names[name])
+            elif change == "crop":
+                book.crop(names[name], *more)
+            else:
+                book.remove(names.pop(name))
+        assert forecast.free_tokens == 4096 // page_size * page_size - sum(book.loads) * page_size, plan
 
 
 @pytest.mark.parametrize("world", [2, 5])

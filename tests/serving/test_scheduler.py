@@ -216,7 +216,7 @@ def test_a_request_waits_until_rows_and_cache_suffice(model, page_size):
 @pytest.mark.parametrize(("max_rows", "capacity"), [(3, None), (8, 64)])
 def test_all_answers_of_a_request_need_rows_and_room(model, max_rows, capacity):
     scheduler, runner = make_scheduler(model, max_rows=max_rows, capacity=capacity)
-    events = serve(scheduler, [request(10, 20, n=2), request(10, 20, n=2)])  # 30 tokens in each of 4 rows
+    events = serve(scheduler, [request(10, 20, n=2), request(10, 20, n=2)])  # 50 tokens in two rows
     assert max(len(call[1]) for call in runner.calls if call[0] == "step") == 2
     assert [len(tokens_of(e, answer)) for e in events for answer in (0, 1)] == [20] * 4
 
@@ -225,8 +225,8 @@ def test_what_can_never_be_served_is_refused(model):
     scheduler, _ = make_scheduler(model, max_rows=2, max_waiting=2, capacity=100, page_size=8)
     for bad, message in (
         (request(200, 100), "200 prompt tokens and max_tokens=100 exceed the model's 256 positions.* at most 56"),
-        (request(90, 15), "exceed the cache of 100 tokens"),
-        (request(40, 9, n=2), "for each of 2 answers exceed the cache"),
+        (request(90, 15), "exceed the cache of 96 tokens"),
+        (request(40, 40, n=2), "for each of 2 answers exceed the cache"),
         (request(4, 4, n=3), "n=3 must be from 1 to max_rows=2"),
         (request(4, 4, stop="a"), "stop=.* needs a tokenizer"),
         (request(4, 4, stop_token_ids=(131,)), "stop_token_ids=.131.: the model has"),

@@ -4,6 +4,8 @@ import copy
 
 import torch
 
+from megatron_tree.cache.blocks import Forecast
+from megatron_tree.cache.rows import RowBook
 from transformers import DynamicCache
 
 
@@ -17,13 +19,15 @@ class PlainRunner:
         self.device, self.vocab_size = torch.device("cpu"), model.config.vocab_size
         self.max_positions = model.config.max_position_embeddings
         self.capacity, self.page_size = capacity, page_size
-        self.rows, self.calls, self.least_free, self._next = {}, [], capacity, 0
+        self.rows, self.calls, self.least_free = {}, [], capacity
+        self._book = RowBook(0, 1, page_size)  # counts as the real one does
+        self._book.remove(self._book.add())  # rows are numbered from 1
 
     def add(self):
-        self._next += 1
-        self.rows[self._next] = DynamicCache(config=self.model.config)
-        self.calls.append(("add", self._next))
-        return self._next
+        row = self._book.add()
+        self.rows[row] = DynamicCache(config=self.model.config)
+        self.calls.append(("add", row))
+        return row
 
     def prefill(self, row, tokens, row_length=0):
         assert not row_length or row_length >= self.length(row) + len(tokens)
@@ -41,6 +45,7 @@ class PlainRunner:
 
     def _run(self, row, tokens):
         assert not torch.is_grad_enabled()
+        self._book.append([row], len(tokens))
         logits = self.model(tokens[None], past_key_values=self.rows[row], use_cache=True).logits[0].float()
         self._reckon()
         return logits
@@ -56,16 +61,18 @@ class PlainRunner:
 
     def crop(self, row, length):
         self.rows[row].crop(length - self.length(row))  # by how many
+        self._book.crop(row, length)
 
     def fork(self, row):
-        self._next += 1
-        self.rows[self._next] = copy.deepcopy(self.rows[row])
-        self.calls.append(("fork", row, self._next))
+        fork = self._book.fork(row)
+        self.rows[fork] = copy.deepcopy(self.rows[row])
+        self.calls.append(("fork", row, fork))
         self._reckon()
-        return self._next
+        return fork
 
     def remove(self, row):
         self.calls.append(("remove", row))
+        self._book.remove(row)
         del self.rows[row]
 
     def _reckon(self):
@@ -77,7 +84,10 @@ class PlainRunner:
     def free_tokens(self):
         if self.capacity is None:
             return None
-        return self.capacity - sum(-(-self.length(row) // self.page_size) * self.page_size for row in self.rows)
+        return self.forecast({}).free_tokens
+
+    def forecast(self, rows):
+        return None if self.capacity is None else Forecast(self._book, rows, self.capacity)
 
 
 def character_tokenizer():

@@ -110,6 +110,10 @@ class Runner(RowRunner):
             with own.run([len(positions) for positions in shares], last):
                 return self._run_share(forward, chunk, shares[own.rank], last=last == own.rank)
 
+    @property
+    def _begins_rows(self) -> bool:
+        return self.cache.rope is not None
+
     def _begin(self, row: int, tokens: Tensor, row_length: int) -> Tensor:
         rule, held = self.cache.rope, self._book.rows[row]
         if rule is None:
