@@ -188,9 +188,12 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table, k_scal
     # on an accelerator the values stay there: reading them would stall every step
     if q.device.type == "cpu" and isinstance(cache_seqlens, Tensor) and cache_seqlens.shape == (q.shape[0],):
         with _once((block_table, cache_seqlens), k_cache.shape[:2]) as unknown:
-            used = unknown and torch.arange(block_table.shape[1]) * k_cache.shape[1] < cache_seqlens[:, None]
-            if unknown and bool((used & ((block_table < 0) | (block_table >= len(k_cache)))).any()):
-                raise ValueError(f"block_table={block_table.tolist()} names pages beyond the {len(k_cache)} of k_cache")
+            if unknown and not _is_within(block_table, len(k_cache)):  # then it matters which entries are used
+                used = torch.arange(block_table.shape[1]) * k_cache.shape[1] < cache_seqlens[:, None]
+                if not _is_within(block_table[used], len(k_cache)):
+                    raise ValueError(
+                        f"block_table={block_table.tolist()} names pages beyond the {len(k_cache)} of k_cache"
+                    )
     return PagedKV(block_table, k_scale, v_scale)
 
 
@@ -213,12 +216,19 @@ def check_shared(shared, paged, q: Tensor, k_cache: Tensor, spec: AttnSpec, sche
             )
         if q.device.type == "cpu":
             with _once((rows, table), (len(k_cache), len(q))) as unknown:
-                ends = [(rows, len(q)), (table, len(k_cache))] if unknown else []
-                if any(int(x.min()) < 0 or int(x.max()) >= end for x, end in ends):
+                if unknown and not (_is_within(rows, len(q)) and _is_within(table, len(k_cache))):
                     raise ValueError(
                         f"shared: rows {rows.tolist()} must be below {len(q)} and pages {table.tolist()} below "
                         f"{len(k_cache)}"
                     )
+
+
+def _is_within(x: Tensor, end: int) -> bool:
+    """Whether integers are from 0 to end - 1."""
+    if not x.numel():
+        return True
+    low, high = x.aminmax()
+    return int(low) >= 0 and int(high) < end
 
 
 _CHECKED = 64  # checks of values that are remembered
@@ -272,7 +282,7 @@ def check_visible(q: Tensor, s_local: int, q_positions, cache_positions, cache_s
         # on an accelerator the values stay there: reading them would stall every step
         if q.device.type == "cpu" and b:
             with _once((cache_seqlens,), (s_local,)) as unknown:
-                if unknown and not 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= s_local:
+                if unknown and not _is_within(cache_seqlens, s_local + 1):
                     seen = cache_seqlens.tolist()
                     raise ValueError(f"cache_seqlens={seen} must be within 0 and the cache's {s_local} slots")
     return Visible(lengths=cache_seqlens, q_positions=q_positions, k_positions=cache_positions)

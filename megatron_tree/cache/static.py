@@ -44,7 +44,7 @@ class Capacities:
         book, most = self._book, {}
         for row_id in row_ids:
             row = book.rows[row_id]
-            state = row.version, len(row.owners)
+            state = row.version, len(row.parts)
             known = self._most.get(row_id)
             if known is None or known[0] != state:  # when a block begins
                 known = state, max(Counter(row.owners).values())

@@ -1,4 +1,4 @@
-"""`bench generate` and `bench needle` on real ranks: no speed of a wrong result, bytes as computed."""
+"""`bench generate`, `serve` and `needle` on real ranks: no speed of a wrong result, bytes as computed."""
 
 import csv
 import json
@@ -141,3 +141,17 @@ def test_the_fact_is_where_it_should_be():
     assert all(1900 < len(text) <= 2010 and text.count(fact) == 1 and needle.QUESTION in text for text in texts)
     with pytest.raises(ValueError, match="--lengths 40: the question alone is longer"):
         needle.haystack(tokenizer, 40, 50, fact)
+
+
+def test_many_requests(tmp_path, capfd, monkeypatch):
+    options = ["--requests", 3, "--prompt-tokens", 2, 9, "--new-tokens", 3, "--turns", 1, "--ranks", 2]
+    given = list(map(str, ["serve", *options, "--out", tmp_path]))
+    assert bench.main(given) == 0, capfd.readouterr().err
+    assert "the same tokens in all turns" in capfd.readouterr().out
+    plain, ours = csv.DictReader((tmp_path / "results.csv").open())
+    assert (plain["contender"], plain["ranks"], ours["contender"], ours["ranks"]) == ("plain", "1", "ours", "2")
+    assert all(float(row["tokens_per_cpu_s"]) == pytest.approx(9 / float(row["cpu_s"]), 1e-4) for row in (plain, ours))
+    right = decode.DecodeCall.run
+    monkeypatch.setattr(decode.DecodeCall, "run", lambda *args: (-right(*args)[0], None))
+    assert bench.main(given) == 1
+    assert "the padded batch [" in capfd.readouterr().err
