@@ -130,8 +130,10 @@ def call(where, world, rank, group=None, config=CALM):
         return tree_decode(q[:, :1] * 0 + 1, k, v, cp_group=group, config=config).sum().item()
     if where == "prefill":
         shares = [[(4 * r, 4)] for r in range(world)]
-        segments = [Segment(0, 4 * rank, 4)]
-        return tree_prefill(q, k, v, cp_group=group, shares=shares, key_segments=segments, config=config).sum().item()
+        segments = [[Segment(0, 4 * r, 4)] for r in range(world)]
+        grid = (2, 2) if world == 4 else (world, 1)
+        options = dict(shares=shares, key_segments=segments, grid=grid, config=config)
+        return tree_prefill(q, k, v, cp_group=group, **options).sum().item()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = tree_attn_func(q, k, v, cp_group=group, config=config)
     out.square().sum().backward()
