@@ -20,6 +20,8 @@ COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
 TRANSPORTS = ("auto", "shm", "direct", "builtin")
 DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
+WEIGHTS = ("replicated", "sharded")  # of inference: on every rank, or over all
+QUERIES = ("split", "repeated", "auto")  # of sharded weights: in ranks that have the same KV heads
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .. import comm
-from ..config import DECODE_SCHEDULES, TreeConfig
+from ..config import DECODE_SCHEDULES, QUERIES, WEIGHTS, TreeConfig
 from ..emulate import network_bytes
 from ..integrations.transformers import models, plain
 from ..integrations.transformers.attention import TreeCache
@@ -23,6 +23,7 @@ from ..integrations.transformers.generation import generate
 from ..integrations.transformers.pieces import plan_pieces
 from ..integrations.transformers.rope import num_positions
 from ..integrations.transformers.runner import Runner
+from ..integrations.transformers.settled import settled
 from ..integrations.transformers.split import split_model
 from ..units import parse_count
 from . import runs, session
@@ -42,6 +43,7 @@ examples:
   python -m megatron_tree.bench generate --emulate 4x1 --prompt-tokens 16k 64k --cache made-up   docs/benchmarks.md
   python -m megatron_tree.bench generate --ranks 2 --model smollm2 --prompt-tokens 4k
   python -m megatron_tree.bench generate --ranks 4 --model smollm2 --prompt-tokens 256 --weights sharded
+      --queries split repeated
 """
 
 
@@ -57,7 +59,14 @@ class Case(NamedTuple):
     new_tokens: int
     cache: str
     chunk: int
-    weights: str
+    queries: tuple[str, ...]
+    """Ways to compute them with weights over all ranks, each a contender; none: such weights are left out."""
+
+    @property
+    def num_layers(self) -> int:
+        if self.model == "tiny":
+            return self.shape[0]
+        return models.load_config(models.model_folder(self.model)).get_text_config(decoder=True).num_hidden_layers
 
     def load(self):
         """The model, fp32, on this rank."""
@@ -95,8 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache", choices=("prefilled", "made-up"), default="prefilled", help="made-up: random keys and values "
         "instead of a prefill, the same for all; there is no time to the first token then")  # fmt: skip
     add("--prefill-chunk", type=parse_count, default=2048, metavar="N", help="tokens run at once")
-    add("--weights", choices=("replicated", "sharded"), default="replicated", help="sharded: one more contender, whose "
+    add("--weights", choices=WEIGHTS, default="replicated", help="sharded: one more contender, whose "
         "ranks share the weights as well as the cache")  # fmt: skip
+    add("--queries", nargs="+", choices=QUERIES, help="with --weights sharded, a contender for each: in ranks with the "
+        "same KV heads, split: each computes some queries, and all are gathered (the default); repeated: each computes "
+        "all of them; auto: what is predicted to be faster")  # fmt: skip
     add("--schedules", nargs="+", choices=DECODE_SCHEDULES, default=SCHEDULES, help="(default: auto ring allreduce)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/generate"))
 
@@ -110,11 +122,14 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--kv-heads {args.kv_heads}: must divide --heads {args.heads}")
     if args.weights == "sharded" and args.cache == "made-up":
         raise ValueError("--weights sharded runs the prompt itself: leave --cache made-up out")
+    if args.queries and args.weights != "sharded":
+        raise ValueError(f"--queries {' '.join(args.queries)} is for --weights sharded: add that, or leave it out")
     if args.model != "tiny":
         _check_model(args)
     how = Settings(tuple(dict.fromkeys(args.schedules)), machines.emulated, args.latency, args.rate)
     shape = (args.layers, args.heads, args.kv_heads, args.head_dim)
-    rest = (args.model, shape, args.new_tokens, args.cache, args.prefill_chunk, args.weights)
+    queries = tuple(dict.fromkeys(args.queries or ("split",))) if args.weights == "sharded" else ()
+    rest = (args.model, shape, args.new_tokens, args.cache, args.prefill_chunk, queries)
     cases = [Case(machines, n, *rest) for n in sorted(set(args.prompt_tokens))]
     checked = (
         "all ranks of all contenders gave the plain model's tokens; logits differ by at most {worst} of the largest"
@@ -178,6 +193,8 @@ def _rows(case: Case, found: list[list[Outcome | None]]) -> list[Measurement]:
             held_bytes=max(outcome.held_bytes for outcome in took_part),
             error=one.error,
         )
+        if rows:
+            row = row._replace(layer_us=1e3 * (row.ms - rows[0].ms) / case.num_layers)
         if prefill is not None:
             row = row._replace(prefill_ms=1e3 * prefill, first_token_ms=1e3 * (prefill + first))
         rows.append(row)
@@ -205,17 +222,13 @@ def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting) -> list[
         prefill_s = _prefill(runner, prompt[0, :held], meeting, rank)
     contender = _Contender(case, group, meeting, rank, model, prompt, truth)
     outcomes += [contender.outcome(schedule, schedule, cache, prefill_s) for schedule in how.schedules]
-    if case.weights == "sharded":
-        layout = plan_pieces(model, case.machines.ranks, rank)
-        split_model(model, layout, group, timeout_s=LIMIT_S)
-        options = {"head_shares": layout.heads.shares, "tree_config": cache.tree_config}
-        cache = TreeCache(
-            model.config, cp_group=comm.neighbours(group, layout.heads.size, timeout_s=LIMIT_S), **options
-        )
-        prefill_s = _prefill(
-            Runner(model, cache, token_group=group, chunk_size=case.chunk), prompt[0, :held], meeting, rank
-        )
-        outcomes.append(contender.outcome(SHARDED, "auto", cache, prefill_s))
+    for number, queries in enumerate(case.queries):
+        if number:  # the model was cut in place
+            contender = contender._replace(model=None)
+            model = case.load()
+            model.set_attn_implementation("tree")
+            contender = contender._replace(model=model)
+        outcomes.append(contender.outcome_of_sharded(queries, cache.tree_config))
     meeting.meet(rank)
     return outcomes
 
@@ -239,6 +252,22 @@ class _Contender(NamedTuple):
     prompt: torch.Tensor
     truth: list[torch.Tensor] | None
 
+    def outcome_of_sharded(self, queries: str, config: TreeConfig) -> Outcome:
+        """`outcome` with the model's weights over all ranks, after the prompt has been run in this way, too."""
+        case, group, rank, model = self.case, self.group, self.rank, self.model
+        layout = plan_pieces(model, case.machines.ranks, rank, repeat_queries=queries == "repeated")
+        options = {"device": model.device, "dtype": model.dtype, "config": config}
+        layout = settled(layout, model, group, queries=queries, **options)
+        split_model(model, layout, group, timeout_s=LIMIT_S)
+        neighbours = comm.neighbours(group, layout.heads.size, timeout_s=LIMIT_S)
+        cache = TreeCache(model.config, cp_group=neighbours, head_shares=layout.heads.shares, tree_config=config)
+        runner = Runner(model, cache, token_group=group, chunk_size=case.chunk)
+        prefill_s = _prefill(runner, self.prompt[0, : case.seq_len - 1], self.meeting, rank)
+        found = "repeated" if layout.repeats_queries else "split"
+        name = SHARDED if found == "split" else f"{SHARDED}, queries repeated"
+        name += " (auto)" * (queries == "auto")
+        return self.outcome(name, "auto", cache, prefill_s)
+
     def outcome(self, name: str, schedule: str, cache: TreeCache, prefill_s: float | None) -> Outcome:
         """New tokens over a cache that holds the prompt but for its last token."""
         case, meeting, rank, held = self.case, self.meeting, self.rank, self.case.seq_len - 1
@@ -251,7 +280,9 @@ class _Contender(NamedTuple):
         options = dict(cache=cache, max_new_tokens=case.new_tokens, keep_logits=True, chunk_size=case.chunk)
         meeting.meet(rank)
         with PeakMemory() as peak, comm.record() as log:
+            cpu = time.process_time()
             result = generate(self.model, self.prompt, token_group=self.group, **options)
+            cpu = (time.process_time() - cpu) / case.new_tokens
         meeting.meet(rank)
         if case.machines.emulated:
             network = (network_bytes()["network"] - before) / case.new_tokens
@@ -259,7 +290,7 @@ class _Contender(NamedTuple):
         if rank == 0:
             error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, self.truth))
         times = [result.first_token_s, *result.step_s]
-        return _outcome(name, result.tokens, times, sent, network, peak, prefill_s, cache.nbytes, error)
+        return _outcome(name, result.tokens, times, sent, network, peak, cpu, prefill_s, cache.nbytes, error)
 
 
 def _plain(case: Case, model, prompt) -> tuple[Outcome, list[torch.Tensor]]:
@@ -272,6 +303,7 @@ def _plain(case: Case, model, prompt) -> tuple[Outcome, list[torch.Tensor]]:
         prefill_s = time.monotonic() - start
     attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, plain.Clock()
     with PeakMemory() as peak:
+        cpu = time.process_time()
         tokens, logits = models.plain_generate(
             model,
             prompt,
@@ -281,10 +313,11 @@ def _plain(case: Case, model, prompt) -> tuple[Outcome, list[torch.Tensor]]:
             past_key_values=cache,
             streamer=clock,
         )
+        cpu = (time.process_time() - cpu) / case.new_tokens
     times = [after - before for before, after in itertools.pairwise(clock.times)]
-    return _outcome("plain", tokens, times, 0, None, peak, prefill_s, plain.plain_nbytes(cache), 0.0), logits
+    return _outcome("plain", tokens, times, 0, None, peak, cpu, prefill_s, plain.plain_nbytes(cache), 0.0), logits
 
 
-def _outcome(schedule: str, tokens, times: list[float], sent: float, network: float | None, peak, *rest) -> Outcome:
-    measured = Measured({"token": times[1:]}, {"token": sent}, network, peak.bytes)
+def _outcome(schedule: str, tokens, times: list[float], sent: float, network, peak, cpu: float, *rest) -> Outcome:
+    measured = Measured({"token": times[1:]}, {"token": sent}, network, peak.bytes, cpu=[cpu])
     return Outcome(schedule, measured, tokens[0].tolist(), times[0], *rest)

@@ -47,6 +47,7 @@ class Measurement(NamedTuple):
     predicted_ms: float | None = None
     prefill_ms: float | None = None
     first_token_ms: float | None = None  # the prefill, which all schedules share, and one step
+    layer_us: float | None = None  # more than the plain model on one rank takes for a token, per layer, microseconds
     cpu_ms: float | None = None  # CPU time of all ranks and threads in a step, median; not with modelled compute
     tokens_per_s: float | None = None
     sent_bytes: int | None = None  # payload that a rank sends in a step, mean over the ranks
@@ -119,6 +120,7 @@ COLUMNS = (
     ("p10", "p10_ms", 1),
     ("p90", "p90_ms", 1),
     ("predicted", "predicted_ms", 1),
+    ("layer +us", "layer_us", 1),
     ("CPU ms", "cpu_ms", 1),
     ("tokens/s", "tokens_per_s", 1),
     ("sent kB", "sent_bytes", 1e-3),

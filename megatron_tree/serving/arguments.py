@@ -10,7 +10,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from ..config import BACKENDS, DECODE_SCHEDULES, default_config
+from ..config import BACKENDS, DECODE_SCHEDULES, QUERIES, WEIGHTS, default_config
 from ..generation.sampling import SamplingParams
 from ..generation.speculation import MOST
 from ..plan import load_topology
@@ -23,8 +23,6 @@ QUESTIONS = {  # of the default text, and of others
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
-WEIGHTS = ("replicated", "sharded")
-QUERIES = ("split", "repeated", "auto")
 NUM_DRAFTED = 4  # tokens that a draft model proposes
 SWITCH = argparse.BooleanOptionalAction
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")

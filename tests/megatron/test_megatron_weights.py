@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron_tree import comm
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -79,8 +80,17 @@ def _alone(runner, tokens):
     return answer
 
 
+def _gathered(runner):
+    """Bytes that this rank sends in a step to ranks that gather, by us and by Megatron's layers."""
+    by_megatron, module = [], "megatron.core.transformer.attention.all_gather_last_dim_from_tensor_parallel_region"
+    with mock.patch(module, lambda x: by_megatron.append(x.nbytes)), comm.record() as log:
+        runner.step([runner.add()], torch.tensor([[3]]))
+    return sum(x.bytes for x in log if "gather" in x.op) + sum(by_megatron)
+
+
 def _compare(rank, world, cases):
-    """By case: relative errors, whether tokens are equal, bytes of weights here and of all, bytes of the cache."""
+    """By case: relative errors, whether tokens are equal, bytes of weights here and of all, bytes of the cache, and
+    what a step of one row gathers."""
     results = []
     with mock.patch.object(megatron_models, "SEQ_LENGTH", 128):
         for of_case in cases:
@@ -94,12 +104,12 @@ def _compare(rank, world, cases):
                 model = _cut_from(build_model(of_case).eval(), whole)
                 runner = tree.MegatronRunner(model, block_size=PAGE, chunk_size=CHUNK)
                 got, held = _answers(runner)
-                served = _scheduled(runner, rank)
+                served, gathered = _scheduled(runner, rank), _gathered(runner)
             errors = {name: float((x - got[name]).abs().max() / x.abs().max()) for name, x in expected.items()}
             same = all(torch.equal(x.argmax(-1), got[name].argmax(-1)) for name, x in expected.items())
             on_every = sum(p.nbytes for name, p in whole.items() if "norm" in name or "router" in name)
             of_all, own = (sum(p.nbytes for p in ps) - on_every for ps in (whole.values(), model.parameters()))
-            results.append((errors, same and served in (None, tokens), own, of_all, held))
+            results.append((errors, same and served in (None, tokens), own, of_all, held, gathered))
     return results
 
 
@@ -115,11 +125,14 @@ def _compare(rank, world, cases):
 )
 def test_a_rank_holds_its_part_of_weights_and_cache(world, cases):
     for of_case, *results in zip(cases, *run_distributed(_compare, world, cases, timeout=280.0, fresh=True)):
-        for errors, same, own, of_all, _ in results:
+        for errors, same, own, of_all, _, gathered in results:
             assert largest(errors.values()) <= 1e-4 and same, f"{errors} in {of_case}"
             assert own * world == of_all, of_case
+            if not of_case.mla and world > of_case.num_heads_kv:  # queries, keys and values once
+                columns = (of_case.num_heads + 2 * of_case.num_heads_kv) * 8
+                assert gathered == 4 * 2 * columns // world, of_case  # of 2 layers
         held, of_token = (
-            [result[-1] for result in results],
+            [result[4] for result in results],
             4 * 2 * (16 + 8 if of_case.mla else of_case.num_heads_kv * 16),
         )
         if of_case.extra != MIXED:  # windows are kept otherwise

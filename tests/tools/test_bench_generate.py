@@ -57,12 +57,21 @@ def test_generate(tmp_path, capfd, cache):
 
 def test_weights_over_all_ranks(tmp_path, capfd):
     options = ("--prompt-tokens", 96, "--prefill-chunk", 64, "--schedules", "auto", "--weights", "sharded")
-    status, rows = generate(tmp_path, *options)
-    assert status == 0, capfd.readouterr().err
-    assert list(rows) == ["plain", "auto", "weights over all"]
-    held = [int(rows[name]["held_bytes"]) for name in ("auto", "weights over all")]
-    assert abs(held[0] - held[1]) <= 16 * LAYERS * 2 * KV_HEADS * D * 4  # a block
-    assert float(rows["weights over all"]["error"]) < 1e-3
+    status, rows = generate(tmp_path, *options, "--kv-heads", 1, "--queries", "split", "repeated", "auto")
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    split, repeated, auto = list(rows)[2:]
+    assert list(rows)[:2] == ["plain", "auto"] and "layer +us" in said.out and "CPU ms" in said.out
+    assert (split, repeated) == ("weights over all", "weights over all, queries repeated")
+    assert auto in (f"{split} (auto)", f"{repeated} (auto)")
+    held = [int(row["held_bytes"]) for row in list(rows.values())[1:]]
+    assert max(held) - min(held) <= 16 * LAYERS * 2 * D * 4  # a block
+    assert max(float(row["error"]) for row in rows.values()) < 1e-3
+    sent = {name: int(row["sent_bytes"]) for name, row in rows.items()}
+    assert sent[split] - sent[repeated] == LAYERS * 2 * D * 4  # two of four heads' queries
+    assert sent[auto] == sent[auto.removesuffix(" (auto)")]
+    more = (float(rows[split]["ms"]) - float(rows["plain"]["ms"])) / LAYERS * 1e3
+    assert float(rows[split]["layer_us"]) == pytest.approx(more, abs=1) and float(rows[split]["cpu_ms"]) > 0
     assert generate(tmp_path, *options, "--cache", "made-up")[0] != 0
 
 
@@ -86,6 +95,7 @@ def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
     [
         (["--new-tokens", 1], "--new-tokens 1: a time per token"),
         (["--kv-heads", 3], "--kv-heads 3: must divide --heads 4"),
+        (["--queries", "repeated"], "--queries repeated is for --weights sharded"),
         (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
     ],
 )

@@ -21,24 +21,20 @@ from torch import Tensor
 
 import deepspeed
 
-from ... import comm
-from ...attention.topology import GroupTopology
 from ...cache.graph import check_cuda_graphs
 from ...comm import neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
-from ...config import TreeConfig, check_choice, default_config
+from ...config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
-from ...plan import place
-from ...plan.cost import placed_topology
-from ...plan.step import repeats_queries, splits_latents
 from ..transformers.architectures import has_states
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
 from ..transformers.models import load_model
-from ..transformers.pieces import Layout, plan_pieces
+from ..transformers.pieces import plan_pieces
 from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
+from ..transformers.settled import settled
 from ..transformers.slices import empty_model, read_pieces
 from ..transformers.split import connect, split_model
 
@@ -49,8 +45,6 @@ REFUSED = {
     "replace_with_kernel_inject": "injected kernels have their own cache",
     "enable_cuda_graph": "the cache grows; pass cuda_graphs=True, whose graphs know that",
 }
-WEIGHTS = ("replicated", "sharded")
-QUERIES = ("split", "repeated", "auto")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -207,12 +201,9 @@ def init_inference(
     plain_attention = model_config._attn_implementation
     model.set_attn_implementation("tree")
     if layout is not None:
-        if layout.gathered and world > 1:
-            if split_latents is None:
-                split_latents = _splits_latents(layout, dtype, tree)
-            layout = plan_pieces(model, world, rank, split_latents=split_latents)
-        elif queries == "auto" and layout.heads.size > 1 and _repeats_queries(layout, dtype, tree):
-            layout = plan_pieces(model, world, rank, repeat_queries=True)
+        left_open = {"queries": queries, "split_latents": split_latents}
+        device = torch.device(get_accelerator().current_device_name())
+        layout = settled(layout, model, _token_group(), device=device, dtype=dtype, config=tree, **left_open)
         sp_size, tp_size = layout.heads.size, world
         sp_group = neighbours(_token_group(), sp_size, timeout_s=timeout_s)
         cache_options |= {"head_shares": layout.heads.shares, "weights_group": _token_group()}
@@ -242,23 +233,6 @@ def init_inference(
     if cuda_graphs:
         engine.new_runner()  # raises for a model or a group whose steps can't be captured
     return engine
-
-
-def _splits_latents(layout: Layout, dtype: torch.dtype, tree: TreeConfig) -> bool:
-    """Whether the planner predicts that steps are faster if latent attention's projections are split. Collective."""
-    device = torch.device(get_accelerator().current_device_name())
-    net = GroupTopology.over_cache(_token_group(), device, tree)
-    placed = placed_topology(net.topology, net.placement)
-    return splits_latents(placed, layout.latent_projections, dtype.itemsize)
-
-
-def _repeats_queries(layout: Layout, dtype: torch.dtype, tree: TreeConfig) -> bool:
-    """Whether the planner predicts that steps are faster if queries are repeated in a head group. Collective."""
-    device = torch.device(get_accelerator().current_device_name())
-    topology = GroupTopology.over_cache(_token_group(), device, tree).topology
-    hosts = comm.hosts(_token_group(), timeout_s=tree.timeout_s)
-    placed = placed_topology(topology, place(topology, hosts[: layout.heads.size]))  # all decide by the first group
-    return repeats_queries(placed, layout.query_projection, dtype.itemsize)
 
 
 def _token_group():

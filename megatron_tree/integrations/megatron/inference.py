@@ -29,6 +29,7 @@ from ...comm import group_rank, group_size, neighbours
 from . import compat
 from .attention import TreeDotProductAttention, serving
 from .latent import Latents, hand_latents_on
+from .queries import gather_projections_once
 
 compat.megatron_version()  # a clear error before the import below fails
 
@@ -149,7 +150,10 @@ class ServedPass:
     """Of multi-latent attention, by core attention: what it is to attend to next."""
 
     def attend(self, core: TreeDotProductAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """In place of core attention: q [n, b, h/tp, d], k and v of the new tokens, out [n, b, h/tp * d_v]."""
+        """In place of core attention: k and v of the new tokens, out [n, b, h/tp * d_v].
+
+        q [n, b, h/tp, d], or with all heads that have this rank's KV head, where several ranks share it (queries.py).
+        """
         layer, window_size = self.layers[core]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         new, heads = self.latents.pop(core, (None, None))
@@ -180,6 +184,7 @@ def _add_hooks(model: Any) -> None:
             module.register_forward_hook(_pick_positions)
     model.output_layer.register_forward_pre_hook(_pick_token)
     hand_latents_on(model)
+    gather_projections_once(model)
 
 
 def _ask_all_positions(module, args, kwargs):
