@@ -14,7 +14,7 @@ from ..config import AttnSpec
 from ..merge import merge_sinks, state_dtype
 from ..plan import DecodePlan, Placement
 from .decode_ring import decode_ring
-from .head_shares import by_owner, own_heads, slice_of, start_gather_heads
+from .head_shares import gather_heads, slice_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,11 @@ class DecodeCall:
         return self.head_shares is not None and self.plan.schedule == "scatter"
 
     @functools.cached_property
-    def _team(self) -> comm.Team:
-        return comm.Team.flat(self.group, transport=self.transport, timeout_s=self.timeout_s)
-
-    @functools.cached_property
     def _reducer(self) -> comm.Reducer:
         shares, width = self.head_shares, self.head_dim_v + 1
         shape = (*self.rows, self.num_heads if shares is None else sum(shares), width)
         if self._merges_own:
-            shape = (len(shares), max(shares), *self.rows, width)
+            shape = (sum(shares), *self.rows, width)
         return comm.prepare_reduction(
             shape,
             state_dtype(self.dtype),
@@ -72,6 +68,7 @@ class DecodeCall:
             order=self.placement.order,
             block=self.placement.block,
             across=self.plan.across,
+            shares=shares if self._merges_own else (),
         )
 
     def run(self, q, k, v, sinks, k_scale=None, v_scale=None) -> tuple[Tensor, Tensor]:
@@ -87,9 +84,9 @@ class DecodeCall:
             # receives are posted before the local attention, so that gloo announces the buffers to the senders then
             reduction, q = self._reducer.start(), self._all_heads(q)
             state = backend.attn_decode(q, k, v, visible=self.visible, spec=self.spec, paged=paged, shared=self.shared)
-            state = reduction.finish(by_owner(state, shares, self._team.order) if self._merges_own else state)
+            state = reduction.finish(state.permute(2, 0, 1, 3) if self._merges_own else state)
         if self._merges_own:
-            state = own_heads(state, self.num_heads)
+            state = state.permute(1, 2, 0, 3)
         elif shares is not None:
             state = state[:, :, slice_of(shares, comm.group_rank(group))]
         out, lse = state[..., :-1], state[..., -1].transpose(1, 2)
@@ -100,4 +97,4 @@ class DecodeCall:
     def _all_heads(self, q: Tensor) -> Tensor:
         if self.head_shares is None:
             return q
-        return start_gather_heads(q, self.head_shares, self._team)()
+        return gather_heads(q, self.head_shares, self.group, transport=self.transport, timeout_s=self.timeout_s)

@@ -2,7 +2,7 @@
 
 `shares` holds the number of heads of every rank, in rank order. In a message every rank's heads are padded to the
 longest share, so that all messages are of one size. Ranks that compute the queries of all heads have nothing to gather.
-They are gathered over a team: the whole group, or a column of a grid, whose heads stay in rank order.
+Prefills gather over a team: the whole group, or a column of a grid, whose heads stay in rank order.
 """
 
 from __future__ import annotations
@@ -48,6 +48,14 @@ def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
     return q if has_all_heads(q, shares) else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
 
 
+def gather_heads(q: Tensor, shares: tuple[int, ...], group, *, transport: str, timeout_s: float) -> Tensor:
+    """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order."""
+    if has_all_heads(q, shares):
+        return q
+    mine = q.permute(2, 0, 1, 3).contiguous()
+    return comm.gather_rows(mine, shares, group, transport=transport, timeout_s=timeout_s).permute(1, 2, 0, 3)
+
+
 def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Callable[[], Tensor]:
     """Start to gather q [b, s, h_local, d] of a team's ranks; what is returned waits for it and returns
     [b, s, h, d], the heads of these ranks in rank order."""
@@ -63,7 +71,7 @@ def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> C
     def wait() -> Tensor:
         whole = pending.wait()
         if not _is_plain(shares, team.order):
-            whole = whole.index_select(0, _rows(shares, team.order, whole.device)[1])
+            whole = whole.index_select(0, _rows(shares, team.order, whole.device))
         return whole.permute(1, 2, 0, 3)
 
     return wait
@@ -72,12 +80,7 @@ def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> C
 def by_owner(state: Tensor, shares: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
     """state [b, s, h, w] of the heads of some ranks as [ranks, longest share, b, s, w]: what is meant for each, in
     this order of ranks."""
-    heads = state.permute(2, 0, 1, 3)
-    if not len(heads):
-        return state.new_zeros(len(order), max(shares), *heads.shape[1:])
-    if not _is_plain(shares, order):
-        heads = heads.index_select(0, _rows(shares, order, state.device)[0])
-    return heads.reshape(len(order), max(shares), *heads.shape[1:]).contiguous()
+    return comm.by_owner(state.permute(2, 0, 1, 3), shares, order).contiguous()
 
 
 def heads_of(shares: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
@@ -91,15 +94,10 @@ def _is_plain(shares: tuple[int, ...], order: tuple[int, ...]) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Padded to the longest share: the head of every row (padding repeats one), and the row of every head."""
-    longest, first, found = max(shares), 0, {}
-    for r in sorted(order):
-        found[r] = range(first, first + shares[r])
-        first += shares[r]
-    heads = [min(found[r].start + max(min(i, shares[r] - 1), 0), first - 1) for r in order for i in range(longest)]
-    rows = [order.index(r) * longest + i for r in sorted(order) for i in range(shares[r])]
-    return torch.tensor(heads, device=device), torch.tensor(rows, device=device, dtype=torch.int64)
+def _rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.device) -> Tensor:
+    """The row of every head where each rank's are padded to the longest share."""
+    rows = [order.index(r) * max(shares) + i for r in sorted(order) for i in range(shares[r])]
+    return torch.tensor(rows, device=device, dtype=torch.int64)
 
 
 def own_heads(merged: Tensor, num_heads: int) -> Tensor:

@@ -22,6 +22,7 @@ from .calls import CollectiveCall, collective_call, part_of_call, shared_checks
 from .collectives import (
     all_reduce,
     broadcast,
+    gather_rows,
     gather_sequence,
     start_all_to_all,
     start_all_to_all_v,
@@ -32,6 +33,7 @@ from .collectives import (
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.watchdog import monitored
 from .machines import hosts
+from .own_share import by_owner
 from .reductions import Reducer, prepare_reduction
 from .shared import resolve_shared
 from .team import Team, neighbours
@@ -48,7 +50,9 @@ __all__ = [
     "all_reduce",
     "backend",
     "broadcast",
+    "by_owner",
     "collective_call",
+    "gather_rows",
     "gather_sequence",
     "group_rank",
     "group_size",

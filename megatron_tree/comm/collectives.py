@@ -203,6 +203,23 @@ def gather_sequence(x: Tensor, group, *, transport: str = "auto", timeout_s: flo
     return start_gather(x, Team.flat(group, transport=transport, timeout_s=timeout_s)).wait()
 
 
+def gather_rows(
+    x: Tensor, counts: tuple[int, ...], group, *, transport: str = "auto", timeout_s: float = 600.0
+) -> Tensor:
+    """x [counts[rank], ...], contiguous, of every rank -> [sum(counts), ...], in rank order."""
+    state = GroupState.of(group)
+    if state.size == 1:
+        return x
+    if resolve_shared(group, x.device, transport, timeout_s=timeout_s) == "shm":
+        return state.shared.gather_rows(x, counts, group, timeout_s)
+    longest = max(counts)  # messages are of one size
+    padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, longest - len(x))) if len(x) < longest else x
+    whole = gather_sequence(padded, group, transport=transport, timeout_s=timeout_s)
+    if min(counts) == longest:
+        return whole
+    return torch.cat([part[:n] for part, n in zip(whole.split(longest), counts)])
+
+
 def all_reduce(x: Tensor, group, *, op: str = "sum", timeout_s: float = 600.0) -> Tensor:
     """Reduce x in place over the group: op "sum" or "max"."""
     n = group_size(group)

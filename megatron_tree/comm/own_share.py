@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import merge_packed
 from .collectives import start_reduce_scatter
 from .group import group_rank, group_size
-from .shared import shared
+from .shared import CAPACITY, shared
 from .team import Team, from_next
 from .traffic import note
 from .work import Mail
@@ -33,6 +33,8 @@ class ReduceArgs:
     order: tuple[int, ...]
     block: int
     across: str
+    shares: tuple[int, ...] = ()
+    """Own shares: the rows of the state's first dimension that belong to each rank."""
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -63,23 +65,28 @@ class _Packed:
 
 
 def own_share_shared(args: ReduceArgs) -> Steps:
-    """Through shared memory."""
-    state = yield
-    memory = shared(args.group)
-    return memory.merge(memory.exchange(state, args.group, args.timeout_s))
+    """Through shared memory, from which each rank merges its own rows."""
+    state, memory = (yield), shared(args.group)
+    if state.dtype == torch.float32 and state.nbytes <= CAPACITY:
+        first = sum(args.shares[: args.rank])
+        return memory.merge_rows(state, first, args.shares[args.rank], args.group, args.timeout_s)
+    return _own(
+        args, memory.merge(memory.exchange(by_owner(state, args.shares, args.ranks), args.group, args.timeout_s))
+    )
 
 
 def own_share_builtin(args: ReduceArgs) -> Steps:
     """In one collective of the backend."""
-    state = yield
-    return start_reduce_scatter(state.flatten(0, 1), args.team(args.ranks), _Packed).wait().view(args.shape[1:])
+    parts = by_owner((yield), args.shares, args.ranks)
+    return _own(args, start_reduce_scatter(parts.flatten(0, 1), args.team(args.ranks), _Packed).wait())
 
 
 def own_share_direct(args: ReduceArgs) -> Steps:
-    """Entry i of the state goes to rank i, which merges the entries of all ranks in rank order."""
-    parts, mail, r = args.empty(), args.mail("all_to_all"), args.rank
+    """Each rank is sent its own rows of the state, and merges those of all ranks in rank order."""
+    shape = (len(args.ranks), max(args.shares), *args.shape[1:])
+    parts, mail, r = args.empty(shape=shape), args.mail("all_to_all"), args.rank
     arriving = [mail.receive(parts[s], s) for s in args.ranks if s != r]
-    state = yield
+    state = by_owner((yield), args.shares, args.ranks)
     note("all_to_all", len(args.ranks), (len(args.ranks) - 1) * state[0].nbytes)
     for s in from_next(args.ranks, r):
         mail.send(state[s], s)
@@ -87,4 +94,30 @@ def own_share_direct(args: ReduceArgs) -> Steps:
     mail.wait(*arriving)
     merged = merge_packed(parts)
     mail.sent()
-    return merged
+    return _own(args, merged)
+
+
+def by_owner(state: Tensor, shares: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """state [rows, ...] of some ranks' rows, in rank order, as [ranks, longest share, ...] in this order of ranks: what
+    is meant for each, padded by rows that repeat."""
+    longest = max(shares)
+    if not len(state):
+        return state.new_zeros(len(order), longest, *state.shape[1:])
+    if min(shares) < longest or list(order) != sorted(order):
+        state = state.index_select(0, _padded_rows(shares, order, state.device))
+    return state.reshape(len(order), longest, *state.shape[1:])
+
+
+@functools.lru_cache(maxsize=64)
+def _padded_rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.device) -> Tensor:
+    longest, first, firsts = max(shares), 0, {}
+    for r in sorted(order):
+        firsts[r] = first
+        first += shares[r]
+    rows = [min(firsts[r] + max(min(i, shares[r] - 1), 0), first - 1) for r in order for i in range(longest)]
+    return torch.tensor(rows, device=device)
+
+
+def _own(args: ReduceArgs, merged: Tensor) -> Tensor:
+    """Without the padding."""
+    return merged[: args.shares[args.rank]]

@@ -20,7 +20,7 @@ from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather
 from .group import group_size
 from .own_share import ReduceArgs, Steps, own_share_builtin, own_share_direct, own_share_shared
-from .shared import shared
+from .shared import CAPACITY, shared
 from .team import from_next
 from .traffic import note
 from .work import Mail, Transfer
@@ -70,11 +70,12 @@ def prepare_reduction(
     order: tuple[int, ...] = (),
     block: int = 1,
     across: str = "direct",
+    shares: tuple[int, ...] = (),
 ) -> Reducer:
     """Reductions over the group of states of `shape` [..., d + 1], any number of them.
 
     Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level", or "own_share": `shape` is then
-    [ranks, ..., d + 1], and each rank gets only its own entry [..., d + 1] back; transport "direct" or "builtin", or
+    [rows, ..., d + 1], and each rank gets only its own rows back, shares[rank]; transport "direct" or "builtin", or
     "shm": then schedules of several rounds of messages are direct; order, block: the ranks by node and how many a node
     has (`plan.Placement`), default: every rank is its own node; across: how two_level's leaders exchange, "direct" or
     "butterfly".
@@ -83,6 +84,7 @@ def prepare_reduction(
     if n == 1:
         return Reducer(None)
     args = ReduceArgs(
+        shares=shares,
         shape=tuple(shape),
         dtype=dtype,
         device=device,
@@ -112,8 +114,9 @@ def _allgather_builtin(args: ReduceArgs) -> Steps:
 
 
 def _allgather_shared(args: ReduceArgs) -> Steps:
-    state = yield
-    memory = shared(args.group)
+    state, memory = (yield), shared(args.group)
+    if state.dtype == torch.float32 and state.nbytes <= CAPACITY:
+        return memory.merge_rows(state, 0, len(state), args.group, args.timeout_s)
     return memory.merge(memory.gather(state, args.group, args.timeout_s))
 
 
@@ -194,18 +197,18 @@ def _merge_two(at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
 
 def _scatter_builtin(args: ReduceArgs) -> Steps:
     """Each rank merges its share of the rows, and sends it to all."""
-    first, share = _own_rows(args, own_share_shared if args.transport == "shm" else own_share_builtin)
-    mine = _finish(first, _row_shares((yield), share))
+    first, rows, _ = _own_rows(args, own_share_shared if args.transport == "shm" else own_share_builtin)
+    mine = _finish(first, _padded((yield), rows))
     return _whole_rows(start_gather(mine, args.team(args.ranks)).wait(), args.shape)
 
 
 def _scatter_direct(args: ReduceArgs) -> Steps:
     """The same; the receives of both halves are posted at once."""
     n, r = len(args.ranks), args.rank
-    first, share = _own_rows(args, own_share_direct)
-    whole, mail = args.empty(shape=share), args.mail("all_gather")
+    first, rows, share = _own_rows(args, own_share_direct)
+    whole, mail = args.empty(shape=(n, share, args.shape[-1])), args.mail("all_gather")
     arriving = [mail.receive(whole[s], s) for s in args.ranks if s != r]
-    whole[r] = _finish(first, _row_shares((yield), share))
+    whole[r] = _finish(first, _padded((yield), rows))
     note("all_gather", n, (n - 1) * whole[r].nbytes)
     for s in from_next(args.ranks, r):
         mail.send(whole[r], s)
@@ -214,19 +217,19 @@ def _scatter_direct(args: ReduceArgs) -> Steps:
     return _whole_rows(whole.flatten(0, 1), args.shape)
 
 
-def _own_rows(args: ReduceArgs, own_share) -> tuple[Steps, tuple[int, ...]]:
-    """The first half of "scatter", its receives posted; and the shape [n, rows, d + 1] that it takes."""
+def _own_rows(args: ReduceArgs, own_share) -> tuple[Steps, int, int]:
+    """The first half of "scatter", its receives posted; the rows [rows, d + 1] that it takes, and those of a rank."""
     n = len(args.ranks)
-    shape = (n, -(-math.prod(args.shape[:-1]) // n), args.shape[-1])
-    steps = own_share(dataclasses.replace(args, shape=shape))
+    share = -(-math.prod(args.shape[:-1]) // n)
+    steps = own_share(dataclasses.replace(args, shape=(n * share, args.shape[-1]), shares=(share,) * n))
     next(steps)
-    return steps, shape
+    return steps, n * share, share
 
 
-def _row_shares(state: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """state [..., d + 1] as [n, rows, d + 1], padded with zeros."""
+def _padded(state: Tensor, num_rows: int) -> Tensor:
+    """state [..., d + 1] as [num_rows, d + 1], padded with zeros."""
     rows = state.flatten(0, -2)
-    return F.pad(rows, (0, 0, 0, shape[0] * shape[1] - len(rows))).view(shape)
+    return F.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
 
 def _whole_rows(rows: Tensor, shape) -> Tensor:

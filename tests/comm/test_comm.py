@@ -152,15 +152,18 @@ def _own_shares(rank, world, transport, hosts):
     """The first half of "scatter", small and large, on one host (through the first rank) and on several."""
     GroupState.of(dist.group.WORLD).hosts = hosts
     for rows in (3, 5000):
-        parts = torch.randn(world, world, rows, 5, generator=torch.Generator().manual_seed(rows))
-        options = dict(transport=transport, timeout_s=20.0)
-        reduction = comm.prepare_reduction(
-            parts.shape[1:], torch.float32, CPU, dist.group.WORLD, "own_share", **options
-        ).start()
-        own = reduction.finish(parts[rank])
-        assert torch.equal(own, merge_packed(parts)[rank])
-        whole = comm.gather_sequence(own, dist.group.WORLD, transport=transport, timeout_s=20.0)
-        assert torch.equal(whole, merge_packed(parts).flatten(0, 1))
+        for shares in ((1,) * world, (3, *[2] * (world - 2), 0)):
+            parts = torch.randn(world, sum(shares), rows, 5, generator=torch.Generator().manual_seed(rows))
+            options, group = dict(transport=transport, timeout_s=20.0), dist.group.WORLD
+            reduction = comm.prepare_reduction(
+                parts.shape[1:], torch.float32, CPU, group, "own_share", shares=shares, **options
+            ).start()
+            own = reduction.finish(parts[rank])
+            assert torch.equal(own, merge_packed(parts).split(shares)[rank])
+            whole = comm.gather_rows(own.contiguous(), shares, group, **options)
+            assert torch.equal(whole, merge_packed(parts))
+            if len(set(shares)) == 1:
+                assert torch.equal(comm.gather_sequence(own, group, **options), merge_packed(parts))
     return True
 
 

@@ -36,9 +36,10 @@ from ..machines import hosts
 from ..traffic import note
 
 CAPACITY = 1 << 18  # bytes of a slot: what is larger goes in pieces
+LOOKS_NS = 50_000  # for so long a rank with a core of its own looks before it sleeps
 _OPTIONS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 _DONE, _WAITING, _DIFFERENT = range(3)  # these three as in memory.c
-_GATHER, _EXCHANGE, _BROADCAST, *_SUMS = range(6)
+_GATHER, _EXCHANGE, _BROADCAST, _MERGE, *_SUMS = range(7)
 _EVERYONE = -1
 SUMS = dict(zip((torch.float32, torch.float64, torch.bfloat16), _SUMS))
 
@@ -60,7 +61,7 @@ class _Team(ctypes.Structure):
 
     _fields_ = [
         ("memory", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("world", "rank", "capacity")),
+        *((name, ctypes.c_int64) for name in ("world", "rank", "capacity", "looks_ns")),
         ("step", ctypes.c_uint64),
         ("at", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("round", "published", "fd")),
@@ -115,8 +116,8 @@ def _library() -> ctypes.CDLL | str:
         return str(error)
     team, pointer, size = ctypes.POINTER(_Team), ctypes.c_void_p, ctypes.c_int64
     library.bytes_needed.argtypes, library.bytes_needed.restype = [size, size], size
-    library.collective.argtypes = [team, size, size, pointer, pointer, size, ctypes.c_int32]
-    library.merge_states.argtypes, library.merge_states.restype = [pointer, pointer, size, size, size], None
+    library.collective.argtypes = [team, size, size, pointer, pointer, size, pointer, ctypes.c_int32]
+    library.merge_states.argtypes, library.merge_states.restype = [pointer, pointer, *[size] * 4], None
     library.be_alive.argtypes = library.sees_all.argtypes = [team]
     library.see_who_is_late.argtypes, library.see_who_is_late.restype = [team, pointer], None
     return library
@@ -171,6 +172,17 @@ def _join(group, timeout_s: float) -> SharedMemory | str:
     return memory
 
 
+def _looks_ns(world: int) -> int:
+    """0 where ranks of this host share cores."""
+    ranks = max(world, dist.get_world_size() if dist.is_initialized() else 1)
+    return 0 if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) > len(os.sched_getaffinity(0)) else LOOKS_NS
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(*numbers: int) -> ctypes.Array:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
 class SharedMemory:
     """The memory of one group on one of its ranks, and the collectives in it: of contiguous tensors on the CPU."""
 
@@ -180,7 +192,8 @@ class SharedMemory:
         weakref.finalize(self, os.close, fd)
         self._memory = mmap.mmap(fd, _library().bytes_needed(world, CAPACITY))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._team = _Team(memory=start, world=world, rank=rank, capacity=CAPACITY, fd=fd)
+        sizes = {"world": world, "rank": rank, "capacity": CAPACITY, "looks_ns": _looks_ns(world)}
+        self._team = _Team(memory=start, fd=fd, **sizes)
         self._ref, self._collective = ctypes.byref(self._team), _library().collective
         self._watchdog: Watchdog | None = None
 
@@ -221,6 +234,28 @@ class SharedMemory:
         self._run("gather", group, timeout_s, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
         return out
 
+    def gather_rows(self, x: Tensor, counts: tuple[int, ...], group, timeout_s: float) -> Tensor:
+        """x [counts[rank], ...] of every rank -> [sum(counts), ...], in rank order."""
+        out = x.new_empty((sum(counts), *x.shape[1:]))
+        size = x.shape[1:].numel() * x.element_size()
+        parts = _numbers(*(n * size for n in counts))
+        self._run(
+            "gather", group, timeout_s, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), out.nbytes, parts, x.nbytes
+        )
+        return out
+
+    def merge_rows(self, state: Tensor, first: int, count: int, group, timeout_s: float) -> Tensor:
+        """Rows first .. first + count - 1 of the ranks' states [rows, ..., d + 1], merged as by `merge`.
+
+        state: fp32, at most CAPACITY bytes.
+        """
+        out, columns = state.new_empty((count, *state.shape[1:])), state.shape[-1]
+        rows = state.shape[1:-1].numel()
+        parts = _numbers(columns, first * rows, count * rows)
+        call = _MERGE, _EVERYONE, state.data_ptr(), out.data_ptr(), state.nbytes, parts
+        self._run("merge", group, timeout_s, *call)
+        return out
+
     def exchange(self, x: Tensor, group, timeout_s: float) -> Tensor:
         """x [n, ...] -> [n, ...]: entry i came from rank i, whose entry for this rank it was."""
         out = torch.empty_like(x)
@@ -242,16 +277,19 @@ class SharedMemory:
         if states.dtype != torch.float32:
             return merge_packed(states)
         merged = states.new_empty(states.shape[1:])
-        sizes = states.shape[0], merged.numel() // merged.shape[-1], merged.shape[-1]
-        _library().merge_states(states.data_ptr(), merged.data_ptr(), *sizes)
+        columns, sizes = merged.shape[-1], (states.shape[0], merged.numel())
+        _library().merge_states(states.data_ptr(), merged.data_ptr(), *sizes, sizes[1] // columns, columns)
         return merged
 
     def broadcast(self, x: Tensor, source: int, group, timeout_s: float) -> None:
         """x of group rank `source` on all ranks, in place."""
         self._run("broadcast", group, timeout_s, _BROADCAST, source, x.data_ptr(), x.data_ptr(), x.nbytes)
 
-    def _run(self, name: str, group, timeout_s: float, op: int, source: int, x: int, out: int, num_bytes: int) -> None:
-        """One collective of memory.c."""
+    def _run(
+        self, name: str, group, timeout_s: float, op: int, source: int, x: int, out: int, num_bytes: int, parts=None,
+        sent: int | None = None,
+    ) -> None:  # fmt: skip
+        """One collective of memory.c; sent: bytes that this rank sends, if they are others than num_bytes."""
         if _process != self._process:
             raise CommError("a forked process must create a process group of its own")
         if self._watchdog is None:
@@ -259,9 +297,11 @@ class SharedMemory:
         watchdog, world = self._watchdog, self._team.world
         watchdog.check_usable()
         sends = source in (_EVERYONE, self._team.rank)
-        note(f"shared {name}", world, sends * num_bytes * (world if op == _EXCHANGE else 1))
+        if sent is None:
+            sent = sends * num_bytes * (world if op == _EXCHANGE else 1)
+        note(f"shared {name}", world, sent)
         with self._in_use:
-            call = self._ref, op, source, x, out, num_bytes
+            call = self._ref, op, source, x, out, num_bytes, parts
             code = self._collective(*call, 1)
             if code == _WAITING:
                 began = time.monotonic()

@@ -4,15 +4,14 @@
  * and reads the others' slots once they have published it, too. Slots alternate between steps, and a rank writes into one
  * again only after all have published the step in between, so nobody reads it any more. Sums are added up in rank order.
  *
- * A rank that waits gives up its core at once, since it may share it with those that it waits for, and sleeps on a futex
- * if that takes long. The others wake it up when the last one that it waits for has come. All accesses to what is shared
- * and changes are sequentially consistent: either the sleeper sees the step, or its publisher sees the sleeper.
- */
+ * A rank that waits sleeps on a futex: at once where ranks share cores, since those that it waits for may need this one,
+ * else after it has looked for a while. (With sched_yield, which Linux takes for having used up a slice of time, other
+ * processes would run first.) The others wake it up when the last one that it waits for has come. All accesses to what
+ * is shared and changes are sequentially consistent: either the sleeper sees the step, or its publisher sees the sleeper. */
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <math.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -21,13 +20,12 @@
 #include <unistd.h>
 
 #define LINE 128           /* bytes that no two ranks write to */
-#define YIELDS_NS 50000    /* for so long a rank yields before it sleeps */
 #define SLEEPS_NS 50000000 /* for so long it sleeps before the caller looks what keeps the others */
 #define ONE_ROUND 65536    /* bytes of all ranks together that every rank adds up itself */
 #define EVERYONE -1
 
 enum { DONE, WAITING, DIFFERENT };
-enum { GATHER, EXCHANGE, BROADCAST, SUM_F32, SUM_F64, SUM_BF16 }; /* __init__.py has the same */
+enum { GATHER, EXCHANGE, BROADCAST, MERGE, SUM_F32, SUM_F64, SUM_BF16 }; /* __init__.py has the same */
 
 typedef struct {
     _Alignas(LINE) _Atomic uint64_t step;    /* the last one that this rank has published */
@@ -44,6 +42,7 @@ typedef struct {
 typedef struct { /* __init__.py has the same */
     char *memory;
     int64_t world, rank, capacity; /* bytes of a slot's data */
+    int64_t looks_ns;              /* for so long a rank looks before it sleeps */
     uint64_t step;                 /* of this rank */
     int64_t at;                    /* bytes of the collective that are done; */
     int32_t round, published;      /* where in a piece it is */
@@ -54,7 +53,8 @@ typedef struct {
     int64_t op, source; /* EVERYONE, or the rank that broadcasts */
     const char *in;
     char *out;
-    int64_t bytes; /* of in; of an exchange of one of its entries */
+    int64_t bytes; /* of in; of an exchange of one of its entries; of a gather by parts of all of them */
+    const int64_t *parts; /* of a gather: bytes of every rank, NULL: equal; of MERGE: columns, first of the rows, number */
 } Call;
 
 static Rank *rank_of(const Team *t, int64_t r) { return (Rank *)t->memory + r; }
@@ -92,11 +92,9 @@ static int wait_for(const Team *t, uint64_t step, int64_t source)
 {
     if (has_come(t, step, source))
         return 1;
-    for (int64_t end = now() + YIELDS_NS; now() < end;) {
-        sched_yield();
+    for (int64_t end = now() + t->looks_ns; now() < end;)
         if (has_come(t, step, source))
             return 1;
-    }
     Rank *own = rank_of(t, t->rank);
     struct timespec limit = {.tv_nsec = SLEEPS_NS};
     uint32_t bell = atomic_load(&own->bell);
@@ -186,10 +184,44 @@ static int64_t first_of(const Team *t, const Call *c, int64_t n, int64_t rank)
     return least(rank * share, count);
 }
 
+/* Equation (4): n packed states of `rows` rows, `next` numbers apart, whose last column is lse, become one, in order. */
+void merge_states(const float *states, float *out, int64_t n, int64_t next, int64_t rows, int64_t columns)
+{
+    for (int64_t row = 0; row < rows; row++, out += columns) {
+        const float *state = states + row * columns, *lse = state + columns - 1;
+        float top = -INFINITY, den = 0;
+        for (int64_t i = 0; i < n; i++)
+            top = lse[i * next] > top || lse[i * next] != lse[i * next] ? lse[i * next] : top;
+        memset(out, 0, columns * sizeof *out);
+        if (top == -INFINITY) {
+            out[columns - 1] = -INFINITY;
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++) {
+            float weight = expf(lse[i * next] - top);
+            den += weight;
+            for (int64_t t = 0; t < columns - 1; t++)
+                out[t] += weight * state[i * next + t];
+        }
+        for (int64_t t = 0; t < columns - 1; t++)
+            out[t] /= den;
+        out[columns - 1] = top + logf(den);
+    }
+}
+
+/* The bytes of a rank in a piece of at most n bytes of a gather. */
+static int64_t part_of(const Team *t, const Call *c, int64_t n, int64_t rank)
+{
+    int64_t left = c->parts[rank] - t->at;
+    return left < 0 ? 0 : least(left, n);
+}
+
 /* Write this rank's part of a piece of n bytes into its slot. */
 static void put(const Team *t, const Call *c, int64_t n, char *data)
 {
     const char *in = c->in + t->at;
+    if (c->op == GATHER && c->parts)
+        n = part_of(t, c, n, t->rank);
     if (t->round == 1)
         add_up(t, c->op, t->step - 1, first_of(t, c, n, t->rank), first_of(t, c, n, t->rank + 1), data);
     else if (c->op == EXCHANGE)
@@ -208,6 +240,14 @@ static void take(const Team *t, const Call *c, int64_t n)
             int64_t first = first_of(t, c, n, r) * item_size(c->op), stop = first_of(t, c, n, r + 1) * item_size(c->op);
             memcpy(out + first, slot_of(t, t->step, r)->data + first, stop - first);
         }
+    } else if (c->op == MERGE) {
+        int64_t columns = c->parts[0], skipped = c->parts[1] * columns * sizeof(float);
+        const float *first = (const float *)(slot_of(t, t->step, 0)->data + skipped);
+        int64_t next = (int64_t)(sizeof(Slot) + t->capacity) / (int64_t)sizeof(float);
+        merge_states(first, (float *)out, t->world, next, c->parts[2], columns);
+    } else if (c->op == GATHER && c->parts) {
+        for (int64_t r = 0; r < t->world; out += c->parts[r++])
+            memcpy(out, slot_of(t, t->step, r)->data, part_of(t, c, n, r));
     } else if (c->op == BROADCAST) {
         if (c->source != t->rank)
             memcpy(out, slot_of(t, t->step, c->source)->data, n);
@@ -233,20 +273,25 @@ static int differs(const Team *t, const Call *c)
 }
 
 /* One collective:
- *   GATHER     in [bytes] of every rank -> out [world, bytes]
+ *   GATHER     in [bytes] of every rank -> out [world, bytes]; with parts in [parts[rank]] -> out [bytes], their sum
  *   EXCHANGE   in [world, bytes] -> out [world, bytes]: entry r came from rank r, whose entry for this rank it was
  *   BROADCAST  in [bytes] of rank `source` -> out [bytes] of the others
+ *   MERGE      in [bytes], at most a slot, a state of every rank -> out, the merged states of some rows
  *   SUM_...    in [bytes] of every rank -> out [bytes]; bf16 is added up in fp32. Large ones in two rounds: every rank
  *              adds up its share of a piece, and hands it out
  * WAITING: call it again, with fresh = 0, to go on waiting. */
-int collective(Team *t, int64_t op, int64_t source, const char *in, char *out, int64_t bytes, int32_t fresh)
+int collective(Team *t, int64_t op, int64_t source, const char *in, char *out, int64_t bytes, const int64_t *parts,
+               int32_t fresh)
 {
-    Call c = {op, source, in, out, bytes};
-    int64_t most = op == EXCHANGE ? t->capacity / t->world : t->capacity;
+    Call c = {op, source, in, out, bytes, parts};
+    int64_t most = op == EXCHANGE ? t->capacity / t->world : t->capacity, end = bytes;
+    if (op == GATHER && parts)
+        for (int64_t r = end = 0; r < t->world; r++)
+            end = parts[r] > end ? parts[r] : end;
     if (fresh)
         t->at = t->round = t->published = 0;
-    while (t->at < bytes) {
-        int64_t n = least(most, bytes - t->at);
+    while (t->at < end) {
+        int64_t n = least(most, end - t->at);
         if (!t->published) {
             if (!wait_for(t, t->step, EVERYONE))
                 return WAITING;
@@ -271,7 +316,7 @@ int collective(Team *t, int64_t op, int64_t source, const char *in, char *out, i
     return DONE;
 }
 
-/* Take the lock that the others see for as long as this process is alive; 0: it is taken. */
+/* Take the lock that the others see while this process is alive; 0: it is taken. */
 int be_alive(const Team *t)
 {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = t->rank, .l_len = 1};
@@ -302,30 +347,4 @@ int sees_all(const Team *t)
         if (!is_alive(t, r))
             return 0;
     return 1;
-}
-
-/* Equation (4): n packed states of `rows` rows, whose last column is lse, become one, in order. */
-void merge_states(const float *states, float *out, int64_t n, int64_t rows, int64_t columns)
-{
-    for (int64_t row = 0; row < rows; row++, out += columns) {
-        const float *state = states + row * columns, *lse = state + columns - 1;
-        int64_t next = rows * columns;
-        float top = -INFINITY, den = 0;
-        for (int64_t i = 0; i < n; i++)
-            top = lse[i * next] > top || lse[i * next] != lse[i * next] ? lse[i * next] : top;
-        memset(out, 0, columns * sizeof *out);
-        if (top == -INFINITY) {
-            out[columns - 1] = -INFINITY;
-            continue;
-        }
-        for (int64_t i = 0; i < n; i++) {
-            float weight = expf(lse[i * next] - top);
-            den += weight;
-            for (int64_t t = 0; t < columns - 1; t++)
-                out[t] += weight * state[i * next + t];
-        }
-        for (int64_t t = 0; t < columns - 1; t++)
-            out[t] /= den;
-        out[columns - 1] = top + logf(den);
-    }
 }

@@ -12,11 +12,10 @@ import copy
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ...comm import gather_sequence, sum_over_ranks
+from ...comm import gather_rows, sum_over_ranks
 from .head_groups import even_shares
 from .own_tokens import OwnTokens, running
 from .pieces import Layout
@@ -152,6 +151,4 @@ def _gather(module, args, out: Tensor, *, widths: tuple[int, ...], group, messag
     """A hook: out [..., own columns] of every rank -> [..., all columns]. Whole weights give them all."""
     if out.shape[-1] == sum(widths):
         return out
-    mine = F.pad(out, (0, max(widths) - out.shape[-1])).movedim(-1, 0).contiguous()
-    whole = gather_sequence(mine, group, **messages).unflatten(0, (len(widths), max(widths)))
-    return torch.cat([part[:n].movedim(0, -1) for part, n in zip(whole, widths)], -1)
+    return gather_rows(out.movedim(-1, 0).contiguous(), widths, group, **messages).movedim(0, -1)
