@@ -151,4 +151,4 @@ def _gather(module, args, out: Tensor, *, widths: tuple[int, ...], group, messag
     """A hook: out [..., own columns] of every rank -> [..., all columns]. Whole weights give them all."""
     if out.shape[-1] == sum(widths):
         return out
-    return gather_rows(out.movedim(-1, 0).contiguous(), widths, group, **messages).movedim(0, -1)
+    return gather_rows(out.movedim(-1, 0).contiguous(), widths, group, **messages).movedim(0, -1).contiguous()
