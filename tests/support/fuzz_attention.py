@@ -14,7 +14,7 @@ from megatron_tree.dropout import keep_weights
 from megatron_tree.layout import Dispatched, Packed, positions_of, sequences_of, shard_segments
 from megatron_tree.plan import HeadSplit
 from megatron_tree.plan.planner import grids
-from support.attention import seen_in
+from support.attention import alibi_mask, distances, seen_in
 from support.fuzz import DTYPES, EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 from support.fuzz_layouts import dispatched, documents, on_one_rank, padding_of, rows_of, slices
 
@@ -36,7 +36,7 @@ class Call:
     batch: int = 1
     dtype: torch.dtype = torch.float64
     mask: tuple = ()
-    """Items of causal, window_size, ranges, softcap, dropout_p, dropout_seed, softmax_scale."""
+    """Items of causal, window_size, ranges, softcap, dropout_p, dropout_seed, softmax_scale, alibi_slopes."""
     sinks: bool = False
     lse: str = "not asked for"
     """Or "returned", or "in the loss"."""
@@ -136,18 +136,23 @@ def calls(draw, world):
     heads = h_kv * draw(st.sampled_from([1, 1, 2, 3, 4])), h_kv
     dims = draw(st.sampled_from([(4, 4), (8, 8), (8, 4), (3, 5), (1, 1), (6, 16)]))
     mask, dtype = draw(masks(cross)), draw(DTYPES)
+    if not cross and draw(st.integers(0, 3)) == 0:
+        rows = draw(st.sampled_from([1, batch]))
+        slopes = st.tuples(*[st.sampled_from([0.5, 0.125, 0.0, -0.0625])] * heads[0])  # fp32 has them
+        mask["alibi_slopes"] = draw(st.tuples(*[slopes] * rows))
     if not isinstance(layout, (Packed, Dispatched)) and draw(st.integers(0, 3)) == 0:
         mask = {name: x for name, x in mask.items() if name in ("softcap", "softmax_scale")}
         mask["ranges"] = draw(slices(seq_len, seq_len if keys is None else keys[1]))
     config = draw(configs(world, heads))
     sinks, lse = draw(st.booleans()), draw(st.sampled_from(["not asked for", "returned", "in the loss"]))
     if dtype in (torch.bfloat16, torch.float16):  # what torch's own attention can be compared with
-        mask = {name: x for name, x in mask.items() if name in ("causal", "window_size", "ranges")}
+        mask = {name: x for name, x in mask.items() if name in ("causal", "window_size", "ranges", "alibi_slopes")}
         sinks, lse = False, "not asked for"
     backends = ["auto", "auto", "reference"]
     # exchanged heads bring every rank a gradient of a returned lse, zeros where the loss has none
     flowing = lse == "in the loss" or (lse == "returned" and config.get("ulysses_size", 1) > 1)
-    if not (mask.get("softcap") or mask.get("dropout_p") or mask.get("softmax_scale", 1.0) <= 0 or flowing):
+    biased = mask.get("softcap") or mask.get("alibi_slopes")
+    if not (biased or mask.get("dropout_p") or mask.get("softmax_scale", 1.0) <= 0 or flowing):
         backends.append("aten")
     if dtype == torch.float32 and world < 3:  # Triton's interpreter takes its time
         backends.append("triton")
@@ -209,6 +214,8 @@ def run(rank, world, call):
         x[:, padding_of(*sharding)] = float("nan")  # nothing may come of what lies in padding
     leaves = [_laid_out(x[:, at], call.memory).requires_grad_() for x, at in ((q, rows), (k, cols), (v, cols))]
     options = dict(call.mask, cp_group=dist.group.WORLD, return_lse=call.lse != "not asked for")
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.tensor(options["alibi_slopes"]).squeeze(0)
     if sinks is not None:
         leaves.append(sinks.to(torch.promote_types(call.dtype, torch.float32)).requires_grad_())
         options["sinks"] = leaves[3]
@@ -243,7 +250,7 @@ def _called(call, q, k, v, options):
 
 
 def truth(call):
-    """({result: float64 tensor of the whole sequence}, what may be seen [s_q, s_k])."""
+    """({result: float64 tensor of the whole sequence}, what may be seen [s_q, s_k], distances [s_q, s_k])."""
     q, k, v, dout, dlse, sinks = call.inputs()
     mask = dict(call.mask)
     p, seed, drawn = mask.pop("dropout_p", 0.0), mask.pop("dropout_seed", None), mask.pop("ranges", None)
@@ -258,10 +265,10 @@ def truth(call):
         positions = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=q_seq)
         weights = keep_weights(spec.dropout, batch=q.shape[0], num_heads=q.shape[2], **positions)
     exact = [x.double() for x in (q, k, v, dout)]
-    options = dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights)
+    options = dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights, distance=distances(q_pos, k_pos))
     out, lse = energy.attention(*exact[:3], **options)
     grads = energy.attention_grads(*exact, **options, dlse=dlse.double() if call.lse == "in the loss" else None)
-    return dict(zip(("out", "lse", *GRADIENTS), (out, lse, *grads))), keep
+    return dict(zip(("out", "lse", *GRADIENTS), (out, lse, *grads))), keep, options["distance"]
 
 
 def check(call, results):
@@ -272,8 +279,8 @@ def check(call, results):
         return
     for rank, found in enumerate(results):
         assert not isinstance(found, str), f"rank {rank} refused a valid call: {found}"
-    expected, keep = truth(call)
-    allowed = _allowed(call, expected, keep)
+    expected, keep, distance = truth(call)
+    allowed = _allowed(call, expected, keep, distance)
     world = len(results)
     for rank, found in enumerate(results):
         rows, cols = (rows_of(*sharding, rank, world) for sharding in call.shardings)
@@ -288,19 +295,22 @@ def check(call, results):
         check_close("dsinks", sum(x["dsinks"].double() for x in results), expected["dsinks"], allowed["dsinks"])
 
 
-def _allowed(call, expected, keep):
+def _allowed(call, expected, keep, distance):
     """{result: magnitude error}: 1e-10 in float64; in fp32 a few roundings; below, the rule: at most 2 (gradients: 3)
     times the error of torch's dense attention in that dtype, but never less than a few roundings of the result."""
     sizes = {name: max(1.0, magnitude(x)) for name, x in expected.items()}
     if call.dtype == torch.float64:
         return {name: 1e-10 * n for name, n in sizes.items()}
+    slopes = torch.tensor(dict(call.mask).get("alibi_slopes", ((0.0,),)))
     logits = 1.0 + abs(dict(call.mask).get("softmax_scale", 1.0)) * max(1.0, call.head_dims[0] ** 0.5)
+    logits += magnitude(slopes) * magnitude(distance * keep)
     few = {name: 64 * EPSILON[torch.float32] * logits * n for name, n in sizes.items()}
     if call.dtype == torch.float32:
         return few
     q, k, v, dout = (x.detach() for x in call.inputs()[:4])
     leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    options = dict(attn_mask=keep, enable_gqa=True, scale=dict(call.mask).get("softmax_scale"))
+    mask = keep if not slopes.any() else alibi_mask(keep, slopes, distance).to(call.dtype)
+    options = dict(attn_mask=mask, enable_gqa=True, scale=dict(call.mask).get("softmax_scale"))
     out = F.scaled_dot_product_attention(*leaves, **options)
     dense = [x.transpose(1, 2) for x in (out, *torch.autograd.grad(out, leaves, dout.transpose(1, 2)))]
     for name, x in zip(("out", "dq", "dk", "dv"), dense):

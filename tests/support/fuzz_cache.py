@@ -11,6 +11,7 @@ from megatron_tree.cache import CACHE_DTYPES, ShardedCache, quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.kernels import gather_row
 from megatron_tree.plan import grids
+from support.attention import distances, make_slopes, slopes_of
 from support.decoding import same_everywhere
 from support.fuzz import EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 
@@ -21,7 +22,39 @@ GAP = 3  # positions that no slot has, so that "the query's" is not "the last"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Decode:
+class Masked:
+    """What all queries of a case have in common."""
+
+    heads: tuple[int, int] = (2, 1)
+    head_dims: tuple[int, int] = (4, 4)
+    dtype: torch.dtype = torch.float64
+    left: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
+    slopes: bool = False
+    seed: int = 0
+
+    __repr__ = told
+
+    @property
+    def options(self):
+        given = dict(sinks=randn(self.seed + 3, self.heads[0])) if self.sinks else {}
+        given |= dict(alibi_slopes=make_slopes(self.heads[0])) if self.slopes else {}
+        return dict(window_size=(self.left, -1), softcap=self.softcap) | given
+
+    def oracle(self, q, k, v, q_positions, k_positions, keep):
+        """(out, lse) in float64."""
+        slopes = slopes_of(self.options.get("alibi_slopes"))
+        mask = dict(window_size=(self.left, -1), softcap=self.softcap, alibi_slopes=slopes)
+        spec = AttnSpec(softmax_scale=self.head_dims[0] ** -0.5, **mask)
+        if keep is not None:
+            keep = keep & energy.visible(q_positions, k_positions, spec)
+        seen = dict(keep=keep, distance=distances(q_positions, k_positions))
+        return energy.attention(q.double(), k.double(), v.double(), spec=spec, sinks=self.options.get("sinks"), **seen)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Decode(Masked):
     """One call of tree_decode over shards that know nothing of one another."""
 
     shards: tuple[tuple[int, ...], ...]
@@ -32,21 +65,12 @@ class Decode:
     """No cache_seqlens: all rows of a rank are equally long."""
     positions: bool = False
     s_q: int = 1
-    heads: tuple[int, int] = (2, 1)
-    head_dims: tuple[int, int] = (4, 4)
-    dtype: torch.dtype = torch.float64
     page_size: int = 0
     """0: not paged."""
     stored: str = "auto"
-    left: int = -1
-    softcap: float = 0.0
-    sinks: bool = False
     strided: bool = False
     schedule: str = "auto"
     config: tuple = ()
-    seed: int = 0
-
-    __repr__ = told
 
     @property
     def batch(self):
@@ -76,11 +100,6 @@ class Decode:
             k[row, length:], v[row, length:], positions[row, length:] = float("nan"), float("nan"), -1
         return k, v, positions
 
-    @property
-    def options(self):
-        options = dict(window_size=(self.left, -1), softcap=self.softcap)
-        return options | (dict(sinks=randn(self.seed + 3, self.heads[0])) if self.sinks else {})
-
 
 @st.composite
 def decodes(draw, world):
@@ -90,12 +109,12 @@ def decodes(draw, world):
     lengths = st.one_of(st.just(0), st.integers(0, 20))
     rank = lengths.map(lambda n: (n,) * batch) if whole else st.tuples(*[lengths] * batch)
     s_q = draw(st.sampled_from([1, 1, 2, 5]))
-    left = draw(st.sampled_from([-1, -1, 0, 3, 11]))
+    left, slopes = draw(st.sampled_from([-1, -1, 0, 3, 11])), draw(st.integers(0, 3)) == 0
     return Decode(
         shards=draw(st.tuples(*[rank] * world)),
         spare=draw(st.tuples(*[st.integers(0, 3)] * world)),
         whole=whole,
-        positions=s_q > 1 or left >= 0 or draw(st.booleans()),
+        positions=s_q > 1 or left >= 0 or slopes or draw(st.booleans()),
         s_q=s_q,
         heads=draw(HEADS),
         head_dims=draw(HEAD_DIMS),
@@ -105,6 +124,7 @@ def decodes(draw, world):
         left=left,
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
         sinks=draw(st.booleans()),
+        slopes=slopes,
         strided=draw(st.booleans()),
         schedule=draw(st.sampled_from(DECODE_SCHEDULES)),
         config=(
@@ -161,7 +181,6 @@ def check_decode(call, results):
     """The first rank's result against the truth; the others must hold its bits."""
     assert all(same for _, _, same in results), "ranks differ"
     out, lse, _ = results[0]
-    spec = AttnSpec(softmax_scale=call.head_dims[0] ** -0.5, window_size=(call.left, -1), softcap=call.softcap)
     shards = [call.slots(rank) for rank in range(len(call.shards))]
     if call.stored != "auto":
         stored = CACHE_DTYPES[call.stored]
@@ -171,12 +190,8 @@ def check_decode(call, results):
     for row in range(call.batch):
         parts = [[x[row : row + 1, : n[row]] for x in shard] for shard, n in zip(shards, call.shards)]
         k, v, positions = (torch.cat(x, 1) for x in zip(*parts))
-        keep = None
-        if call.positions:
-            keep = energy.visible(call.q_positions()[[row]], positions, spec) & (positions >= 0)[:, None]
-        sinks = call.options.get("sinks")
-        exact = (x.double() for x in (call.q()[[row]], k, v))
-        o, l = energy.attention(*exact, spec=spec, keep=keep, sinks=sinks)
+        keep = (positions >= 0)[:, None] if call.positions else None
+        o, l = call.oracle(call.q()[[row]], k, v, call.q_positions()[[row]], positions, keep)
         _close(f"row {row}", call.dtype, (out[[row]], o), (lse[[row]], l))
 
 
@@ -187,28 +202,14 @@ def _close(name, dtype, *pairs):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Life:
+class Life(Masked):
     """A `ShardedCache` from its first row on: what is done to it, one thing after another."""
 
     actions: tuple[tuple, ...]
     """("prefill", row, tokens, number of the grid), ("decode", first row, rows, tokens, schedule), ("fork", row),
     ("crop", row, tokens), ("remove", row); rows are numbers among those there, modulo how many there are."""
     page_size: int = 4
-    heads: tuple[int, int] = (2, 1)
-    head_dims: tuple[int, int] = (4, 4)
-    dtype: torch.dtype = torch.float64
-    left: int = -1
-    softcap: float = 0.0
-    sinks: bool = False
     transport: str = "auto"
-    seed: int = 0
-
-    __repr__ = told
-
-    @property
-    def options(self):
-        options = dict(window_size=(self.left, -1), softcap=self.softcap)
-        return options | (dict(sinks=randn(self.seed + 3, self.heads[0])) if self.sinks else {})
 
 
 numbers = st.integers(0, 7)
@@ -230,6 +231,7 @@ LIVES = st.builds(
     left=st.sampled_from([-1, -1, 0, 5, 17]),
     softcap=st.sampled_from([0.0, 2.0]),
     sinks=st.booleans(),
+    slopes=st.integers(0, 3).map(lambda n: n == 0),
     transport=st.sampled_from(["auto", "builtin"]),
     seed=st.integers(0, 1000),
 )
@@ -254,14 +256,10 @@ class _Model:
 
     def wanted(self, row, n):
         """The oracle for the last n tokens of a row."""
-        tokens, life = self.rows[row], self.life
-        spec = AttnSpec(
-            softmax_scale=life.head_dims[0] ** -0.5, window_size=life.options["window_size"], softcap=life.softcap
-        )
-        at = torch.arange(len(tokens))
-        q, k, v = (x[tokens][None].double() for x in (self.q, self.k, self.v))
-        keep = energy.visible(at[len(tokens) - n :], at, spec)
-        return energy.attention(q[:, len(tokens) - n :], k, v, spec=spec, keep=keep, sinks=life.options.get("sinks"))[0]
+        tokens = self.rows[row]
+        at, last = torch.arange(len(tokens)), slice(len(tokens) - n, None)
+        q, k, v = (x[tokens][None] for x in (self.q, self.k, self.v))
+        return self.life.oracle(q[:, last], k, v, at[last], at, torch.tensor(True))[0]
 
 
 def run_life(rank, world, life):
@@ -317,7 +315,7 @@ def _prefill(cache, model, ids, row, n, grid, options):
     view, pages = cache.view(0, [ids[row]], "cpu"), cache.layers[0]
     keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
     grid = (choices := grids(cache.book.world))[grid % len(choices)]
-    segments = cache.key_segments(append, 0, of_all_ranks=grid[1] > 1)
+    segments = cache.key_segments(append, 0, of_all_ranks=grid[1] > 1, by_position=model.life.slopes)
     mine = torch.tensor(mine, dtype=torch.int64)
     out = tree_prefill(q[:, mine], keys, values, shares=append.shares, key_segments=segments, grid=grid, **options)
     _close(f"prefill on rank {rank}", model.life.dtype, (out, model.wanted(row, n)[:, mine]))
