@@ -30,7 +30,7 @@ slow:            ## the slow tests
 	bash launch/test.sh -m slow
 
 ptx:             ## all Triton tests on what is compiled for sm_80 and sm_90, executed on the CPU: half an hour on one core
-	for arch in sm_80 sm_90; do python -m pytest -m '' --ptx $$arch $(GPU_TESTS) tests/ptx || exit 1; done
+	failed=0; for arch in sm_80 sm_90; do python -m pytest -m '' --ptx $$arch $(GPU_TESTS) tests/ptx || failed=1; done; exit $$failed
 
 soak:            ## half an hour of training and generation on an emulated cluster, in which ranks are lost
 	PYTHONPATH=. python -m tests.soak

@@ -11,7 +11,8 @@ from .kernel_cases import Case, Timing, inputs, truth_of, verify
 from .results import WrongResult
 
 CANDIDATES = {
-    "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (32, 4)) for s in (2, 3)] + [Tiles(64, 64, 4, 3)],
+    "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (32, 4)) for s in (2, 3)]
+    + [Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 2, boxes=True), Tiles(128, 128, 8, 3, boxes=True)],
     "dq": [Tiles(m, n, w, 2) for m, n, w in ((128, 128, 8), (128, 64, 8), (128, 32, 8), (64, 64, 4))]
     + [Tiles(128, 64, 8, 3), Tiles(128, 32, 4, 3)],
     "dkdv": [Tiles(m, n, w, 2) for m, n, w in ((64, 128, 8), (128, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4))]
@@ -42,16 +43,16 @@ def race(case: Case, kernel: str, candidates: list[Tiles], emit: Emit, *, device
     for tiles in candidates:
         with pinned(kernel, tiles):
             try:
-                verify(case, f"ours, {kernel} {tuple(tiles)}", call(), truth, dtype)
+                verify(case, f"ours, {kernel} {tiles.label}", call(), truth, dtype)
                 seconds = clock(call, device, seconds=0.25)
             except Exception as error:  # does not fit: triton raises several kinds of errors
-                print(f"  {kernel} {tuple(tiles)}: {type(error).__name__}", flush=True)
+                print(f"  {kernel} {tiles.label}: {type(error).__name__}", flush=True)
                 wrong += [str(error)] if isinstance(error, WrongResult) else []
                 continue
         found.append((seconds, tiles))
-        name = f"{kernel} " + "x".join(map(str, tiles))
-        emit(Timing(case.label, "race", name, seconds * 1e3, case.flops / seconds / 1e12, "TFLOP/s"))
-    ranking = ", ".join(f"{tuple(t)} {s * 1e3:.3f} ms" for s, t in sorted(found))
+        rate = case.flops / seconds / 1e12
+        emit(Timing(case.label, "race", f"{kernel} {tiles.label}", seconds * 1e3, rate, "TFLOP/s"))
+    ranking = ", ".join(f"{t.label} {s * 1e3:.3f} ms" for s, t in sorted(found))
     print(f"\nrace {kernel}, {case.label}: {ranking or 'no candidate ran'}", flush=True)
     if wrong:
         raise WrongResult("; ".join(wrong))

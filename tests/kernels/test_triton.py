@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, energy, kernels, merge, shard_positions, tree_attn_func, tree_decode
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import triton as triton_kernels
-from megatron_tree.kernels.triton import attn_delta, configs, host
+from megatron_tree.kernels.triton import attn_delta, boxes, configs, host
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
 from support.attention import distances
 from support.ranks import largest, run_distributed
@@ -90,6 +90,31 @@ def test_heads_and_head_dims(heads, d, d_v):
     if d * d_v > 4096 and heads != (3, 1) and DEVICE == "cpu":
         pytest.skip("wide heads run with one grouping only in the interpreter: it takes seconds per case")
     check_cell("offsets", {}, heads, d, d_v, limit=5e-6)
+
+
+@pytest.mark.parametrize("cell", ["cell of a grid", "packed"])
+def test_boxes(cell, monkeypatch):
+    """Keys and values by the copy engine: padding that is NaN is brought along, and left out."""
+    table, made = configs.tiles, []
+    monkeypatch.setattr(configs, "tiles", lambda *args: table(*args)._replace(boxes=True))
+    descriptor = boxes.TensorDescriptor
+    monkeypatch.setattr(boxes, "TensorDescriptor", lambda *args: made.append(descriptor(*args)) or made[-1])
+    check_cell(cell, dict(window_size=(20, 0)), (4, 2), 32, 16)
+    expected = host.arch(torch.device(DEVICE)) in boxes.ARCHES
+    assert [x.block_shape[-1] for x in made] == [32, 16] * expected
+
+
+def test_where_boxes_cannot_be_used(monkeypatch):
+    """Two tiles of columns, an odd address or stride, one row for all of the batch, and GPUs before sm_90."""
+    tiles = configs.Tiles(16, 16, 4, 1, boxes=True)
+    taken = lambda k, of=tiles: boxes.arguments(k, k, of)["K_BOXES"] is not None  # noqa: E731
+    x = torch.zeros(2, 8, 2, 64, dtype=torch.float16, device=DEVICE)
+    monkeypatch.setattr(host, "arch", lambda device: "sm90")
+    assert taken(x) and taken(x[:1, :, :1]) and taken(x[..., :32])
+    refused = (x[..., :48], x[..., 1:33], x[..., :36], torch.zeros(2, 8, 2, 34, dtype=torch.float16)[..., :32])
+    assert not any(map(taken, (*refused, x[:1].expand(2, -1, -1, -1)))) and not taken(x, tiles._replace(boxes=False))
+    monkeypatch.setattr(host, "arch", lambda device: "sm80")
+    assert not taken(x)
 
 
 def test_fp16_inputs():

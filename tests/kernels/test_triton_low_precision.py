@@ -5,7 +5,7 @@ import torch
 
 from megatron_tree.bench.low_precision import DECODING, TRAINING, check_decoding, check_training
 from megatron_tree.kernels.triton import host
-from support.triton_inputs import DEVICE
+from support.triton_inputs import DEVICE, skip_without
 
 pytestmark = pytest.mark.skipif(host.interpreting(), reason="the interpreter computes bf16 wrongly: use --ptx or a GPU")
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,6 +20,5 @@ def test_training(case, dtype):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("case", DECODING)
 def test_decoding(case, dtype):
-    if DECODING[case].stored == torch.float8_e4m3fn and host.arch(torch.device(DEVICE)) == "sm80":
-        pytest.skip("fp8 needs sm_89 or later")
+    skip_without(DECODING[case].stored)
     check_decoding(DECODING[case], LOW[dtype], DEVICE, "triton")

@@ -11,7 +11,7 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import PagedKV, SharedPages, Visible
 from megatron_tree.kernels.paged import decode_shared
 from megatron_tree.kernels.triton import decode
-from support.triton_inputs import DEVICE, inputs, paged
+from support.triton_inputs import DEVICE, inputs, paged, skip_without
 
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -69,6 +69,7 @@ def check(
     ],
 )
 def test_pages_in_eight_bits(name, heads, s_q, options):
+    skip_without(EIGHT_BITS[name])
     check(heads, s_q, EIGHT_BITS[name], **options)
 
 

@@ -9,12 +9,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_tree.bench.precompile import AbsentGPU
 
 from .machine import Kernel
 from .memory import GlobalMemory
 from .syntax import parse
+from .tensor_copies import TensorMap
 
 ARCHES = {"sm_80": 80, "sm_90": 90}
 MULTIPROCESSORS = 132
@@ -64,8 +66,15 @@ def _launch(function, compiled, grid, args, kwargs) -> None:
     given = function.signature.bind(*args, **known)
     given.apply_defaults()
     passed = list(_passed(tuple(given.arguments.values()), tuple(compiled.src.signature.values())))
-    memory = GlobalMemory([x for x in passed if isinstance(x, torch.Tensor)])
-    numbers = [memory.address(x) if isinstance(x, torch.Tensor) else x for x in passed]
+    tensors = [x.base if isinstance(x, TensorDescriptor) else x for x in passed]
+    memory = GlobalMemory([x for x in tensors if isinstance(x, torch.Tensor)])
+    numbers, descriptors = [], iter(getattr(compiled.metadata, "tensordesc_meta", ()))
+    for x in passed:
+        if isinstance(x, TensorDescriptor):
+            tensor_map = TensorMap.of(x, next(descriptors), memory.address(x.base))
+            numbers += [tensor_map, *x.shape, *x.strides]
+        else:
+            numbers.append(memory.address(x) if isinstance(x, torch.Tensor) else x)
     numbers += [0] * (len(kernel.program.params) - len(numbers))  # scratch memory that no kernel of ours asks for
     shape = tuple(grid(given.arguments) if callable(grid) else grid)
     launches.append(kernel)

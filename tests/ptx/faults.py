@@ -19,6 +19,11 @@ def _later(i: Instruction) -> Instruction:
     return i._replace(operands=(str(int(i.operands[0]) + 1),))
 
 
+def _arrived(i: Instruction) -> Instruction:
+    """The barrier is found open at once."""
+    return i._replace(parts=("mov", "pred"), operands=(i.operands[0], "1"))
+
+
 def _shifted(i: Instruction, by: int) -> Instruction:
     """The address in shared memory is another one."""
     n = 0 if i.parts[0] in ("st", "stmatrix", "cp") else 1
@@ -43,6 +48,9 @@ KINDS = {  # name -> (which instructions, what becomes of them)
     "register fence": (lambda i: i.name.startswith("wgmma.fence"), lambda i: NOTHING),
     "wait for copies": (lambda i: i.name.startswith("cp.async.wait"), _later),
     "wait for products": (lambda i: i.name.startswith("wgmma.wait"), _later),
+    "wait for boxes": (lambda i: i.name.startswith("mbarrier.try_wait"), _arrived),
+    "expected bytes": (lambda i: i.name.startswith("mbarrier.arrive.expect"), lambda i: NOTHING),
+    "box offset": (lambda i: i.name.startswith("cp.async.bulk.tensor"), lambda i: _shifted(i, 128)),
     "store offset": (lambda i: i.parts[:2] == ("st", "shared"), lambda i: _shifted(i, 16)),
     "load offset": (lambda i: i.parts[0] == "ldmatrix", lambda i: _shifted(i, 16)),
     "copy offset": (lambda i: i.name.startswith("cp.async.c") and len(i.operands) > 1, lambda i: _shifted(i, 16)),

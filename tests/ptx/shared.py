@@ -120,6 +120,22 @@ class SharedMemory:
             for copy in self.groups.pop(0):
                 self.write(copy.access._replace(line=line), copy.data)
 
+    # copies by descriptor: what they write has come through the asynchronous proxy
+
+    def overwrite(self, access: Access) -> None:
+        """From now on, and until `arrive`, nobody knows what is there."""
+        rows = np.broadcast_to(np.arange(len(self.bytes))[:, None], access.address.shape)[access.mask]
+        if self.unfenced[rows, access.address[access.mask] // CHUNK].any():
+            raise Fault(f"line {access.line}: a copy overwrites what was written without a fence.proxy.async since")
+        self.writes.append(access)
+        self.arrive(
+            access, np.full(access.address.shape, 0xFF, np.uint8).repeat(CHUNK, 1).view(WORDS[CHUNK]), access.mask
+        )
+
+    def arrive(self, access: Access, data: np.ndarray, mask: np.ndarray) -> None:
+        memory, index = self.locate(access)
+        memory[index[mask]] = data[mask]
+
     # rules
 
     def fence(self) -> None:

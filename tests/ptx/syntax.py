@@ -112,6 +112,9 @@ def parse(ptx: str) -> Program:
             if not scopes:
                 return program
         elif label:
+            if len(scopes) > 1:  # of inline assembly, which may be there several times
+                scopes[-1][label] = f"{label}:{count}"
+                label = scopes[-1][label]
             program.labels[label] = len(program.instructions)
         elif statement.startswith(".reg"):
             _declare(program, statement, scopes[-1] if len(scopes) > 1 else None, count)
@@ -138,4 +141,4 @@ def _instruction(program: Program, statement: str, scopes: list[dict], line: int
     local = {k: v for scope in scopes for k, v in scope.items()}
     if local:
         rest = re.sub(r"(?<![%\w.$])[A-Za-z_]\w*", lambda m: local.get(m.group(0), m.group(0)), rest)
-    return Instruction(predicate, bool(negated), tuple(name.split(".")), _split(rest), line)
+    return Instruction(local.get(predicate, predicate), bool(negated), tuple(name.split(".")), _split(rest), line)

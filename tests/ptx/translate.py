@@ -36,6 +36,7 @@ class Translator:
         self.number = {r.start: n for n, r in enumerate(self.ranges)}
         self.names = {"np": np, "W": words, "True_": np.True_, "False_": np.False_, **DTYPES}  # of the translated code
         self._known: dict[bytes, str] = {}
+        self._maps = {name: n for n, (kind, name) in enumerate(program.params) if kind == "align"}  # descriptors
         self._blocks: dict[tuple[int, bool], Block] = {}
 
     def changed(self, program: Program, place: int) -> "Translator":
@@ -88,6 +89,8 @@ class Translator:
     def _constant(self, text: str, t: str) -> str:
         if t == "pred":
             return "True_" if int(text, 0) else "False_"
+        if text in self._maps:
+            return f"M.tensor_map({self._maps[text]})"
         if text == "global_smem":
             text = "0"  # shared memory begins at address 0
         size = SIZES[t]
@@ -122,6 +125,8 @@ class Translator:
         operation = i.parts[0]
         if operation == "mov":
             return self._move(i, mask)
+        if operation == "cvta" and "param" in i.parts:
+            return self._put(i.operands[0], "b64", self.value(i.operands[1], "b64"), mask)
         if operation in PLAIN:
             t, text = expression(i, self.value)
             return self._put(i.operands[0], t, text, mask)
@@ -135,6 +140,8 @@ class Translator:
             kept = self.value(i.operands[3], "b32") if len(i.operands) > 3 else "None"
             to, source = self._address(i.operands[0], "b32"), self._address(i.operands[1], "b64")
             return [f"M.copy({to}, {source}, {int(i.operands[2], 0)}, {kept}, {mask}, {i.line})"]
+        if i.name.startswith(("cp.async.bulk.tensor", "mbarrier")) and "try_wait" not in i.parts:
+            return self._arrival(i, mask)
         if mask is not None:
             raise Fault(f"{i.name} by some threads of a warp only, line {i.line}")
         return self._collective(i)
@@ -181,6 +188,25 @@ class Translator:
         values = ", ".join(self.value(x, unsigned) for x in elements(i.operands[1]))
         return [f"M.store_{space}({self._address(i.operands[0], pointer)}, {SIZES[t]}, [{values}], {mask}, {i.line})"]
 
+    def _arrival(self, i: Instruction, mask: str | None) -> list[str]:
+        """Copies by descriptor, and barriers for them."""
+        ends = ".shared::cta.b64"
+        if i.name.startswith("cp.async.bulk.tensor"):
+            if i.parts[5:] != ("shared::cta", "global", "mbarrier::complete_tx::bytes"):
+                raise Fault(f"not known: {i.name}")
+            tensor, coordinates = i.operands[1].strip("[] ").split(",", 1)
+            at = ", ".join(self.value(x, "b32") for x in elements(coordinates.strip()))
+            to, barrier = (self._address(x, "b32") for x in (i.operands[0], i.operands[2]))
+            return [f"M.copy_box({to}, {self.value(tensor, 'b64')}, [{at}], {barrier}, {mask}, {i.line})"]
+        barrier = self._address(i.operands[i.parts[1] == "arrive"], "b32")
+        if i.name == f"mbarrier.init{ends}":
+            return [f"M.make_arrival({barrier}, {int(i.operands[1], 0)}, {mask}, {i.line})"]
+        if i.name == f"mbarrier.inval{ends}":
+            return [f"M.end_arrival({barrier}, {mask}, {i.line})"]
+        if i.name == f"mbarrier.arrive.expect_tx{ends}" and i.operands[0] == "_":
+            return [f"M.expect_bytes({barrier}, {int(i.operands[2], 0)}, {mask}, {i.line})"]
+        raise Fault(f"not known: {i.name} {i.operands}")
+
     def _collective(self, i: Instruction) -> list[str]:
         """What a warp, a warpgroup or a program does as one."""
         name, ops = i.name, [elements(x) for x in i.operands]
@@ -196,6 +222,11 @@ class Translator:
             a, b, c = (array(x, t) for x, t in zip(ops[1:], ("b32", "b32", "f32")))
             lines = [f"x = M.multiply('{i.parts[3]}', '{i.parts[-2]}', {a}, {b}, {c}, {i.line})"]
             return lines + [y for n, x in enumerate(ops[0]) for y in self._put(x, "f32", f"x[{n}]", None)]
+        if name == "elect.sync" and i.operands[1] == "-1":
+            return self._put(i.operands[0].split("|")[1], "pred", "laneid == 0", None)
+        if name == "mbarrier.try_wait.parity.shared::cta.b64":
+            address, parity = self._address(i.operands[1], "b32"), self.value(i.operands[2], "b32")
+            return self._put(i.operands[0], "pred", f"M.wait_arrival({address}, {parity}, {i.line})", None)
         if name.startswith("wgmma.mma_async"):
             return self._wgmma(i, ops, array)
         simple = {

@@ -45,13 +45,13 @@ if not torch.cuda.is_available():
         interpreter._get_np_dtype = _np_dtype_once
         _masked_load = interpreter.InterpreterBuilder.create_masked_load
 
-        def _poisoned_load(self, ptrs, mask, other, *options):
+        def _poisoned_load(self, ptrs, mask, other, *options, **named):
             if other is None:
                 kind = ptrs.get_element_ty()
                 dtype = interpreter._get_np_dtype(kind)
                 poison = np.nan if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max
                 other = interpreter.TensorHandle(np.full(ptrs.data.shape, poison, dtype), kind)
-            return _masked_load(self, ptrs, mask, other, *options)
+            return _masked_load(self, ptrs, mask, other, *options, **named)
 
         interpreter.InterpreterBuilder.create_masked_load = _poisoned_load
     finally:

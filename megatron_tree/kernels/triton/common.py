@@ -80,6 +80,12 @@ def load_tile(
 
 
 @triton.jit
+def load_box(tensor, b, row, h, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """[ROWS, COLS] of one head by the copy engine (TMA): all columns of rows row.., zeros beyond the tensor."""
+    return tensor.load([b, row, h, 0]).reshape(ROWS, COLS)
+
+
+@triton.jit
 def store_tile(
     base,
     row,

@@ -22,6 +22,12 @@ class Tiles(NamedTuple):
     n: int
     warps: int
     stages: int
+    boxes: bool = False
+    """Whether the forward loads keys and values by the copy engine of sm_90 and later (TMA), where they allow it."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.m}x{self.n} w{self.warps} s{self.stages}" + " boxes" * self.boxes
 
 
 # the wider of the two head dims, at most -> tiles

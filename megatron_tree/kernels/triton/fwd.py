@@ -8,13 +8,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, alibi, cap_logits, dot, head_of, kept, key_range, load_tile, lower, store_tile, visible
+from .common import (
+    LN2,
+    LOG2E,
+    alibi,
+    cap_logits,
+    dot,
+    head_of,
+    kept,
+    key_range,
+    load_box,
+    load_tile,
+    lower,
+    store_tile,
+    visible,
+)
 
 
 @triton.jit
 def _fwd_range(
-    acc0, acc1, m, l, q0, q1, K, V, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right, scale, softcap,
-    slope2, dropout,
+    acc0, acc1, m, l, q0, q1, K, V, K_BOXES, V_BOXES, b, h_kv, k_row, sk, sv, lo, hi, k_len, k_pos, q_pos, left, right,
+    scale, softcap, slope2, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -22,7 +36,10 @@ def _fwd_range(
     """Online softmax over keys lo..hi of one segment; m and the logits are in base 2; l includes dropped pairs."""
     cols = tl.arange(0, N)
     for n in tl.range(lo, hi, N, num_stages=STAGES):
-        k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
+        if K_BOXES is not None:
+            k0 = load_box(K_BOXES, b, k_row + n, h_kv, N, D0)
+        else:
+            k0 = load_tile(K, k_row + n, sk, k_len - n, N, 0, D0, D, MASK)
         s = dot(q0, tl.trans(k0), tl.zeros((q0.shape[0], N), tl.float32))
         if D1 > 0:
             s = dot(q1, tl.trans(load_tile(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK)), s)
@@ -45,7 +62,12 @@ def _fwd_range(
         l = l * shrink + tl.sum(p, 1)
         if dropout is not None:
             p = tl.where(kept(q_pos[:, None], (k_pos + n + cols)[None, :], dropout), p, 0.0)
-        v0 = load_tile(V, k_row + n, sv, k_len - n, N, 0, E0, E, MASK)
+        if V_BOXES is not None:
+            v0 = load_box(V_BOXES, b, k_row + n, h_kv, N, E0)
+            if MASK:  # rows after the segment may hold anything
+                v0 = tl.where((cols < k_len - n)[:, None], v0, 0.0)
+        else:
+            v0 = load_tile(V, k_row + n, sv, k_len - n, N, 0, E0, E, MASK)
         p = lower(p, v0)
         acc0 = dot(p, v0, acc0 * shrink[:, None])
         if E1 > 0:
@@ -57,7 +79,7 @@ def _fwd_range(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_fwd_kernel(
-    Q, K, V, OUT, LSE, SLOPES, q_tiles, k_segments,
+    Q, K, V, K_BOXES, V_BOXES, OUT, LSE, SLOPES, q_tiles, k_segments,
     q_strides, k_strides, v_strides, out_strides, lse_strides, slopes_stride, left, right, scale, softcap,
     seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
@@ -66,6 +88,7 @@ def attn_fwd_kernel(
 ):  # fmt: skip
     """q_tiles int32 [tiles, 5]: first row, rows, first position, first and last + 1 of its KV segments;
     k_segments int32 [n, 4]: row, length, position, sequence. SLOPES fp32 [b, h], ALiBi's, or None.
+    K_BOXES, V_BOXES: descriptors of k and v for `load_box`, with boxes of N rows and all columns of a head; or None.
     """
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -102,9 +125,9 @@ def attn_fwd_kernel(
         bounds = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if WINDOW else 1, 3):
             acc0, acc1, m, l = _fwd_range(
-                acc0, acc1, m, l, q0, q1, k_base, v_base, k_row, k_strides[1], v_strides[1], bounds[phase],
-                bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, slope2, dropout, D, D0, D1, E, E0,
-                E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
+                acc0, acc1, m, l, q0, q1, k_base, v_base, K_BOXES, V_BOXES, b.to(tl.int32), (h // GROUP).to(tl.int32),
+                k_row, k_strides[1], v_strides[1], bounds[phase], bounds[phase + 1], k_len, k_pos, q_pos, left, right,
+                scale, softcap, slope2, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)

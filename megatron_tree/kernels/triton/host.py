@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import dropout
 from ...config import AttnSpec
 from ...merge import NEG_INF, empty_state
-from . import bwd, common, configs, fwd
+from . import boxes, bwd, common, configs, fwd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
@@ -81,7 +81,8 @@ def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, sp
     tiles = _tiles("fwd", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
-        Q=q, K=k, V=v, OUT=out, LSE=lse, **alibi_slopes(spec, q), q_tiles=q_tiles, k_segments=k_table,
+        Q=q, K=k, V=v, **boxes.arguments(k, v, tiles), OUT=out, LSE=lse, **alibi_slopes(spec, q),
+        q_tiles=q_tiles, k_segments=k_table,
         q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3], out_strides=out.stride()[:3],
         lse_strides=lse.stride()[:2], **_fixed(spec, scale, h // k.shape[2], d, v.shape[-1], tiles),
     )  # fmt: skip

@@ -116,6 +116,11 @@ def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "
         if parameter.is_constexpr or name in _UNUSED:
             signature[name] = "constexpr"
             values.setdefault(name, None)
+        elif name.endswith("_BOXES"):
+            columns = values["D0"] if name[0] == "K" else values["E0"]
+            signature[name] = f"tensordesc<{dtype}[1, {tiles.n}, 1, {columns}]>" if tiles.boxes else "constexpr"
+            if not tiles.boxes:
+                values[name] = None
         elif name == "LENGTHS":
             signature[name] = "*i64"
         elif name in _INT32:
@@ -141,7 +146,7 @@ def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "
 def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") -> Usage:
     """Compile and read the resources."""
     compiled, tiles = compile_kernel(kernel, dims, arch, dtype)
-    shape = "-" if kernel == "merge" else f"{tiles.m}x{tiles.n} w{tiles.warps} s{tiles.stages}"
+    shape = "-" if kernel == "merge" else tiles.label
     dim = f"{dims[0]}" if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     if arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
