@@ -9,6 +9,7 @@
     machine.py     programs that run in step; where they part, the batch is divided
     memory.py      global memory, which ends where the tensors do
     shared.py      shared memory: copies that arrive late, races between warps, fences between proxies
+    boxes.py       copies by descriptor (TMA), and the mbarriers that they arrive at
     matrix.py      ldmatrix, stmatrix, fragments, and wgmma's descriptors and swizzles
     products.py    wgmma from its start to its wait
     faults.py      removes or changes instructions, to show what the emulator notices

@@ -13,10 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_tree.bench.precompile import AbsentGPU
 
+from .boxes import TensorMap
 from .machine import Kernel
 from .memory import GlobalMemory
 from .syntax import parse
-from .tensor_copies import TensorMap
 
 ARCHES = {"sm_80": 80, "sm_90": 90}
 MULTIPROCESSORS = 132

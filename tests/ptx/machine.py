@@ -7,11 +7,11 @@ run alone (instructions of whole warps must not come before they meet again).
 import numpy as np
 
 from . import matrix, words
+from .boxes import MAPS, Boxes, TensorMap
 from .memory import GlobalMemory
 from .products import Products
 from .shared import SharedMemory
 from .syntax import Fault, Program
-from .tensor_copies import MAPS, TensorCopies, TensorMap
 from .translate import Translator
 
 LANES = 4096  # threads in a batch: enough that Python's part of an instruction does not matter
@@ -67,7 +67,7 @@ class Batch:
             self.registers[f"ctaid_{name}"] = programs[:, axis, None].astype(np.uint32)
             self.registers[f"nctaid_{name}"] = np.uint32(grid[axis])
         self.products = Products(*self.shape, self.registers)
-        self.tensor_copies = TensorCopies(len(programs))
+        self.boxes = Boxes(len(programs))
         return self
 
     def part(self, programs: np.ndarray, at: int, threads_at: np.ndarray | None = None) -> "Batch":
@@ -76,7 +76,7 @@ class Batch:
         own = lambda x: isinstance(x, np.ndarray) and x.ndim == 2 and len(x) == self.shape[0] > 1  # noqa: E731
         new.registers = {name: x[programs] if own(x) else x for name, x in self.registers.items()} | {"M": new}
         new.products = self.products.part(programs, new.registers)
-        new.tensor_copies = self.tensor_copies.part(programs)
+        new.boxes = self.boxes.part(programs)
         new.threads_at = threads_at
         return new
 
@@ -102,7 +102,7 @@ class Batch:
                 return self._divide(taken, every, some, block.target)
         self.shared.finish()
         self.products.finish()
-        self.tensor_copies.finish()
+        self.boxes.finish()
         return []
 
     def _divide(self, taken, every, some, target: int) -> list["Batch"]:
@@ -196,19 +196,19 @@ class Batch:
     def copy_box(self, to, tensor, coordinates, barrier, mask, line):
         """cp.async.bulk.tensor"""
         n = int(np.broadcast_to(tensor, self.shape)[0, 0]) - MAPS
-        self.tensor_copies.start(self.shared, self.memory, to, self.values[n], coordinates, barrier, mask, line)
+        self.boxes.start(self.shared, self.memory, to, self.values[n], coordinates, barrier, mask, line)
 
     def make_arrival(self, address, count, mask, line):
-        self.tensor_copies.init(self.shared, address, count, mask, line)
+        self.boxes.init(self.shared, address, count, mask, line)
 
     def end_arrival(self, address, mask, line):
-        self.tensor_copies.invalidate(self.shared, address, mask, line)
+        self.boxes.invalidate(self.shared, address, mask, line)
 
     def expect_bytes(self, address, nbytes, mask, line):
-        self.tensor_copies.expect(self.shared, address, nbytes, mask, line)
+        self.boxes.expect(self.shared, address, nbytes, mask, line)
 
     def wait_arrival(self, address, parity, line):
-        return self.tensor_copies.wait(self.shared, address, parity, line)
+        return self.boxes.wait(self.shared, address, parity, line)
 
     def barrier(self, number, line):
         self.shared.barrier()

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from megatron_tree import kernels
-from megatron_tree.bench.low_precision import TRAINING, training_inputs
+from megatron_tree.bench.low_precision import TRAINING, Training, training_inputs
 from megatron_tree.kernels.triton import configs
-from megatron_tree.layout import positions_of
+from megatron_tree.layout import Segment, positions_of
 
 pytestmark = pytest.mark.ptx
 TABLE = configs.tiles
+MANY = (Segment(0, 0, 520),), (Segment(0, 0, 520),), 520, 520  # tiles: the barriers of three stages go round
+CASES = {"many": Training(MANY, (1, 1), (64, 64), {}), **TRAINING}
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +24,7 @@ def _on_sm_90(pytestconfig):
 
 def forward(case, boxes, monkeypatch):
     """A call of the kernel on inputs whose padding is NaN."""
-    case = TRAINING[case]
+    case = CASES[case]
     q, k, v, _ = training_inputs(case, torch.bfloat16, "cpu")
     q_segments, k_segments, _, s_k = case.segments
     for x in (k, v):
@@ -40,7 +42,7 @@ def kernel_of(launch):
 
 
 @pytest.mark.parametrize(
-    "case", ["64", "128", "256", "full", "window", "two-sided", "softcap", "packed", "dropout 128"]
+    "case", ["many", "128", "256", "full", "window", "two-sided", "softcap", "packed", "dropout 128"]
 )
 def test_the_same_bits(case, monkeypatch):
     results = [forward(case, boxes, monkeypatch) for boxes in (False, True)]
@@ -49,18 +51,18 @@ def test_the_same_bits(case, monkeypatch):
 
 @pytest.mark.parametrize("most", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_faults(most, monkeypatch):
-    """Waits, expected bytes and destinations of copies: at every place but those of a tile that never comes."""
+    """Waits, expected bytes and destinations of copies. Masked tiles are at most two, of three stages."""
     from ptx import faults
     from ptx.syntax import Fault
 
-    kernel = kernel_of(lambda: forward("64", True, monkeypatch))
-    truth = forward("64", False, monkeypatch)
-    for kind in ("wait for boxes", "expected bytes", "box offset"):
+    kernel = kernel_of(lambda: forward("many", True, monkeypatch))
+    truth = forward("many", False, monkeypatch)
+    for kind, least in (("wait for boxes", 1.0), ("expected bytes", 0.8), ("box offset", 0.8)):
         places, seen = faults.places(kernel.program, kind)[:most], 0
         for place in places:
             same = False
             with faults.planted(kernel, kind, place), contextlib.suppress(Fault):
-                same = all(torch.equal(x, y) for x, y in zip(forward("64", True, monkeypatch), truth, strict=True))
+                same = all(torch.equal(x, y) for x, y in zip(forward("many", True, monkeypatch), truth, strict=True))
             seen += not same
         print(f"{kind}: {seen} of {len(places)}")
-        assert seen >= max(1, 0.6 * len(places))
+        assert seen >= max(1, least * len(places))

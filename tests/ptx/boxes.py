@@ -62,7 +62,7 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class TensorCopies:
+class Boxes:
     """Of one batch."""
 
     def __init__(self, programs: int):
@@ -70,8 +70,8 @@ class TensorCopies:
         self.barriers: dict[int, np.ndarray] = {}  # by address: [programs, 4]
         self.copies: list[Copy] = []
 
-    def part(self, programs: np.ndarray) -> "TensorCopies":
-        new = TensorCopies(int(programs.sum()))
+    def part(self, programs: np.ndarray) -> "Boxes":
+        new = Boxes(int(programs.sum()))
         new.barriers = {at: x[programs] for at, x in self.barriers.items()}
         parts = (Copy(x.access.part(programs), x.data[programs], x.barrier[programs], x.nbytes) for x in self.copies)
         new.copies = list(parts)
@@ -118,6 +118,7 @@ class TensorCopies:
             raise Fault(f"line {line}: the destination of a copy by descriptor is not aligned to 128 bytes")
         for at in np.unique(barrier[some]):
             self._state(int(at), (barrier == at).any(-1), line)
+        memory.reads.append(Access(np.where(some, barrier, 0), 8, np.arange(shape[1]), some, line))
         address, inside = tensor.chunks([of_warp(x).view(np.int32) for x in coordinates])
         wanted = (inside & some[..., None]).reshape(shape[0], -1)
         (data,) = source.load(address.reshape(shape[0], -1).view(np.uint64), CHUNK, 1, wanted, line)
