@@ -132,7 +132,7 @@ def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "
         elif name in _FLOATS:
             signature[name] = "fp32"
         elif name.endswith("_strides"):
-            signature[name] = ("i32",) * (2 if name == "lse_strides" else 3)
+            signature[name] = ("i32",) * (2 if name in ("lse_strides", "scales_strides") else 3)
             attributes |= {(i, axis): _BY_16 for axis in range(len(signature[name]))}
         else:
             signature[name] = "i32"
