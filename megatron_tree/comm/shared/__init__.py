@@ -36,7 +36,6 @@ from ..machines import hosts
 from ..traffic import note
 
 CAPACITY = 1 << 18  # bytes of a slot: what is larger goes in pieces
-LOOKS_NS = 50_000  # for so long a rank with a core of its own looks before it sleeps
 _OPTIONS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 _DONE, _WAITING, _DIFFERENT = range(3)  # these three as in memory.c
 _GATHER, _EXCHANGE, _BROADCAST, _MERGE, *_SUMS = range(7)
@@ -61,7 +60,7 @@ class _Team(ctypes.Structure):
 
     _fields_ = [
         ("memory", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("world", "rank", "capacity", "looks_ns")),
+        *((name, ctypes.c_int64) for name in ("world", "rank", "capacity", "cores")),
         ("step", ctypes.c_uint64),
         ("at", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("round", "published", "fd")),
@@ -172,10 +171,10 @@ def _join(group, timeout_s: float) -> SharedMemory | str:
     return memory
 
 
-def _looks_ns(world: int) -> int:
-    """0 where ranks of this host share cores."""
-    ranks = max(world, dist.get_world_size() if dist.is_initialized() else 1)
-    return 0 if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) > len(os.sched_getaffinity(0)) else LOOKS_NS
+def _cores(world: int) -> int:
+    """For `world` of this host's ranks, which share its cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else world))
+    return len(os.sched_getaffinity(0)) * world // max(world, ranks)
 
 
 @functools.lru_cache(maxsize=64)
@@ -192,7 +191,7 @@ class SharedMemory:
         weakref.finalize(self, os.close, fd)
         self._memory = mmap.mmap(fd, _library().bytes_needed(world, CAPACITY))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        sizes = {"world": world, "rank": rank, "capacity": CAPACITY, "looks_ns": _looks_ns(world)}
+        sizes = {"world": world, "rank": rank, "capacity": CAPACITY, "cores": _cores(world)}
         self._team = _Team(memory=start, fd=fd, **sizes)
         self._ref, self._collective = ctypes.byref(self._team), _library().collective
         self._watchdog: Watchdog | None = None

@@ -4,14 +4,13 @@
  * and reads the others' slots once they have published it, too. Slots alternate between steps, and a rank writes into one
  * again only after all have published the step in between, so nobody reads it any more. Sums are added up in rank order.
  *
- * A rank that waits sleeps on a futex: at once where ranks share cores, since those that it waits for may need this one,
- * else after it has looked for a while. (With sched_yield, which Linux takes for having used up a slice of time, other
+ * A rank that waits looks for a while, unless more ranks are awake than there are cores: those that it waits for may need
+ * this one. Then it sleeps on a futex. (With sched_yield, which Linux takes for having used up a slice of time, other
  * processes would run first.) The others wake it up when the last one that it waits for has come. All accesses to what
  * is shared and changes are sequentially consistent: either the sleeper sees the step, or its publisher sees the sleeper. */
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <math.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,7 +18,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "states.h"
+
 #define LINE 128           /* bytes that no two ranks write to */
+#define LOOKS_NS 50000     /* for so long a rank looks before it sleeps */
 #define SLEEPS_NS 50000000 /* for so long it sleeps before the caller looks what keeps the others */
 #define ONE_ROUND 65536    /* bytes of all ranks together that every rank adds up itself */
 #define EVERYONE -1
@@ -42,7 +44,7 @@ typedef struct {
 typedef struct { /* __init__.py has the same */
     char *memory;
     int64_t world, rank, capacity; /* bytes of a slot's data */
-    int64_t looks_ns;              /* for so long a rank looks before it sleeps */
+    int64_t cores;                 /* for these ranks */
     uint64_t step;                 /* of this rank */
     int64_t at;                    /* bytes of the collective that are done; */
     int32_t round, published;      /* where in a piece it is */
@@ -80,6 +82,15 @@ static int has_come(const Team *t, uint64_t step, int64_t source)
     return 1;
 }
 
+/* Whether each rank that does not sleep can have a core of its own. */
+static int has_core(const Team *t)
+{
+    int64_t awake = 0;
+    for (int64_t r = 0; r < t->world; r++)
+        awake += atomic_load(&rank_of(t, r)->awaited) == 0;
+    return awake <= t->cores;
+}
+
 static int64_t now(void)
 {
     struct timespec t;
@@ -92,7 +103,7 @@ static int wait_for(const Team *t, uint64_t step, int64_t source)
 {
     if (has_come(t, step, source))
         return 1;
-    for (int64_t end = now() + t->looks_ns; now() < end;)
+    for (int64_t end = now() + LOOKS_NS; has_core(t) && now() < end;)
         if (has_come(t, step, source))
             return 1;
     Rank *own = rank_of(t, t->rank);
@@ -112,7 +123,8 @@ static void publish(const Team *t, uint64_t step)
     for (int64_t r = 0; r < t->world; r++) {
         Rank *other = rank_of(t, r);
         uint64_t awaited = r == t->rank ? 0 : atomic_load(&other->awaited);
-        if (awaited && has_come(t, awaited, atomic_load(&other->source))) {
+        if (awaited && has_come(t, awaited, atomic_load(&other->source)) &&
+            atomic_compare_exchange_strong(&other->awaited, &awaited, 0)) { /* from now on it counts as awake */
             atomic_fetch_add(&other->bell, 1);
             syscall(SYS_futex, &other->bell, FUTEX_WAKE, 1, NULL, NULL, 0);
         }
@@ -182,31 +194,6 @@ static int64_t first_of(const Team *t, const Call *c, int64_t n, int64_t rank)
 {
     int64_t count = n / item_size(c->op), share = (count + t->world - 1) / t->world;
     return least(rank * share, count);
-}
-
-/* Equation (4): n packed states of `rows` rows, `next` numbers apart, whose last column is lse, become one, in order. */
-void merge_states(const float *states, float *out, int64_t n, int64_t next, int64_t rows, int64_t columns)
-{
-    for (int64_t row = 0; row < rows; row++, out += columns) {
-        const float *state = states + row * columns, *lse = state + columns - 1;
-        float top = -INFINITY, den = 0;
-        for (int64_t i = 0; i < n; i++)
-            top = lse[i * next] > top || lse[i * next] != lse[i * next] ? lse[i * next] : top;
-        memset(out, 0, columns * sizeof *out);
-        if (top == -INFINITY) {
-            out[columns - 1] = -INFINITY;
-            continue;
-        }
-        for (int64_t i = 0; i < n; i++) {
-            float weight = expf(lse[i * next] - top);
-            den += weight;
-            for (int64_t t = 0; t < columns - 1; t++)
-                out[t] += weight * state[i * next + t];
-        }
-        for (int64_t t = 0; t < columns - 1; t++)
-            out[t] /= den;
-        out[columns - 1] = top + logf(den);
-    }
 }
 
 /* The bytes of a rank in a piece of at most n bytes of a gather. */
