@@ -46,6 +46,7 @@ def test_packed_documents_are_dispatched():
     """Two documents of 4 tokens lie on one rank each; one more token is padding on the second rank."""
     ids, positions = torch.arange(10, 19), torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3])
     batch = {"input_ids": ids[None], "position_ids": positions[None], "labels": ids[None]}
+    batch |= {"cu_seq_lens_q": torch.tensor([0, 4, 5, 9]), "max_length_q": 4}  # of a collator for flash attention
     (one, documents, _), (two, _, _) = run_distributed(_shards, 2, batch, None, fresh=True)
     assert documents.lengths == (4, 1, 4) and documents.num_rows == 5
     assert one["input_ids"].tolist() == [[10, 11, 12, 13, 14]]
@@ -120,6 +121,14 @@ def test_the_loss_is_the_mean_over_all_ranks_and_its_gradient_averages_to_the_ri
                 "attention_mask": torch.tensor([[1, 1, 1, 0]]),
             },
             "packed documents.* leave out the mask",
+        ),
+        (
+            {
+                "input_ids": prompt(1, 4),
+                "position_ids": torch.tensor([[0, 1, 0, 1]]),
+                "cu_seq_lens_q": torch.tensor([0, 3, 4]),
+            },
+            r"cu_seq_lens_q=\[0, 3, 4\], but documents in position_ids begin at \[0, 2\]",
         ),
     ],
 )

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 import megatron_tree.integrations.transformers  # noqa: F401
 import transformers
 from megatron_tree.integrations.transformers import tiles, training
+from support.hf_architectures import random_model
 from support.hf_models import prompt, tiny_model
 
 TILES = {"loss_tile": 7, "mlp_tile": 5}
@@ -121,11 +122,12 @@ def test_other_uses_of_the_logits(monkeypatch):
         ("llama", {"mlp_tile": True}, "mlp_tile=True must be a number of tokens"),
         ("gpt_oss", {"mlp_tile": 8}, "mlp_tile=8: GptOssForCausalLM has 0 MLPs of linear layers without dropout"),
         ("gpt2", {"mlp_tile": 8}, "mlp_tile=8: GPT2LMHeadModel has 0 MLPs"),  # with dropout
+        ("bloom", {"mlp_tile": 8}, "mlp_tile=8: BloomForCausalLM has 0 MLPs"),  # that add the residual
     ],
 )
 def test_what_is_refused(family, options, message):
     with pytest.raises(ValueError, match=message):
-        training.train_on_shards(tiny_model(family), **options)
+        training.train_on_shards(random_model("bloom") if family == "bloom" else tiny_model(family), **options)
 
 
 def test_a_head_of_another_kind():

@@ -37,6 +37,7 @@ from .rope import follow_whole_rows, row_lengths
 from .tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
 
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+OF_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # position_ids say the same
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +79,8 @@ def shard_batch(
             labels int64 [b, s] as in Transformers: not shifted, -100 for tokens without a loss;
             attention_mask [b, s]: 0 for padding, which is on the right and has labels of -100;
             position_ids [b, s]: a position that is not the previous one plus one starts a new document. Documents do
-            not see each other. The rows of such a packed batch become one row.
+            not see each other. The rows of such a packed batch become one row. What collators tell flash attention
+            beside them (cu_seq_lens_q and so on) may stay in the batch.
         cp_group: the ranks that share the sequence; None for one rank.
         loss_group: all ranks whose gradients are averaged; default cp_group.
         tree_config: of the attention.
@@ -116,7 +118,7 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
 
     ends: for every token the last position of its row (or document), without padding, plus one.
     """
-    unknown = sorted(set(batch) - set(BATCH_KEYS))
+    unknown = sorted(set(batch) - set(BATCH_KEYS) - set(OF_FLASH if batch.get("position_ids") is not None else ()))
     if unknown:
         raise ValueError(f"batch has {unknown}: only {', '.join(BATCH_KEYS)} can be sharded; leave the others out")
     ids = batch.get("input_ids")
@@ -148,6 +150,8 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
         return ids, labels, positions, [ids.shape[1]], (real.amax(1, keepdim=True) + 1).expand(ids.shape)
     starts = F.pad(begins, (1, 0), value=True).flatten().nonzero().flatten().tolist()
     lengths = [end - start for start, end in pairwise([*starts, ids.numel()])]
+    if (told := batch.get("cu_seq_lens_q")) is not None and told.flatten().tolist() != [*starts, ids.numel()]:
+        raise ValueError(f"cu_seq_lens_q={told.tolist()}, but documents in position_ids begin at {starts}")
     ends = torch.cat([part[-1:].expand(len(part)) for part in positions.flatten().split(lengths)]) + 1
     return ids, labels, positions, lengths, ends.view(ids.shape)
 
