@@ -28,6 +28,7 @@ from .ranks import LocalRanks, Meeting, join
 from .results import WrongResult, write_csv
 
 LIMIT_S = 3600.0
+SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}
 EXAMPLES = """\
 examples:
   python -m megatron_tree.bench serve                                   50 requests of 32 tokens, on one rank
@@ -62,8 +63,10 @@ class Row(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench serve`."""
     add = parser.add_argument
-    add("--model", default="tiny", help="tiny: a Llama of 4 layers with random weights (the default); smollm2; or a "
+    add("--model", default="tiny", help="tiny: a Llama with random weights (the default); smollm2; or a "
         "folder with a Transformers model")  # fmt: skip
+    for name, value in SIZES.items():
+        add(f"--{name.replace('_', '-')}", type=parse_count, default=value, help="of tiny (default: %(default)s)")
     add("--requests", type=parse_count, default=50, help="(default: %(default)s)")
     add("--prompt-tokens", type=parse_count, nargs=2, default=[16, 100], metavar=("LEAST", "MOST"), help="lengths are "
         "drawn between these (default: 16 100)")  # fmt: skip
@@ -117,7 +120,7 @@ def on_rank(args, meeting: Meeting) -> tuple[list[Turn], list[Turn]]:
     group = join(timeout_s=LIMIT_S)
     rank, most = comm.group_rank(group), args.prompt_tokens[1]
     if args.model == "tiny":
-        sizes = dict(layers=4, heads=16, kv_heads=4, head_dim=128)
+        sizes = {name: getattr(args, name) for name in SIZES}
         model = models.random_llama(**sizes, positions=most + args.new_tokens)
     else:
         model = models.load_model(models.model_folder(args.model), torch.float32)

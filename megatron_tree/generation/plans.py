@@ -64,8 +64,8 @@ class Planner:
         room.copy_beginnings()  # before these rows grow
         room.make_room(size)
         steps, room.steps = room.steps, []
-        filling = room.filling
-        self._running = [] if self._prefill_first and filling else room.ready
+        filling, ready = room.filling_and_ready()
+        self._running = [] if self._prefill_first and filling else ready
         if self._running:
             self._propose()
             answers = [answer for _, answer in self._running]
@@ -153,8 +153,8 @@ class Planner:
         if self._speculation is not None:
             judged = [(a.guess, n, a.num_right) for (_, a), n in zip(self._running, proposed, strict=True)]
             self._speculation.end(judged, alone=not self._filled)
-        for _, answer in self._running:
-            self._trim(answer)
+            for _, answer in self._running:
+                self._trim(answer)
 
     def _trim(self, answer: ActiveAnswer) -> None:
         """Remove what was proposed and is not right from an answer's row."""

@@ -43,15 +43,13 @@ class Room:
         """Whether kept rows take more than they may."""
         return len(self._prefixes) > 0 and self._runner.used_bytes > self._keep_bytes
 
-    @property
-    def filling(self) -> list[tuple[ServedRequest, ActiveAnswer]]:
-        """Answers whose rows lack tokens that are known: of the prompt, or also their own after a preemption."""
-        return [(s, a) for s, a in self._held() if a.length < s.num_known(a)]
-
-    @property
-    def ready(self) -> list[tuple[ServedRequest, ActiveAnswer]]:
-        """Answers whose rows hold all but their last token."""
-        return [(s, a) for s, a in self._held() if a.length >= s.num_known(a)]
+    def filling_and_ready(self) -> tuple[list[tuple[ServedRequest, ActiveAnswer]], ...]:
+        """Answers whose rows lack tokens that are known, of the prompt, or also their own after a preemption; and those
+        whose rows hold all but their last token."""
+        filling, ready = [], []
+        for serving, answer in self._held():
+            (filling if answer.length < serving.num_known(answer) else ready).append((serving, answer))
+        return filling, ready
 
     def _held(self) -> list[tuple[ServedRequest, ActiveAnswer]]:
         """Answers with rows, the most important first."""
@@ -177,8 +175,10 @@ class Room:
 
     def copy_beginnings(self) -> None:
         """Copy rows with the beginning of a prompt whose first chunk is about to be run."""
+        if all(answer.length for _, answer in self._held()):
+            return
         left = self._runner.chunk_size
-        for serving, answer in self.filling:
+        for serving, answer in self.filling_and_ready()[0]:
             found = None if answer.length else self._beginning(serving, answer)
             if found is not None and self._whole(found[1]) - self._full(found[1]) > self._free():
                 found = None

@@ -204,20 +204,13 @@ class Sampler:
         self._tokens = empty if prompt is None or params.repetition_penalty == 1 else prompt.unique()
         """What penalties look at: the prompt's tokens, each once, and the answer's."""
         self._processors = processors(params, len(self._tokens), {*end_tokens, *params.stop_token_ids})
-
-    @property
-    def is_plain(self) -> bool:
+        special = bool(matcher) or params.logprobs is not None
+        self.is_plain = not (params.temperature or self._processors or special)
         """Whether the token is simply the most likely one, and nothing else is asked for."""
-        special = self._processors or self._matcher or self.params.logprobs is not None
-        return self.params.temperature == 0 and not special
-
-    @property
-    def warps_only(self) -> bool:
-        """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
-        params = self.params
         counts = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        special = params.logit_bias or params.min_tokens or self._matcher or params.logprobs is not None
-        return params.temperature > 0 and not counts and not special
+        special = special or counts or params.logit_bias or params.min_tokens
+        self.warps_only = params.temperature > 0 and not special
+        """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
 
     def draw(self) -> Tensor:
         """The number that chooses the next token, fp64 from 0 to 1."""
