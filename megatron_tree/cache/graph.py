@@ -23,7 +23,7 @@ from ..config import TreeConfig
 from ..kernels import ACCELERATORS
 from .forward import appended
 from .static import Capacities, Capacity, StaticPass, StepInputs
-from .trace import OpTrace
+from .trace import traced
 
 if TYPE_CHECKING:
     from .runner import RowRunner
@@ -131,7 +131,7 @@ class GraphedSteps:
         self._capture = capture or CudaGraphs(runner.device)
         self._capacities = Capacities(runner.store)
         self._steps: OrderedDict[Capacity, _Step] = OrderedDict()
-        self._is_static = False
+        self._is_static, self._resets = False, runner.store.resets
 
     def step(self, rows: list[int], tokens: Tensor) -> Tensor:
         """Append a token to each row, tokens int64 [len(rows), 1]. Collective; a failure removes them again.
@@ -141,8 +141,9 @@ class GraphedSteps:
         """
         store = self._store
         with appended(store, rows, 1) as append:
-            if store.layers[0].k is None:  # before the first token, or after a reset
+            if self._resets != store.resets:  # there may be no pages yet, and none may be made while a step is captured
                 self._steps.clear()
+                self._resets = store.resets
             capacity = self._capacities.of(rows)
             step, is_known = self._steps.get(capacity), capacity in self._steps
             if not is_known:
@@ -177,9 +178,9 @@ class GraphedSteps:
         traces = []
         try:
             for end in (inputs.capacity.tokens, inputs.capacity.tokens - 1):
-                with OpTrace() as trace:
+                with traced() as operations:
                     self._run(inputs, end)
-                traces.append(trace.ops)
+                traces.append(operations)
             reason = _difference(*traces)
         except ValueError as error:
             raise ValueError(_REFUSED.format(error)) from error

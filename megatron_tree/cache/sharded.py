@@ -79,6 +79,7 @@ class ShardedCache:
         self._views: dict[int, tuple] = {}  # by kind: the tables of the rows of the last step
         self._shared: dict[int, tuple] = {}  # and what they begin with
         self._nobodys: dict[int, int] = {}  # by kind: a page that no row has
+        self.resets = 0
 
     @property
     def page_size(self) -> int:
@@ -234,6 +235,7 @@ class ShardedCache:
 
     def reset(self) -> None:
         """Remove all rows and free the memory."""
+        self.resets += 1
         for row_id in list(self.book.rows):
             self.remove(row_id)
         for kind, numbers in enumerate(self.book.numbers):

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL = 1 << 12  # numbers of a tensor on the host that are written down
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 
 
-class OpTrace(TorchDispatchMode):
-    """A context that writes down every operation in `ops`: its name, all arguments that are not tensors, the tensors'
-    shapes, and the numbers of small tensors that are made from Python numbers.
+@contextlib.contextmanager
+def traced() -> Iterator[list[tuple]]:
+    """A list that fills with every operation in this context: its name, all arguments that are not tensors, the
+    tensors' shapes, and the numbers of small tensors that are made from Python numbers.
 
     Raises: ValueError for an operation that makes the host wait for the device.
     """
+    with _Reads(), _Operations() as operations:
+        yield operations.done
 
+
+class _Reads(TorchFunctionMode):
+    """Refuses what is no operation of torch's on a CPU, but would be a copy from another device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.tolist, Tensor.numpy):
+            raise ValueError(f"Tensor.{func.__name__} makes the host wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.ops: list[tuple] = []
+        self.done: list[tuple] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func._schema.name, kwargs or {}
@@ -27,8 +45,9 @@ class OpTrace(TorchDispatchMode):
         if _reads_on_host(func, args) or (name in _COPIES and _crosses(args, out)):
             raise ValueError(f"{name} makes the host wait for the device")
         made = (out,) if name == "aten::lift_fresh" and out.device.type == "cpu" and out.numel() <= SMALL else ()
-        numbers = [x.tolist() for x in made]
-        self.ops.append((name, *map(_described, (*args, *kwargs.items())), *map(str, numbers)))
+        with torch._C.DisableTorchFunction():
+            numbers = [x.tolist() for x in made]
+        self.done.append((name, *map(_described, (*args, *kwargs.items())), *map(str, numbers)))
         return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .group import GroupState, backend, group_rank, group_size
 from .health.gloo import settle_at_exit
-from .health.watchdog import Watchdog
+from .health.watchdog import EVERY_GROUP, Watchdog, interrupt
 from .traffic import note
 
 TAGS = 1 << 15  # then they start again
@@ -55,7 +55,7 @@ def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) 
         return
     watchdog, end = Watchdog.of(group), time.monotonic() + timeout_s
     try:
-        with watchdog.waits(group):
+        with watchdog.waits(EVERY_GROUP):  # its collectives may be those of several
             while not is_done():
                 if watchdog.is_interrupted:
                     raise RuntimeError("another rank failed")
@@ -63,7 +63,9 @@ def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) 
                     raise RuntimeError(f"timed out after {timeout_s:g} s")
                 time.sleep(ASK_S)
     except RuntimeError as error:
-        raise watchdog.operation_failed(what, timeout_s, error) from error
+        failure = watchdog.operation_failed(what, timeout_s, error)
+        interrupt(EVERY_GROUP)  # the device waits, too
+        raise failure from error
 
 
 class Message(NamedTuple):

@@ -97,7 +97,7 @@ def _load_draft(
     model.set_attn_implementation("tree")
     options = {"block_size": args.cache_block_size, "dtype": args.cache_dtype, "tree_config": tree_config}
     cache = TreeCache(model.config, **options)
-    return Runner(model, cache, chunk_size=_served_chunk(device, 1))
+    return Runner(model, cache, chunk_size=_served_chunk(device, 1), cuda_graphs=args.cuda_graphs)
 
 
 def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:

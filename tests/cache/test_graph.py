@@ -14,6 +14,7 @@ from megatron_tree.cache import graph, static
 from megatron_tree.cache.graph import GraphedSteps, check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
+from support.hf_architectures import SERVED, random_model
 from support.hf_models import tiny_model
 from support.ranks import largest, run_distributed
 from support.tape import Tape
@@ -88,10 +89,9 @@ def test_replayed_steps_are_ordinary_steps(name):
     assert Tape.replays > steps and Tape.replays > len(Tape.made_after) > 0, (Tape.replays, Tape.made_after)
 
 
-def _model_runner(family, **options):
-    model = tiny_model(family)
+def _served_by_tree(model):
     model.set_attn_implementation("tree")
-    return Runner(model, TreeCache(model.config, block_size=4, **options))
+    return Runner(model, TreeCache(model.config, block_size=4))
 
 
 FAMILIES = ("gemma3", "gpt_oss", "phi3", "mixtral", "deepseek_v3_experts", "olmo2")
@@ -101,13 +101,34 @@ FAMILIES = ("gemma3", "gpt_oss", "phi3", "mixtral", "deepseek_v3_experts", "olmo
     "family", ["mistral", "deepseek_v3", *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES)]
 )
 def test_replayed_steps_of_models(family):
-    assert _rows_come_and_go(Pair([_model_runner(family) for _ in range(2)]), 20) <= 1e-5
+    assert _rows_come_and_go(Pair([_served_by_tree(tiny_model(family)) for _ in range(2)]), 20) <= 1e-5
+
+
+NOT_STATIC = {  # what their step does that depends on the host
+    **dict.fromkeys(("biogpt", "bloom", "falcon", "gpt-sw3", "gpt2", "opt"), "makes a mask of as many tokens"),
+    **dict.fromkeys(("jetmoe", "longcat_flash"), "reads how many tokens each expert has"),
+}
+
+
+@pytest.mark.slow
+def test_replayed_steps_of_all_architectures():
+    refused = {}
+    for name in SERVED:
+        pair = Pair([_served_by_tree(random_model(name)) for _ in range(2)])
+        rows = [pair.add(n) for n in (11, 5, 3)]
+        try:
+            pair.steps(rows, 5)
+        except ValueError as error:
+            refused[name] = str(error)
+        assert pair.worst <= 1e-5, name
+    assert set(refused) == set(NOT_STATIC)
+    assert all("cuda_graphs=True can't be had for this model" in said for said in refused.values())
 
 
 @pytest.mark.parametrize("family", ["phi3_longrope", "llama_dynamic"])
 def test_models_that_depend_on_the_host(family):
     with pytest.raises(ValueError, match="cuda_graphs=True can't be had: .*rotary embedding depends on the rows'"):
-        check_runner(_runner(depends_on_host=_model_runner(family).depends_on_host))
+        check_runner(_runner(depends_on_host=_served_by_tree(tiny_model(family)).depends_on_host))
 
 
 def _on_two_ranks(rank, world, options):
@@ -160,6 +181,7 @@ LOOKS = {
     "a tensor": (lambda forward, x: x + 0 * torch.tensor(float(forward.end)), "depends on what the host knows"),
     "one more": (lambda forward, x: x + 1 if forward.end % 2 else x, "operations or"),
     "a read": (lambda forward, x: x * float(x.max()), "makes the host wait for the device"),
+    "a list": (lambda forward, x: x + max(x[0, 0].tolist()), "Tensor.tolist makes the host wait for the device"),
     "a choice": (lambda forward, x: x + x[x > 0].sum(), "makes the host wait for the device"),
 }
 

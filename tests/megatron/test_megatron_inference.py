@@ -13,14 +13,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_tree.cache.graph import GraphedSteps
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron.attention import serving
-from support import megatron_models
+from support import megatron_models, megatron_serving
 from support.core_attention import Group, config, core_attention
 from support.megatron_layouts import Run, build_chunks, config_of, in_layout, plain
 from support.megatron_models import Case, build_model, megatron
 from support.megatron_serving import FullForwards, check, compare, scenario, served, text_of
 from support.ranks import largest, run_distributed
+from support.tape import Tape
 from support_matrix import refused
 
 SERVED = "serving a GPTModel, its KV cache sharded (MegatronRunner)"
@@ -128,6 +130,30 @@ def _yarn(rank, world):
 def test_served_with_yarn():
     for ((errors, equal),) in run_distributed(_yarn, 2, fresh=True):
         assert largest(errors.values()) <= 1e-4 and equal, errors
+
+
+def _replayed(rank, world):
+    def replaying(case, **options):
+        runner = served(case, **options)
+        runner._graphs = GraphedSteps(runner, capture=Tape)
+        return runner
+
+    cases = [{"window_size": (5, 0), "window_attn_skip_freq": 2}, {"mla": True}, {"positions": "learned_absolute"}]
+    experts = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1}
+    with mock.patch.object(megatron_serving, "served", replaying):
+        found = compare(rank, world, [case(cp=1, **options) for options in cases], {})
+        with pytest.raises(ValueError, match="masked_select makes the host wait"):  # by experts of several tokens
+            compare(rank, world, [case(cp=1, **experts)], {})
+        return found, Tape.replays
+
+
+@pytest.mark.slow
+def test_replayed_steps():
+    """As in CUDA graphs, see cache/test_graph.py."""
+    ((results, replays),) = run_distributed(_replayed, 1, fresh=True)
+    for errors, equal in results:
+        assert largest(errors.values()) <= 1e-4 and equal, errors
+    assert replays >= 4
 
 
 def _fail_and_go_on(rank, world):

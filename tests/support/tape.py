@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.distributed import _functional_collectives  # noqa: F401  registers what c10d's operations need
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_tree.attention import validate
 from megatron_tree.cache.trace import _described, _reads_on_host
@@ -77,6 +77,8 @@ class Tape(TorchDispatchMode):
         return out
 
     def _write_down(self, name, func, args, kwargs, out):
+        with _disable_current_modes():  # a tensor may be given other memory later, by `x.data = y`
+            args, kwargs, out = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, out))
         self._own |= _storages(out) - _storages((args, kwargs))
         if name in FACTORIES:
             self._empty.append(out)  # kept: this memory is this step's

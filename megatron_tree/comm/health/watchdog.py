@@ -178,7 +178,7 @@ class Watchdog:
             asked = [x for x in list(self._joined) if x.compare and store.check([self.key("asked", x.number)])]
         waiting_on = self.waiting_on
         if waiting_on is not None and (self._failure_seen or self.rejection is not None):
-            _interrupt(waiting_on)
+            interrupt(waiting_on)
         for call in asked:
             compare, call.compare = call.compare, None
             outcome = yield from compare(store)
@@ -326,7 +326,7 @@ def monitored(region: str) -> Iterator[None]:
         job.region, watchdog.waiting_on = "", None
 
 
-def _interrupt(on) -> None:
+def interrupt(on) -> None:
     """Make this rank's waits on a group, or on all groups, fail now. They can't be used afterwards."""
     groups = [on]
     if on is EVERY_GROUP:

@@ -118,7 +118,8 @@ def _mpt_bias(num_heads: int) -> Callable:
 
 def _of_cache(module, slopes: Tensor) -> Tensor:
     """Of all heads' slopes those of the heads in the cache, if ranks share the model's weights (split.py)."""
-    return slopes[slice(*getattr(module, "cached_heads", (None,)))]
+    heads = getattr(module, "cached_heads", None)
+    return slopes if heads is None else slopes[slice(*heads)]  # a new tensor is read, which stalls an accelerator
 
 
 def _bloom(attend, self, hidden_states, residual, alibi, attention_mask, layer_past=None, use_cache=False, **kwargs):
