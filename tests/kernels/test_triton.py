@@ -104,17 +104,15 @@ def test_boxes(cell, monkeypatch):
     assert [x.block_shape[-1] for x in made] == [32, 16] * expected
 
 
-def test_where_boxes_cannot_be_used(monkeypatch):
+def test_where_boxes_cannot_be_used():
     """Two tiles of columns, an odd address or stride, one row for all of the batch, and GPUs before sm_90."""
     tiles = configs.Tiles(16, 16, 4, 1, boxes=True)
-    taken = lambda k, of=tiles: boxes.arguments(k, k, of)["K_BOXES"] is not None  # noqa: E731
+    taken = lambda k, of=tiles, arch="sm90": boxes.arguments(k, k, of, arch)["K_BOXES"] is not None  # noqa: E731
     x = torch.zeros(2, 8, 2, 64, dtype=torch.float16, device=DEVICE)
-    monkeypatch.setattr(host, "arch", lambda device: "sm90")
     assert taken(x) and taken(x[:1, :, :1]) and taken(x[..., :32])
     refused = (x[..., :48], x[..., 1:33], x[..., :36], torch.zeros(2, 8, 2, 34, dtype=torch.float16)[..., :32])
     assert not any(map(taken, (*refused, x[:1].expand(2, -1, -1, -1)))) and not taken(x, tiles._replace(boxes=False))
-    monkeypatch.setattr(host, "arch", lambda device: "sm80")
-    assert not taken(x)
+    assert not taken(x, arch="sm80")
 
 
 def test_fp16_inputs():
@@ -123,7 +121,7 @@ def test_fp16_inputs():
 
 @pytest.mark.parametrize(("d", "columns"), [(16, 16), (5, 16), (24, 32), (40, 48), (96, 96), (192, 192), (129, 144)])
 def test_head_dims_are_covered_by_few_columns(d, columns):
-    d0, d1 = host.split_head_dim(d)
+    d0, d1 = configs.split_head_dim(d)
     assert d0 + d1 == columns
     assert all(x == 0 or x & (x - 1) == 0 for x in (d0, d1))
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import configs, host
+from . import configs
 
 ARCHES = ("sm90", "sm100", "interpreter")
 
 
-def arguments(k: Tensor, v: Tensor, tiles: configs.Tiles) -> dict:
+def arguments(k: Tensor, v: Tensor, tiles: configs.Tiles, arch: str) -> dict:
     """K_BOXES and V_BOXES for k and v [b, s, h_kv, d]: None where `tiles` or the GPU has no boxes, where a head has two
     tiles of columns, and where the engine can't take the address or strides: positive multiples of 16 bytes.
     """
-    wanted = tiles.boxes and host.arch(k.device) in ARCHES
+    wanted = tiles.boxes and arch in ARCHES
     found = [_descriptor(x, tiles.n) for x in (k, v)] if wanted else [None]
     return dict(K_BOXES=None, V_BOXES=None) if None in found else dict(zip(("K_BOXES", "V_BOXES"), found))
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
-    size, (columns, rest) = x.element_size(), host.split_head_dim(x.shape[-1])
+    size, (columns, rest) = x.element_size(), configs.split_head_dim(x.shape[-1])
     strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride())]  # of one row: any will do
     if rest or x.shape[-1] * size % 16 or x.data_ptr() % 16 or any(s <= 0 or s * size % 16 for s in strides):
         return None

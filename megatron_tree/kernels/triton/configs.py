@@ -12,6 +12,7 @@ How they were chosen, from what the compiler makes of them (docs/kernels.md, doc
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -28,6 +29,20 @@ class Tiles(NamedTuple):
     @property
     def label(self) -> str:
         return f"{self.m}x{self.n} w{self.warps} s{self.stages}" + " boxes" * self.boxes
+
+
+def power_of_2(n: int) -> int:
+    """The smallest one that is n at least."""
+    return 1 << (n - 1).bit_length()
+
+
+@functools.lru_cache
+def split_head_dim(d: int) -> tuple[int, int]:
+    """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0)."""
+    whole = max(power_of_2(d), 16)
+    half = whole // 2
+    rest = max(power_of_2(d - half), 16) if d > half else 0
+    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
 
 
 # the wider of the two head dims, at most -> tiles

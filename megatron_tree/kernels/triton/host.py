@@ -81,7 +81,7 @@ def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, sp
     tiles = _tiles("fwd", q, v, spec)
     q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
-        Q=q, K=k, V=v, **boxes.arguments(k, v, tiles), OUT=out, LSE=lse, **alibi_slopes(spec, q),
+        Q=q, K=k, V=v, **boxes.arguments(k, v, tiles, arch(q.device)), OUT=out, LSE=lse, **alibi_slopes(spec, q),
         q_tiles=q_tiles, k_segments=k_table,
         q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3], out_strides=out.stride()[:3],
         lse_strides=lse.stride()[:2], **_fixed(spec, scale, h // k.shape[2], d, v.shape[-1], tiles),
@@ -156,7 +156,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     bwd.delta_kernel[(-(-s // m), h, b)](
         DOUT=dout, OUT=out, DLSE=dlse, DELTA=delta, num_rows=s,
         dout_strides=dout.stride()[:3], out_strides=out.stride()[:3], delta_strides=delta.stride()[:2],
-        E=e, COLS=power_of_2(e), M=m, HAS_DLSE=dlse is not None,
+        E=e, COLS=configs.power_of_2(e), M=m, HAS_DLSE=dlse is not None,
     )  # fmt: skip
     return delta
 
@@ -198,11 +198,6 @@ def _aligned(x: Tensor) -> Tensor:
     return unit_last_stride(x)
 
 
-def power_of_2(n: int) -> int:
-    """The smallest one that is n at least."""
-    return 1 << (n - 1).bit_length()
-
-
 def head_width(d: int, e: int) -> int:
     return max(d, e, 16)
 
@@ -212,17 +207,8 @@ def _tiles(kernel: str, q: Tensor, v: Tensor, spec: AttnSpec) -> configs.Tiles:
     return configs.tiles(kernel, width, arch(q.device), q.element_size(), spec.dropout is not None)
 
 
-@functools.lru_cache
-def split_head_dim(d: int) -> tuple[int, int]:
-    """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0)."""
-    whole = max(power_of_2(d), 16)
-    half = whole // 2
-    rest = max(power_of_2(d - half), 16) if d > half else 0
-    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
-
-
 def head_dims(d: int, e: int) -> dict:
-    (d0, d1), (e0, e1) = split_head_dim(d), split_head_dim(e)
+    (d0, d1), (e0, e1) = configs.split_head_dim(d), configs.split_head_dim(e)
     return dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import host
+from . import configs, host
 from .common import LN2, LOG2E
 
 
@@ -59,7 +59,7 @@ def merge_states(packed: Tensor, dim: int = 0) -> Tensor:
     out = torch.empty((*packed.shape[:dim], *packed.shape[dim + 1 :]), dtype=torch.float32, device=packed.device)
     rows, inner = out.numel() // (e + 1), math.prod(packed.shape[dim + 1 : -1])
     if rows:
-        cols = host.power_of_2(e)
+        cols = configs.power_of_2(e)
         merge_states_kernel[(rows,)](
             IN=packed, OUT=out, num_states=n, inner=inner, outer_stride=n * inner * (e + 1),
             state_stride=inner * (e + 1), E=e, COLS=cols, STATES=max(1, min(32, 8192 // cols)), num_warps=4,
