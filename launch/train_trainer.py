@@ -65,11 +65,13 @@ def main(argv: list[str]) -> int:
 
     from megatron_tree.integrations.deepspeed.trainer import Trainer  # instead of: from transformers import Trainer
     from megatron_tree.integrations.transformers import models
+    from megatron_tree.launching import quiet
     from transformers import HfArgumentParser, TrainingArguments
 
     options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses(
         ["--deepspeed", str(CONFIG), "--report_to", "none", *argv]
     )
+    quiet()
     models.hide_progress_bars()
     folder = models.model_folder(options.model)
     try:

