@@ -211,6 +211,7 @@ WHOLE = {
     "gpt_bigcode": "a projection to 8 heads of 8",
     "hrm_text": "z_L_init",
     "jetmoe": "unknown names",
+    "longcat_flash": "gates and inputs of 16 neurons were expected",  # some experts have no weights
     "mimo_v2_flash": "k_proj",
     "opt": "embed_positions",
 }
