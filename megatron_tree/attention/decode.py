@@ -89,7 +89,7 @@ class DecodeCall:
             state = state.permute(1, 2, 0, 3)
         elif shares is not None:
             state = state[:, :, slice_of(shares, comm.group_rank(group))]
-        out, lse = state[..., :-1], state[..., -1].transpose(1, 2)
+        out, lse = state.narrow(-1, 0, self.head_dim_v), state.select(-1, self.head_dim_v).transpose(1, 2)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks)
         return out.to(self.dtype), lse

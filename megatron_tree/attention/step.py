@@ -95,11 +95,7 @@ class DecodeStep:
 def _key(tensors: tuple, objects: tuple, options: tuple) -> tuple:
     """All that `_checked` depends on."""
     kinds = [x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    return *kinds, *map(id, objects), *map(_hashable, options)
-
-
-def _hashable(x):
-    return tuple(x) if isinstance(x, list) else x
+    return *kinds, *map(id, objects), *[tuple(x) if isinstance(x, list) else x for x in options]
 
 
 def _checked(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..merge import SumReducer
 from .group import GroupState, group_rank, group_size
 from .health.watchdog import Watchdog
-from .shared import SUMS, resolve_shared, shared
+from .shared import SUMS, resolve_shared, shared, transport_of
 from .team import Team, from_next, subgroup
 from .traffic import note
 from .work import Mail, Pending, run, wait_for
@@ -210,7 +210,7 @@ def gather_rows(
     state = GroupState.of(group)
     if state.size == 1:
         return x
-    if resolve_shared(group, x.device, transport, timeout_s=timeout_s) == "shm":
+    if transport_of(state, group, x.device, transport, timeout_s) == "shm":
         return state.shared.gather_rows(x, counts, group, timeout_s)
     longest = max(counts)  # messages are of one size
     padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, longest - len(x))) if len(x) < longest else x
@@ -239,7 +239,7 @@ def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: floa
     state = GroupState.of(group)
     if (n := state.size) == 1:
         return x
-    transport = resolve_shared(group, x.device, transport, timeout_s=timeout_s)
+    transport = transport_of(state, group, x.device, transport, timeout_s)
     if transport == "shm" and x.dtype in SUMS:
         return state.shared.sum(x.contiguous(), group, timeout_s)
     if transport == "builtin":

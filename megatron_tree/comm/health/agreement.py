@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import sys
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ ASK_AFTER_S = 0.3  # of waiting, after which ranks are asked that went on withou
 SHOWN = 300  # characters of a value
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """What must be equal on all ranks in one call."""
 
     name: str

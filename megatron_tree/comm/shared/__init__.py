@@ -73,9 +73,13 @@ def resolve_shared(group, device: torch.device, transport: str, *, timeout_s: fl
     Collective at the group's first call, unless the transport is "direct" or "builtin".
     Raises: ``ValueError`` where "shm" is asked for and can't be had; `CommError`.
     """
-    state, key = GroupState.of(group), (device.type, transport)
-    if (known := state.transports.get(key)) is None:
-        known = state.transports[key] = _resolve(group, device, transport, timeout_s)
+    return transport_of(GroupState.of(group), group, device, transport, timeout_s)
+
+
+def transport_of(state: GroupState, group, device: torch.device, transport: str, timeout_s: float) -> str:
+    """`resolve_shared` of a group whose state is at hand."""
+    if (known := state.transports.get((device.type, transport))) is None:
+        known = state.transports[device.type, transport] = _resolve(group, device, transport, timeout_s)
     return known
 
 

@@ -89,10 +89,11 @@ def tree_attention(
         "sinks": s_aux,
         "alibi_slopes": alibi_slopes,
     }
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q = query.transpose(1, 2)
     if shard is not None:
         if update is not None:
             raise ValueError(NOTHING_BESIDE)
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
         return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options).contiguous(), None
     shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
     if shares != (None if update is None else update.cache.head_shares):
@@ -105,6 +106,7 @@ def tree_attention(
         )
     if update is None:
         _check_not_running(module, running)
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
         return _attention_without_cache(module, q, k, v, attention_mask, options).contiguous(), None
     _check_update(module, key, value, update)
     layer_idx = update.layer_idx

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +44,9 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in _POINTERS),
     ]
+
+
+_ADDRESSES = struct.Struct(f"{len(_POINTERS)}P")
 
 
 def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
@@ -82,9 +86,7 @@ def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | N
     strides = [None if x is None else x.stride() for x in (q, k, v, k_scale, v_scale, q_positions, k_positions, table)]
     sizes = (b, s_q, h, h_kv, d, d_v, slots, max(1, k.shape[1]), k.element_size(), len(spec.alibi_slopes or ()))
     call = _Call.from_buffer_copy(_sizes(sizes, *strides, spec.softmax_scale, spec.softcap, spec.left, spec.right))
-    for name, x in zip(_POINTERS, tensors):
-        if x is not None:
-            setattr(call, name, x.data_ptr())
+    _ADDRESSES.pack_into(call, _Call.q.offset, *[0 if x is None else x.data_ptr() for x in tensors])
     library, tasks = _library(k.dtype), b * num_chunks
     bytes_read = b * slots * h_kv * (d + d_v) * k.element_size()
     threads = min(torch.get_num_threads(), tasks, bytes_read // _BYTES_OF_A_THREAD)
