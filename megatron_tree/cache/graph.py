@@ -113,8 +113,8 @@ class _Step:
     def __init__(self, inputs: StepInputs):
         self.inputs = inputs
         self.captured: Captured | None = None
-        self.addresses: tuple[int, ...] = ()
-        """Of the pages that the graph reads and writes."""
+        self.moves = 0
+        """Of the pages until then: a graph reads and writes them where they were."""
 
 
 class GraphedSteps:
@@ -193,12 +193,12 @@ class GraphedSteps:
         with comm.collective_call("decode step", runner.cp_group, runner.config) as call:
             call.agree(**capacity._asdict(), schedule=runner.schedule, config=runner.config)
             self._store.reserve()
-            addresses = self._store.addresses
-            if step.captured is None or step.addresses != addresses:
+            moves = self._store.moves
+            if step.captured is None or step.moves != moves:
                 step.captured = None  # its memory is free for the next one
                 with comm.part_of_call():
                     step.captured = self._capture(lambda: self._run(step.inputs))
-                step.addresses = addresses
+                step.moves = moves
             step.captured.replay()
             comm.wait_until(step.captured.is_done, "a decode step", runner.token_group, runner.config.timeout_s)
         return step.captured.logits

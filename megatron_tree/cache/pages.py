@@ -28,6 +28,8 @@ class LayerPages:
 
     def __init__(self, page_size: int, stored: torch.dtype | None = None, *, latent: bool = False):
         self.page_size, self.stored, self.latent = page_size, stored, latent
+        self.moves = 0
+        """How often the pages have got other memory."""
         self.reset()
 
     def reset(self) -> None:
@@ -72,6 +74,7 @@ class LayerPages:
         if self.k is None or (have and num_pages <= have):
             return
         pages = max(num_pages, have + have // GROWTH, 1)
+        self.moves += 1
         for name in self.tensors:  # one after another, so that only one tensor at a time exists twice
             old = getattr(self, name)
             # zeros: kernels read whole pages, and unused slots must not be NaN

@@ -132,9 +132,9 @@ class ShardedCache:
             pages.grow(self.book.numbers[kind].capacity)
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where the pages are; they move when they grow."""
-        return tuple(x.data_ptr() for pages in self.layers for x in pages.tensors.values())
+    def moves(self) -> int:
+        """Grows when pages of a layer get other memory."""
+        return sum(pages.moves for pages in self.layers)
 
     def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
         """The tokens of an append of one row that this rank stores: (positions in the row, slots), int64 [n] each."""
