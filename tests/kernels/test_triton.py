@@ -82,7 +82,7 @@ def test_scales(scale, softcap):
     check_cell("offsets", dict(softmax_scale=scale, softcap=softcap), (4, 2), 16, 16, limit=2e-5 if scale > 1 else 3e-6)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), pytest.param((3, 1), marks=pytest.mark.slow), (6, 2)])
+@pytest.mark.parametrize("heads", [*(pytest.param(x, marks=pytest.mark.slow) for x in ((2, 2), (3, 1))), (6, 2)])
 @pytest.mark.parametrize(
     ("d", "d_v"), [(16, 16), (64, 64), (24, 40), (48, 32), (96, 64), (8, 5), (192, 128), (128, 192), (256, 256)]
 )

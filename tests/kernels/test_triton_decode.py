@@ -11,7 +11,7 @@ from support.attention import distances
 from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
 
 
-@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("num_splits", [None, 3])
 @pytest.mark.parametrize(
     ("case", "s_q", "heads", "d", "d_v"),
     [
