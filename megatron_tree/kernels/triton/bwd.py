@@ -212,8 +212,8 @@ def _dkdv_range(
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head", "parts"])
 def attn_bwd_dkdv_kernel(
     Q, K, V, DOUT, LSE2, DELTA, SLOPES, DK, DV, k_tiles, q_segments,
-    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, dk_part_stride, dv_part_stride, lse_strides,
-    slopes_stride, parts, left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight,
+    q_strides, k_strides, v_strides, dout_strides, dk_part_stride, dk_strides, dv_part_stride, dv_strides, lse_strides,
+    slopes_stride, left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
