@@ -112,9 +112,9 @@ class ShardedCache:
         """(numbers of the tokens to store, their slots), int64; computed once for all layers of a kind."""
         key = (kind, num_tokens, device)
         if key not in append.places:
-            tokens, slots = [], []
+            tokens, slots, size = [], [], self.page_size
             for write in append.writes[kind]:
-                first, slot = write.index * num_tokens + write.token, write.page * self.page_size + write.offset
+                first, slot = write.index * num_tokens + write.token, write.page * size + write.offset
                 tokens += range(first, first + write.count)
                 slots += range(slot, slot + write.count)
             append.places[key] = torch.tensor(tokens, device=device), torch.tensor(slots, device=device)

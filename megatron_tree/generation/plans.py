@@ -173,6 +173,7 @@ class Planner:
         choices = choose_tokens([a.sampler for a in serving.answers], logits.expand(len(serving.answers), -1))
         handle, first.handle = first.handle, None
         self.room.filled(serving, handle)
+        serving.begun = True
         for answer, choice in zip(serving.answers, choices):
             self._take(serving, answer, choice)
         if serving.unfinished:

@@ -156,6 +156,8 @@ class ServedRequest:
             for i in range(request.n)
         ]
         self.unfinished = self.answers
+        self.begun = False
+        """Whether the prompt has been run: every answer has a token, and each goes on in a row of its own."""
 
     def finish(self, answer: ActiveAnswer) -> None:
         """An answer has ended."""
@@ -166,11 +168,6 @@ class ServedRequest:
     def importance(self) -> tuple[int, int]:
         """The smallest is the most important one."""
         return self.priority, self.id
-
-    @property
-    def begun(self) -> bool:
-        """Whether the prompt has been run: every answer has a token, and each goes on in a row of its own."""
-        return any(answer.tokens for answer in self.answers)
 
     @property
     def num_rows(self) -> int:
