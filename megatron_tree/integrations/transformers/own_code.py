@@ -135,7 +135,9 @@ def _mpt(attend, self, hidden_states, position_bias, past_key_values=None, atten
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-    q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, -1))
+    qkv = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    # ranks that share the weights may have more KV heads than query heads
+    q, k, v = qkv.tensor_split((self.n_heads, (qkv.shape[1] + self.n_heads) // 2), 1)
     num_heads = len(position_bias)
     slopes = _of_cache(self, _slopes(_mpt_bias(num_heads), num_heads, q.device))
     options = dict(scaling=self.softmax_scale, dropout=self.attn_dropout_p if self.training else 0.0)

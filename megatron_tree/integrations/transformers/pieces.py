@@ -178,6 +178,8 @@ def _attention(
     }.get(queries, {queries: (all_heads, [q, k, v])})
     if queries == "query_key_value":
         projections = {queries: (all_heads, _joined(layout, model, name, q, kv, d, num_heads // num_heads_kv))}
+    if model.config.model_type in ("gpt_neo", "gptj") and layout.heads.size > 1:
+        raise _wants_divisors(layout, model, f"{name}.k_proj", "keys are split into as many heads as queries")
     columns = d * sum(layout.heads.shares)
     layout.query_projection = columns * _widths(getattr(module, queries))[1], columns
     for child, (width, runs) in projections.items():
@@ -211,11 +213,13 @@ def _joined(layout: Layout, model, name: str, q, kv, d: int, per: int) -> list[t
         skipped = 2 * kv[0]  # keys and values before those of this KV head
         k = skipped + per * kv[1]
         return [tuple(skipped + i for i in q), (k, k + d), (k + d, k + 2 * d)]
+    raise _wants_divisors(layout, model, f"{name}.query_key_value", "q, k and v of each head lie together")
+
+
+def _wants_divisors(layout: Layout, model, name: str, why: str) -> ValueError:
     num_heads = layout.heads.num_groups * layout.heads.num_heads_kv
     divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-    raise _refused(
-        model, f"{name}.query_key_value", f"q, k and v of each head lie together: start one of {divisors} ranks"
-    )
+    return _refused(model, name, f"{why}: start one of {divisors} ranks")
 
 
 def _latent_attention(layout: Layout, model, name: str, module, num_heads: int, split_latents: bool) -> None:

@@ -64,7 +64,7 @@ def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s:
 
     own_numbers = []
     num_heads, num_heads_kv = layout.num_queries, layout.heads.num_heads_kv
-    own = dict.fromkeys(("num_heads", "num_attention_heads"), num_heads)
+    own = dict.fromkeys(("num_heads", "num_attention_heads", "n_heads"), num_heads)
     own |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), num_heads_kv)
     for name in layout.attentions:  # by such numbers models find q, k and v in what projections give
         attention = model.get_submodule(name)
