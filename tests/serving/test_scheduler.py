@@ -221,6 +221,14 @@ def test_all_answers_of_a_request_need_rows_and_room(model, max_rows, capacity):
     assert [len(tokens_of(e, answer)) for e in events for answer in (0, 1)] == [20] * 4
 
 
+def test_the_prompt_of_several_answers_takes_room_once(model):
+    scheduler, runner = make_scheduler(model, capacity=40 + 4 * 6)
+    (events,) = serve(scheduler, [request(40, 6, n=4, temperature=1.0, seed=1)])
+    assert [len(call[1]) for call in runner.calls if call[0] == "step"] == [4] * 5
+    assert [len(tokens_of(events, answer)) for answer in range(4)] == [6] * 4
+    assert scheduler.preemptions == 0 and runner.least_free == 4
+
+
 def test_what_can_never_be_served_is_refused(model):
     scheduler, _ = make_scheduler(model, max_rows=2, max_waiting=2, capacity=100, page_size=8)
     for bad, message in (
