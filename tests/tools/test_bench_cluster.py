@@ -95,8 +95,8 @@ def test_decode_with_real_kernels_and_a_rival(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.usefixtures("assumed_links")
 def test_no_speed_of_a_wrong_merge(tmp_path, monkeypatch, capfd):
-    right = SharedMemory.merge
-    monkeypatch.setattr(SharedMemory, "merge", lambda memory, states: right(memory, states) * 1.001)
+    right = SharedMemory.merge_rows
+    monkeypatch.setattr(SharedMemory, "merge_rows", lambda memory, *call: right(memory, *call) * 1.001)
     options = ("--ranks", "2", "--seq-len", "128", "--schedules", "allgather", "auto")
     status, _ = benchmark("decode", *options, out=tmp_path / "out")
     said = capfd.readouterr()
@@ -106,13 +106,13 @@ def test_no_speed_of_a_wrong_merge(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.usefixtures("assumed_links")
 def test_no_speed_of_a_step_that_differs_from_the_checked_one(tmp_path, monkeypatch, capfd):
-    right, calls = SharedMemory.merge, []
+    right, calls = SharedMemory.merge_rows, []
 
-    def sometimes_wrong(memory, states):
+    def sometimes_wrong(memory, *call):
         calls.append(1)
-        return right(memory, states) * (1 + 1e-6 * (len(calls) > 2))
+        return right(memory, *call) * (1 + 1e-6 * (len(calls) > 2))
 
-    monkeypatch.setattr(SharedMemory, "merge", sometimes_wrong)
+    monkeypatch.setattr(SharedMemory, "merge_rows", sometimes_wrong)
     options = ("--ranks", "2", "--seq-len", "128", "--schedules", "allgather")
     status, _ = benchmark("decode", *options, out=tmp_path / "out")
     said = capfd.readouterr()
