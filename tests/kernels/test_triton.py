@@ -104,6 +104,16 @@ def test_boxes(cell, monkeypatch):
     assert [x.block_shape[-1] for x in made] == [32, 16] * expected
 
 
+@pytest.mark.parametrize(("d", "deterministic"), [(32, False), (48, False), (32, True)])
+def test_dq_with_dk_and_dv(d, deterministic, monkeypatch):
+    """One kernel makes all gradients, but where bits have to be the same, and for heads of two tiles of columns."""
+    table, asked = configs.tiles, []
+    monkeypatch.setattr(configs, "tiles", lambda *args: asked.append(args[0]) or table(*args)._replace(fused=True))
+    check_cell("packed", dict(window_size=(20, 0), deterministic=deterministic), (4, 2), d, 16)
+    has_engine = host.arch(torch.device(DEVICE)) in boxes.ARCHES
+    assert ("dq" in asked) == (deterministic or d == 48 or not has_engine)
+
+
 def test_where_boxes_cannot_be_used():
     """Two tiles of columns, an odd address or stride, one row for all of the batch, and GPUs before sm_90."""
     tiles = configs.Tiles(16, 16, 4, 1, boxes=True)

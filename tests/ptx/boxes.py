@@ -5,6 +5,7 @@
   a program wait together, so a wait for a phase that can't end is a Fault.
 - A copy must not overwrite what threads wrote without a fence.proxy.async since. Its write counts as one of the warp
   that starts it; arrival needs no barrier of threads, because every thread waits for itself.
+- A box that is added to a tensor must have passed a fence.proxy.async, and is read when it is waited for, not before.
 """
 
 from typing import NamedTuple
@@ -62,6 +63,14 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Sum(NamedTuple):
+    """A box that is to be added to global memory."""
+
+    access: Access
+    address: np.ndarray  # of its chunks [programs, warps * chunks]
+    wanted: np.ndarray  # which of them lie inside of the tensor
+
+
 class Boxes:
     """Of one batch."""
 
@@ -69,12 +78,16 @@ class Boxes:
         self.programs = programs
         self.barriers: dict[int, np.ndarray] = {}  # by address: [programs, 4]
         self.copies: list[Copy] = []
+        self.sums: list[Sum] = []
+        self.groups: list[list[Sum]] = []
 
     def part(self, programs: np.ndarray) -> "Boxes":
         new = Boxes(int(programs.sum()))
         new.barriers = {at: x[programs] for at, x in self.barriers.items()}
         parts = (Copy(x.access.part(programs), x.data[programs], x.barrier[programs], x.nbytes) for x in self.copies)
         new.copies = list(parts)
+        halves = lambda sums: [Sum(x.access.part(programs), x.address[programs], x.wanted[programs]) for x in sums]  # noqa: E731
+        new.sums, new.groups = halves(self.sums), [halves(group) for group in self.groups]
         return new
 
     def init(self, memory: SharedMemory, address, count: int, mask, line: int) -> None:
@@ -103,33 +116,62 @@ class Boxes:
 
     def start(self, memory: SharedMemory, source, to, tensor: TensorMap, coordinates, barrier, mask, line: int) -> None:
         """One thread of a warp copies a box from the global memory `source`, or zeros beyond the tensor."""
+        some, of_warp = self._starters(memory, mask, line)
+        if not some.any():
+            return
+        shape, barrier = some.shape, np.where(some, of_warp(barrier).astype(np.int64), -1)
+        for at in np.unique(barrier[some]):
+            self._state(int(at), (barrier == at).any(-1), line)
+        memory.reads.append(Access(np.where(some, barrier, 0), 8, np.arange(shape[1]), some, line))
+        access, address, wanted = self._box(memory, to, tensor, coordinates, some, of_warp, line)
+        (data,) = source.load(address, CHUNK, 1, wanted, line)
+        data = np.where(wanted, data, data.dtype.type(0))
+        memory.overwrite(access)
+        self.copies.append(Copy(access, data, barrier, tensor.nbytes))
+
+    def add(self, memory: SharedMemory, tensor: TensorMap, coordinates, source, mask, line: int) -> None:
+        """One thread of a warp adds a box of fp32 to a tensor; what lies beyond the tensor is left out."""
+        some, of_warp = self._starters(memory, mask, line)
+        if some.any():
+            found = Sum(*self._box(memory, source, tensor, coordinates, some, of_warp, line))
+            memory.check_fenced(found.access)
+            self.sums.append(found)
+
+    def commit_sums(self) -> None:
+        self.groups.append(self.sums)
+        self.sums = []
+
+    def wait_for_sums(self, memory: SharedMemory, target, pending: int, line: int) -> None:
+        """Until all but the last `pending` groups have been read."""
+        while len(self.groups) > pending:
+            for access, address, wanted in self.groups.pop(0):
+                target.add(address, memory.read(access._replace(line=line)), wanted, line)
+
+    def _starters(self, memory: SharedMemory, mask, line: int):
+        """(bool [programs, warps]: which warps start something, the function that picks their threads' numbers)."""
         shape = self.programs, len(memory.warps) // 32, 32
         started = np.broadcast_to(True if mask is None else mask, (shape[0], 32 * shape[1])).reshape(shape)
         if (started.sum(-1) > 1).any():
             raise Fault(f"line {line}: several threads of a warp start one copy each: not known")
-        if not started.any():
-            return
-        lane, some = started.argmax(-1)[..., None], started.any(-1)
+        lane = started.argmax(-1)[..., None]
         of_warp = lambda x: np.take_along_axis(  # noqa: E731
             np.broadcast_to(x, (shape[0], 32 * shape[1])).reshape(shape), lane, -1
         )[..., 0]
-        to, barrier = of_warp(to).astype(np.int64), np.where(some, of_warp(barrier).astype(np.int64), -1)
-        if (some & (to % 128 != 0)).any():
-            raise Fault(f"line {line}: the destination of a copy by descriptor is not aligned to 128 bytes")
-        for at in np.unique(barrier[some]):
-            self._state(int(at), (barrier == at).any(-1), line)
-        memory.reads.append(Access(np.where(some, barrier, 0), 8, np.arange(shape[1]), some, line))
+        return started.any(-1), of_warp
+
+    @staticmethod
+    def _box(memory: SharedMemory, shared, tensor: TensorMap, coordinates, some, of_warp, line: int):
+        """The chunks of a box of each warp: (access in shared memory, global addresses, which are in the tensor)."""
+        shared = of_warp(shared).astype(np.int64)
+        if (some & (shared % 128 != 0)).any():
+            raise Fault(f"line {line}: a box in shared memory is not aligned to 128 bytes")
         address, inside = tensor.chunks([of_warp(x).view(np.int32) for x in coordinates])
-        wanted = (inside & some[..., None]).reshape(shape[0], -1)
-        (data,) = source.load(address.reshape(shape[0], -1).view(np.uint64), CHUNK, 1, wanted, line)
-        data = np.where(wanted, data, data.dtype.type(0))
-        chunks = address.shape[-1]
-        place = to[..., None] + CHUNK * np.arange(chunks)
+        chunks, flat = address.shape[-1], (len(some), -1)
+        place = shared[..., None] + CHUNK * np.arange(chunks)
         place = place ^ (((place >> 7) & ((1 << tensor.swizzle) - 1)) << 4)
-        place, warps = place.reshape(shape[0], -1).astype(np.uint32), np.repeat(np.arange(shape[1]), chunks)
+        place, warps = place.reshape(flat).astype(np.uint32), np.repeat(np.arange(some.shape[1]), chunks)
         access = memory.access(place, CHUNK, np.repeat(some, chunks, -1), line, warps)
-        memory.overwrite(access)
-        self.copies.append(Copy(access, data, barrier, tensor.nbytes))
+        return access, address.reshape(flat).view(np.uint64), (inside & some[..., None]).reshape(flat)
 
     def wait(self, memory: SharedMemory, address, parity, line: int) -> np.ndarray:
         """Until the phase of this parity has ended: True."""
@@ -153,7 +195,7 @@ class Boxes:
         return np.True_
 
     def finish(self) -> None:
-        if self.copies:
+        if self.copies or self.sums or any(self.groups):
             raise Fault("the program ends before its copies by descriptor were waited for")
 
     def _by_address(self, address, mask):

@@ -26,7 +26,7 @@ def _arrived(i: Instruction) -> Instruction:
 
 def _shifted(i: Instruction, by: int) -> Instruction:
     """The address in shared memory is another one."""
-    n = 0 if i.parts[0] in ("st", "stmatrix", "cp") else 1
+    n = 0 if i.parts[0] in ("st", "stmatrix") or i.name.startswith("cp.async") else 1
     base, offset = re.fullmatch(r"\[\s*(\S+?)\s*(?:\+\s*(-?\w+))?\s*\]", i.operands[n]).groups()
     operands = list(i.operands)
     operands[n] = f"[{base}+{int(offset or '0', 0) + by}]"
@@ -51,6 +51,8 @@ KINDS = {  # name -> (which instructions, what becomes of them)
     "wait for boxes": (lambda i: i.name.startswith("mbarrier.try_wait"), _arrived),
     "expected bytes": (lambda i: i.name.startswith("mbarrier.arrive.expect"), lambda i: NOTHING),
     "box offset": (lambda i: i.name.startswith("cp.async.bulk.tensor"), lambda i: _shifted(i, 128)),
+    "wait for sums": (lambda i: i.name.startswith("cp.async.bulk.wait"), _later),
+    "sum offset": (lambda i: i.name.startswith("cp.reduce"), lambda i: _shifted(i, 128)),
     "store offset": (lambda i: i.parts[:2] == ("st", "shared"), lambda i: _shifted(i, 16)),
     "load offset": (lambda i: i.parts[0] == "ldmatrix", lambda i: _shifted(i, 16)),
     "copy offset": (lambda i: i.name.startswith("cp.async.c") and len(i.operands) > 1, lambda i: _shifted(i, 16)),

@@ -198,6 +198,17 @@ class Batch:
         n = int(np.broadcast_to(tensor, self.shape)[0, 0]) - MAPS
         self.boxes.start(self.shared, self.memory, to, self.values[n], coordinates, barrier, mask, line)
 
+    def add_box(self, tensor, coordinates, source, mask, line):
+        """cp.reduce.async.bulk.tensor"""
+        n = int(np.broadcast_to(tensor, self.shape)[0, 0]) - MAPS
+        self.boxes.add(self.shared, self.values[n], coordinates, source, mask, line)
+
+    def commit_sums(self):
+        self.boxes.commit_sums()
+
+    def wait_for_sums(self, pending, line):
+        self.boxes.wait_for_sums(self.shared, self.memory, pending, line)
+
     def make_arrival(self, address, count, mask, line):
         self.boxes.init(self.shared, address, count, mask, line)
 

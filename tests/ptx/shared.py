@@ -142,9 +142,9 @@ class SharedMemory:
         self.unfenced[...] = False
 
     def check_fenced(self, access: Access) -> None:
-        rows = np.arange(len(self.bytes))[:, None]
-        if self.unfenced[rows, access.address // CHUNK].any():
-            raise Fault(f"line {access.line}: wgmma reads what was written without a fence.proxy.async since")
+        unfenced = self.unfenced[np.arange(len(self.bytes))[:, None], access.address // CHUNK]
+        if (unfenced if access.mask is None else unfenced & access.mask).any():
+            raise Fault(f"line {access.line}: wgmma or a copy reads what was written without a fence.proxy.async since")
 
     def barrier(self) -> None:
         """End of an interval: no two warps may have touched the same bytes, but to read them."""

@@ -33,6 +33,19 @@ def forward(case, boxes, monkeypatch):
     return kernels.attn_fwd(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=case.spec, backend="triton")
 
 
+def backward(case, fused, monkeypatch):
+    """dq, dk, dv of inputs whose padding is NaN, but for dout's."""
+    case = CASES[case]
+    q, k, v, dout = training_inputs(case, torch.bfloat16, "cpu")
+    q_segments, k_segments, s_q, s_k = case.segments
+    segments = dict(q_segments=q_segments, k_segments=k_segments, spec=case.spec, backend="triton")
+    out, lse = kernels.attn_fwd(q, k, v, **segments)
+    for x, segment, n in ((q, q_segments, s_q), (k, k_segments, s_k), (v, k_segments, s_k)):
+        x[:, positions_of(segment, n, device="cpu") < 0] = float("nan")
+    monkeypatch.setattr(configs, "tiles", lambda *args: TABLE(*args)._replace(fused=fused))
+    return kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **segments)
+
+
 def kernel_of(launch):
     from ptx import device
 
@@ -47,6 +60,31 @@ def kernel_of(launch):
 def test_the_same_bits(case, monkeypatch):
     results = [forward(case, boxes, monkeypatch) for boxes in (False, True)]
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("case", ["many", "128", "window", "packed", "dropout 128"])
+def test_dq_is_added_up_with_dk_and_dv(case, monkeypatch):
+    (dq, *others), (fused, *same) = (backward(case, fused, monkeypatch) for fused in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(others, same, strict=True))
+    torch.testing.assert_close(fused, dq, rtol=1e-5, atol=1e-5 * float(dq.abs().max()))
+
+
+def test_faults_of_sums(monkeypatch):
+    """A sum that begins elsewhere, and one that is not waited for (other waits may follow before its box changes)."""
+    from ptx import faults
+    from ptx.syntax import Fault
+
+    kernel = kernel_of(lambda: backward("many", True, monkeypatch))
+    (truth, *_) = backward("many", False, monkeypatch)
+    for kind, least in (("wait for sums", 0.3), ("sum offset", 1.0)):
+        places, seen = faults.places(kernel.program, kind), 0
+        for place in places:
+            same = False
+            with faults.planted(kernel, kind, place), contextlib.suppress(Fault):
+                same = torch.allclose(backward("many", True, monkeypatch)[0], truth, rtol=1e-3, atol=1e-4)
+            seen += not same
+        print(f"{kind}: {seen} of {len(places)}")
+        assert seen >= max(1, least * len(places))
 
 
 @pytest.mark.parametrize("most", [2, pytest.param(None, marks=pytest.mark.slow)])

@@ -140,7 +140,7 @@ class Translator:
             kept = self.value(i.operands[3], "b32") if len(i.operands) > 3 else "None"
             to, source = self._address(i.operands[0], "b32"), self._address(i.operands[1], "b64")
             return [f"M.copy({to}, {source}, {int(i.operands[2], 0)}, {kept}, {mask}, {i.line})"]
-        if i.name.startswith(("cp.async.bulk.tensor", "mbarrier")) and "try_wait" not in i.parts:
+        if i.name.startswith(("cp.async.bulk.tensor", "cp.reduce", "mbarrier")) and "try_wait" not in i.parts:
             return self._arrival(i, mask)
         if mask is not None:
             raise Fault(f"{i.name} by some threads of a warp only, line {i.line}")
@@ -191,6 +191,14 @@ class Translator:
     def _arrival(self, i: Instruction, mask: str | None) -> list[str]:
         """Copies by descriptor, and barriers for them."""
         ends = ".shared::cta.b64"
+        if i.name.startswith("cp.reduce"):
+            kind = i.name.replace(i.parts[5], "?")
+            if kind != "cp.reduce.async.bulk.tensor.?.global.shared::cta.add.bulk_group":
+                raise Fault(f"not known: {i.name}")
+            tensor, coordinates = i.operands[0].strip("[] ").split(",", 1)
+            at = ", ".join(self.value(x, "b32") for x in elements(coordinates.strip()))
+            source = self._address(i.operands[1], "b32")
+            return [f"M.add_box({self.value(tensor, 'b64')}, [{at}], {source}, {mask}, {i.line})"]
         if i.name.startswith("cp.async.bulk.tensor"):
             if i.parts[5:] != ("shared::cta", "global", "mbarrier::complete_tx::bytes"):
                 raise Fault(f"not known: {i.name}")
@@ -237,6 +245,8 @@ class Translator:
             "fence.proxy.async.shared::cta": "M.fence_proxy()",
             "fence.proxy.async": "M.fence_proxy()",
             "wgmma.fence.sync.aligned": "M.fence_registers()",
+            "cp.async.bulk.commit_group": "M.commit_sums()",
+            "cp.async.bulk.wait_group.read": "M.wait_for_sums({0}, {line})",
             "wgmma.commit_group.sync.aligned": "M.commit_products()",
             "wgmma.wait_group.sync.aligned": "M.wait_products({0}, {line})",
         }.get(name)

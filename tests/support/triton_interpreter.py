@@ -54,6 +54,15 @@ if not torch.cuda.is_available():
             return _masked_load(self, ptrs, mask, other, *options, **named)
 
         interpreter.InterpreterBuilder.create_masked_load = _poisoned_load
+
+        def _descriptor_reduce(self, kind, descriptor, value, indices):
+            """The interpreter has no reductions by descriptor; ours add, and programs run one after another."""
+            assert kind == interpreter._ir.DESCRIPTOR_REDUCE_KIND.ADD, kind
+            before = self.create_descriptor_load(descriptor, indices, None, None)
+            total = interpreter.TensorHandle(before.data + value.data, before.dtype)
+            self.create_descriptor_store(descriptor, total, indices)
+
+        interpreter.InterpreterBuilder.create_descriptor_reduce = _descriptor_reduce
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

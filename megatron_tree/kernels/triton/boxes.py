@@ -1,4 +1,4 @@
-"""Descriptors with which the forward loads keys and values by the copy engine (TMA), for `Tiles.boxes`."""
+"""Descriptors for the copy engine (TMA): keys and values of the forward (`Tiles.boxes`), and dq (`Tiles.fused`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def arguments(k: Tensor, v: Tensor, tiles: configs.Tiles, arch: str) -> dict:
     wanted = tiles.boxes and arch in ARCHES
     found = [_descriptor(x, tiles.n) for x in (k, v)] if wanted else [None]
     return dict(K_BOXES=None, V_BOXES=None) if None in found else dict(zip(("K_BOXES", "V_BOXES"), found))
+
+
+def of_dq(dq: Tensor, tiles: configs.Tiles, arch: str, deterministic: bool) -> TensorDescriptor | None:
+    """DQ_BOXES for dq [b, s, h, d]: None where dq has a kernel of its own, for the same reasons."""
+    return _descriptor(dq, tiles.m) if tiles.fused and arch in ARCHES and not deterministic else None
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:

@@ -1,5 +1,6 @@
-"""Attention backward, deterministic: dq by tiles of queries; dk and dv by tiles of keys, over all heads of a KV head.
+"""Attention backward: dq by tiles of queries; dk and dv by tiles of keys, over all heads of a KV head.
 
+This is deterministic. With `Tiles.fused` the kernel of dk and dv adds up dq as well, in any order: 5 products, not 7.
 Both recompute p = exp2(s - lse2) from the global lse, in base 2, with +inf where a query sees nothing, so that p is 0.
 Under dropout a pair's value is keep_weight * v or 0: dp = dout.v and dv's weight p take that factor, p in ds does not.
 Results are added to the given fp32 buffers: partial gradients of several cells add up. The numbers at the formulas are
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from .common import (
     LOG2E,
+    add_box,
     alibi,
     cap_logits,
     dot,
@@ -159,8 +161,8 @@ def attn_bwd_dq_kernel(
 
 @triton.jit
 def _dkdv_range(
-    dk0, dk1, dv0, dv1, k0, k1, v0, v1, Q, DOUT, LSE2, DELTA, q_row, sq, sd, lo, hi, q_len, q_pos, k_pos, in_k,
-    left, right, scale, softcap, slope2, keep_weight, dropout,
+    dk0, dk1, dv0, dv1, k0, k1, v0, v1, Q, DOUT, LSE2, DELTA, DQ_BOXES, b, h, q_row, sq, sd, lo, hi, q_len, q_pos,
+    k_pos, in_k, left, right, scale, softcap, slope2, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -206,12 +208,15 @@ def _dkdv_range(
             dv1 = dot(p, do1, dv1)
         if D1 > 0:
             dk1 = dot(ds, q1, dk1)
+        if DQ_BOXES is not None:  # rows after the segment get zeros
+            dq = dot(tl.trans(ds), k0, tl.zeros((M, D0), tl.float32))
+            add_box(DQ_BOXES, b, q_row + n, h, dq * scale, M, D0)
     return dk0, dk1, dv0, dv1
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head", "parts"])
 def attn_bwd_dkdv_kernel(
-    Q, K, V, DOUT, LSE2, DELTA, SLOPES, DK, DV, k_tiles, q_segments,
+    Q, K, V, DOUT, LSE2, DELTA, SLOPES, DQ_BOXES, DK, DV, k_tiles, q_segments,
     q_strides, k_strides, v_strides, dout_strides, dk_part_stride, dk_strides, dv_part_stride, dv_strides, lse_strides,
     slopes_stride, left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
@@ -219,7 +224,8 @@ def attn_bwd_dkdv_kernel(
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DK, DV [parts] += this block's, a part from each slice of the query heads of a KV head; k_tiles and q_segments
-    as q_tiles and k_segments in `attn_fwd_kernel`.
+    as q_tiles and k_segments in `attn_fwd_kernel`. DQ_BOXES: a descriptor of dq with boxes of M rows, to which this
+    block's dq is added; or None.
     """
     tile = tl.program_id(0)
     h_kv = (tl.program_id(1) // parts).to(tl.int64)
@@ -269,10 +275,10 @@ def attn_bwd_dkdv_kernel(
         bounds = query_range(first, first + rows - 1, q_pos, q_len, left, right, M, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3):
             dk0, dk1, dv0, dv1 = _dkdv_range(
-                dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, q_row, q_strides[1],
-                dout_strides[1], bounds[phase], bounds[phase + 1], q_len, q_pos, k_pos, in_k, left, right, scale,
-                softcap, slope2, keep_weight, dropout, D, D0, D1, E, E0, E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP,
-                STAGES,
+                dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_base, d_base, LSE2 + l_at, DELTA + l_at, DQ_BOXES,
+                b.to(tl.int32), h.to(tl.int32), q_row, q_strides[1], dout_strides[1], bounds[phase], bounds[phase + 1],
+                q_len, q_pos, k_pos, in_k, left, right, scale, softcap, slope2, keep_weight, dropout, D, D0, D1, E, E0,
+                E1, M, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     if DROPOUT:
         dv0 *= keep_weight

@@ -86,6 +86,12 @@ def load_box(tensor, b, row, h, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def add_box(tensor, b, row, h, x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Add x [ROWS, COLS] to rows row.. of one head by the copy engine, in any order with other programs."""
+    tensor.atomic_add([b, row, h, 0], x.reshape(1, ROWS, 1, COLS))
+
+
+@triton.jit
 def store_tile(
     base,
     row,

@@ -113,20 +113,23 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
         lse_strides=lse2.stride()[:2],
     )  # fmt: skip
 
-    tiles = _tiles("dq", q, v, spec)
-    q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
-    bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
-        **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
-        **_fixed(spec, scale, group, d, e, tiles),
-    )  # fmt: skip
+    of_dkdv = _tiles("dkdv", q, v, spec)
+    dq_boxes = boxes.of_dq(dq, of_dkdv, arch(q.device), spec.deterministic)
+    if dq_boxes is None:
+        tiles = _tiles("dq", q, v, spec)
+        q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
+        bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
+            **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
+            **_fixed(spec, scale, group, d, e, tiles),
+        )  # fmt: skip
 
-    tiles = _tiles("dkdv", q, v, spec)
+    tiles = of_dkdv
     k_tiles, q_table = _tables(k_segments, q_segments, tiles.n, q.device, heaviest_last=True)
     rows = 1 if spec.deterministic else b  # of the batch: bits must not depend on it
     parts = _head_parts(k_tiles.shape[0] * h_kv * rows, group, q.device)
     dk_parts, dv_parts = (dk[None], dv[None]) if parts == 1 else (x.new_zeros(parts, *x.shape) for x in (dk, dv))
     bwd.attn_bwd_dkdv_kernel[(k_tiles.shape[0], h_kv * parts, b)](
-        **shared, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
+        **shared, DQ_BOXES=dq_boxes, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
         dk_part_stride=dk_parts.stride(0), dk_strides=dk_parts.stride()[1:4],
         dv_part_stride=dv_parts.stride(0), dv_strides=dv_parts.stride()[1:4],
         **_fixed(spec, scale, group, d, e, tiles),

@@ -117,10 +117,12 @@ def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "
             signature[name] = "constexpr"
             values.setdefault(name, None)
         elif name.endswith("_BOXES"):
-            columns = values["D0"] if name[0] == "K" else values["E0"]
-            signature[name] = f"tensordesc<{dtype}[1, {tiles.n}, 1, {columns}]>" if tiles.boxes else "constexpr"
-            if not tiles.boxes:
-                values[name] = None
+            box = f"{dtype}[1, {tiles.n}, 1, {values['E0' if name[0] == 'V' else 'D0']}]"
+            if name == "DQ_BOXES":
+                box = f"fp32[1, {tiles.m}, 1, {values['D0']}]"
+            signature[name] = f"tensordesc<{box}>"
+            if not (tiles.fused if name == "DQ_BOXES" else tiles.boxes):
+                signature[name], values[name] = "constexpr", None
         elif name == "LENGTHS":
             signature[name] = "*i64"
         elif name in _INT32:
