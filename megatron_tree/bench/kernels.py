@@ -178,7 +178,7 @@ def _race(case: Case, kernel: str, backend: str, tiny: bool, emit, *, device, dt
         raise NotHere("tile sizes are Triton's: it needs a GPU, or its interpreter")
     from .race import CANDIDATES, race
 
-    candidates = CANDIDATES[kernel][-1:] if tiny else CANDIDATES[kernel]
+    candidates = CANDIDATES[kernel][:1] if tiny else CANDIDATES[kernel]
     race(case, kernel, candidates, emit, device=device, dtype=dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ..kernels.triton import configs
+from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
 from .contenders import Emit, clock, ours
 from .kernel_cases import Case, Timing, inputs, truth_of, verify
@@ -12,7 +12,8 @@ from .results import WrongResult
 
 CANDIDATES = {
     "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (32, 4)) for s in (2, 3)]
-    + [Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 2, boxes=True), Tiles(128, 128, 8, 3, boxes=True)],
+    + [Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 2, boxes=True), Tiles(128, 128, 8, 3, boxes=True)]
+    + [Tiles(128, n, w, s, boxes=True, specialized=True) for n, w, s in ((128, 8, 2), (64, 4, 3))],
     "dq": [Tiles(m, n, w, 2) for m, n, w in ((128, 128, 8), (128, 64, 8), (128, 32, 8), (64, 64, 4))]
     + [Tiles(128, 64, 8, 3), Tiles(128, 32, 4, 3)],
     "dkdv": [Tiles(m, n, w, 2) for m, n, w in ((64, 128, 8), (128, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4))]
@@ -42,6 +43,8 @@ def race(case: Case, kernel: str, candidates: list[Tiles], emit: Emit, *, device
     (call,) = ours(case, ["triton"], given).values()
     found, wrong = [], []
     for tiles in candidates:
+        if tiles.specialized and host.arch(device) != "sm100":
+            continue
         with pinned(kernel, tiles):
             try:
                 verify(case, f"ours, {kernel} {tiles.label}", call(), truth, dtype)

@@ -12,11 +12,14 @@ ARCHES = ("sm90", "sm100", "interpreter")
 
 def arguments(k: Tensor, v: Tensor, tiles: configs.Tiles, arch: str) -> dict:
     """K_BOXES and V_BOXES for k and v [b, s, h_kv, d]: None where `tiles` or the GPU has no boxes, where a head has two
-    tiles of columns, and where the engine can't take the address or strides: positive multiples of 16 bytes.
+    tiles of columns, and where the engine can't take the address or strides: positive multiples of 16 bytes. And
+    SPECIALIZED, which needs boxes.
     """
     wanted = tiles.boxes and arch in ARCHES
     found = [_descriptor(x, tiles.n) for x in (k, v)] if wanted else [None]
-    return dict(K_BOXES=None, V_BOXES=None) if None in found else dict(zip(("K_BOXES", "V_BOXES"), found))
+    if None in found:
+        return dict(K_BOXES=None, V_BOXES=None, SPECIALIZED=False)
+    return dict(K_BOXES=found[0], V_BOXES=found[1], SPECIALIZED=tiles.specialized and arch == "sm100")
 
 
 def of_dq(dq: Tensor, tiles: configs.Tiles, arch: str, deterministic: bool) -> TensorDescriptor | None:

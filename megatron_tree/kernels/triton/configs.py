@@ -25,12 +25,19 @@ class Tiles(NamedTuple):
     stages: int
     boxes: bool = False
     """Whether the forward loads keys and values by the copy engine of sm_90 and later (TMA), where they allow it."""
+    specialized: bool = False
+    """Whether some warps of sm_100 only load or only multiply in the forward's loop over unmasked tiles."""
     fused: bool = False
     """Whether the kernel of dk and dv also adds up dq, by the copy engine; not where bits have to be the same."""
 
     @property
     def label(self) -> str:
-        return f"{self.m}x{self.n} w{self.warps} s{self.stages}" + " boxes" * self.boxes + " with dq" * self.fused
+        return (
+            f"{self.m}x{self.n} w{self.warps} s{self.stages}"
+            + " boxes" * self.boxes
+            + " specialized" * self.specialized
+            + " with dq" * self.fused
+        )
 
 
 def power_of_2(n: int) -> int:

@@ -31,11 +31,11 @@ def _fwd_range(
     scale, softcap, slope2, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys lo..hi of one segment; m and the logits are in base 2; l includes dropped pairs."""
     cols = tl.arange(0, N)
-    for n in tl.range(lo, hi, N, num_stages=STAGES):
+    for n in tl.range(lo, hi, N, num_stages=STAGES, warp_specialize=SPECIALIZED and not MASK):
         if K_BOXES is not None:
             k0 = load_box(K_BOXES, b, k_row + n, h_kv, N, D0)
         else:
@@ -84,7 +84,7 @@ def attn_fwd_kernel(
     seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     """q_tiles int32 [tiles, 5]: first row, rows, first position, first and last + 1 of its KV segments;
     k_segments int32 [n, 4]: row, length, position, sequence. SLOPES fp32 [b, h], ALiBi's, or None.
@@ -128,6 +128,7 @@ def attn_fwd_kernel(
                 acc0, acc1, m, l, q0, q1, k_base, v_base, K_BOXES, V_BOXES, b.to(tl.int32), (h // GROUP).to(tl.int32),
                 k_row, k_strides[1], v_strides[1], bounds[phase], bounds[phase + 1], k_len, k_pos, q_pos, left, right,
                 scale, softcap, slope2, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
+                SPECIALIZED,
             )  # fmt: skip
     empty = l == 0.0
     safe = tl.where(empty, 1.0, l)

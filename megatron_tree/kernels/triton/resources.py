@@ -75,7 +75,8 @@ def constants(kernel: str, dims: tuple[int, int], tiles: configs.Tiles) -> dict:
         return dict(GROUP=8, **heads, M=tiles.m, N=tiles.n, **flags, STAGES=tiles.stages)
     if kernel == "merge":
         return dict(E=dims[1], COLS=triton.next_power_of_2(dims[1]), STATES=32)
-    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, STAGES=tiles.stages)
+    more = {"SPECIALIZED": tiles.specialized} if kernel.startswith("fwd") else {}
+    return dict(GROUP=4, **heads, M=tiles.m, N=tiles.n, **mask, STAGES=tiles.stages, **more)
 
 
 _DROPOUT = "+dropout"
