@@ -288,7 +288,7 @@ def test_a_chat_in_a_terminal(tmp_path, weights):
     if pid == 0:
         os.chdir(REPO)
         os.environ |= {"VIRTUAL_ENV": str(LAUNCHER.parents[1]), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
-        os.execvp(script[0], [*script, "--max-new-tokens", "200", "--ignore-eos", "--weights", weights])
+        os.execvp(script[0], [*script, "--max-new-tokens", "1500", "--ignore-eos", "--weights", weights])
     seen, end = b"", time.monotonic() + 150
     try:
 
