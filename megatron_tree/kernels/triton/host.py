@@ -113,17 +113,16 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
         lse_strides=lse2.stride()[:2],
     )  # fmt: skip
 
-    of_dkdv = _tiles("dkdv", q, v, spec)
-    dq_boxes = boxes.of_dq(dq, of_dkdv, arch(q.device), spec.deterministic)
+    tiles = _tiles("dkdv", q, v, spec)
+    dq_boxes = boxes.of_dq(dq, tiles, arch(q.device), spec.deterministic)
     if dq_boxes is None:
-        tiles = _tiles("dq", q, v, spec)
-        q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
+        of_dq = _tiles("dq", q, v, spec)
+        q_tiles, k_table = _tables(q_segments, k_segments, of_dq.m, q.device)
         bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
             **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
-            **_fixed(spec, scale, group, d, e, tiles),
+            **_fixed(spec, scale, group, d, e, of_dq),
         )  # fmt: skip
 
-    tiles = of_dkdv
     k_tiles, q_table = _tables(k_segments, q_segments, tiles.n, q.device, heaviest_last=True)
     rows = 1 if spec.deterministic else b  # of the batch: bits must not depend on it
     parts = _head_parts(k_tiles.shape[0] * h_kv * rows, group, q.device)
