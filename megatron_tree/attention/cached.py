@@ -6,20 +6,19 @@ and partial results, not the cache, unless a prefill's keys are fewer. Bad input
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import TreeConfig, check_pair, default_config
-from ..layout import Segment, in_chunks
+from ..config import TreeConfig, default_config
+from ..layout import Segment
 from ..merge import merge_sinks
-from ..plan import check_grid, chunk_sizes
+from ..plan import chunk_sizes
 from .finite import check_finite_cache
-from .head_shares import all_heads_of, check_head_shares, has_all_heads, heads_of
-from .prefill import ByHeads, ByTokens, Cell, PrefillCall, one_after_another, spec_of_heads, why_not
+from .head_shares import all_heads_of, check_head_shares, has_all_heads
+from .prefill import Cell, Chunk, PrefillCall
 from .spec import make_spec
 from .step import DecodeStep
 from .topology import GroupTopology
@@ -165,35 +164,15 @@ def tree_prefill(
         spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
         check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
-        if attention_chunk_size is not None and (type(attention_chunk_size) is not int or attention_chunk_size < 1):
-            raise ValueError(f"attention_chunk_size={attention_chunk_size!r} must be a positive integer, or None")
-        num_queries = [sum(count for _, count in runs) for runs in shares]
-        if head_shares is not None and num_queries != [q.shape[1]]:
-            raise ValueError(
-                f"q has {q.shape[1]} queries, but shares={num_queries}: with head_shares one entry for all"
-            )
-        if head_shares is None and (len(shares) != world or num_queries[rank] != q.shape[1]):
-            raise ValueError(f"q has {q.shape[1]} queries, but shares={num_queries} for {world} ranks")
-        of_all_ranks = bool(key_segments) and isinstance(key_segments[0], list)
-        if grid is None:
-            grid = (1, world) if of_all_ranks else (world, 1)
-        check_grid(grid := check_pair("grid", grid), world)
-        kind = dict(shares_heads=head_shares is not None, num_heads_kv=k_cache.shape[2], expands=expand is not None)
-        if (reason := why_not(grid, **kind)) is not None:
-            raise ValueError(f"grid={grid}: {reason}")
-        if (of_all_ranks and len(key_segments) != world) or (grid[1] > 1 and not of_all_ranks):
-            raise ValueError(
-                f"grid={grid}: key_segments must hold this rank's, if b = 1, or a list for each of the {world} ranks"
-            )
-        own = key_segments[rank] if of_all_ranks else key_segments
-        if sum(segment.length for segment in own) != k_cache.shape[1]:
-            raise ValueError(f"k_cache has {k_cache.shape[1]} keys, but key_segments describes a different number")
+        chunk = Chunk(rank, shares, key_segments, attention_chunk_size, head_shares)
+        chunk.check(q.shape[1], k_cache.shape[1], world)
+        grid = chunk.checked_grid(grid, world, num_heads_kv=k_cache.shape[2], expands=expand is not None)
         k_like, v_like = (k_cache, v_cache) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
         backend = kernels.choose(whole, k_like, v_like, spec, config.backend)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         net = GroupTopology.of(cp_group, q.device, config)
         gathers_heads = not has_all_heads(q, head_shares)
-        num_keys = tuple(sum(s.length for s in segments) for segments in key_segments) if grid[1] > 1 else None
+        num_keys = chunk.num_keys if grid[1] > 1 else None
         call.agree(
             batch=q.shape[0],
             num_heads=whole.shape[2],
@@ -216,8 +195,8 @@ def tree_prefill(
         )
         sizes = chunk_sizes(
             world,
-            sum(num_queries),
-            sum(num_keys) if num_keys else max((sum(run) for runs in shares for run in runs), default=0),
+            sum(chunk.num_queries),
+            sum(num_keys) if num_keys else chunk.end,
             num_heads=whole.shape[2],
             head_dims=(q.shape[3], v_like.shape[3]),
             key_numbers=k_cache.shape[2] * (k_cache.shape[3] + (0 if latent else v_cache.shape[3])),
@@ -225,26 +204,12 @@ def tree_prefill(
             sends_queries=head_shares is None or gathers_heads,
         )
         num_heads_kv = 1 if latent or head_shares is not None else k_cache.shape[2]
-        column, row, head_groups = Cell.on(grid, sizes, num_heads_kv, cp_group, q.device, config)
-        chunks = lambda x: x if attention_chunk_size is None else in_chunks(x, attention_chunk_size)  # noqa: E731
-        if head_shares is None:
-            longest = max(num_queries[r] for r in column.order)
-            queries, of_column = ByTokens(column, q.shape[1], longest), [shares[r] for r in column.order]
-        else:
-            queries, of_column, longest = ByHeads(column, head_shares[rank], head_shares), shares, 0
-            spec = spec_of_heads(spec, heads_of(head_shares, column.order))
-        of_row = [own] if row.size == 1 else [key_segments[r] for r in row.order]
-        key_rows = max(sum(segment.length for segment in segments) for segments in of_row)
-        run = PrefillCall(
-            queries=queries,
-            row=row,
-            key_rows=key_rows,
-            q_segments=one_after_another([chunks(_segments(runs)) for runs in of_column], longest),
-            k_segments=one_after_another([chunks(segments) for segments in of_row], key_rows),
+        run = PrefillCall.on(
+            Cell.on(grid, sizes, num_heads_kv, cp_group, q.device, config),
+            chunk,
             spec=spec,
             backend=backend,
             wire=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
-            head_groups=head_groups,
             expand=expand,
             head_dim_v=v_like.shape[3],
         )
@@ -252,9 +217,3 @@ def tree_prefill(
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype)
-
-
-def _segments(runs: list[tuple[int, int]]) -> list[Segment]:
-    """Segments of one rank's queries."""
-    ends = itertools.accumulate(count for _, count in runs)
-    return [Segment(end - count, position, count) for end, (position, count) in zip(ends, runs)]

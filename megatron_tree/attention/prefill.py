@@ -19,30 +19,18 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSpec, TreeConfig
-from ..layout import Segment
+from ..config import AttnSpec, TreeConfig, check_pair
+from ..layout import Segment, in_chunks
 from ..merge import StateReducer, merge_into, pack_state, state_dtype, unpack_state
-from ..plan import CallSizes, grids, plan_prefill_grid
+from ..plan import CallSizes, check_grid, grids, plan_prefill_grid
 from ..plan.pipeline import run_groups
 from .call import neighbours
 from .grid import Gather, State
-from .head_shares import by_owner, own_heads, start_gather_heads
+from .head_shares import by_owner, heads_of, own_heads, start_gather_heads
 from .heads import Heads
 from .topology import GroupTopology
 
 EXPANDED = 4096  # latents whose keys and values exist at a time
-
-
-def why_not(grid: tuple[int, int], *, shares_heads: bool, num_heads_kv: int, expands: bool) -> str | None:
-    """Why a chunk can't run on a grid (a, b), as an error message ends; None if it can.
-
-    shares_heads: the queries' heads are sharded, not their tokens. expands: keys are made of latents.
-    """
-    if shares_heads and grid[1] > 1 and num_heads_kv > 1:
-        return f"keys are gathered for head_shares if there is one KV head, not {num_heads_kv}: choose b = 1"
-    if shares_heads and grid[0] > 1 and expands:
-        return "expand makes keys of one rank's heads, with head_shares: choose a = 1"
-    return None
 
 
 class ByTokens(NamedTuple):
@@ -85,6 +73,114 @@ class ByHeads(NamedTuple):
         return own_heads(merged, self.num_own)
 
 
+def why_not(grid: tuple[int, int], *, shares_heads: bool, num_heads_kv: int, expands: bool) -> str | None:
+    """Why a chunk can't run on a grid (a, b), as an error message ends; None if it can.
+
+    shares_heads: the queries' heads are sharded, not their tokens. expands: keys are made of latents.
+    """
+    if shares_heads and grid[1] > 1 and num_heads_kv > 1:
+        return f"keys are gathered for head_shares if there is one KV head, not {num_heads_kv}: choose b = 1"
+    if shares_heads and grid[0] > 1 and expands:
+        return "expand makes keys of one rank's heads, with head_shares: choose a = 1"
+    return None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where a chunk's queries and the cache's keys are. Fields as the arguments of `tree_prefill`."""
+
+    rank: int
+    """This one, in the group."""
+    shares: list[list[tuple[int, int]]]
+    key_segments: list[Segment] | list[list[Segment]]
+    attention_chunk_size: int | None
+    head_shares: tuple[int, ...] | None
+
+    @property
+    def knows_all_keys(self) -> bool:
+        """Whether key_segments has those of every rank."""
+        return bool(self.key_segments) and isinstance(self.key_segments[0], list)
+
+    @property
+    def num_queries(self) -> list[int]:
+        """For each entry of shares."""
+        return [sum(count for _, count in runs) for runs in self.shares]
+
+    @property
+    def num_keys(self) -> tuple[int, ...]:
+        """On every rank, if key_segments has them all."""
+        return tuple(sum(s.length for s in segments) for segments in self.key_segments)
+
+    @property
+    def end(self) -> int:
+        """The position after the last query."""
+        return max((sum(run) for runs in self.shares for run in runs), default=0)
+
+    def check(self, num_queries: int, num_keys: int, world: int) -> None:
+        """Raise ValueError unless this describes that many queries and keys on this rank."""
+        size = self.attention_chunk_size
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"attention_chunk_size={size!r} must be a positive integer, or None")
+        described = self.num_queries
+        if self.head_shares is not None and described != [num_queries]:
+            raise ValueError(f"q has {num_queries} queries, but shares={described}: with head_shares one entry for all")
+        if self.head_shares is None and (len(described) != world or described[self.rank] != num_queries):
+            raise ValueError(f"q has {num_queries} queries, but shares={described} for {world} ranks")
+        if self.knows_all_keys and len(self.key_segments) != world:
+            raise ValueError(f"key_segments has {len(self.key_segments)} lists for {world} ranks")
+        if sum(segment.length for segment in self._keys_of(self.rank)) != num_keys:
+            raise ValueError(f"k_cache has {num_keys} keys, but key_segments describes a different number")
+
+    def checked_grid(
+        self, grid: tuple[int, int] | None, world: int, *, num_heads_kv: int, expands: bool
+    ) -> tuple[int, int]:
+        """The grid given, or by default one row or column of ranks; ValueError if the chunk can't run on it.
+
+        expands: keys are made of latents.
+        """
+        if grid is None:
+            grid = (1, world) if self.knows_all_keys else (world, 1)
+        check_grid(grid := check_pair("grid", grid), world)
+        kind = dict(shares_heads=self.head_shares is not None, num_heads_kv=num_heads_kv, expands=expands)
+        if (reason := why_not(grid, **kind)) is not None:
+            raise ValueError(f"grid={grid}: {reason}")
+        if grid[1] > 1 and not self.knows_all_keys:
+            raise ValueError(f"grid={grid}: key_segments must hold a list for each of the {world} ranks if b > 1")
+        return grid
+
+    def queries(self, column: comm.Team, spec: AttnSpec) -> tuple[ByTokens | ByHeads, list[Segment], AttnSpec]:
+        """What a column gathers, its segments, and the call's mathematics for the heads of these."""
+        if self.head_shares is not None:
+            gathered = ByHeads(column, self.head_shares[self.rank], self.head_shares)
+            spec = spec_of_heads(spec, heads_of(self.head_shares, column.order))
+            return gathered, self._one_after_another([_of_runs(runs) for runs in self.shares], 0), spec
+        counts = self.num_queries
+        gathered = ByTokens(column, counts[self.rank], max(counts[r] for r in column.order))
+        segments = [_of_runs(self.shares[r]) for r in column.order]
+        return gathered, self._one_after_another(segments, gathered.rows), spec
+
+    def keys(self, row: comm.Team) -> tuple[int, list[Segment]]:
+        """Rows in which each rank's keys travel, and the segments of what a row gathers."""
+        of_row = [self._keys_of(rank) for rank in row.order]
+        rows = max(sum(segment.length for segment in segments) for segments in of_row)
+        return rows, self._one_after_another(of_row, rows)
+
+    def _keys_of(self, rank: int) -> list[Segment]:
+        return self.key_segments[rank] if self.knows_all_keys else self.key_segments
+
+    def _one_after_another(self, of_ranks: list[list[Segment]], rows: int) -> list[Segment]:
+        """Segments of several ranks' tensors one after another, `rows` rows for each, that end at chunks' ends."""
+        size = self.attention_chunk_size
+        cut = of_ranks if size is None else [in_chunks(segments, size) for segments in of_ranks]
+        return [s._replace(row=s.row + i * rows) for i, own in enumerate(cut) for s in own]
+
+
+def _of_runs(runs: list[tuple[int, int]]) -> list[Segment]:
+    """Segments of one rank's queries."""
+    ends = itertools.accumulate(count for _, count in runs)
+    return [Segment(end - count, position, count) for end, (position, count) in zip(ends, runs)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillCall:
     """A checked and planned call, on this rank's cell of the grid."""
@@ -104,6 +200,16 @@ class PrefillCall:
     head_groups: int
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
     head_dim_v: int
+
+    @classmethod
+    def on(cls, cell: Cell, chunk: Chunk, spec: AttnSpec, **options) -> PrefillCall:
+        """The call of a chunk on a cell; spec is of all heads, options are the other fields."""
+        queries, q_segments, spec = chunk.queries(cell.column, spec)
+        key_rows, k_segments = chunk.keys(cell.row)
+        return cls(
+            queries=queries, row=cell.row, key_rows=key_rows, q_segments=q_segments, k_segments=k_segments, spec=spec,
+            head_groups=cell.head_groups, **options,
+        )  # fmt: skip
 
     def run(self, q: Tensor, k: Tensor, v: Tensor | None) -> State:
         """(out [b, n, h, d_v], lse [b, h, n]) of this rank's queries over the whole cache, without sinks.
@@ -208,8 +314,3 @@ def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:
     if spec.alibi_slopes is None:
         return spec
     return replace(spec, alibi_slopes=tuple(tuple(row[head] for head in heads) for row in spec.alibi_slopes))
-
-
-def one_after_another(of_ranks: list[list[Segment]], rows: int) -> list[Segment]:
-    """Segments of several ranks' tensors one after another, `rows` rows for each."""
-    return [s._replace(row=s.row + i * rows) for i, own in enumerate(of_ranks) for s in own]
