@@ -38,6 +38,8 @@ class DecodeCall:
     """Of this rank, ..."""
     head_shares: tuple[int, ...] | None
     """... and of every rank, if there are several and each has some of q's heads; so has its result."""
+    exchanges_queries: bool
+    """How heads are gathered, see `comm.gather_rows`."""
     head_dim_v: int
     latent: bool
     """v begins k."""
@@ -97,4 +99,5 @@ class DecodeCall:
     def _all_heads(self, q: Tensor) -> Tensor:
         if self.head_shares is None:
             return q
-        return gather_heads(q, self.head_shares, self.group, transport=self.transport, timeout_s=self.timeout_s)
+        messages = {"transport": self.transport, "timeout_s": self.timeout_s, "exchanged": self.exchanges_queries}
+        return gather_heads(q, self.head_shares, self.group, **messages)

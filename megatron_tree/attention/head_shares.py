@@ -48,12 +48,12 @@ def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
     return q if has_all_heads(q, shares) else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
 
 
-def gather_heads(q: Tensor, shares: tuple[int, ...], group, *, transport: str, timeout_s: float) -> Tensor:
-    """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order."""
+def gather_heads(q: Tensor, shares: tuple[int, ...], group, **messages) -> Tensor:
+    """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order. messages: see `comm.gather_rows`."""
     if has_all_heads(q, shares):
         return q
     mine = q.permute(2, 0, 1, 3).contiguous()
-    return comm.gather_rows(mine, shares, group, transport=transport, timeout_s=timeout_s).permute(1, 2, 0, 3)
+    return comm.gather_rows(mine, shares, group, **messages).permute(1, 2, 0, 3)
 
 
 def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Callable[[], Tensor]:

@@ -15,6 +15,8 @@ from .. import comm, kernels
 from ..config import TreeConfig, default_config
 from ..log import say_once
 from ..plan import plan_decode
+from ..plan.cost import placed_topology
+from ..plan.decode import exchanges_queries
 from .decode import DecodeCall
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
@@ -157,6 +159,7 @@ def _checked(
     if schedule == "auto" and world > 1 and q.shape[1] == 1:
         # the reason has numbers that differ between batch sizes
         say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
+    share = whole.numel() * whole.element_size() / world
     decode = DecodeCall(
         visible=visible,
         spec=spec,
@@ -169,6 +172,7 @@ def _checked(
         rows=tuple(q.shape[:2]),
         num_heads=num_heads,
         head_shares=head_shares if world > 1 else None,
+        exchanges_queries=exchanges_queries(placed_topology(net.topology, net.placement), share),
         head_dim_v=v_cache.shape[3],
         latent=latent,
         dtype=q.dtype,

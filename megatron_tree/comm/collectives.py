@@ -204,14 +204,27 @@ def gather_sequence(x: Tensor, group, *, transport: str = "auto", timeout_s: flo
 
 
 def gather_rows(
-    x: Tensor, counts: tuple[int, ...], group, *, transport: str = "auto", timeout_s: float = 600.0
+    x: Tensor,
+    counts: tuple[int, ...],
+    group,
+    *,
+    transport: str = "auto",
+    timeout_s: float = 600.0,
+    exchanged: bool = False,
 ) -> Tensor:
-    """x [counts[rank], ...], contiguous, of every rank -> [sum(counts), ...], in rank order."""
+    """x [counts[rank], ...], contiguous, of every rank -> [sum(counts), ...], in rank order.
+
+    exchanged: built-in, by an all-to-all: more messages than those of an all-gather, but all at once.
+    """
     state = GroupState.of(group)
     if state.size == 1:
         return x
-    if transport_of(state, group, x.device, transport, timeout_s) == "shm":
+    transport = transport_of(state, group, x.device, transport, timeout_s)
+    if transport == "shm":
         return state.shared.gather_rows(x, counts, group, timeout_s)
+    if transport == "builtin" and exchanged:
+        team = Team.flat(group, transport=transport, timeout_s=timeout_s)
+        return start_all_to_all_v([x] * state.size, counts, team).wait()
     longest = max(counts)  # messages are of one size
     padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, longest - len(x))) if len(x) < longest else x
     whole = gather_sequence(padded, group, transport=transport, timeout_s=timeout_s)

@@ -203,12 +203,28 @@ def _ring(placed: PlacedTopology, step: StepSizes) -> tuple[float, list[float], 
     return (p - 1) * max(shift, compute) + compute, [(p - 1) * n for n in each], p - 1, 2 * step.kv_bytes
 
 
-def gathered(placed: PlacedTopology, share: float) -> tuple[float, float]:
-    """(seconds, bytes that a rank sends) until every rank has every other's share of so many bytes."""
+def gathered(placed: PlacedTopology, share: float, *, exchanged: bool = False) -> tuple[float, float]:
+    """(seconds, bytes that a rank sends) until every rank has every other's share of so many bytes.
+
+    exchanged: by an all-to-all in which a rank sends its share to every other at once.
+    """
     total = _Sum(placed)
     if placed.world > 1:
-        _gather(total, share)
+        (_all_to_all if exchanged else _gather)(total, share)
     return total.time, sum(total.sent)
+
+
+def exchanges_queries(placed: PlacedTopology, share: float) -> bool:
+    """Whether queries are gathered faster by an all-to-all than by a built-in all-gather, whose latencies add up.
+
+    share: bytes of a rank's queries. Other transports send to all ranks at once anyway.
+    """
+    return not placed.direct and gathered(placed, share, exchanged=True)[0] < gathered(placed, share)[0]
+
+
+def gathered_queries(placed: PlacedTopology, share: float) -> tuple[float, float]:
+    """`gathered` for the queries of a decode step."""
+    return gathered(placed, share, exchanged=exchanges_queries(placed, share))
 
 
 def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .cost import PlacedTopology, placed_topology
-from .decode import gathered, summed
+from .decode import gathered, gathered_queries, summed
 from .model import ModelSizes
 from .planner import plan_decode
 from .topology import Topology, place
@@ -86,7 +86,7 @@ def repeats_queries(
     gathered. placed: of a head group. projection: of a layer: words of its weights, and columns of its result."""
     words, columns = projection
     more = words * bytes_per_word * (1 - 1 / placed.world) / placed.topology.memory_bandwidth
-    return more < gathered(placed, batch * columns / placed.world * bytes_per_word)[0]
+    return more < gathered_queries(placed, batch * columns / placed.world * bytes_per_word)[0]
 
 
 class _Step(NamedTuple):
@@ -139,7 +139,7 @@ class _Step(NamedTuple):
             own_heads=own,
         )
         merged = plan.cost.time_s - plan.cost.compute_s, plan.cost.bytes
-        return [merged, gathered(placed, share * model.head_dim)] if way == "sharded" else [merged]
+        return [merged, gathered_queries(placed, share * model.head_dim)] if way == "sharded" else [merged]
 
     def _placed(self, hosts: tuple[int, ...]) -> PlacedTopology:
         return placed_topology(self.topology, place(self.topology, list(hosts)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, tree_decode, tree_prefill
+from megatron_tree import TreeConfig, comm, tree_decode, tree_prefill
 from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.kernels import gather_row
@@ -101,8 +101,14 @@ def _same_bits(rank, world):
     for transport in ("auto", "direct", "builtin"):
         config = TreeConfig(transport=transport)
         whole = tree_decode(q, k[:, mine], v[:, mine], config=config, **call)
-        out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, config=config, **call)
+        with comm.record() as log:
+            out = tree_decode(
+                own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, config=config, **call
+            )
         assert torch.equal(out, own(whole, shares, rank, 2)), transport
+        if transport == "builtin":  # queries, without padding, and states of the longest share
+            sizes = (2 * shares[rank] * 8 * 4, 2 * max(shares) * 9 * 4)
+            assert [tuple(sent) for sent in log] == [("all_to_all", world, (world - 1) * n) for n in sizes]
         of_all = tree_decode(q, k[:, mine], v[:, mine], head_shares=shares, config=config, **call)
         assert torch.equal(of_all, out), transport
     out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, cp_group=dist.group.WORLD)

@@ -10,6 +10,7 @@ from megatron_tree.bench.weights import MODELS
 from megatron_tree.plan import load_topology, place
 from megatron_tree.plan.__main__ import main
 from megatron_tree.plan.cost import placed_topology
+from megatron_tree.plan.decode import exchanges_queries, gathered, gathered_queries
 from megatron_tree.plan.model import ModelSizes
 from megatron_tree.plan.step import WAYS, plan_step, repeats_queries, splits_latents
 
@@ -81,6 +82,19 @@ def test_queries_are_repeated_where_that_is_faster():
         assert repeats_queries(placed, (1024 * 8192, 1024), 2) == repeated  # 8 of 64 heads of 128
     found = costs(LLAMA, 32)
     assert found["Helix"].time_s < found["sharded"].time_s
+
+
+def test_queries_are_exchanged_where_that_is_faster():
+    """An all-to-all has one latency, an all-gather many; but that sends every share through each node's port once for
+    every rank there. Between ranks that send to all at once anyway there is no choice."""
+    two = placed_topology(DGX, place(DGX, [n // 8 for n in range(16)]))
+    for share in (1e3, 1e5, 1e6):
+        ring, at_once = gathered(two, share), gathered(two, share, exchanged=True)
+        assert ring[1] == at_once[1] == 15 * share
+        assert exchanges_queries(two, share) == (at_once[0] < ring[0]) == (share < 1e6)
+        assert gathered_queries(two, share) == min(ring, at_once)
+    direct = dataclasses.replace(DGX, transport="direct")
+    assert not exchanges_queries(placed_topology(direct, two.placement), 1e3)
 
 
 def test_one_rank_sends_nothing():
