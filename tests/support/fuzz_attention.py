@@ -195,7 +195,7 @@ def calls_or_refusals(draw, world):
     what = draw(st.sampled_from(list(REFUSED)))
     mask, config = REFUSED[what]
     config = {"timeout_s": TIMEOUT_S} | config
-    items = dict(layout=call.layout, seq_len=call.seq_len, keys=call.keys, heads=call.heads)
+    items = dict(layout=call.layout, seq_len=call.seq_len, keys=call.keys, heads=call.heads, batch=call.batch)
     return Call(**items, mask=tuple((dict(call.mask) | mask).items()), config=tuple(config.items()), refused=what)
 
 
