@@ -5,8 +5,10 @@ import pytest
 import torch
 
 import support_matrix
-from support import turns
+from support import ranks, turns
 from support.ranks import close_pools, poisoned_empty, seed_everything
+
+PATIENCE = 4  # slow tests may take so many times as long as others before they count as hung: they run on busy machines
 
 
 def pytest_addoption(parser, pluginmanager):
@@ -49,14 +51,18 @@ def pytest_collection_modifyitems(config, items):
         "ptx": None if arch else "needs --ptx sm_80 or sm_90: make ptx",
         "without_ptx": "runs in processes of its own, which --ptx does not reach" if arch else None,
     }
+    timed = config.pluginmanager.hasplugin("timeout")
     for item in items:
         for name, reason in reasons.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if timed and item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(PATIENCE * float(config.getini("timeout"))))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the time limit
 def pytest_runtest_protocol(item):
+    ranks.patience = PATIENCE if item.get_closest_marker("slow") else 1
     with turns.turn(alone=item.get_closest_marker("alone") is not None):
         return (yield)
 

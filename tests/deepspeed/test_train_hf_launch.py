@@ -37,7 +37,7 @@ def _command(text_folder, save, *options):
 def _losses(text_folder, save, *options):
     """Step -> loss, as a run of two ranks prints them."""
     command, env = _command(text_folder, save, *options)
-    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (save / "latest").is_file() and not (save / "compiled").exists()
     return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)/\d+ +loss ([\d.]+)", done.stdout)}
@@ -137,7 +137,7 @@ def test_transformers_trainer(text, tmp_path):
     script = REPO / "launch" / "train_trainer.py"
     command = [LAUNCHER, "--num_gpus", 2, "--master_port", port, "--no_local_rank", script, *options]
     done = subprocess.run(
-        [str(part) for part in command], env=os.environ | ENV, cwd=REPO, capture_output=True, text=True, timeout=280
+        [str(part) for part in command], env=os.environ | ENV, cwd=REPO, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"'loss': '?[\d.]+", done.stdout)) == 3

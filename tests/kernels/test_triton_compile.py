@@ -165,7 +165,7 @@ def compilations(program, cache):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env.update(PYTHONPATH=str(REPO), TRITON_CACHE_DIR=str(cache))
     command = [sys.executable, "-c", COUNT_COMPILATIONS + program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

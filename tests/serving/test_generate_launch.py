@@ -48,7 +48,7 @@ def _about(folder):
     return "--model", folder, "--prompt-file", folder / "text", "--question", "who runs?"
 
 
-def _launch(ranks, *arguments, seconds=200):
+def _launch(ranks, *arguments, seconds=800):
     """Run the launcher; returns (exit code, output). No process of it may be left afterwards."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -289,7 +289,7 @@ def test_a_chat_in_a_terminal(tmp_path, weights):
         os.chdir(REPO)
         os.environ |= {"VIRTUAL_ENV": str(LAUNCHER.parents[1]), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
         os.execvp(script[0], [*script, "--max-new-tokens", "1500", "--ignore-eos", "--weights", weights])
-    seen, end = b"", time.monotonic() + 150
+    seen, end = b"", time.monotonic() + 500
     try:
 
         def until(text):

@@ -62,12 +62,12 @@ def _launched(*arguments, ranks=2):
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        assert serving.wait(150), "".join(lines)
+        assert serving.wait(500), "".join(lines)
         yield process, lines, over
     finally:
         process.terminate()
-        process.wait(60)
-        assert over.wait(10), "a process is left"
+        process.wait(200)
+        assert over.wait(60), "a process is left"
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
         assert any(f"the cache {said}" in line for line in lines), "".join(lines)
         address = re.search(r"serving tiny at (\S+), up to 256 tokens, with an API key", "".join(lines))
         assert address, "".join(lines)
-        client = openai.OpenAI(base_url=address[1], api_key=KEY, max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=address[1], api_key=KEY, max_retries=0, timeout=200)
         tokenizer, model = byte_tokenizer(), byte_model()
         ids = tokenizer(PROMPT, return_tensors="pt").input_ids
         want = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=0)[0, ids.shape[1] :]
@@ -98,8 +98,8 @@ def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
         _signal_rank_0(process.pid)
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
-        assert over.wait(60)
-        assert process.wait(30) == 0, "".join(lines)
+        assert over.wait(200)
+        assert process.wait(100) == 0, "".join(lines)
         assert lines[-1] == "stopped\n"
         assert not [line for line in lines if "Traceback" in line]
 
@@ -121,7 +121,7 @@ def test_the_launchers_signal_stops_all_ranks_in_order(folder):
     with _launched("--model", folder, "--port", 0, "--cache-dtype", "int8") as (process, lines, over):
         assert any("the cache in int8 over 2" in line for line in lines), "".join(lines)
         process.send_signal(signal.SIGTERM)
-        assert over.wait(60)
+        assert over.wait(200)
         assert process.wait(30) == 143, "as deepspeed_local.sh ends after SIGTERM"
         assert "stopped\n" in lines, "".join(lines)
 

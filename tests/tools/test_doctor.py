@@ -333,7 +333,7 @@ def test_megatron_chooses_the_same(machine_with, tmp_path, files):
     machine_with(files)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", MEGATRONS_CHOICE]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     megatrons = json.loads(done.stdout.splitlines()[-1])
     ours = {fusion.name: fusion.used for fusion in megatron_fusions.fusions() if fusion.name in megatrons}

@@ -220,7 +220,7 @@ def _listening_ranks(how, master):
                          stdout=subprocess.PIPE, text=True)
         for r in range(2)
     ]  # fmt: skip
-    told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    told = [rank.communicate(timeout=500)[0] for rank in ranks]
     return port, [re.findall(r"ip='([^']+)', port=(\d+)", text) for text in told]
 
 

@@ -64,7 +64,7 @@ def launch(folder, text, *options):
             stderr=subprocess.STDOUT,
             env=environment(),
             cwd=folder,
-            timeout=240,
+            timeout=800,
         )
     assert not processes_with(str(folder))
     return done.returncode, (folder / "output.txt").read_text()
@@ -121,7 +121,7 @@ def test_layouts_agree_and_runs_resume(tmp_path, text):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_failures_end_the_run(tmp_path, text):
     code, output = launch(tmp_path / "assert", text, "--assert-below-unigram", "9")
     assert code == 1
@@ -137,7 +137,7 @@ def test_failures_end_the_run(tmp_path, text):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_killed_rank_ends_the_run(tmp_path, text):
     options = ["--context-parallel-size", "2", "--train-iters", "100000", "--log-interval", "1"]
     with open(tmp_path / "output.txt", "w") as output:
@@ -145,7 +145,7 @@ def test_a_killed_rank_ends_the_run(tmp_path, text):
             command(tmp_path, text, *options), stdout=output, stderr=subprocess.STDOUT, env=environment(), cwd=tmp_path
         )
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 500
         while not (tmp_path / "train.jsonl").exists() or not losses(tmp_path):
             assert run.poll() is None, (tmp_path / "output.txt").read_text()
             assert time.monotonic() < deadline
@@ -154,7 +154,7 @@ def test_a_killed_rank_ends_the_run(tmp_path, text):
 
         ranks = [p for p in processes_with(str(tmp_path)) if psutil.Process(p).environ().get("RANK") == "1"]
         os.kill(max(ranks), signal.SIGKILL)
-        assert run.wait(90) != 0
+        assert run.wait(300) != 0
         assert "rank 0 failed" in (tmp_path / "output.txt").read_text()
         assert not processes_with(str(tmp_path))
     finally:
@@ -164,7 +164,7 @@ def test_a_killed_rank_ends_the_run(tmp_path, text):
 
 
 def wait_for_steps(folder, steps, running):
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 500
     while not (folder / "train.jsonl").exists() or len(losses(folder)) < steps:
         assert running()
         assert time.monotonic() < deadline
@@ -172,7 +172,7 @@ def wait_for_steps(folder, steps, running):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_signal_to_one_rank_ends_all_well(tmp_path, text):
     """As a scheduler starts ranks, without a launcher: all end with status 0 and a checkpoint, and the run goes on."""
     place = {**environment(), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
@@ -191,13 +191,13 @@ def test_a_signal_to_one_rank_ends_all_well(tmp_path, text):
     try:
         wait_for_steps(tmp_path, 3, lambda: all(rank.poll() is None for rank in run))
         run[1].send_signal(signal.SIGUSR1)
-        said = [rank.communicate(timeout=120)[0] for rank in run]
+        said = [rank.communicate(timeout=500)[0] for rank in run]
         assert [rank.returncode for rank in run] == [0, 0], said
         done = max(losses(tmp_path))
         assert f"stopped by a signal after step {done} of 100000; continue with --load {tmp_path / 'c'}" in said[0]
         assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == f"{done}\n"
         run = ranks("--train-iters", str(done + 2))
-        said = [rank.communicate(timeout=120)[0] for rank in run]
+        said = [rank.communicate(timeout=500)[0] for rank in run]
         assert [rank.returncode for rank in run] == [0, 0], said
         assert f"continuing from {tmp_path / 'c'}/iter_{done:07d}" in said[0]
         assert sorted(losses(tmp_path)) == list(range(1, done + 3))
@@ -207,7 +207,7 @@ def test_a_signal_to_one_rank_ends_all_well(tmp_path, text):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_sigterm_to_the_launch_script_leaves_a_checkpoint(tmp_path, text):
     """launch/deepspeed_local.sh ends with 143, as after any SIGTERM, but waits for the ranks to save."""
     options = f"--context-parallel-size 2 --train-iters 100000 --save {tmp_path / 'c'}".split()
@@ -233,7 +233,7 @@ def test_sigterm_to_the_launch_script_leaves_a_checkpoint(tmp_path, text):
     try:
         wait_for_steps(tmp_path, 3, lambda: run.poll() is None)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(120) == 143
+        assert run.wait(500) == 143
         said = (tmp_path / "output.txt").read_text()
         assert f"stopped by a signal after step {max(losses(tmp_path))} of 100000" in said
         assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == f"{max(losses(tmp_path))}\n"

@@ -77,7 +77,7 @@ def test_a_quick_look(tmp_path):
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     for _ in range(2):
-        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=800)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "step" not in done.stdout
     record = json.loads((tmp_path / "docs" / "convergence.json").read_text())
