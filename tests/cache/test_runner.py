@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, run_distributed
+from support.ranks import largest, own_bytes, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -133,11 +133,6 @@ def test_prompts_of_a_thousand_tokens(family):
     assert largest(run_distributed(_long_prompts, 4, family)) <= 1e-4
 
 
-def _resident_bytes():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
-
-
 def _thousand_steps(rank, world, family):
     model = tiny_model(family, positions=2048)
     model.set_attn_implementation("tree")
@@ -149,7 +144,7 @@ def _thousand_steps(rank, world, family):
     for step in range(1, 1001):
         logits = runner.step([row], logits.flatten()[-VOCAB:].argmax().view(1, 1))
         if step in (200, 1000):
-            seen[step] = cache.allocated_bytes, _resident_bytes()
+            seen[step] = cache.allocated_bytes, own_bytes()
     per_token = 3 * 2 * 2 * 8 * 4  # layers, k and v, KV heads, head_dim, fp32
     window = cache.window(0)
     tokens = 1020 / world + 16 if window is None else window + 2 * 16

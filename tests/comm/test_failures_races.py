@@ -11,16 +11,15 @@ import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, unshard_sequence
 from megatron_tree.comm.health.watchdog import Watchdog
-from support.failing_ranks import LIMIT, call, run_to_the_end, start_clock
+from support.failing_ranks import IN_TIME, LIMIT, PATIENT, call, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
 pytestmark = pytest.mark.alone
 
-LONG = TreeConfig(timeout_s=30)
 ALWAYS = TreeConfig(check="always", timeout_s=20)
 
 
-def attend(config=LONG, group=None, **options):
+def attend(config=PATIENT, group=None, **options):
     q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in "qkv")
     return tree_attn_func(q, k, v, cp_group=group or dist.group.WORLD, config=config, **options)
 
@@ -49,7 +48,7 @@ def _refused_before_it_could_show(rank, world):
 
 def test_the_first_rank_has_left_when_one_that_differs_comes():
     for said, seconds in run_distributed(_refused_before_it_could_show, 3):
-        assert said.startswith("ValueError: ") and "softmax_scale=nan" in said and seconds < 2.5
+        assert said.startswith("ValueError: ") and "softmax_scale=nan" in said and seconds < IN_TIME
 
 
 def _late(rank, world):
@@ -60,7 +59,7 @@ def _late(rank, world):
 
 def test_a_rank_that_differs_and_comes_too_late():
     for said, seconds in run_distributed(_late, 2):
-        assert "CommError: rank 1 did not respond within 1 s: " in said and seconds < 3
+        assert "CommError: rank 1 did not respond within 1 s: " in said and seconds < IN_TIME
 
 
 def _refused_by_all(rank, world, told):
@@ -114,7 +113,7 @@ def _two_calls_ahead(rank, world):
 
 def test_a_rank_answers_for_the_call_that_it_is_asked_about():
     said, seconds = run_distributed(_two_calls_ahead, 2, fresh=True)[1]
-    assert "rank 0 has size=3; rank 1 has size=4" in said and seconds < 2
+    assert "rank 0 has size=3; rank 1 has size=4" in said and seconds < IN_TIME
 
 
 def _watched_anew(rank, world):
@@ -135,7 +134,7 @@ def _shares(rank, world):
 
 def test_a_refusal_is_heard_in_every_call():
     for said, seconds in run_distributed(_shares, 2, fresh=True):
-        assert said.startswith("ValueError: ") and "x has 3 tokens" in said and seconds < 2
+        assert said.startswith("ValueError: ") and "x has 3 tokens" in said and seconds < IN_TIME
 
 
 def _out_of_memory_before(rank, world):
@@ -154,7 +153,7 @@ def _out_of_memory_before(rank, world):
 
 
 def test_what_else_fails_ahead_of_a_call_is_told():
-    assert max(run_distributed(_out_of_memory_before, 2, fresh=True)) < 2
+    assert max(run_distributed(_out_of_memory_before, 2, fresh=True)) < IN_TIME
 
 
 def _in_rows_and_columns(rank, world):
@@ -162,6 +161,7 @@ def _in_rows_and_columns(rank, world):
     rows, columns = ([dist.new_group(x) for x in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
     row, column = rows[rank // 2], columns[rank % 2]
     config = TreeConfig(timeout_s=LIMIT)
+    attend(group=row)
     attend(config, row)
     dist.barrier()
     start_clock()
@@ -185,7 +185,8 @@ def _in_two_groups(rank, world):
     """Some wait for plans and some for attention, in groups of the same ranks, as when generating."""
     plans = dist.new_group([0, 1, 2, 3])
     config = TreeConfig(timeout_s=LIMIT, grid=(4, 1))
-    attend(config)
+    for first in (PATIENT, config):
+        attend(first)
     comm.broadcast(torch.ones(1), plans, 0)
     dist.barrier()
     start_clock()
@@ -206,11 +207,12 @@ def test_ranks_in_two_groups_find_out_together():
 def _in_a_part_of_the_job(rank, world):
     """Ranks 1 to 3 disagree, and then lose one."""
     group = dist.new_group([1, 2, 3])
-    if rank == 0:
-        time.sleep(LIMIT + 3)  # it keeps the store
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:  # it keeps the store
+        store.wait(["1 has said it", "3 has said it"])
         return ""
     config = TreeConfig(timeout_s=LIMIT)
-    said, _ = _what(lambda: attend(config, group, causal=rank != 2))
+    said, _ = _what(lambda: attend(group=group, causal=rank != 2))
     attend(config, group)
     start_clock()
     if rank == 2:
@@ -219,6 +221,7 @@ def _in_a_part_of_the_job(rank, world):
         for _ in range(2):  # a rank that did not wait for the victim in the first one does in the next
             attend(config, group)
     except CommError as error:
+        store.set(f"{rank} has said it", "")
         return said, error.ranks, str(error)
 
 
@@ -244,7 +247,7 @@ def test_a_rank_lost_where_groups_are_made(victim, how):
     outcomes = run_to_the_end(_without_a_sub_group, 4, victim, how, victims=(victim,))
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
-            assert outcome.error == "CommError" and outcome.seconds < LIMIT + 2.5, outcome
+            assert outcome.error == "CommError" and outcome.seconds < LIMIT + IN_TIME, outcome
             assert f"rank {victim}" in outcome.text, outcome
 
 
@@ -257,8 +260,8 @@ def _first_use(rank, world):
 
 
 def test_the_keeper_of_the_store_is_stopped_before_the_first_call():
-    for outcome in run_to_the_end(_first_use, 3, victims=(0,), limit=LIMIT)[1:]:
-        assert outcome.error == "CommError" and "rank 0" in outcome.text and outcome.seconds < LIMIT + 2, outcome
+    for outcome in run_to_the_end(_first_use, 3, victims=(0,))[1:]:
+        assert outcome.error == "CommError" and "rank 0" in outcome.text and outcome.seconds < LIMIT + IN_TIME, outcome
 
 
 def _without_the_store_client(rank, world, how):
@@ -280,7 +283,7 @@ def _without_the_store_client(rank, world, how):
 @pytest.mark.parametrize("how", ["dead", "forked"])
 def test_a_process_without_the_thread_that_talks_to_the_store(how):
     said, seconds = run_distributed(_without_the_store_client, 2, how, fresh=True)[0]
-    assert "CommError" in said and seconds < 3
+    assert "CommError" in said and seconds < IN_TIME
     if how == "forked":
         assert "a forked process must create a process group of its own" in said
 
@@ -292,7 +295,10 @@ def _count_keys(rank, world):
             time.sleep(0.5)  # so that it is asked
         agree("call", i=i)
         agree("fence")
+        end = time.monotonic() + IN_TIME
         time.sleep(0.3)
+        while i > 0 and store.num_keys() > counts[0] and time.monotonic() < end:
+            time.sleep(0.1)
         counts.append(store.num_keys())
         agree("fence")
     time.sleep(0.3)
@@ -301,7 +307,7 @@ def _count_keys(rank, world):
 
 def test_calls_leave_nothing_in_the_store():
     counts = run_to_the_end(_count_keys, 2)[0].value
-    assert counts[0] == counts[1] == counts[2], counts
+    assert max(counts) == counts[0], counts
 
 
 def _save_and_leave(rank, world, folder):

@@ -89,4 +89,4 @@ def test_ranks_with_different_layouts_get_the_same_error(kind, known, ours, thei
     for text, seconds in said:
         assert text.split(" (this group")[0] == said[0][0].split(" (this group")[0]
         assert "call this with different arguments" in text and "rank 1 has " in text and "layout.lengths=" in text
-        assert seconds < 5, said
+        assert seconds < FAST.timeout_s / 2, said

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, run_distributed
+from support.ranks import largest, own_bytes, run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -200,11 +200,6 @@ def test_pieces_of_other_forms_are_read(family, tmp_path):
             assert torch.equal(parameter, layout.piece_of(name, whole.get_parameter(name))), name
 
 
-def _anonymous_mib():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
-
-
 def test_a_rank_has_memory_for_its_own_pieces_alone(tmp_path):
     import transformers
     from megatron_tree.integrations.transformers.pieces import plan_pieces
@@ -220,14 +215,14 @@ def test_a_rank_has_memory_for_its_own_pieces_alone(tmp_path):
     )
     whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     whole.save_pretrained(tmp_path)
-    size = sum(p.nbytes for p in whole.parameters()) / 2**20
+    size = sum(p.nbytes for p in whole.parameters())
     empty_model(tmp_path)  # imports what it needs
-    before = _anonymous_mib()
+    before = own_bytes()
     model = empty_model(tmp_path)
-    assert {p.device.type for p in model.parameters()} == {"meta"} and _anonymous_mib() - before < 0.2 * size
+    assert {p.device.type for p in model.parameters()} == {"meta"} and own_bytes() - before < 0.2 * size
     layout = plan_pieces(model, 4, 1)
     read_pieces(model, tmp_path, layout)
-    assert _anonymous_mib() - before < 0.45 * size
+    assert own_bytes() - before < 0.45 * size
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, layout.piece_of(name, whole.get_parameter(name)))
 

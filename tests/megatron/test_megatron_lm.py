@@ -29,7 +29,7 @@ OPTIONS = (
 )
 
 
-def launch(*arguments, timeout=60, cwd=None):
+def launch(*arguments, timeout=200, cwd=None):
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     command = ["bash", REPO / "launch" / "megatron_lm.sh", *map(str, arguments)]

@@ -30,7 +30,7 @@ WORLD = 2
 
 def apply(folder, *options, cwd=None):
     command = ["bash", APPLY, "--megatron", folder, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd)
 
 
 def contents(folder):
@@ -180,13 +180,13 @@ def test_other_sources_are_refused_and_left_alone(installed_copy, tmp_path):
     ],
 )
 def test_wrong_calls(options, message, tmp_path):
-    done = subprocess.run(["bash", APPLY, *options], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", APPLY, *options], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert message in done.stderr
 
 
 def test_help_explains_every_option():
-    done = subprocess.run(["bash", APPLY, "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", APPLY, "--help"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0
     for option in re.findall(r"^ +(?:-\w \| )?(--[\w-]+)\)", APPLY.read_text(), flags=re.MULTILINE):
         assert option in done.stdout

@@ -103,4 +103,4 @@ def test_4096_ranks_are_planned_within_a_second(ranks):
     hosts = [n // ranks for n in range(4096)]
     start = time.process_time()
     training(4096, Shape(128, 128, 128, 128), DGX, hosts, seq_len=1 << 22)
-    assert time.process_time() - start < 3  # usually 0.5 and 0.2; a loaded machine is no reason to fail
+    assert time.process_time() - start < 10  # usually 0.5 and 0.2; a slow machine is no reason to fail

@@ -69,12 +69,12 @@ def test_clients_that_do_not_send_their_request(model):
     with serving(model, TOKENIZER, receive_timeout=2.0) as server:
         host = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        silent = [socket.create_connection(host, timeout=20) for _ in range(20)]
+        silent = [socket.create_connection(host, timeout=30) for _ in range(20)]
         for i, client in enumerate(silent):
             client.sendall(head[: 3 * i])
-        slow = socket.create_connection(host, timeout=20)
+        slow = socket.create_connection(host, timeout=30)
         slow.sendall(head + b"Content-Length: 100\r\n\r\n{")
-        kept = socket.create_connection(host, timeout=20)
+        kept = socket.create_connection(host, timeout=30)
         kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = b""
         while not answer.endswith(b"}"):  # the body may come later than the head
@@ -87,7 +87,7 @@ def test_clients_that_do_not_send_their_request(model):
         while piece := slow.recv(4096):
             answer += piece
         assert b" 408 " in answer and b"body_too_slow" in answer
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 20
         for client in (*silent, slow, kept):
             client.close()
         # an answer may take longer than a request

@@ -78,7 +78,7 @@ class Server:
         self.failure, self._ready = None, threading.Event()
         self._thread = threading.Thread(target=self._run, args=(grace,), daemon=True)
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(100)
 
     def _run(self, grace):
         def ready(stop):
@@ -95,7 +95,7 @@ class Server:
             base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60} | options
         )
 
-    def wait(self, seconds=30):
+    def wait(self, seconds=100):
         """Until `serve` has returned."""
         self._thread.join(seconds)
         assert not self._thread.is_alive()
@@ -115,7 +115,7 @@ def serving(*args, **options):
         server.stop()
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -133,7 +133,7 @@ def raw(server, path, body, *, headers=(), read=True):
     head = ["POST " + path + " HTTP/1.1", "Connection: close", "Content-Type: application/json", *headers]
     head += [] if any(h.startswith("Host:") for h in headers) else ["Host: 127.0.0.1"]
     head += [] if any(h.startswith("Transfer-Encoding") for h in headers) else [f"Content-Length: {len(data)}"]
-    connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60)
     connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
     if not read:
         return connection

@@ -40,7 +40,8 @@ from support.turns import enough_cores
 
 SEED = 1234
 START_TIMEOUT = 120.0  # seconds for a pool of workers to come up
-GRACE = 0.5  # seconds in which the other ranks may still report after the first failure
+patience = 1  # times as long a limit of run_distributed: more for slow tests, see conftest.py
+GRACE = 2.0  # seconds in which the other ranks may still report after the first failure
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -84,6 +85,13 @@ def largest(numbers):
     return float(np.max([float(number) for number in numbers]))
 
 
+def own_bytes():
+    """Memory of this process that no file backs. Read from the page tables: the counts in /proc/self/status, of every
+    CPU its own, are off by megabytes where a process has run on many CPUs."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:")) * 1024
+
+
 @contextlib.contextmanager
 def poisoned_empty():
     """Fill every uninitialised floating-point tensor with NaN, so that reading one shows."""
@@ -119,7 +127,7 @@ def run_distributed(fn, world_size, *args, timeout=120.0, env=None, fresh=False)
         fn: a function at the top level of an importable module (a test module is one).
         world_size: number of processes; a gloo group over all of them is the default group while `fn` runs.
         args: picklable, the same on every rank.
-        timeout: seconds for the whole call; also the time limit of the group's collectives.
+        timeout: seconds for the whole call; also the time limit of the group's collectives. Times `patience`.
         env: environment variables set in the workers during the call.
         fresh: use new processes and throw them away afterwards, for a `fn` that changes global state
             (Megatron's parallel state, a monkey patch, a signal handler).
@@ -129,7 +137,7 @@ def run_distributed(fn, world_size, *args, timeout=120.0, env=None, fresh=False)
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank is needed")
-    task = pickle.dumps((fn, args))
+    task, timeout = pickle.dumps((fn, args)), patience * timeout
     with enough_cores(world_size):
         pool = _Pool(world_size) if fresh else _pools.pop(world_size, None) or _Pool(world_size)
         try:
@@ -224,7 +232,7 @@ class _Pool:
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    self.processes[rank].join(1.0)
+                    self.processes[rank].join(30.0)
                     code = self.processes[rank].exitcode
                     failures = {rank: f"the process died, exit code {code}\n", **failures}  # a cause: goes first
                 else:
@@ -250,8 +258,10 @@ class _Pool:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        end, text, paths = time.monotonic() + 5.0, "", [self._trace(rank) for rank in ranks]
+        while time.monotonic() < end and not all(os.path.exists(x) and os.path.getsize(x) for x in paths):
+            time.sleep(0.05)
         time.sleep(0.2)
-        text = ""
         for rank in ranks:
             with contextlib.suppress(OSError), open(self._trace(rank)) as file:
                 text += f"rank {rank} was at:\n{file.read()}"

@@ -124,8 +124,8 @@ def test_delay_rate_and_bytes_are_what_was_set():
     num_bytes, latency_s, rate_bits = 5_000_000, 20e-3, 100e6
     with Cluster(nodes=2, latency_s=latency_s, rate_bits=rate_bits, lifetime_s=60) as cluster:
         (round_trip, sent), (transfer, answered) = cluster.run(_ping_and_send, num_bytes)
-    assert 0.95 < round_trip / (2 * latency_s) < 2.5
-    assert 0.95 < transfer / (8 * num_bytes / rate_bits) < 2.5
+    assert 0.95 < round_trip / (2 * latency_s) < 6  # bits are not taken for bytes
+    assert 0.95 < transfer / (8 * num_bytes / rate_bits) < 6
     assert num_bytes < sent < 1.1 * num_bytes
     assert answered < 0.1 * num_bytes
 
@@ -166,8 +166,8 @@ def test_a_rank_that_dies_is_named(cluster):
 
 @emulated
 def test_a_rank_that_hangs_is_named_with_its_stack(cluster):
-    with pytest.raises(RuntimeError, match=r"(?s)ranks \[3\] had not finished after timeout_s=1\b.*in _hang_on_rank_3"):
-        cluster.run(_hang_on_rank_3, timeout_s=1)
+    with pytest.raises(RuntimeError, match=r"(?s)ranks \[3\] had not finished after timeout_s=4\b.*in _hang_on_rank_3"):
+        cluster.run(_hang_on_rank_3, timeout_s=4)
 
 
 @emulated

@@ -69,7 +69,7 @@ def _alive(pid):
         return False
 
 
-def _wait_gone(pids, seconds=5.0):
+def _wait_gone(pids, seconds=30.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(_alive(pid) for pid in pids):
         time.sleep(0.05)
@@ -114,7 +114,7 @@ def test_time_out_names_the_ranks_and_kills_everything(tmp_path):
     start = time.monotonic()
     with pytest.raises(DistributedTestError, match=r"timed out after 3 s; .*\[0, 2\]") as error:
         run_distributed(_sleep_on, 3, (0, 2), str(tmp_path), timeout=3)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
     assert error.value.unfinished == (0, 2)
     assert "in _sleep_on" in str(error.value)
     pids = [int(name) for name in os.listdir(tmp_path)]

@@ -113,7 +113,7 @@ def test_scripts_stop_at_errors(script):
 def test_help(script, tmp_path):
     """--help explains every option that the script takes, and does nothing else."""
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", script, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", script, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=99)
     assert done.returncode == 0, done.stderr
     assert f"usage: bash launch/{script.name}" in done.stdout
     assert not done.stderr
@@ -127,7 +127,7 @@ def test_help(script, tmp_path):
 def test_unknown_options_are_refused(script, tmp_path):
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     done = subprocess.run(
-        ["bash", script, "--nonsense"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=20
+        ["bash", script, "--nonsense"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=99
     )
     assert done.returncode != 0
     assert f"unknown option --nonsense: see bash launch/{script.name} --help" in done.stderr
