@@ -22,6 +22,7 @@ from .paged import PagedKV, begins, decode_masked
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
+GPUS = ("cuda",)  # tests have others
 
 
 def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
@@ -36,10 +37,9 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
         return "alibi_slopes"
     if spec.softmax_scale <= 0:
         return f"softmax_scale={spec.softmax_scale} (it hides keys by -inf before it scales)"
-    if q.device.type == "cpu":
-        return None if q.dtype in _CPU_DTYPES else f"dtype {q.dtype}"
-    if q.device.type != "cuda":
-        return f"device type {q.device.type}"
+    if not _on_gpu(q):
+        what = f"dtype {q.dtype}" if q.device.type == "cpu" else f"device type {q.device.type}"
+        return None if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else what
     if spec.deterministic:
         return "deterministic=True on CUDA (its backward adds up in any order, its decode is split by the batch)"
     if q.dtype not in _CUDA_DTYPES:
@@ -103,7 +103,7 @@ def _together(blocks: tuple[Block, ...], q: Tensor, k: Tensor, v: Tensor) -> lis
     less memory traffic than merging their states."""
     found: dict[tuple, list[Block]] = {}
     for block in blocks:
-        full = block.kind == FULL and q.device.type == "cpu"
+        full = block.kind == FULL and not _on_gpu(q)
         found.setdefault((block.q_row, block.q_len) if full else block, []).append(block)
     joined = []
     for same in found.values():
@@ -125,7 +125,7 @@ def attn_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: A
     s_q, h_kv = q.shape[1], k.shape[2]
     group, mask = q.shape[2] // h_kv, None
     if keep is not None:
-        if q.device.type != "cpu":
+        if _on_gpu(q):
             raise ValueError(f"backend='aten' takes no mask on {q.device.type}: use backend='auto' or 'reference'")
         mask = _additive(keep if keep.dim() == 3 else keep[None], q.dtype)[:, None]
         mask = mask.repeat_interleave(group, 2) if mask.shape[2] > 1 else mask
@@ -214,13 +214,31 @@ def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, NEG_INF)
 
 
-def widen(d: int, *tensors: Tensor) -> list[Tensor]:
-    """Zero-pad head_dim to d: flash kernels need q, k and v of one head_dim (MLA's differ).
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type in GPUS
 
-    They also need a unit stride there; the CPU's forward silently misreads anything else.
+
+def width(q: Tensor, v: Tensor) -> int:
+    """The one head_dim that flash kernels take for q, k and v (MLA's differ); on GPUs a multiple of 8."""
+    d = max(q.shape[-1], v.shape[-1])
+    return -(-d // 8) * 8 if _on_gpu(q) else d
+
+
+def widen(d: int, *tensors: Tensor) -> list[Tensor]:
+    """Zero-pad head_dim to d.
+
+    Flash kernels also need a unit stride there (the CPU's forward silently misreads anything else), and on GPUs rows
+    that begin at multiples of 16 bytes: any other address is an error after which the process can't use its GPU.
     """
     padded = (x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors)
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+    return [x if _readable(x) else x.clone(memory_format=torch.contiguous_format) for x in padded]
+
+
+def _readable(x: Tensor) -> bool:
+    if not _on_gpu(x) or x.stride(-1) != 1:
+        return x.stride(-1) == 1
+    rows = (stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
+    return not any(start % 16 for start in (x.data_ptr(), *rows))
 
 
 def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True) -> tuple[Tensor, Tensor]:
@@ -230,11 +248,11 @@ def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True)
     """
     d_v = v.shape[-1]
     causal = block is not None and block.kind == DIAGONAL
-    if causal and q.device.type == "cpu" and q.shape[1] > _strip_rows(q.shape[1]):
+    if causal and not _on_gpu(q) and q.shape[1] > _strip_rows(q.shape[1]):
         return _diagonal_fwd(q, k, v, spec)
     v = k if d_v < k.shape[-1] and begins(v, k) else v  # instead of a copy of v that is as wide
-    q, k, v = widen(max(q.shape[-1], d_v), q, k, v)
-    if q.device.type == "cpu":
+    q, k, v = widen(width(q, v), q, k, v)
+    if not _on_gpu(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=mask, scale=spec.softmax_scale
         )
@@ -309,10 +327,10 @@ def _diagonal_bwd(dout, out, q, k, v, lse, spec: AttnSpec) -> tuple[Tensor, Tens
 def _block_bwd(dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
     d, d_v, causal = q.shape[-1], v.shape[-1], block is not None and block.kind == DIAGONAL
     # the kernel's causal mask saves nothing within 512 keys; in half precision every strip's part would be rounded
-    if causal and q.device.type == "cpu" and q.dtype == state_dtype(q.dtype) and 64 < q.shape[1] <= 512:
+    if causal and not _on_gpu(q) and q.dtype == state_dtype(q.dtype) and 64 < q.shape[1] <= 512:
         return _diagonal_bwd(dout, out, q, k, v, lse, spec)
-    dout, out, q, k, v = widen(max(d, d_v), dout, out, q, k, v)
-    if q.device.type == "cpu":
+    dout, out, q, k, v = widen(width(q, v), dout, out, q, k, v)
+    if not _on_gpu(q):
         bhsd = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *bhsd, lse, 0.0, causal, attn_mask=mask, scale=spec.softmax_scale

@@ -21,8 +21,6 @@ from .blocks import DIAGONAL
 from .masks import Visible
 from .paged import PagedKV
 
-DEVICES = ("cuda",)  # tests have others
-
 
 class Library(NamedTuple):
     """A backend (`backends.Backend`) that computes forward and backward, and does not decode."""
@@ -33,14 +31,12 @@ class Library(NamedTuple):
     """(dout, out, q, k, v, lse, causal, scale) -> dq, dk, dv."""
     missing: Callable[[Tensor, int], str | None]
     """(q, head_dim) -> what this machine or the library can't do, or None."""
-    multiple: int = 1
-    """head_dim is zero-padded to a multiple of this."""
 
     def unsupported(self, q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
         """Why this backend can't take the call, or None if it can; see `kernels.choose`."""
         if decodes:
             return "decoding"
-        if q.device.type not in DEVICES or torch.version.hip:
+        if q.device.type not in aten.GPUS or torch.version.hip:
             return f"device type {q.device.type} (it needs an NVIDIA GPU)"
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"dtype {q.dtype}"
@@ -49,7 +45,7 @@ class Library(NamedTuple):
         if spec.left is not None or spec.right not in (None, 0):
             return "window_size"
         options = dict(flowing_lse=flowing_lse, masked=masked, decodes=False)
-        return aten.unsupported(q, k, v, spec, **options) or self.missing(q, self._width(q, v))
+        return aten.unsupported(q, k, v, spec, **options) or self.missing(q, aten.width(q, v))
 
     def attn_fwd(self, q, k, v, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None) -> tuple[Tensor, Tensor]:
         """See `Backend.attn_fwd`; out_dtype changes nothing."""
@@ -68,18 +64,15 @@ class Library(NamedTuple):
     def check_pages(self, k: Tensor) -> None:
         """Nothing reads pages."""
 
-    def _width(self, q: Tensor, v: Tensor) -> int:
-        return -(-max(q.shape[-1], v.shape[-1]) // self.multiple) * self.multiple
-
     def _block_fwd(self, q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         assert mask is None
-        q, k, wide_v = aten.widen(self._width(q, v), q, k, v)
+        q, k, wide_v = aten.widen(aten.width(q, v), q, k, v)
         out, lse = self.forward(q, k, wide_v, block.kind == DIAGONAL, spec.softmax_scale)
         return out[..., : v.shape[-1]], lse
 
     def _block_bwd(self, dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
         d, d_v = q.shape[-1], v.shape[-1]
-        wide = aten.widen(self._width(q, v), dout, out, q, k, v)
+        wide = aten.widen(aten.width(q, v), dout, out, q, k, v)
         dq, dk, dv = self.backward(*wide, lse.contiguous(), block.kind == DIAGONAL, spec.softmax_scale)
         return dq[..., :d], dk[..., :d], dv[..., :d_v]
 
@@ -162,7 +155,7 @@ def _installed(module: str) -> bool:
 _FA3 = _Flash("FA3", "flash_attn_interface", (9,), 256)
 _FA4 = _Flash("FA4", "flash_attn.cute.interface", (9, 10), 128)
 LIBRARIES = {
-    "cudnn": Library(_cudnn_forward, _cudnn_backward, _cudnn_missing, 8),
-    "fa3": Library(_FA3.forward, _FA3.backward, _FA3.missing, 8),
-    "fa4": Library(_FA4.forward, _FA4.backward, _FA4.missing, 8),
+    "cudnn": Library(_cudnn_forward, _cudnn_backward, _cudnn_missing),
+    "fa3": Library(_FA3.forward, _FA3.backward, _FA3.missing),
+    "fa4": Library(_FA4.forward, _FA4.backward, _FA4.missing),
 }

@@ -8,7 +8,7 @@ import torch
 
 from megatron_tree import energy, kernels
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import backends, fastest, libraries
+from megatron_tree.kernels import aten, backends, fastest, libraries
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
 
 CELLS = {  # query segments, KV segments, rows of each
@@ -26,8 +26,17 @@ CELLS = {  # query segments, KV segments, rows of each
 }
 
 
+def check_rows(*tensors):
+    """What the kernels need of tensors [b, h, s, d], and don't always check."""
+    for x in tensors:
+        assert x.shape[-1] % 8 == 0 and x.shape[-1] == tensors[0].shape[-1] and x.stride(-1) == 1
+        rows = [stride for n, stride in zip(x.shape[:-1], x.stride()) if n > 1]
+        assert x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in rows), x.stride()
+
+
 def dense_forward(q, k, v, causal, scale):
     """[b, h, s, d] -> out in their dtype, lse [b, h, s]."""
+    check_rows(q, k, v)
     assert not causal or q.shape[2] == k.shape[2], "their causal masks are used on squares only"
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     s = q.double() @ k.mT * scale
@@ -38,6 +47,7 @@ def dense_forward(q, k, v, causal, scale):
 
 def dense_backward(dout, q, k, v, out, lse, causal, scale):
     """From the lse and the `out` that are given, of which only rowsum(dout * out) counts."""
+    check_rows(dout, out, q, k, v)
     assert lse.is_contiguous()
     group = q.shape[1] // k.shape[1]
     wide = [x.double().repeat_interleave(group, 1) for x in (k, v)]
@@ -101,7 +111,7 @@ def stand_ins(monkeypatch):
         "current_flash_attention_impl": lambda: activated[-1] if activated else None,
     }.items():
         monkeypatch.setattr(torch.nn.attention, name, stand_in, raising=False)
-    monkeypatch.setattr(libraries, "DEVICES", ("cpu",))
+    monkeypatch.setattr(aten, "GPUS", ("cpu",))
     monkeypatch.setattr(libraries, "_cudnn_takes", lambda device, dtype, head_dim: True)
     monkeypatch.setattr(libraries, "_installed", lambda module: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -111,7 +121,8 @@ def stand_ins(monkeypatch):
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(
-    ("library", "d", "d_v"), [("cudnn", 16, 16), ("cudnn", 24, 13), ("fa3", 16, 16), ("fa4", 10, 16)]
+    ("library", "d", "d_v"),
+    [("cudnn", 16, 16), ("cudnn", 24, 13), ("fa3", 16, 16), ("fa4", 10, 16), ("aten", 24, 20), ("aten", 12, 12)],
 )
 def test_segments_and_gradients_match_the_oracle(stand_ins, cell, library, d, d_v):
     """Errors at most twice (gradients: thrice) reference's in bf16; the backward gets global statistics alone."""
@@ -119,6 +130,7 @@ def test_segments_and_gradients_match_the_oracle(stand_ins, cell, library, d, d_
     spec, g = AttnSpec(softmax_scale=0.3), torch.Generator().manual_seed(0)
     shapes = ((s_q, 4, d), (s_k, 2, d), (s_k, 2, d_v), (s_q, 4, d_v))
     q, k, v, dout = (torch.randn(2, *shape, generator=g).bfloat16() for shape in shapes)
+    k, v = torch.cat((k, v), -1).split((d, d_v), -1)  # as they are gathered: rows that begin anywhere
     q_pos, k_pos = positions_of(q_segments, s_q), positions_of(k_segments, s_k)
     q_seq, k_seq = sequences_of(q_segments, s_q), sequences_of(k_segments, s_k)
     keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
@@ -137,7 +149,7 @@ def test_segments_and_gradients_match_the_oracle(stand_ins, cell, library, d, d_
     for found, low, t, allowed in zip(results[library], results["reference"], truth, (2, 3, 3, 3)):
         dense = max((low.double() - t).abs().max(), t.abs().max() * torch.finfo(torch.bfloat16).eps)
         assert (found.double() - t).abs().max() <= allowed * dense
-    assert stand_ins == ([] if library == "cudnn" else [library.upper()])
+    assert stand_ins == ([library.upper()] if library in ("fa3", "fa4") else [])
 
 
 def test_what_libraries_refuse(stand_ins, monkeypatch):
@@ -164,7 +176,7 @@ def test_what_libraries_refuse(stand_ins, monkeypatch):
     monkeypatch.setattr(libraries, "_installed", lambda module: False)
     with pytest.raises(ValueError, match="flash_attn_interface is not installed"):
         kernels.choose(q, q, q, AttnSpec(**plain), "fa3")
-    monkeypatch.setattr(libraries, "DEVICES", ("cuda",))
+    monkeypatch.setattr(aten, "GPUS", ("cuda",))
     with pytest.raises(ValueError, match="it needs an NVIDIA GPU"):
         kernels.choose(q, q, q, AttnSpec(**plain), "cudnn")
 
