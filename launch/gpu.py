@@ -23,7 +23,7 @@ def look() -> tuple[list[tuple[str, bool, str]], bool]:
     """(name, whether it is there, what for) of everything; and whether all that is needed is there."""
     python = ".".join(map(str, sys.version_info[:3]))
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
-    header = pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
+    header = pathlib.Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # where Triton looks
     needed = [(f"Python {python}", sys.version_info >= (3, 11), "3.11 or later")]
     needed += [(name, importlib.util.find_spec(name) is not None, what) for name, what in NEEDED.items()]
     needed += [("C compiler", compiler is not None, "Triton's launchers: cc, gcc, clang, or CC=")]

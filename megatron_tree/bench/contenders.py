@@ -118,8 +118,14 @@ def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dty
             seconds = clock(call, device)
         except Exception as error:  # this library does not support the shape; each has its own kind of error
             if name.startswith("ours") and not (name in optional and isinstance(error, ValueError)):
-                wrong.append(str(error) if isinstance(error, WrongResult) else f"{name}: {error}")
-            print(f"  {name:<16} not available: {str(error).splitlines()[0][:90]}", flush=True)
+                wrong.append(
+                    str(error) if isinstance(error, WrongResult) else f"{name}: {type(error).__name__}: {error}"
+                )
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"  {name:<16} not available: {said[:90]}", flush=True)
+            if not device_works():
+                wrong.append(f"{name} left the GPU unusable: {said}")
+                break
             continue
         row = Timing(case.label, case.kind, name, seconds * 1e3, amount / seconds, unit)
         first = first or row
@@ -132,6 +138,16 @@ def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dty
         torch.nn.attention.restore_flash_attention_impl()
     if wrong:
         raise WrongResult("; ".join(wrong))
+
+
+def device_works() -> bool:
+    """Whether this process can still use the GPU: after some errors it never can."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _limits(case: Case, device, dtype) -> dict[str, tuple[Callable[[], object], float, str]]:

@@ -98,7 +98,7 @@ def _truth(case: Case, given, rows) -> list[torch.Tensor]:
 def check_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
     """A decode step captured in a CUDA graph: replayed with other inputs, it must give what a call gives.
 
-    Raises: `NotHere` without CUDA graphs, or if the step can't be captured.
+    Raises: `NotHere` without CUDA graphs.
     """
     if device.type != "cuda":
         raise NotHere("CUDA graphs need a GPU")
@@ -109,11 +109,8 @@ def check_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            state = call()
-    except RuntimeError as error:
-        raise NotHere(f"a decode step can't be captured: {error}") from error
+    with torch.cuda.graph(graph):
+        state = call()
     q.copy_(torch.randn(q.shape, device=device))
     lengths.copy_(torch.arange(case.b) % case.s + 1)
     graph.replay()

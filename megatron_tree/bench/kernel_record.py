@@ -81,8 +81,11 @@ class Record:
         elif shown:
             panels = [[_panel(unit, rows) for unit, rows in grouped(shown, lambda row: row.unit).items()]]
             title = ", ".join(f"{name} {value}" for name, value in self.about.items())
-            with whole_file(self.folder / "results.png") as path:
-                draw(path, panels=panels, title=title)
+            try:
+                with whole_file(self.folder / "results.png") as path:
+                    draw(path, panels=panels, title=title)
+            except Exception as error:  # all else is written
+                print(f"no plot: {type(error).__name__}: {error}")
         print(f"\nresults.csv, results.json and the plot are in {self.folder}")
 
 

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> None:
     try:
         run_tasks(tasks, end=end, emit=record.row, ended=functools.partial(_ended, record), start=start)
     finally:
-        record.finish()
         _summary(record.outcomes)
+        record.finish()
     if failed := [f"{x.label}: {x.said}" for x in record.outcomes if x.status == FAILED]:
         raise WrongResult(f"{len(failed)} of {len(record.outcomes)} cases failed:\n" + "\n".join(failed))
 
@@ -109,7 +109,7 @@ def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
             add("smoke", f"{kind} {name}", _smoke, kind, name, backend, seconds=2)
     training, decoding = _cases(gpu, tiny)
     which = (
-        ("triton", "aten", "cudnn", "torch", "fa3", "fa4")
+        ("triton", "torch", "aten", "cudnn", "fa3", "fa4")
         if gpu
         else ("triton",)
         if backend == "triton"
@@ -128,7 +128,7 @@ def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     shared = Case("fwd", 1, 32 if tiny else 512, 4, 2, 16 if tiny else 64)
     add("ranks", "two ranks", device_checks.check_ranks, shared, backend, seconds=25)
     step = Case("decode", 2, 256 if tiny else 8192, 32, 8, 128)
-    add("graph", step.label, device_checks.check_graph, step, backend, seconds=5)
+    add("graph", step.label, device_checks.check_graph, step, backend, seconds=8)
     add("graph", f"runner, {step.label}", device_checks.check_step_graph, step, backend, seconds=15)
     elements = 1 << 31 if gpu and not tiny else 1 << 16
     add("offsets", f"{elements} elements", device_checks.check_offsets, elements, backend, seconds=10)

@@ -6,7 +6,7 @@ import contextlib
 
 from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
-from .contenders import Emit, clock, ours
+from .contenders import Emit, clock, device_works, ours
 from .kernel_cases import Case, Timing, inputs, truth_of, verify
 from .results import WrongResult
 
@@ -50,7 +50,10 @@ def race(case: Case, kernel: str, candidates: list[Tiles], emit: Emit, *, device
                 verify(case, f"ours, {kernel} {tiles.label}", call(), truth, dtype)
                 seconds = clock(call, device, seconds=0.25)
             except Exception as error:  # does not fit: triton raises several kinds of errors
-                print(f"  {kernel} {tiles.label}: {type(error).__name__}", flush=True)
+                said = f"{kernel} {tiles.label}: {type(error).__name__}: {error}"
+                print("  " + said.splitlines()[0][:160], flush=True)
+                if not device_works():
+                    raise RuntimeError(f"{said}; later candidates were not timed") from error
                 wrong += [str(error)] if isinstance(error, WrongResult) else []
                 continue
         found.append((seconds, tiles))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ..emulate.network import die_with
-from .contenders import Emit
+from .contenders import Emit, device_works
 
 START_S = 60.0  # a worker process has to import torch and to reach the GPU
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
@@ -37,7 +37,12 @@ class Task(NamedTuple):
     call: Callable[[Emit], None]
     """Can be pickled: a module's function, or a functools.partial of one."""
     seconds: float
-    """About how long it takes: it is not begun with less left, and stopped after eight times as long."""
+    """About how long it takes: it is not begun with less left, and stopped after `limit_s`."""
+
+    @property
+    def limit_s(self) -> float:
+        """Several times as long, for what is compiled late; of a long task less, which would cost too many others."""
+        return min(8 * self.seconds, 20.0 + 3 * self.seconds)
 
 
 class Outcome(NamedTuple):
@@ -114,7 +119,7 @@ def _serve(connection, parent: int) -> None:
     while True:
         task = connection.recv()
         status, said = _run(task, lambda row: connection.send(("row", row)))
-        connection.send(("end", status, said, _device_works()))
+        connection.send(("end", status, said, device_works()))
 
 
 def _run(task: Task, emit: Emit) -> tuple[str, str]:
@@ -128,19 +133,9 @@ def _run(task: Task, emit: Emit) -> tuple[str, str]:
         return FAILED, f"{type(error).__name__}: {error}"
     finally:
         gc.collect()
-        if torch.cuda.is_initialized() and _device_works():
+        if torch.cuda.is_initialized() and device_works():
             torch.cuda.empty_cache()
     return DONE, ""
-
-
-def _device_works() -> bool:
-    """Whether this process can still use the GPU: after some errors it never can."""
-    try:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
 
 
 def run_tasks(
@@ -166,7 +161,7 @@ def run_tasks(
                 continue
             first = worker is None
             worker = worker or start()
-            limit = 8 * task.seconds + (START_S if first else 0.0)
+            limit = task.limit_s + (START_S if first else 0.0)
             status, said = worker.run(task, min(left, limit), emit)
             if worker.gone:
                 worker = None

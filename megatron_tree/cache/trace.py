@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL = 1 << 12  # numbers of a tensor on the host that are written down
 _COPIES = {"aten::_to_copy", "aten::copy_"}
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor)
 
 
 @contextlib.contextmanager
@@ -26,12 +27,15 @@ def traced() -> Iterator[list[tuple]]:
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses what is no operation of torch's on a CPU, but would be a copy from another device."""
+    """Refuses copies from a device and to it that are no operations of torch's."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.tolist, Tensor.numpy):
             raise ValueError(f"Tensor.{func.__name__} makes the host wait for the device")
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in _FROM_NUMBERS and not isinstance(args[0], Tensor) and out.device.type != "cpu":
+            raise ValueError(f"{func.__name__} of numbers, on {out.device}, makes the host wait for the device")
+        return out
 
 
 class _Operations(TorchDispatchMode):

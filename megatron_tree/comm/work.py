@@ -180,15 +180,28 @@ def _side_stream(index: int | None, kind: str):
     return torch.cuda.Stream(index)
 
 
+def _on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 class Transfer:
-    """One tensor sent to a rank, another received (either may be None); `wait` gives what was received."""
+    """One tensor sent to a rank, another received (either may be None); `wait` gives what was received.
+
+    gloo sends and receives the host's memory alone, whatever it is given: with a GPU's tensors, their copies there.
+    """
 
     def __init__(self, send: Tensor | None, dst: int, recv: Tensor | None, src: int, group, timeout_s: float):
-        self._recv, self._send, self._src, self._group, self._timeout_s = recv, send, src, group, timeout_s
+        if backend(group) == "gloo":
+            arriving = recv if recv is None or _on_host(recv) else torch.empty_like(recv, device="cpu")
+            send = send if send is None or _on_host(send) else send.cpu()
+        else:
+            arriving = recv
+        self._recv, self._arriving, self._send, self._src = recv, arriving, send, src
+        self._group, self._timeout_s = group, timeout_s
         self._name = f"send/receive with group ranks {sorted({dst, src})}"
         ops = []
         if recv is not None:
-            ops.append(dist.P2POp(dist.irecv, recv, group=group, group_peer=src))
+            ops.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=src))
         if send is not None:
             note("send", group_size(group), send.nbytes)
             ops.append(dist.P2POp(dist.isend, send, group=group, group_peer=dst))
@@ -203,6 +216,8 @@ class Transfer:
         except RuntimeError as error:
             raise self._failed(error) from error
         self._send = None
+        if self._arriving is not self._recv:
+            self._recv.copy_(self._arriving)
         return self._recv
 
     def _failed(self, error: RuntimeError) -> Exception:

@@ -182,6 +182,10 @@ LOOKS = {
     "one more": (lambda forward, x: x + 1 if forward.end % 2 else x, "operations or"),
     "a read": (lambda forward, x: x * float(x.max()), "makes the host wait for the device"),
     "a list": (lambda forward, x: x + max(x[0, 0].tolist()), "Tensor.tolist makes the host wait for the device"),
+    "a new tensor": (
+        lambda forward, x: (torch.tensor([1.0], device="meta"), x)[1],
+        "tensor of numbers, on meta, makes the host wait",
+    ),
     "a choice": (lambda forward, x: x + x[x > 0].sum(), "makes the host wait for the device"),
 }
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import CommError, comm
+from megatron_tree.comm import work
 from megatron_tree.comm.group import GroupState
 from megatron_tree.kernels import merge_packed
 from support.ranks import largest, run_distributed
@@ -80,6 +81,25 @@ def _every_reduction(rank, world, transport):
 @pytest.mark.parametrize("world", [2, 3, 4, 6])
 def test_reductions(world, transport):
     assert largest(run_distributed(_every_reduction, world, transport)) < 1e-5
+
+
+def _over_the_host(rank, world):
+    """As of a GPU's tensors: nothing but copies are given to gloo, and what arrives is copied into the tensor."""
+    given, on_host, start = [], work._on_host, dist.batch_isend_irecv
+    mine, theirs = torch.full((3,), float(rank)), torch.zeros(3)
+    work._on_host = lambda x: False
+    dist.batch_isend_irecv = lambda ops: given.extend(op.tensor for op in ops) or start(ops)
+    try:
+        found = comm.start_shift(mine, theirs, dist.group.WORLD, (0, 1), timeout_s=20.0).wait()
+    finally:
+        work._on_host, dist.batch_isend_irecv = on_host, start
+    assert found is theirs and not any(x is theirs for x in given)
+    return theirs
+
+
+def test_messages_between_gpus_over_gloo():
+    for rank, theirs in enumerate(run_distributed(_over_the_host, 2)):
+        assert theirs.tolist() == [1.0 - rank] * 3
 
 
 def _dropped(rank, world):

@@ -114,6 +114,13 @@ def test_dq_with_dk_and_dv(d, deterministic, monkeypatch):
     assert ("dq" in asked) == (deterministic or d == 48 or not has_engine)
 
 
+def test_strides_of_boxes():
+    """Of an axis of one entry torch may say anything: the engine is told what it would be, a multiple of 16 bytes."""
+    x = torch.zeros(1, 40, 1, 64, dtype=torch.float16).as_strided((1, 40, 1, 64), (1, 64, 1, 1))
+    assert boxes._descriptor(x, 16).strides == [2560, 64, 64, 1]
+    assert boxes._descriptor(x.transpose(0, 1), 16).strides == [64, 64, 64, 1]
+
+
 def test_where_boxes_cannot_be_used():
     """Two tiles of columns, an odd address or stride, one row for all of the batch, and GPUs before sm_90."""
     tiles = configs.Tiles(16, 16, 4, 1, boxes=True)
@@ -191,14 +198,21 @@ def test_one_rank_gets_its_out_without_a_conversion(sinks, monkeypatch):
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
-    """They are cached, and dropped from the cache: a stream that reads them keeps the memory, a graph the tables."""
-    tables, readers = (SimpleNamespace(record_stream=lambda stream: readers.append(stream)),) * 2, []
+    """They are cached, and dropped from the cache, as ALiBi's slopes: a stream that reads them keeps the memory, a
+    graph the tables."""
+    gpu, readers = torch.device("cuda", 0), []
+    table = SimpleNamespace(device=gpu, record_stream=lambda stream: readers.append(stream))
+    tables, slopes = (table, table), torch.zeros(1, 2)
     monkeypatch.setattr(host, "_make_tables", lambda *_: tables)
     monkeypatch.setattr(host, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "side stream")
-    assert host._tables((), (), 16, torch.device("cuda", 0)) is tables
+    assert host._tables((), (), 16, gpu) is tables
     assert (readers, host._captured) == (([], [tables]) if capturing else (["side stream"] * 2, []))
+    monkeypatch.setattr(host, "_slopes_on", lambda *_: slopes)
+    monkeypatch.setattr(host, "_in_use", lambda tensors: readers.append(tensors) or tensors)
+    host.alibi_slopes(AttnSpec(softmax_scale=1.0, alibi_slopes=((0.5, 0.25),)), slopes)
+    assert readers[-1] == (slopes,)
 
 
 @pytest.mark.parametrize("gpu", [1, 3, 1000])

@@ -144,6 +144,44 @@ def test_a_case_that_dies_or_hangs_costs_only_itself():
     assert "exit code 7 | WrongResult: off by 2 | no GPU |  | stopped after 2 s | needs about 1000 s" in said
 
 
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_contender_that_leaves_the_gpu_unusable_ends_its_case(usable, monkeypatch, small, capsys):
+    """Others would fail by no fault of theirs. An error may have no text."""
+    right, rows = kernels.attn_fwd, []
+
+    def wrong(q, *args, **kwargs):
+        if q.dtype == torch.float64:
+            return right(q, *args, **kwargs)
+        raise RuntimeError
+
+    monkeypatch.setattr(kernels, "attn_fwd", wrong)
+    monkeypatch.setattr(contenders, "device_works", lambda: usable)
+    where = dict(device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(
+        WrongResult, match="aten: RuntimeError" if usable else "aten left the GPU unusable: RuntimeError"
+    ):
+        contenders.time_case(Case("fwd", 1, 64, 2, 1, 16), ("aten", "torch"), rows.append, **where)
+    assert [row.name for row in rows] == ["torch flash", "matrix product"] * usable
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_tile_that_leaves_the_gpu_unusable_ends_the_race(usable, monkeypatch, capsys):
+    race = pytest.importorskip("megatron_tree.bench.race", exc_type=ImportError)
+    tried, tiles = [], race.CANDIDATES["fwd"][:2]
+
+    def fails():
+        tried.append(race.configs.tiles("fwd"))
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(race, "ours", lambda *_: {"ours": fails})
+    monkeypatch.setattr(race, "device_works", lambda: usable)
+    expected = contextlib.nullcontext() if usable else pytest.raises(RuntimeError, match="illegal.* were not timed")
+    where = dict(device=torch.device("cpu"), dtype=torch.float32)
+    with expected:
+        race.race(Case("fwd", 1, 64, 2, 1, 16), "fwd", tiles, pytest.fail, **where)
+    assert tried == (tiles if usable else tiles[:1]) and "an illegal memory access" in capsys.readouterr().out
+
+
 def test_files_are_whole_after_each_result(tmp_path, capsys):
     record = Record(tmp_path, {"device": "x"})
     for number in range(2):

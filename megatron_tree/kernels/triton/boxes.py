@@ -29,7 +29,10 @@ def of_dq(dq: Tensor, tiles: configs.Tiles, arch: str, deterministic: bool) -> T
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
     size, (columns, rest) = x.element_size(), configs.split_head_dim(x.shape[-1])
-    strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride())]  # of one row: any will do
-    if rest or x.shape[-1] * size % 16 or x.data_ptr() % 16 or any(s <= 0 or s * size % 16 for s in strides):
+    strides = list(x.stride())
+    for i in reversed(range(x.dim() - 1)):
+        if x.shape[i] == 1:  # torch may have put any number there
+            strides[i] = strides[i + 1] * x.shape[i + 1]
+    if rest or x.shape[-1] * size % 16 or x.data_ptr() % 16 or any(s <= 0 or s * size % 16 for s in strides[:-1]):
         return None
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, columns])
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, columns])

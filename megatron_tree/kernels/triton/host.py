@@ -229,7 +229,7 @@ def alibi_slopes(spec: AttnSpec, q: Tensor) -> dict:
     """The argument SLOPES, fp32 [1 or b, h] or None, and its stride between rows of the batch."""
     if spec.alibi_slopes is None:
         return dict(SLOPES=None, slopes_stride=0)
-    slopes = _slopes_on(spec.alibi_slopes, q.device)
+    (slopes,) = _in_use((_slopes_on(spec.alibi_slopes, q.device),))
     return dict(SLOPES=slopes, slopes_stride=slopes.stride(0) if len(slopes) > 1 else 0)
 
 
@@ -274,18 +274,19 @@ _captured: list = []
 
 
 def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
-    """`_make_tables`, cached for later calls; kept for good where a CUDA graph reads them.
+    """`_make_tables`, cached for later calls. They can't be made while a CUDA graph is captured: run it before."""
+    return _in_use(_make_tables(tuple(grid), tuple(loop), rows, device, heaviest_last))
 
-    They can't be made while a graph is captured: run the step once before.
-    """
-    tables = _make_tables(tuple(grid), tuple(loop), rows, device, heaviest_last)
-    if device.type == "cuda":
+
+def _in_use(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cached tensors: the cache may drop them while this stream still reads them. What a CUDA graph reads is kept."""
+    if tensors[0].device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            _captured.append(tables)
-        else:  # the cache may drop them while this stream still reads them
-            for table in tables:
-                table.record_stream(torch.cuda.current_stream(device))
-    return tables
+            _captured.append(tensors)
+        else:
+            for x in tensors:
+                x.record_stream(torch.cuda.current_stream(x.device))
+    return tensors
 
 
 @functools.lru_cache(maxsize=256)
