@@ -22,11 +22,11 @@ USEFUL = {"matplotlib": "the plot", "PIL": "the plot", "flash_attn_interface": "
 def look() -> tuple[list[tuple[str, bool, str]], bool]:
     """(name, whether it is there, what for) of everything; and whether all that is needed is there."""
     python = ".".join(map(str, sys.version_info[:3]))
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]  # and no other
     header = pathlib.Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # where Triton looks
     needed = [(f"Python {python}", sys.version_info >= (3, 11), "3.11 or later")]
     needed += [(name, importlib.util.find_spec(name) is not None, what) for name, what in NEEDED.items()]
-    needed += [("C compiler", compiler is not None, "Triton's launchers: cc, gcc, clang, or CC=")]
+    needed += [("C compiler", any(map(shutil.which, compilers)), "Triton's launchers: gcc, clang, or CC=")]
     needed += [("Python.h", header.is_file(), f"Triton's launchers: {header} (package python3-dev)")]
     useful = [(name, importlib.util.find_spec(name) is not None, what) for name, what in USEFUL.items()]
     return needed + [(name, there, f"{what}; not needed") for name, there, what in useful], all(x[1] for x in needed)
