@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from ..config import TreeConfig, default_config
 from ..log import say_once
 from ..plan import plan_decode
 from ..plan.cost import placed_topology
-from ..plan.decode import exchanges_queries
+from ..plan.decode import exchanges_queries, projects_first
 from .decode import DecodeCall
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
@@ -68,13 +69,19 @@ class DecodeStep:
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        projection: Tensor | None = None,
         head_shares: Sequence[int] | None = None,
         schedule: str = "auto",
         config: TreeConfig | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `tree_decode`: out [b, s_q, h, d_v] in q's dtype and lse [b, h, s_q]."""
+        """See `tree_decode`: out [b, s_q, h, d_v] in q's dtype and lse [b, h, s_q].
+
+        projection: [h, d_out, d_v] in q's dtype: out is [b, s_q, h, d_out], each head's result times its matrix. Of
+            this rank's heads, or of all heads on every rank: then the ranks merge results that are projected, if
+            the planner predicts that to be faster.
+        """
         config = config or default_config()
-        tensors = (q, k_cache, v_cache, k_scale, v_scale, sinks)
+        tensors = (q, k_cache, v_cache, k_scale, v_scale, sinks, projection)
         objects = (cache_seqlens, q_positions, cache_positions, block_table, shared, alibi_slopes, cp_group, config)
         options = (head_dim_v, softmax_scale, window_size, softcap, head_shares, schedule)
         no_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
@@ -91,7 +98,7 @@ class DecodeStep:
                 if config.check in TRUSTING:  # the objects are kept, so that no other one gets the id of one of them
                     self._known[key or _key(tensors, objects, options)] = decode, agreed, objects
             v_cache = values_of(k_cache, v_cache, head_dim_v)
-            return decode.run(q, k_cache, v_cache, sinks, k_scale, v_scale)
+            return decode.run(q, k_cache, v_cache, sinks, k_scale, v_scale, projection)
 
 
 def _key(tensors: tuple, objects: tuple, options: tuple) -> tuple:
@@ -101,7 +108,7 @@ def _key(tensors: tuple, objects: tuple, options: tuple) -> tuple:
 
 
 def _checked(
-    call: comm.CollectiveCall, q, k_cache, v_cache, k_scale, v_scale, sinks, cache_seqlens, q_positions,
+    call: comm.CollectiveCall, q, k_cache, v_cache, k_scale, v_scale, sinks, projection, cache_seqlens, q_positions,
     cache_positions, block_table, shared, alibi_slopes, group, config: TreeConfig, head_dim_v, softmax_scale,
     window_size, softcap, head_shares, schedule,
 ) -> tuple[DecodeCall, dict]:  # fmt: skip
@@ -126,6 +133,7 @@ def _checked(
         backend.check_pages(k_cache)
     check_finite_cache(config, group, q, k_cache, v_cache, sinks, visible, paged)
     net = GroupTopology.of(group, q.device, config)
+    of_all = projection is not None and len(projection) == whole.shape[2]
     agreed = dict(
         q=whole.shape,
         num_heads_kv=v_cache.shape[2],
@@ -134,6 +142,7 @@ def _checked(
         dtype=q.dtype,
         spec=spec,
         sinks=sinks is not None,
+        projection=None if projection is None else (projection.shape[1], of_all),
         head_shares=head_shares,
         gathers_heads=not has_all_heads(q, head_shares),
         schedule=schedule,
@@ -144,10 +153,10 @@ def _checked(
     )
     call.agree(**agreed)
     net, world = GroupTopology.over_cache(group, q.device, config), comm.group_size(group)
-    plan = plan_decode(
+    plans = functools.partial(
+        plan_decode,
         world,
         rows=whole.shape[:3].numel(),
-        head_dim_v=v_cache.shape[3],
         own_heads=head_shares is not None,
         kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
         topology=net.topology,
@@ -156,6 +165,13 @@ def _checked(
         memory_budget=config.memory_budget,
         deterministic=config.deterministic,
     )
+    placed, merged_dim = placed_topology(net.topology, net.placement), v_cache.shape[3]
+    plan = plans(head_dim_v=merged_dim)
+    if of_all and world > 1 and schedule != "ring" and not config.deterministic:
+        projected = plans(head_dim_v=projection.shape[1])
+        more = 0 if head_shares is None else projection.numel() * projection.element_size() * (1 - 1 / world)
+        if projects_first(placed, plan, projected, more):
+            plan, merged_dim = projected, projection.shape[1]
     if schedule == "auto" and world > 1 and q.shape[1] == 1:
         # the reason has numbers that differ between batch sizes
         say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
@@ -172,8 +188,9 @@ def _checked(
         rows=tuple(q.shape[:2]),
         num_heads=num_heads,
         head_shares=head_shares if world > 1 else None,
-        exchanges_queries=exchanges_queries(placed_topology(net.topology, net.placement), share),
+        exchanges_queries=exchanges_queries(placed, share),
         head_dim_v=v_cache.shape[3],
+        merged_dim=merged_dim,
         latent=latent,
         dtype=q.dtype,
         device=q.device,

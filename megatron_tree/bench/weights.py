@@ -1,7 +1,8 @@
-"""A decode step of a whole model with 1M tokens of cache: ways to share the weights, predicted on 16 to 64 GPUs."""
+"""A decode step of a whole model over 1M cached tokens: ways to share the weights, predicted on 16 to 64 GPUs."""
 
 from __future__ import annotations
 
+import itertools
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from ..plan.step import WAYS, StepCost, plan_step
 from .figures import Curve, Panel, draw
 from .results import write_csv
 
-SEQ_LEN = 1 << 20
+TOKENS = 1 << 20  # of all rows
+BATCHES = (1, 64)
 RANKS = (8, 16, 32, 64)
 SHOWN = (16, 32, 64)
 MODELS = {  # fields of the models' own config.json
@@ -43,32 +45,30 @@ MODELS = {  # fields of the models' own config.json
 }
 
 
-Point = namedtuple("Point", ("topology", "model", "ranks", *StepCost._fields))
-"""One way on one number of ranks, batch 1, bf16; of a rank."""
+Point = namedtuple("Point", ("topology", "model", "batch", "ranks", *StepCost._fields))
+"""One way on one number of ranks, bf16; of a rank."""
 
 
 def points(topology: Topology) -> list[Point]:
-    """All models, numbers of ranks and ways."""
+    """All models, batches, numbers of ranks and ways."""
     found = []
-    for name, config in MODELS.items():
-        for ranks in RANKS:
-            hosts = [rank // topology.host_size for rank in range(ranks)]
-            for cost in plan_step(ModelSizes.of(config), topology, hosts, seq_len=SEQ_LEN):
-                found.append(Point(topology.name, name, ranks, *cost))
+    for (name, config), batch, ranks in itertools.product(MODELS.items(), BATCHES, RANKS):
+        hosts = [rank // topology.host_size for rank in range(ranks)]
+        for cost in plan_step(ModelSizes.of(config), topology, hosts, batch=batch, seq_len=TOKENS // batch):
+            found.append(Point(topology.name, name, batch, ranks, *cost))
     return found
 
 
 def table(found: list[Point]) -> str:
     """In Markdown: GB of weights that a rank reads, and ms of a step; the fastest of a line in bold."""
-    lines = ["| model, ranks | " + " | ".join(WAYS) + " |", "| --- " * (len(WAYS) + 1) + "|"]
-    at = {(p.model, p.ranks, p.way): p for p in found}
-    for model in MODELS:
-        for ranks in SHOWN:
-            row = [at[model, ranks, way] for way in WAYS]
-            fastest = min(p.time_s for p in row)
-            cells = (f"{p.weight_bytes / 1e9:.3g} GB, {p.time_s * 1e3:.3g} ms" for p in row)
-            bold = (f"**{cell}**" if p.time_s == fastest else cell for p, cell in zip(row, cells))
-            lines.append(f"| {model}, {ranks} | {' | '.join(bold)} |")
+    lines = ["| model, rows, ranks | " + " | ".join(WAYS) + " |", "| --- " * (len(WAYS) + 1) + "|"]
+    at = {(p.model, p.batch, p.ranks, p.way): p for p in found}
+    for name in itertools.product(MODELS, BATCHES, SHOWN):
+        row = [at[*name, way] for way in WAYS]
+        fastest = min(p.time_s for p in row)
+        cells = (f"{p.weight_bytes / 1e9:.3g} GB, {p.time_s * 1e3:.3g} ms" for p in row)
+        bold = (f"**{cell}**" if p.time_s == fastest else cell for p, cell in zip(row, cells))
+        lines.append(f"| {', '.join(map(str, name))} | {' | '.join(bold)} |")
     return "\n".join(lines)
 
 
@@ -83,16 +83,16 @@ def run(out: Path, topology: Topology | None) -> None:
          Panel("ranks", "GB of weights that a rank reads", _curves(found, model, "weight_bytes", 1e-9))]
         for model in MODELS
     ]  # fmt: skip
-    draw(out / "weights.png", panels, f"Predicted on {topology.name}: one decode step over 1M tokens, batch 1, bf16")
-    print(f"predicted on {topology.name}: GB of weights that a rank reads and ms of a step, {SEQ_LEN >> 20}M tokens of "
-          "cache, batch 1, bf16\n")  # fmt: skip
+    draw(out / "weights.png", panels, f"Predicted on {topology.name}: one decode step over 1M tokens, one row, bf16")
+    print(f"predicted on {topology.name}: GB of weights that a rank reads and ms of a step, {TOKENS >> 20}M tokens of "
+          "cache in all rows, bf16\n")  # fmt: skip
     print(table(found))
 
 
 def _curves(found: list[Point], model: str, field: str, unit: float) -> list[Curve]:
     curves = []
     for way in WAYS:
-        of = [p for p in found if (p.model, p.way) == (model, way)]
+        of = [p for p in found if (p.model, p.batch, p.way) == (model, 1, way)]
         values = [getattr(p, field) * unit for p in of]
         curves.append(Curve(way, [p.ranks for p in of], values, style={"marker": "."}))
     return curves

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.cached import tree_decode, tree_prefill
+from ..attention.cached import tree_prefill
+from ..attention.head_shares import slice_of
 from ..attention.step import DecodeStep
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..attention.topology import GroupTopology
@@ -140,7 +141,7 @@ class ForwardPass:
         Args:
             q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
                 of this rank's heads; so are the result, sinks and latent.
-            latent: how these heads read the cache, where it holds latents.
+            latent: how these heads read the cache, where it holds latents; with q of all heads how all of them do.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
             config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, alibi_slopes of all
@@ -154,6 +155,8 @@ class ForwardPass:
             run = self._prefill if self.exchange is None else self._prefill_exchanged
         elif self.head_shares is not None:
             options["head_shares"] = self.head_shares
+            if latent is not None and len(latent.up) == sum(self.head_shares):
+                latent = latent._replace(own=slice_of(self.head_shares, self.store.book.rank))
             if len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None:
                 run = self._prefill_heads
         if latent is not None and options.get("softmax_scale") is None:
@@ -229,13 +232,13 @@ class ForwardPass:
         **options,
     ) -> Tensor:
         pages, kind = self.store.layers[layer], self.store.kind_of[layer]
-        num_queries, k, v, finish = q.shape[1], pages.k, pages.v, None
+        num_queries, k, v = q.shape[1], pages.k, pages.v
         # most of the keys are new: as many are made as there are queries
         expands = latent is not None and self.head_shares is None and self.end <= 2 * num_queries
         if expands and latent.pays_to_expand(num_queries):
             k, v = latent.expand(self._held(layer, q.dtype))
         elif latent is not None:
-            options["head_dim_v"], finish = latent.rank, latent.project
+            options.update(head_dim_v=latent.rank, projection=latent.values)
             q, k, v = latent.absorb(q), k if pages.joined else self._held(layer, q.dtype), None
         config = config or self.default_config
         by_position = options.get("window_size", (-1, -1)) != (-1, -1) or options.get("alibi_slopes") is not None
@@ -251,10 +254,8 @@ class ForwardPass:
                 options["cache_positions"] = options["cache_positions"][:, : k.shape[1]]
         options.update(schedule=self.schedule, config=config)
         if attention_chunk_size is None:
-            out, _ = self.step.decode(q, k, v, **options)
-        else:
-            out = self._decode_in_chunks(q, k, v, attention_chunk_size, visible, **options)
-        return out if finish is None else finish(out)
+            return self.step.decode(q, k, v, **options)[0]
+        return self._decode_in_chunks(q, k, v, attention_chunk_size, visible, **options)
 
     def _seen(
         self, kind: int, num_queries: int, visible: Tensor | None, by_position: bool, config: TreeConfig, *, paged: bool
@@ -296,5 +297,5 @@ class ForwardPass:
             positions = dict(
                 q_positions=q_positions[:, i:end], cache_positions=cache_positions.masked_fill(outside, -1)
             )
-            parts.append(tree_decode(q[:, i:end], k, v, **positions, **options))
+            parts.append(DecodeStep().decode(q[:, i:end], k, v, **positions, **options)[0])
         return torch.cat(parts, 1)

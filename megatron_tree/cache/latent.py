@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention.decode import project
+
 
 class LatentHeads(NamedTuple):
     """How this rank's heads read latents.
@@ -26,6 +28,8 @@ class LatentHeads(NamedTuple):
     up: Tensor
     """[h, head_dim_nope + head_dim_v, r]: W_uk above W_uv of every head, a view of the model's own weight."""
     head_dim_nope: int
+    own: slice = slice(None)
+    """Of these heads, those whose results this rank gets."""
 
     @property
     def rank(self) -> int:
@@ -42,6 +46,11 @@ class LatentHeads(NamedTuple):
         expanded = self.up.shape[1]
         return num_queries * (2 * self.rank - expanded) > self.rank * expanded
 
+    @property
+    def values(self) -> Tensor:
+        """[h, head_dim_v, r]: what makes values of latents, of every head."""
+        return self.up[:, self.head_dim_nope :]
+
     def prepare(self, q: Tensor, *, expands: bool) -> tuple[Tensor, dict, Callable[[Tensor], Tensor]]:
         """(queries, options of `tree_prefill`, what makes [b, n, h, d_v] of its result) for one of the two ways."""
         if expands:
@@ -54,12 +63,14 @@ class LatentHeads(NamedTuple):
         return torch.cat((torch.einsum("bnhd,hdr->bnhr", q_nope, self.up[:, : self.head_dim_nope]), q_rope), -1)
 
     def project(self, out: Tensor) -> Tensor:
-        """Weighted sums of latents [b, n, h, r] to those of values [b, n, h, d_v]."""
-        return torch.einsum("bnhr,hdr->bnhd", out, self.up[:, self.head_dim_nope :])
+        """Weighted sums of latents [b, n, own heads, r] to those of values [b, n, own heads, d_v]."""
+        return project(out, self.values[self.own])
 
     def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [b, s, h, d] and values [b, s, h, d_v] of entries of the cache [b, s, 1, r + rotary head_dim]."""
+        """Keys [b, s, own heads, d] and values [b, s, own heads, d_v] of entries of the cache [b, s, 1, r + rotary
+        head_dim]."""
         latents, rotary = entries.tensor_split((self.rank,), -1)
-        both = F.linear(latents.squeeze(2), self.up.flatten(0, 1)).unflatten(-1, self.up.shape[:2])
+        up = self.up[self.own]
+        both = F.linear(latents.squeeze(2), up.flatten(0, 1)).unflatten(-1, up.shape[:2])
         k_nope, v = both.tensor_split((self.head_dim_nope,), -1)
         return torch.cat((k_nope, rotary.expand(*k_nope.shape[:3], -1)), -1), v

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from .cost import Phase, PlacedTopology
-from .plans import Cost, Reduction
+from .plans import Cost, DecodePlan, Reduction
 
 SHARED_S = 1e-5  # a round through shared memory, the calls included; ranks that have cores meet in 3 to 10 us
 GLOO_LATENCIES = 1.7  # per round of gloo's all-reduce, measured; two of its messages are in flight at a time
@@ -225,6 +225,15 @@ def exchanges_queries(placed: PlacedTopology, share: float) -> bool:
 def gathered_queries(placed: PlacedTopology, share: float) -> tuple[float, float]:
     """`gathered` for the queries of a decode step."""
     return gathered(placed, share, exchanged=exchanges_queries(placed, share))
+
+
+def projects_first(placed: PlacedTopology, results: DecodePlan, projected: DecodePlan, more_bytes: float) -> bool:
+    """Whether a decode step is faster if partial results are projected, head by head, before they are merged.
+
+    results, projected: plans to merge either. more_bytes: of weights that a rank reads to project those of all heads,
+    and not only its own results.
+    """
+    return projected.cost.time_s + more_bytes / placed.topology.memory_bandwidth < results.cost.time_s
 
 
 def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:

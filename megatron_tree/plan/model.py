@@ -31,6 +31,10 @@ class ModelSizes(NamedTuple):
     """That every head needs: MLA's projections into latents."""
     output: float
     """The output projection; with MLA what turns latents into values, too."""
+    values: float
+    """The latter alone, ..."""
+    value_dim: int
+    """... and the numbers of a head's result that the output projection takes."""
     mlp: float
     """The MLPs, or the shared experts and the router."""
     expert: float
@@ -70,6 +74,8 @@ class ModelSizes(NamedTuple):
                 keys=0,
                 shared=hidden * (q_rank + rank + rope),
                 output=heads * d_v * (rank + hidden),
+                values=heads * d_v * rank,
+                value_dim=d_v,
             )
         else:
             h_kv, d = field("num_key_value_heads", heads), field("head_dim", hidden // heads)
@@ -82,6 +88,8 @@ class ModelSizes(NamedTuple):
                 keys=2 * hidden * h_kv * d,
                 shared=0,
                 output=heads * d * hidden,
+                values=0,
+                value_dim=d,
             )
         experts = next((field(name) for name in EXPERTS if config.get(name)), 0)
         dense = layers if not experts else field("first_k_dense_replace", 0)

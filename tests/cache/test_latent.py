@@ -1,5 +1,6 @@
 """Latent attention: heads that read latents get what keys made of them would give; what is stored and what is sent."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_tree.cache.latent import LatentHeads
 from megatron_tree.comm import traffic
 from megatron_tree.config import TreeConfig
 from megatron_tree.kernels import Visible, attn_decode
-from megatron_tree.plan import grids, plan_prefill_grid
+from megatron_tree.plan import grids, load_topology, place, plan_decode, plan_prefill_grid, save_topology
 from support.ranks import largest, run_distributed
 
 HEADS, NOPE, ROTARY, WIDTH_V, RANK = 6, 8, 4, 6, 12  # from 17 queries on it pays to expand
@@ -179,6 +180,53 @@ def _bytes_sent(rank, world):
         tree_decode(heads.absorb(q[:, :1]), entries, None, head_dim_v=RANK, cp_group=group, schedule="ring")
     sent["ring"] = sum(x.bytes for x in log if x.bytes > 16)
     return sent
+
+
+def _merged(rank, world, topologies, dtype):
+    """Worst error of a decoded token of two rows, by topology and with weights whole or split; and bytes sent."""
+    heads, (q, latents, rotary), group = _heads(dtype), [x.to(dtype) for x in _tokens(21)], dist.group.WORLD
+    shares, options, found = [(3, 3), (3, 2, 1)][world - 2], dict(softmax_scale=0.3), []
+    own = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    for topology in topologies:
+        config = TreeConfig(topology=topology, transport="direct")
+        for held in (None, shares):
+            store = ShardedCache([None], rank=rank, world=world, page_size=4, latent=True)
+            rows = [store.book.add(), store.book.add()]
+            for row in rows:
+                with forward_pass(store, [row], 20, cp_group=None) as forward:
+                    forward.write(0, latents[:, :20], rotary[:, :20])
+            state = dict(cp_group=group, head_shares=held, schedule="scatter")
+            with forward_pass(store, rows, 1, **state) as forward, traffic.record() as log:
+                forward.write(0, *(x[:, 20:].expand(2, -1, -1, -1) for x in (latents, rotary)))
+                out = forward.attend(0, q[:, 20:].expand(2, -1, -1, -1), latent=heads, config=config, **options)
+            want = _dense(q[:, 20:], latents, rotary, heads, 0.3)[:, :, slice(None) if held is None else own]
+            sent = sum(x.bytes for x in log if x.bytes > 16)
+            found.append((sent, float((out - want).abs().max()), float(want.abs().max())))
+    return found
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
+def test_values_are_merged_where_that_is_faster(world, dtype, tmp_path):
+    """Projecting before the merge is exact, and sends fewer bytes; where weights are split all ranks read more of them.
+    So only a topology with fast memory does it there."""
+    topologies = []
+    for bandwidth in (1e15, 1e3):
+        topologies.append(dataclasses.replace(load_topology("laptop"), memory_bandwidth=bandwidth))
+        save_topology(topologies[-1], tmp_path / f"{bandwidth}.yaml")
+    paths = [str(tmp_path / f"{bandwidth}.yaml") for bandwidth in (1e15, 1e3)]
+    for found in run_distributed(_merged, world, paths, dtype):
+        for i, (sent, error, largest_out) in enumerate(found):
+            own = i % 2
+            width = RANK if own and i > 1 else WIDTH_V
+            longest = 2 * 3 if own else 2 * HEADS // world  # rows of a state: those of two queries
+            assert sent == (world - 1) * longest * (width + 1) * 4 * (1 if own else 2), (i, found)
+            assert error < (3e-6 if dtype == torch.float32 else 0.03) * largest_out, (i, found)
+            if world == 2:
+                plan = plan_decode(
+                    2, rows=2 * HEADS, head_dim_v=width, kv_bytes=None, topology=topologies[0],
+                    placement=place(topologies[0], [0, 0]), schedule="scatter", own_heads=bool(own),
+                )  # fmt: skip
+                assert plan.cost.bytes == sent
 
 
 def test_latents_are_sent_once():

@@ -17,8 +17,10 @@ from megatron_tree.plan import load_topology
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
 
 NEW = 6
-FAMILIES = ("smollm2", "gpt_oss", "phi3")  # uneven heads; sinks, biases, windows, experts; q, k and v in one weight
-SLOW_FAMILIES = ("llama", "gemma3", "mixtral", "qwen2", "qwen3", "gemma2", "mistral", "qwen2_moe", "olmo2")
+# uneven heads; sinks, biases, windows, experts; q, k and v in one weight; latents
+FAMILIES = ("smollm2", "gpt_oss", "phi3", "deepseek_v3")
+SLOW_FAMILIES = ("llama", "gemma3", "mixtral", "qwen2", "qwen3", "gemma2", "mistral", "qwen2_moe", "olmo2",
+                 "deepseek_v2", "deepseek_v3_experts")  # fmt: skip
 
 
 def _engine(family, **options):
@@ -30,6 +32,9 @@ def _engine(family, **options):
 def _rows_of_queries(engine, config):
     """Of this rank, in heads, and the rows of a head group."""
     attention = engine.module.model.layers[0].self_attn
+    if hasattr(attention, "kv_b_proj"):
+        queries = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
+        return len(queries.weight) / attention.qk_head_dim, config.num_attention_heads
     d, groups = attention.head_dim, config.num_key_value_heads // engine.module.own_tokens.layout.heads.num_heads_kv
     if hasattr(attention, "q_proj"):
         rows = len(attention.q_proj.weight)
@@ -122,7 +127,6 @@ def _refusals(rank, world):
     for family, options in (
         ("llama", {"queries": "repeated", "weights": "replicated"}),
         ("llama", {"queries": "whole"}),
-        ("deepseek_v2", {"queries": "repeated"}),
     ):
         with pytest.raises(ValueError) as error:
             tree_deepspeed.init_inference(tiny_model(family), **{"weights": "sharded", **options})
@@ -134,7 +138,6 @@ def test_refusals():
     expected = (
         "queries='repeated' is for weights='sharded', but weights='replicated'",
         "queries='whole' is unknown",
-        "has latent attention: queries='repeated' can't be used",
     )
     for said in run_distributed(_refusals, 2, fresh=True):
         for text, part in zip(said, expected, strict=True):

@@ -81,7 +81,21 @@ def test_queries_are_repeated_where_that_is_faster():
         placed = placed_topology(topology, place(topology, hosts))
         assert repeats_queries(placed, (1024 * 8192, 1024), 2) == repeated  # 8 of 64 heads of 128
     found = costs(LLAMA, 32)
-    assert found["Helix"].time_s < found["sharded"].time_s
+    assert found["Helix"].time_s < found["sharded"].time_s and found["repeated"][1:] == found["Helix"][1:]
+
+
+def test_values_are_merged_where_that_is_faster():
+    """Of 64 rows, whose latents are four times as wide; of one row that would not pay for reading more weights. Ranks
+    that have all weights read no more."""
+    for batch, more in ((1, 0), (64, 2 * 61 * DEEPSEEK.values * 31 / 32)):
+        found = costs(DEEPSEEK, 32, batch=batch)
+        ours, helix = found["repeated"], found["Helix"]
+        assert ours.weight_bytes == pytest.approx(helix.weight_bytes + more)
+        assert (ours.time_s < helix.time_s) == (more > 0) and (ours.sent_bytes < helix.sent_bytes) == (more > 0)
+        assert ours.time_s < found["sharded"].time_s or batch == 1
+        wide = plan_step(DEEPSEEK._replace(values=0), DGX, [n // 8 for n in range(32)], batch=batch, seq_len=1 << 20)
+        assert found["whole weights"].weight_bytes == wide[0].weight_bytes
+        assert found["whole weights"].time_s < wide[0].time_s and found["whole weights"].sent_bytes < wide[0].sent_bytes
 
 
 def test_queries_are_exchanged_where_that_is_faster():

@@ -133,7 +133,7 @@ def init_inference(
         queries: with weights="sharded" and fewer KV heads than ranks: "split", a rank computes the queries of its own
             heads, and they are gathered among the ranks with the same KV heads; "repeated", each of these computes
             all of them, which sends less but takes memory for more weights (Helix, arXiv 2507.07120); "auto", what
-            the planner predicts to be faster. Models with latent attention are not repeated.
+            the planner predicts to be faster. With latent attention all ranks have the same KV head.
         dtype: of weights and cache; default the model's.
         block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.

@@ -5,7 +5,8 @@ of their KV heads. So cache and weights are both split over all N ranks, whateve
 output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. (Queries may be
 split over the head groups, too: then each rank of a group computes those of all its heads.) Latent attention
 has one KV head, so all ranks share the tokens; its down projections are split by rows, and the ranks gather what they
-give, or whole on every rank where messages take longer than reading them. Norms over all heads are split as these are.
+give, or whole on every rank where messages take longer than reading them; so are the up projections of ranks that
+compute the queries of all heads. Norms over all heads are split as these are.
 Other norms and routers, which are small, are on every rank. What can't be split is refused.
 """
 
@@ -85,7 +86,8 @@ class Layout:
     pieces_by_rank: list[dict[str, Piece]] = field(default_factory=list)
     """`pieces` of every rank."""
     query_projection: tuple[int, int] = (0, 0)
-    """(numbers of the weight, columns of what it gives) of a head group's queries, in the last layer."""
+    """(numbers of the weights, columns of what they give) of a head group's queries, in the last layer; with latent
+    attention queries for latents."""
     num_logits: int = 0
     """Rows of the whole LM head."""
 
@@ -116,7 +118,7 @@ def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True, rep
     """The layout of a causal language model (it may be on the meta device) on one of `world` ranks.
 
     split_latents: latent attention's down projections are split, not whole on every rank. repeat_queries: see
-    `Layout.repeats_queries`; for models without latent attention.
+    `Layout.repeats_queries`.
     Raises: ValueError, naming the parameter, for a model with weights that this can't split.
     """
     find = functools.partial(_find_pieces, model, world, split_latents=split_latents, repeat_queries=repeat_queries)
@@ -223,9 +225,8 @@ def _wants_divisors(layout: Layout, model, name: str, why: str) -> ValueError:
 
 
 def _latent_attention(layout: Layout, model, name: str, module, num_heads: int, split_latents: bool) -> None:
-    """Query heads are split, with the rows that make their keys and values of latents."""
-    if layout.repeats_queries:
-        raise ValueError(f"{type(model).__name__} has latent attention: queries='repeated' can't be used, leave it out")
+    """Query heads are split, with the rows that make their keys and values of latents; or every rank has all of both,
+    and computes the queries of all heads."""
     first, last = layout.heads.query_heads(layout.rank)
     for child in LATENTS:
         projection = getattr(module, child, None)
@@ -240,7 +241,13 @@ def _latent_attention(layout: Layout, model, name: str, module, num_heads: int, 
     for child, d in ((queries, module.qk_head_dim), ("kv_b_proj", module.qk_nope_head_dim + module.v_head_dim)):
         projection = getattr(module, child, None)
         _check_projection(model, f"{name}.{child}", projection, 0, num_heads, d)
-        _rows(layout, f"{name}.{child}", projection, [(first * d, last * d)])
+        if layout.repeats_queries:
+            layout.whole |= {f"{name}.{child}.{x}" for x, _ in projection.named_parameters()}
+        else:
+            _rows(layout, f"{name}.{child}", projection, [(first * d, last * d)])
+    keys = num_heads * module.qk_nope_head_dim * module.kv_lora_rank
+    entry = module.kv_lora_rank + module.qk_rope_head_dim
+    layout.query_projection = getattr(module, queries).weight.numel() + keys, num_heads * entry
     d = module.v_head_dim
     _check_projection(model, f"{name}.o_proj", module.o_proj, 1, num_heads, d)
     _columns(layout, f"{name}.o_proj", module.o_proj, (first * d, last * d))

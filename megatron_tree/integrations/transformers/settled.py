@@ -28,14 +28,14 @@ def settled(
 
     Args: layout: from `plan_pieces` with queries == "repeated"; queries, split_latents: see `init_inference`.
     """
-    plan = {"model": model, "world": layout.world, "rank": layout.rank}
-    if layout.world > 1 and layout.gathered:
-        if split_latents is None:
-            split_latents = _splits_latents(layout, group, device, dtype, config)
-        return plan_pieces(**plan, split_latents=split_latents)
-    if queries == "auto" and layout.heads.size > 1 and _repeats_queries(layout, group, device, dtype, config):
-        return plan_pieces(**plan, repeat_queries=True)
-    return layout
+    repeats, network = layout.repeats_queries, (layout, group, device, dtype, config)
+    if queries == "auto" and layout.heads.size > 1:
+        repeats = _repeats_queries(*network)
+    if split_latents is None:
+        split_latents = layout.world == 1 or not layout.gathered or _splits_latents(*network)
+    if split_latents and repeats == layout.repeats_queries:
+        return layout
+    return plan_pieces(model, layout.world, layout.rank, split_latents=split_latents, repeat_queries=repeats)
 
 
 def _splits_latents(layout: Layout, group, device, dtype: torch.dtype, config: TreeConfig) -> bool:
