@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class PageNumbers:
@@ -55,6 +56,48 @@ class Block:
 
     rank: int
     rows: int = 1
+
+
+@dataclass
+class Runs:
+    """The blocks of a row on one rank, in ascending order, as runs of neighbours: prompts make a few, however long."""
+
+    firsts: list[int] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
+    """How many blocks are in earlier runs."""
+
+    def add(self, block: int) -> None:
+        """block: behind all others."""
+        if self.stops and self.stops[-1] == block:
+            self.stops[-1] += 1
+        else:
+            self.before.append(self.count())
+            self.firsts.append(block)
+            self.stops.append(block + 1)
+
+    def count(self, stop: int | None = None) -> int:
+        """How many blocks there are, before block `stop`."""
+        i = len(self.firsts) if stop is None else bisect.bisect_left(self.firsts, stop)
+        if not i:
+            return 0
+        last = self.stops[i - 1] if stop is None else min(stop, self.stops[i - 1])
+        return self.before[i - 1] + last - self.firsts[i - 1]
+
+    def since(self, block: int) -> list[tuple[int, int]]:
+        """Runs (first, stop) of the blocks from this one on."""
+        i = bisect.bisect_right(self.stops, block)
+        return [(max(first, block), stop) for first, stop in zip(self.firsts[i:], self.stops[i:])]
+
+    def cut(self, stop: int) -> None:
+        """Drop block `stop` and those behind it."""
+        n = bisect.bisect_left(self.firsts, stop)
+        del self.firsts[n:], self.stops[n:], self.before[n:]
+        if n:
+            self.stops[-1] = min(self.stops[-1], stop)
+
+    def copy(self) -> Runs:
+        return Runs(list(self.firsts), list(self.stops), list(self.before))
 
 
 class Forecast:

@@ -11,13 +11,12 @@ that are not full count for every row: a row that goes on writes into its last b
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..layout import Segment
-from .blocks import Block, PageNumbers
+from .blocks import Block, PageNumbers, Runs
 from .states import RowState
 
 
@@ -38,6 +37,8 @@ class Row:
     length: int = 0
     parts: list[Block] = field(default_factory=list)
     """All of its blocks, on all ranks."""
+    runs: list[Runs] = field(default_factory=list)
+    """By rank: their numbers."""
     blocks: list[list[int]] = field(default_factory=list)
     """By kind: the blocks that this rank still holds, in ascending order."""
     pages: list[list[int]] = field(default_factory=list)
@@ -46,15 +47,12 @@ class Row:
     """By kind: positions below this have left the window."""
     version: int = 0
     """Changes whenever the row's pages change."""
+    tabled: list[int] = field(default_factory=list)
+    """By kind: how many of its pages have not changed since a table was made of them."""
     note: object = None
     """What a runner remembers of the row; a fork's is the same."""
     state: RowState | None = None
     """Of the model's recurrent layers, where it has some; a fork's is the same."""
-
-    @property
-    def owners(self) -> list[int]:
-        """The rank of each block."""
-        return [block.rank for block in self.parts]
 
 
 class Rows(dict):
@@ -116,7 +114,11 @@ class RowBook:
         row_id, self._next_id = self._next_id, self._next_id + 1
         kinds = len(self.windows)
         self.rows[row_id] = Row(
-            blocks=[[] for _ in range(kinds)], pages=[[] for _ in range(kinds)], forgotten=[0] * kinds
+            blocks=[[] for _ in range(kinds)],
+            pages=[[] for _ in range(kinds)],
+            forgotten=[0] * kinds,
+            tabled=[0] * kinds,
+            runs=[Runs() for _ in range(self.world)],
         )
         return row_id
 
@@ -134,7 +136,9 @@ class RowBook:
             begin, end, size = row.length, row.length + num_tokens, self.page_size
             self._forget(row)
             if end > size * len(row.parts):
-                row.parts += map(Block, self._assign(-(-end // size) - len(row.parts)))
+                for rank in self._assign(-(-end // size) - len(row.parts)):
+                    row.runs[rank].add(len(row.parts))
+                    row.parts.append(Block(rank))
             token = 0
             for block in range(begin // size, -(-end // size)):
                 start, stop = max(begin, block * size), min(end, (block + 1) * size)
@@ -161,6 +165,7 @@ class RowBook:
             copies.append((pages[-1], copy))
             numbers.release(pages[-1])
             pages[-1] = copy
+            row.tabled[kind] = min(row.tabled[kind], len(pages) - 1)
         return pages[-1]
 
     def _assign(self, num_blocks: int) -> list[int]:
@@ -205,7 +210,8 @@ class RowBook:
                 self.numbers[kind].release(pages[gone])
                 gone += 1
             del blocks[:gone], pages[:gone]
-            row.version += gone
+            if gone:
+                row.version, row.tabled[kind] = row.version + gone, 0
 
     def num_visible(self, append: Append, kind: int) -> int:
         """Tokens of the row that an append's queries may see, on all ranks (approximate: windows count whole pages)."""
@@ -234,17 +240,12 @@ class RowBook:
         """
         by_position = by_position or self.windows[kind] is not None
         row, size = self.rows[row_id], self.page_size
-        first, held = 0 if by_position else begin // size, row.forgotten[kind] // size  # before first blocks only count
-        if rank in (None, self.rank):
-            before = bisect.bisect_left(row.blocks[kind], first)
-            blocks = row.blocks[kind][before:]
-        else:
-            owners = row.owners
-            before = owners[held:first].count(rank)
-            blocks = [i for i in range(max(held, first), len(owners)) if owners[i] == rank]
+        runs, held = row.runs[self.rank if rank is None else rank], row.forgotten[kind] // size
+        first = held if by_position else max(held, begin // size)  # blocks before this one only count
+        before = runs.count(first) - runs.count(held)
         segments, at = [Segment(0, 0, before * size)] if before else [], before * size
-        for block in blocks:
-            start, stop = block * size, min(row.length, (block + 1) * size)
+        for block, last in runs.since(first):
+            start, stop = block * size, min(row.length, last * size)
             if not by_position and start < begin:
                 middle = min(begin, stop)
                 self._extend(segments, Segment(at, at, middle - start))
@@ -269,6 +270,8 @@ class RowBook:
         for block in row.parts[keep:]:
             self._release(block)
         del row.parts[keep:]
+        for runs in row.runs:
+            runs.cut(keep)
         if length % self.page_size and row.parts[-1].rows > 1:
             self._release(row.parts[-1])
             row.parts[-1] = self._own(row.parts[-1].rank)
@@ -277,6 +280,7 @@ class RowBook:
             while blocks and blocks[-1] >= keep:
                 blocks.pop()
                 numbers.release(pages.pop())
+            row.tabled[kind] = min(row.tabled[kind], len(pages))
             if not length:
                 row.forgotten[kind] = 0
         row.length, row.version = length, row.version + 1
@@ -311,6 +315,7 @@ class RowBook:
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
         for block in row.parts[:full]:
             block.rows += 1
+        copy.runs = [runs.copy() for runs in row.runs]
         copy.parts = row.parts[:full] + [self._own(block.rank) for block in row.parts[full:]]
         return copy_id
 

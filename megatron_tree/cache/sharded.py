@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import SharedPages
 from .beginnings import SAVED_TOKENS, common_beginnings
 from .pages import CACHE_DTYPES, LayerPages
-from .rows import Append, RowBook
+from .rows import Append, Row, RowBook
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,7 @@ class ShardedCache:
         pages, blocks = tables.pages, tables.blocks
         if len(rows) == 1 or self.book.windows[kind] is not None:
             return View(pages, lengths, blocks, self.page_size)
-        full = [row.pages[kind][: n // self.page_size] for row, n in zip(rows, held, strict=True)]
-        shared, skipped, own = self._beginnings(kind, full, (row_ids, device, versions), [pages, blocks])
+        shared, skipped, own = self._beginnings(kind, rows, held, (row_ids, device, versions), [pages, blocks])
         rest = View(own[0], lengths - skipped * self.page_size, own[1], self.page_size) if shared else None
         return View(pages, lengths, blocks, self.page_size, shared, rest)
 
@@ -183,12 +182,16 @@ class ShardedCache:
                 tables.pages[i, : len(pages)], tables.blocks[i, : len(blocks)] = pages, blocks
                 tables.known[i] = state
 
-    def _beginnings(self, kind: int, pages: list[list[int]], state: tuple, tables: list[Tensor]) -> tuple:
-        """(shared pages, how many of each row's pages are among them int64 [b], tables of the others)."""
+    def _beginnings(self, kind: int, rows: list[Row], held: list[int], state: tuple, tables: list[Tensor]) -> tuple:
+        """(shared pages, how many of each row's pages are among them int64 [b], tables of the others).
+
+        held: tokens of each row on this rank.
+        """
         if kind not in self._shared or self._shared[kind][0] != state:
             device = tables[0].device
-            shared, skipped, own = [], torch.zeros(len(pages), dtype=torch.int64, device=device), None
-            for group, count in common_beginnings(pages, -(-SAVED_TOKENS // self.page_size)):
+            full = [row.pages[kind][: n // self.page_size] for row, n in zip(rows, held, strict=True)]
+            shared, skipped, own = [], torch.zeros(len(rows), dtype=torch.int64, device=device), None
+            for group, count in common_beginnings(full, -(-SAVED_TOKENS // self.page_size)):
                 numbers = torch.tensor(sorted(group), device=device)
                 skipped[numbers] = count
                 shared.append(SharedPages(numbers, tables[0][numbers[:1], :count]))
@@ -200,16 +203,18 @@ class ShardedCache:
         return self._shared[kind][1]
 
     def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
-        """(pages int32 [n], their blocks int64 [n]) of a row; cached until they change."""
+        """(pages int32 [n], their blocks int64 [n]) of a row; cached, and what has changed is made anew."""
         row = self.book.rows[row_id]
-        blocks, pages = row.blocks[kind], row.pages[kind]
-        state = (device, row.version)
-        kept = self._tables.get((kind, row_id))
-        if kept is None or kept[0] != state:
-            table = torch.tensor(pages or [0], dtype=torch.int32), torch.tensor(blocks or [0])
-            kept = state, tuple(x.to(device) for x in table)
-            self._tables[kind, row_id] = kept
-        return kept[1]
+        state, known = (device, row.version), self._tables.get((kind, row_id))
+        if known is None or known[0] != state:
+            same = 0 if known is None or known[0][0] != device else row.tabled[kind]
+            table = []
+            for i, (numbers, dtype) in enumerate(((row.pages[kind], torch.int32), (row.blocks[kind], torch.int64))):
+                new = torch.tensor(numbers[same:] if numbers else [0], dtype=dtype).to(device)
+                table.append(torch.cat((known[1][i][:same], new)) if same else new)
+            self._tables[kind, row_id] = known = state, tuple(table)
+            row.tabled[kind] = len(row.pages[kind])
+        return known[1]
 
     def key_segments(self, append: Append, kind: int, *, of_all_ranks: bool, by_position: bool = False) -> list:
         """For a sharded append this rank's keys of the row, or by rank those of all ranks; `RowBook.key_segments`."""

@@ -7,7 +7,6 @@ launches are right for every token, and a CUDA graph of them can be replayed (gr
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ class Capacities:
             state = row.version, len(row.parts)
             known = self._most.get(row_id)
             if known is None or known[0] != state:  # when a block begins
-                known = state, max(Counter(row.owners).values())
+                known = state, max(runs.count() for runs in row.runs)
             most[row_id] = known
         self._most = most
         whole = _quarter_steps(max(LEAST_PAGES, *(pages for _, pages in most.values())))

@@ -1,11 +1,14 @@
 """Blocks of the cache: ranks hold equally many, rows share them, and changes can be foreseen."""
 
 import random
+import sys
+from unittest import mock
 
 import pytest
+import torch
 
-from megatron_tree.cache import RowBook
-from megatron_tree.cache.blocks import Forecast
+from megatron_tree.cache import RowBook, ShardedCache
+from megatron_tree.cache.blocks import Forecast, Runs
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
@@ -19,6 +22,63 @@ def test_ranks_hold_equally_many_blocks(world, page_size):
         book.append(some, draw.choice([1, 1, 2, 9, 50]))
         assert max(book.loads) - min(book.loads) <= 1
         assert sum(book.loads) == sum(-(-book.rows[row].length // page_size) for row in rows)
+
+
+def test_runs_are_the_blocks():
+    draw, runs, blocks = random.Random(5), Runs(), []
+    for _ in range(300):
+        if draw.random() < 0.15:
+            cut = draw.randrange(blocks[-1] + 3) if blocks else 0
+            runs.cut(cut)
+            blocks = [block for block in blocks if block < cut]
+        else:
+            blocks.append(blocks[-1] + draw.choice((1, 1, 1, 2, 5)) if blocks else draw.randrange(3))
+            runs.add(blocks[-1])
+        assert runs.count() == len(blocks)
+        for at in (0, draw.randrange(blocks[-1] + 3) if blocks else 1):
+            assert runs.count(at) == sum(block < at for block in blocks)
+            assert [i for run in runs.since(at) for i in range(*run)] == [block for block in blocks if block >= at]
+
+
+def _lines(act):
+    """How many lines of the package's Python act() runs."""
+    lines = 0
+
+    def count(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        return count if "megatron_tree" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def _work(length, by_position):
+    """(lines of Python to find the keys of a chunk, numbers that become tables in the steps after it), where a row of
+    `length` tokens is cached."""
+    store, made, tensor = ShardedCache([None], rank=0, world=4), [], torch.tensor
+    row = store.book.add()
+    store.append([row], length)
+    append = store.append([row], 256, sharded=True)
+    lines = _lines(lambda: store.key_segments(append, 0, of_all_ranks=True, by_position=by_position))
+    store.view(0, [row], "cpu")
+    with mock.patch.object(torch, "tensor", lambda x, **options: made.append(len(x)) or tensor(x, **options)):
+        for _ in range(5 * store.page_size):
+            store.append([row], 1)
+            view = store.view(0, [row], "cpu")
+    held = store.book.rows[row]
+    assert view.block_table.tolist() == held.pages and view.blocks.tolist() == held.blocks
+    return lines, sum(made)
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_work_does_not_grow_with_what_is_cached(by_position):
+    assert _work(1 << 12, by_position) == _work(1 << 18, by_position)
 
 
 @pytest.mark.parametrize("world", [2, 5])

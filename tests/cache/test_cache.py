@@ -94,7 +94,7 @@ class Fleet:
             begun = [page for page, tokens in held if tokens < self.page_size]
             assert book.loads[rank] == len(full) + len(begun), "shared pages that are full count once"
         for row, values in self.naive.items():
-            assert len({(book.rows[row].length, tuple(book.rows[row].owners)) for book in books}) == 1
+            assert len({(book.rows[row].length, str(book.rows[row].runs)) for book in books}) == 1
             for layer, window in enumerate(self.windows):
                 parts = [self.stored(rank, row, layer) for rank in range(len(books))]
                 whole = {position: value for part in parts for position, value in part.items()}

@@ -154,9 +154,9 @@ def _on_ranks(rank, world, answers):
     options = {"max_rows": 8, "max_waiting": 16, "keep_bytes": 1 << 20, "heartbeat_s": 0.1}
     scheduler = Scheduler(runner, speculation=drafts, **options)
     if rank > 0:
-        return scheduler.run(), {row: held.owners for row, held in runner.store.book.rows.items()}
+        return scheduler.run(), {row: held.runs for row, held in runner.store.book.rows.items()}
     events = serve(scheduler, _questions())
-    owners = {row: held.owners for row, held in runner.store.book.rows.items()}
+    owners = {row: held.runs for row, held in runner.store.book.rows.items()}
     return [tokens_of(e) for e in events], owners, scheduler.preemptions, runner.free_tokens
 
 

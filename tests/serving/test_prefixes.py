@@ -183,7 +183,7 @@ def _on_ranks(rank, world):
         events = serve(scheduler, questions)
     else:
         scheduler.run()
-    rows = {row: (held.length, held.owners) for row, held in runner.store.book.rows.items()}
+    rows = {row: (held.length, held.runs) for row, held in runner.store.book.rows.items()}
     return rows, runner.num_run, [tokens_of(e) for e in events] if rank == 0 else None
 
 
