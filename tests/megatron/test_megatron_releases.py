@@ -22,9 +22,22 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron_tree import TreeConfig
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
+from megatron_tree.integrations.megatron.compat import release
 from support.core_attention import Group, config
 
 causal = AttnMaskType.causal
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
+    """A name that a release lacks, or a package that one of its modules needs."""
+    for path in ("megatron.core.config:no_such_name", "megatron.no_such_module:x"):
+        with pytest.raises(release.UnsupportedMegatronError, match=f"megatron-core .* has no {path}, which is needed"):
+            release.lookup(path)
+    (tmp_path / "needs_more.py").write_text("import no_such_package.part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(release.UnsupportedMegatronError, match="needs_more imports .*: pip install no_such_package$"):
+        release.lookup("needs_more:x")
+
 
 # --- the spec of Megatron-LM's --spec ---
 

@@ -52,13 +52,19 @@ def megatron_version() -> str:
 def lookup(path: str) -> Any:
     """The object at `package.module:name`.
 
-    Raises: UnsupportedMegatronError that names the path, if this release of megatron-core has no such thing.
+    Raises: UnsupportedMegatronError that names the path, if this release of megatron-core has no such thing, or the
+        package that is not installed and that it imports.
     """
     module, _, name = path.partition(":")
     try:
         with hide_import_notices():
             return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package not in ("", module.partition(".")[0]):
+            raise UnsupportedMegatronError(
+                f"{module} imports a package that is not installed: pip install {package}"
+            ) from error
         raise UnsupportedMegatronError(
             f"megatron-core {megatron_version()} has no {path}, which is needed here ({error})"
         ) from error
