@@ -1,6 +1,7 @@
 """Latent attention: heads that read latents get what keys made of them would give; what is stored and what is sent."""
 
 import dataclasses
+import itertools
 from unittest import mock
 
 import pytest
@@ -98,14 +99,16 @@ def _on_grids(rank, world):
         errors, expanded = _row_in_chunks(rank, world, True, "auto")
     shares, heads, (q, latents, rotary) = (2, 2, 1, 1), _heads(), _tokens(80)
     own, group = slice(sum(shares[:rank]), sum(shares[: rank + 1])), dist.group.WORLD
-    for grid in grids(world):
+    split = own, LatentHeads(heads.up[own], NOPE)
+    for grid, (given, latent) in itertools.product(
+        grids(world), (split, (slice(None), heads))
+    ):  # or all, on every rank
         store = ShardedCache([None], rank=rank, world=world, page_size=4, latent=True)
         row = store.book.add()
         for new in (slice(0, 40), slice(40, 80)):
             with _only(grid), forward_pass(store, [row], 40, cp_group=group, head_shares=shares) as forward:
                 forward.write(0, latents[:, new], rotary[:, new])
-                mine = LatentHeads(heads.up[own], NOPE)
-                out = forward.attend(0, q[:, new, own], latent=mine, softmax_scale=0.3)
+                out = forward.attend(0, q[:, new, given], latent=latent, softmax_scale=0.3)
             want = _dense(q[:, new], latents[:, : new.stop], rotary[:, : new.stop], heads, 0.3)[:, :, own]
             errors.append(float((out - want).abs().max()))
     return errors, expanded
