@@ -13,12 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..comm import CollectiveCall, broadcast, collective_call, group_size, shared_checks
+from ..comm import CollectiveCall, Team, broadcast, collective_call, group_size, monitored, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
 from .blocks import Forecast
 from .forward import ForwardPass, forward_pass
 from .graph import GraphedSteps
+from .own_tokens import OwnTokens
 
 CHUNK_SIZE = 2048
 
@@ -35,7 +36,8 @@ class RowRunner:
             caller must not exceed it: see `free_tokens`.
         schedule: how partial attention is merged, see `tree_decode`.
         head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. Then all of them
-            run all tokens, each with its part of the weights, unless the framework's runner gathers weights.
+            run all tokens, each with its part of the weights, unless own_tokens gathers weights for a chunk.
+        own_tokens: of a model whose weights are split over ranks, those of all head groups.
         config: `TreeConfig`; its check and timeout_s are used to compare prompts between ranks.
         cuda_graphs: whether steps of one token in each row are captured in CUDA graphs and replayed, see graph.py.
             Prompts and steps of several tokens run without. The model's weights must stay where they are.
@@ -55,6 +57,7 @@ class RowRunner:
         capacity_tokens: int | None = None,
         schedule: str = "auto",
         head_shares: tuple[int, ...] | None = None,
+        own_tokens: OwnTokens | None = None,
         config: TreeConfig | None = None,
         cuda_graphs: bool = False,
     ):
@@ -66,7 +69,7 @@ class RowRunner:
         self.store, self.cp_group, self.token_group = store, cp_group, token_group
         self.device, self.vocab_size, self.max_positions = device, vocab_size, max_positions
         self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
-        self.head_shares, self.config = head_shares, config or default_config()
+        self.head_shares, self.own_tokens, self.config = head_shares, own_tokens, config or default_config()
         self._book = store.book
         self._graphs = GraphedSteps(self) if cuda_graphs else None
 
@@ -143,9 +146,8 @@ class RowRunner:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
-        with sharded=False or recurrent layers, are run on every rank; with head_shares those for which fewer bytes move
-        that way. A failure
-        removes the tokens of its chunk again; those of earlier chunks stay.
+        with sharded=False or recurrent layers, are run on every rank; with own_tokens those for which fewer bytes move
+        that way. A failure removes the tokens of its chunk again; those of earlier chunks stay.
 
         Args:
             tokens: int64 [n], n >= 1.
@@ -264,15 +266,28 @@ class RowRunner:
 
     def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
         """Logits of the chunk's last token."""
-        with self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
+        # ranks may wait in several groups: a rank that fails must end the waits in all of them
+        own, monitor = self.own_tokens, contextlib.nullcontext() if self.own_tokens is None else monitored("prefill")
+        with monitor, self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
             shares, owner = self._token_shares(forward)
+            if own is not None:
+                with own.run([len(positions) for positions in shares], owner):
+                    return self._run_share(forward, chunk, shares[own.rank], last=owner == own.rank)
             logits = self._run_share(forward, chunk, shares[self._book.rank], last=owner == self._book.rank)
             return broadcast(logits.contiguous(), self.cp_group, owner, timeout_s=self.config.timeout_s)
 
     def _shares_tokens(self, num_tokens: int) -> bool:
         """Whether each rank runs its own tokens of a chunk, not all of them."""
+        if self.own_tokens is not None:
+            return self.own_tokens.plan(num_tokens).shares_tokens
         world = self._book.world
-        return self.head_shares is None and world > 1 and num_tokens >= world * self._book.page_size
+        shares = self.head_shares is None and not self.has_states
+        return shares and world > 1 and num_tokens >= world * self._book.page_size
+
+    @property
+    def _place(self) -> Team | None:
+        """With own tokens: the ranks at this rank's place of every head group."""
+        return None if self.own_tokens is None else self.own_tokens.place
 
     def _token_shares(self, forward: ForwardPass) -> tuple[list[Tensor], int]:
         """(by rank the positions of the tokens that it runs, int64 [n], the rank with the last one)."""
@@ -291,7 +306,9 @@ class RowRunner:
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         """Context of one run of the model over num_tokens new tokens of each of these rows, see `forward_pass`."""
         options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
-        return forward_pass(self.store, rows, num_tokens, sharded=sharded, progress=progress, **options)
+        return forward_pass(
+            self.store, rows, num_tokens, sharded=sharded, place=self._place, progress=progress, **options
+        )
 
     def _check(self, rows, tokens: Tensor, dims: int) -> None:
         if tokens.dim() != dims or 0 in tokens.shape or tokens.dtype != torch.int64:

@@ -27,6 +27,8 @@ class PrefillSizes(NamedTuple):
     """The same of every other block whose partial results are added up."""
     gathered: int = 0
     """Of one token's activations in all layers that are gathered if every rank runs all tokens: latents."""
+    experts: float = 0
+    """Of one token's copies, in all layers, that a rank which runs it sends to experts and gets back."""
 
 
 class PrefillPlan(NamedTuple):
@@ -47,8 +49,9 @@ def plan_prefill(num_tokens: int, sizes: PrefillSizes) -> PrefillPlan:
     world, groups = sizes.world, sizes.head_groups
     hidden = num_tokens * sizes.hidden * (world - 1) / world  # gathered, or reduced and scattered
     otherwise = 2 * hidden * (1 + len(sizes.attention) + len(sizes.blocks))  # 1: the embedding
-    otherwise += num_tokens * sizes.gathered * (world - 1) / world
+    otherwise += num_tokens * (sizes.gathered * (world - 1) / world + sizes.experts)
     gathers = tuple(num_bytes <= 2 * hidden for num_bytes in sizes.blocks)
-    sharing = hidden / world + sum(sizes.attention) + sum(min(num_bytes, 2 * hidden) for num_bytes in sizes.blocks)
+    sharing = (hidden + num_tokens * sizes.experts) / world + sum(sizes.attention)
+    sharing += sum(min(num_bytes, 2 * hidden) for num_bytes in sizes.blocks)
     sharing += len(sizes.attention) * num_tokens / world * sizes.heads * (groups - 1) / groups
     return PrefillPlan(sharing < otherwise, gathers, sharing, otherwise)

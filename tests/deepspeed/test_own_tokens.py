@@ -100,7 +100,7 @@ def test_forms_of_all_families(world):
 def _memory_and_order(rank, world):
     """By layer while its MLP runs: the bytes of parameters beyond the pieces, and layers whose gathers have begun."""
     from megatron_tree import comm
-    from megatron_tree.integrations.transformers.gathered import num_words
+    from megatron_tree.cache.gathered import num_words
 
     engine, _ = _engine("llama")
     model, own, seen = engine.module, engine.module.own_tokens, []

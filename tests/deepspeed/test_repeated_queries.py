@@ -35,7 +35,7 @@ def _rows_of_queries(engine, config):
     if hasattr(attention, "kv_b_proj"):
         queries = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
         return len(queries.weight) / attention.qk_head_dim, config.num_attention_heads
-    d, groups = attention.head_dim, config.num_key_value_heads // engine.module.own_tokens.layout.heads.num_heads_kv
+    d, groups = attention.head_dim, engine.module.own_tokens.head_groups
     if hasattr(attention, "q_proj"):
         rows = len(attention.q_proj.weight)
     else:

@@ -258,7 +258,7 @@ def refuses(feature, message, **arguments):
         refuses("pipeline parallelism", "more tensor parallelism", options={"pipeline_model_parallel_size": 2}),
         refuses("cache_mla_latents", "set it to False", options={"cache_mla_latents": True}),
         refuses("mtp_num_layers", "without mtp_block_spec", options={"mtp_num_layers": 1}),
-        refuses("sequence_parallel", "build the model for serving without it", options={"sequence_parallel": True}),
+        refuses("tp_comm_overlap", "build the model for serving without it", options={"tp_comm_overlap": True}),
         refuses("cuda_graph_impl", "set it to 'none'", options={"cuda_graph_impl": "local"}),
         refuses("experimental_attention_variant", "of another kind", options={"experimental_attention_variant": "dsa"}),
         refuses("fp8, fp4", "fp8='hybrid'.*without it", options={"fp8": "hybrid"}),

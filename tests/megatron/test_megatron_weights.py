@@ -24,6 +24,10 @@ PAGE, NEW, LONG, PROMPTS = 2, 3, 77, (9, 3, 40)
 CHUNK = 34  # for the kernels of the prefill, and the rest for those of decoding
 MIXED = (("num_moe_experts", 4), ("moe_token_dispatcher_type", "alltoall"), ("qk_layernorm", True))
 MIXED += (("softmax_type", "learnable"), ("window_size", (5, 0)), ("window_attn_skip_freq", 2))
+SMALL_MLPS = (("ffn_hidden_size", 16), ("add_bias_linear", True), ("add_qkv_bias", True))
+GATHERED_EXPERTS = (("num_moe_experts", 4), ("moe_token_dispatcher_type", "allgather"), ("sequence_parallel", True))
+GATHERED_EXPERTS += (("moe_shared_expert_intermediate_size", 32), ("softmax_type", "off-by-one"))
+ON_EVERY_RANK = ("norm", "router", "linear_proj.bias", "linear_fc2.bias")
 
 
 def case(tp, num_heads_kv, *extra):
@@ -90,49 +94,79 @@ def _gathered(runner):
     return sum(ours) + sum(by_megatron)
 
 
+def _sent(runner, forced):
+    """Bytes that this rank sends, to run a chunk with its own tokens or not; by us and by Megatron's layers."""
+    runner.own_tokens.forced, runner.chunk_size = forced, LONG
+    row, all_reduce, summed = runner.add(), torch.distributed.all_reduce, []
+    counted = lambda x, **options: summed.append(x.nbytes) or all_reduce(x, **options)  # noqa: E731
+    with mock.patch("torch.distributed.all_reduce", counted), comm.record() as log:
+        runner.prefill(row, text_of(LONG, 5))
+    runner.remove(row)
+    world = runner.own_tokens.world
+    return sum(x.bytes for x in log) + sum(summed) * 2 * (world - 1) // world
+
+
 def _compare(rank, world, cases):
-    """By case: relative errors, whether tokens are equal, bytes of weights here and of all, bytes of the cache, and
-    what a step of one row gathers."""
+    """By case: relative errors, whether tokens are equal, bytes of weights here and of all, bytes of the cache, what a
+    step of one row gathers, and what a chunk sends."""
     results = []
     with mock.patch.object(megatron_models, "SEQ_LENGTH", 128):
         for of_case in cases:
             with megatron(tp=1, pp=1, cp=1):
-                model = build_model(dataclasses.replace(of_case, tp=1, tree=False)).eval()
+                extra = tuple(x for x in of_case.extra if x[0] != "sequence_parallel")
+                model = build_model(dataclasses.replace(of_case, tp=1, tree=False, extra=extra)).eval()
                 whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
                 plain = FullForwards(model)
                 expected, _ = _answers(plain)
                 tokens = [_alone(plain, text_of(n, n)) for n in PROMPTS]
             with megatron(tp=world, pp=1, cp=1):
                 model = _cut_from(build_model(of_case).eval(), whole)
-                runner = tree.MegatronRunner(model, block_size=PAGE, chunk_size=CHUNK)
-                got, held = _answers(runner)
+                runner, errors, same = tree.MegatronRunner(model, block_size=PAGE, chunk_size=CHUNK), {}, True
+                for forced in (True, False):  # whether every rank runs its own tokens of a chunk
+                    runner.own_tokens.forced = forced
+                    got, held = _answers(runner)
+                    for name, x in expected.items():
+                        errors[name, forced] = float((x - got[name]).abs().max() / x.abs().max())
+                        same = same and torch.equal(x.argmax(-1), got[name].argmax(-1))
+                runner.own_tokens.forced = None
                 served, gathered = _scheduled(runner, rank), _gathered(runner)
-            errors = {name: float((x - got[name]).abs().max() / x.abs().max()) for name, x in expected.items()}
-            same = all(torch.equal(x.argmax(-1), got[name].argmax(-1)) for name, x in expected.items())
-            on_every = sum(p.nbytes for name, p in whole.items() if "norm" in name or "router" in name)
+                sent = {forced: _sent(runner, forced) for forced in (True, False, None)}, runner.own_tokens.plan(LONG)
+                model.decoder.final_layernorm.weight.tensor_model_parallel = True  # of a kind that is unknown
+                assert tree.MegatronRunner(model).own_tokens is None
+            on_every = sum(p.nbytes for name, p in whole.items() if any(x in name for x in ON_EVERY_RANK))
             of_all, own = (sum(p.nbytes for p in ps) - on_every for ps in (whole.values(), model.parameters()))
-            results.append((errors, same and served in (None, tokens), own, of_all, held, gathered))
+            results.append((errors, same and served in (None, tokens), own, of_all, held, gathered, sent))
     return results
 
 
 @pytest.mark.supports(SERVED, with_="tp = 2, 4; h_kv < N; prompts in chunks, ragged rows, speculation, the scheduler")
 @pytest.mark.supports(SERVED, with_="tp = 4; MQA, sinks, windows, qk_layernorm, experts; MLA")
+@pytest.mark.supports(SERVED, with_="each rank runs its own tokens of a prompt; sequence_parallel")
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (2, [case(2, 1)]),
+        (2, [case(2, 2, *SMALL_MLPS, ("sequence_parallel", True))]),
         (4, [case(4, 1, *MIXED)]),
-        pytest.param(4, [case(4, 2), Case(tp=4, mla=True, tree=True)], marks=pytest.mark.slow),
+        pytest.param(2, [case(2, 1), case(2, 8, *SMALL_MLPS), case(2, 1, *GATHERED_EXPERTS)], marks=pytest.mark.slow),
+        pytest.param(4, [case(4, 2), case(4, 4, *GATHERED_EXPERTS)], marks=pytest.mark.slow),
+        pytest.param(4, [Case(tp=4, mla=True, tree=True)], marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_holds_its_part_of_weights_and_cache(world, cases):
     for of_case, *results in zip(cases, *run_distributed(_compare, world, cases, timeout=280.0, fresh=True)):
-        for errors, same, own, of_all, _, gathered in results:
+        options = dict(of_case.extra)
+        for errors, same, own, of_all, _, gathered, (sent, plan) in results:
             assert largest(errors.values()) <= 1e-4 and same, f"{errors} in {of_case}"
             assert own * world == of_all, of_case
             if not of_case.mla and world > of_case.num_heads_kv:  # queries, keys and values once
                 columns = (of_case.num_heads + 2 * of_case.num_heads_kv) * 8
                 assert gathered == 4 * 2 * columns // world, of_case  # of 2 layers
+            if "num_moe_experts" not in options:  # their tokens are sent by Megatron
+                assert sent[None] == sent[plan.shares_tokens] == min(sent.values()), of_case
+            if options.get("ffn_hidden_size") == 16:
+                assert plan.shares_tokens == (of_case.num_heads_kv == 2) and all(plan.gathers), plan
+                assert sent[True] == pytest.approx(plan.sharing, rel=0.03), of_case
+                assert sent[False] == pytest.approx(plan.otherwise, rel=0.03), of_case
         held, of_token = (
             [result[4] for result in results],
             4 * 2 * (16 + 8 if of_case.mla else of_case.num_heads_kv * 16),

@@ -24,11 +24,13 @@ from torch import Tensor
 
 from ...cache import ShardedCache
 from ...cache.forward import ForwardPass
+from ...cache.own_tokens import OwnTokens
 from ...cache.runner import CHUNK_SIZE, RowRunner
 from ...comm import group_rank, group_size, neighbours
 from . import compat
 from .attention import TreeDotProductAttention, serving
 from .latent import Latents, hand_latents_on
+from .own_tokens import own_tokens_of, run_own_tokens
 from .queries import gather_projections_once
 
 compat.megatron_version()  # a clear error before the import below fails
@@ -40,7 +42,7 @@ POSITIONS = ("learned_absolute", *ROTARY, "none")
 # Options of the TransformerConfig, of this or another release, that a cache does not support; and what to do.
 _BUILD_ANEW = "build the model for serving without it and load the same checkpoint"
 REFUSED_OPTIONS = {
-    "sequence_parallel": _BUILD_ANEW,
+    "tp_comm_overlap": _BUILD_ANEW,
     "cache_mla_latents": "set it to False: MegatronRunner keeps latents without it",
     "mtp_num_layers": "build the model without mtp_block_spec and load the checkpoint without these layers",
     "cuda_graph_impl": "set it to 'none'; MegatronRunner(cuda_graphs=True) has graphs of its own",
@@ -59,10 +61,10 @@ class MegatronRunner(RowRunner):
 
     Every rank of the context- and tensor-parallel groups calls the same methods in the same order with equal arguments.
     With tensor parallelism alone (context_parallel_size=1) each of N ranks holds 1/N of the weights and of the cache,
-    also with fewer KV heads than ranks.
+    also with fewer KV heads than ranks, and runs its own tokens of a chunk where that sends less (own_tokens.py).
     Supported: MHA, GQA, MQA, MLA (the cache holds latents, see `cache.latent`), sliding windows of any layers,
     attention sinks, rotary (also YaRN), learned or no positions, tensor parallelism, experts. The model may be trained
-    or run otherwise between calls.
+    or run otherwise between calls; Megatron's `sequence_parallel` is off while it is served.
 
     Args:
         model: GPTModel (or a wrapper of it, as Float16Module) in eval mode, with TreeDotProductAttention in all layers.
@@ -97,7 +99,7 @@ class MegatronRunner(RowRunner):
             raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {self.model.vocab_size}")
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
-        group, head_shares = _cache_group(self.model.config, self._cores[0])
+        group, head_shares, own_tokens = _share_weights(self.model, self._cores[0])
         self._windows = [_causal_window(core.window_size) for core in self._cores]
         store = ShardedCache(
             [None if left < 0 else left + 1 for left, _ in self._windows],
@@ -118,9 +120,11 @@ class MegatronRunner(RowRunner):
             capacity_tokens=capacity_tokens,
             schedule=schedule,
             head_shares=head_shares,
+            own_tokens=own_tokens,
             config=self._cores[0].tree_config,
             cuda_graphs=cuda_graphs,
         )
+        self._switches = compat.sequence_parallel_switches(self.model)
         self._layers = {core: (layer, self._windows[layer]) for layer, core in enumerate(self._cores)}
         _add_hooks(self.model)
 
@@ -129,7 +133,8 @@ class MegatronRunner(RowRunner):
             raise ValueError("the model is in training mode: call model.eval() before it is served")
         token = serving.set(ServedPass(forward, self._layers, positions, keep))
         try:
-            logits = self.model(tokens, positions, None, runtime_gather_output=True)
+            with compat.switched_off(self._switches):
+                logits = self.model(tokens, positions, None, runtime_gather_output=True)
         finally:
             serving.reset(token)
         return logits[..., : self.vocab_size]
@@ -183,6 +188,7 @@ def _add_hooks(model: Any) -> None:
             module.register_forward_pre_hook(_ask_all_positions, with_kwargs=True)
             module.register_forward_hook(_pick_positions)
     model.output_layer.register_forward_pre_hook(_pick_token)
+    run_own_tokens(model)
     hand_latents_on(model)
     gather_projections_once(model)
 
@@ -283,18 +289,22 @@ def _core_attentions(model: Any) -> list[TreeDotProductAttention]:
     return [core for _, core in named]
 
 
-def _cache_group(config: Any, core: TreeDotProductAttention) -> tuple[Any, tuple[int, ...] | None]:
-    """The ranks over which the cache is sharded, and, if they share the weights, too, the query heads of each.
+def _share_weights(model: Any, core: TreeDotProductAttention) -> tuple[Any, tuple[int, ...] | None, OwnTokens | None]:
+    """The ranks over which the cache is sharded; if they share the weights, too, the query heads of each; and what runs
+    of own tokens need, with tensor parallelism alone.
 
     With more tensor-parallel ranks than KV heads, neighbours have the same KV head, and each some of its query heads.
     """
-    tp, groups = config.tensor_model_parallel_size, config.num_query_groups
-    if config.multi_latent_attention:
-        groups = 1
-    if core.cp_group is not None or tp <= groups:
-        return core.cp_group, None
-    group = neighbours(core.tp_group, tp // groups, timeout_s=core.tree_config.timeout_s)
-    return group, (config.num_attention_heads // tp,) * (tp // groups)
+    config, limit = model.config, core.tree_config.timeout_s
+    tp = config.tensor_model_parallel_size
+    groups = min(tp, 1 if config.multi_latent_attention else config.num_query_groups)
+    if core.cp_group is not None or tp == 1:
+        return core.cp_group, None, None
+    own_tokens = own_tokens_of(model, core.tp_group, groups, timeout_s=limit)
+    if tp == groups:
+        return None, None, own_tokens
+    group = neighbours(core.tp_group, tp // groups, timeout_s=limit)
+    return group, (config.num_attention_heads // tp,) * (tp // groups), own_tokens
 
 
 def _causal_window(window: tuple[int, int]) -> tuple[int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ...cache.gathered import even_shares
+
 
 class HeadGroups(NamedTuple):
     """How N ranks share query heads and KV heads; head groups are neighbouring ranks."""
@@ -46,8 +48,3 @@ class HeadGroups(NamedTuple):
         """(first, last + 1) of the KV heads of a rank's group."""
         first = rank // self.size * self.num_heads_kv
         return first, first + self.num_heads_kv
-
-
-def even_shares(n: int, world: int) -> tuple[int, ...]:
-    """n rows over the ranks, the first ones get one more if it doesn't come out even."""
-    return tuple(n // world + (r < n % world) for r in range(world))

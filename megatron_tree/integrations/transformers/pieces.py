@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ...cache.gathered import Piece, even_shares
 from .architectures import num_heads_kv
-from .head_groups import HeadGroups, even_shares
+from .head_groups import HeadGroups
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "Wqkv", "query_key_value")  # the first has its keys and values in others
@@ -38,22 +38,6 @@ MLPS = (
 )
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
-
-
-class Piece(NamedTuple):
-    """Some rows of one dimension of a parameter, as runs (start, stop), in order."""
-
-    dim: int
-    runs: tuple[tuple[int, int], ...]
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The piece of a parameter, in memory of its own."""
-        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
-
-    def shape(self, whole: torch.Size) -> torch.Size:
-        """The piece's shape."""
-        rows = sum(stop - start for start, stop in self.runs)
-        return torch.Size((*whole[: self.dim], rows, *whole[self.dim + 1 :]))
 
 
 @dataclass

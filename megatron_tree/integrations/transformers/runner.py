@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...cache.runner import CHUNK_SIZE, RowRunner
-from ...comm import monitored
 from .architectures import CHUNKED
 from .attention import TreeCache, check_model
 from .rope import RowNote, follow_whole_rows, num_positions, rows_of
@@ -59,10 +58,10 @@ class Runner(RowRunner):
             capacity_tokens=capacity_tokens,
             schedule=cache.schedule,
             head_shares=cache.head_shares,
+            own_tokens=getattr(model, "own_tokens", None),  # where its weights are split over ranks
             config=cache.tree_config,
             cuda_graphs=cuda_graphs,
         )
-        self._own_tokens = getattr(model, "own_tokens", None)  # where its weights are split over ranks
         follow_whole_rows(model)
 
     @property
@@ -92,23 +91,7 @@ class Runner(RowRunner):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
-        place = None if self._own_tokens is None else self._own_tokens.place
-        return self.cache.forward_pass(rows, num_tokens, sharded=sharded, place=place, progress=progress)
-
-    def _shares_tokens(self, num_tokens: int) -> bool:
-        if self._own_tokens is None:
-            return not self.has_states and super()._shares_tokens(num_tokens)
-        return self._own_tokens.plan(num_tokens).shares_tokens
-
-    def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
-        own = self._own_tokens
-        if own is None:
-            return super()._sharded_chunk(row, chunk, progress)
-        # ranks wait in several groups: a rank that fails must end the waits in all of them
-        with monitored("prefill"), self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
-            shares, last = self._token_shares(forward)
-            with own.run([len(positions) for positions in shares], last):
-                return self._run_share(forward, chunk, shares[own.rank], last=last == own.rank)
+        return self.cache.forward_pass(rows, num_tokens, sharded=sharded, place=self._place, progress=progress)
 
     @property
     def _begins_rows(self) -> bool:

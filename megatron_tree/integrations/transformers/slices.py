@@ -28,8 +28,9 @@ from transformers.initialization import no_init_weights
 
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from ...cache.gathered import Piece
 from .models import load_config, naming
-from .pieces import Layout, Piece
+from .pieces import Layout
 from .split import set_parameter, tied_parameters
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"

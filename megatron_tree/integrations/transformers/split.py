@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ...cache.gathered import even_shares
+from ...cache.own_tokens import running
 from ...comm import gather_rows, sum_over_ranks
-from .head_groups import even_shares
-from .own_tokens import OwnTokens, running
+from .own_tokens import own_tokens_of
 from .pieces import Layout
 
 
@@ -97,7 +98,7 @@ def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s:
     for module, num_columns in ((head, layout.num_logits), *gathered):
         widths = even_shares(num_columns, layout.world)
         module.register_forward_hook(functools.partial(_gather, widths=widths, group=group, messages=messages))
-    model.own_tokens = OwnTokens(model, layout, group, own_numbers, timeout_s)
+    model.own_tokens = own_tokens_of(model, layout, group, own_numbers, timeout_s=timeout_s)
 
 
 def _projected(projection, x: Tensor) -> Tensor:

@@ -93,6 +93,25 @@ def mla_without_transformer_engine():
             mla.HAVE_TE = True
 
 
+def sequence_parallel_switches(model: nn.Module) -> list[tuple[Any, str]]:
+    """(object, attribute) of all that is True in a model built with `sequence_parallel`; [] without."""
+    owners = {id(x): x for module in model.modules() for x in (module, getattr(module, "config", None))}
+    names = ("sequence_parallel", "reduce_scatter_embeddings")
+    return [(x, name) for x in owners.values() for name in names if getattr(x, name, False) is True]
+
+
+@contextlib.contextmanager
+def switched_off(switches: list[tuple[Any, str]]):
+    """Context in which these attributes are False."""
+    for owner, name in switches:
+        setattr(owner, name, False)
+    try:
+        yield
+    finally:
+        for owner, name in switches:
+            setattr(owner, name, True)
+
+
 def is_recurrent(module: Any) -> bool:
     """Whether a module is a Mamba or GatedDeltaNet layer."""
     return any(cls.__name__ in ("MambaMixer", "GatedDeltaNet") for cls in type(module).__mro__)
@@ -103,12 +122,12 @@ def latent_projection(module: Any) -> nn.Module | None:
     return getattr(module, "linear_kv_up_proj", None)
 
 
-def normed_latents(up: nn.Module, latents: Tensor, config: Any) -> Tensor:
-    """What a latent projection multiplies with its weight: TransformerEngine's applies the layer's norm itself."""
-    weight, bias = getattr(up, "layer_norm_weight", None), getattr(up, "layer_norm_bias", None)
+def normed_input(projection: nn.Module, x: Tensor, config: Any) -> Tensor:
+    """What a projection multiplies with its weight: some of TransformerEngine's apply the layer's norm themselves."""
+    weight, bias = getattr(projection, "layer_norm_weight", None), getattr(projection, "layer_norm_bias", None)
     if weight is None:
-        return latents
+        return x
     weight = weight + 1 if config.layernorm_zero_centered_gamma else weight
     if config.normalization == "RMSNorm":
-        return F.rms_norm(latents, weight.shape, weight, config.layernorm_epsilon)
-    return F.layer_norm(latents, weight.shape, weight, bias, config.layernorm_epsilon)
+        return F.rms_norm(x, weight.shape, weight, config.layernorm_epsilon)
+    return F.layer_norm(x, weight.shape, weight, bias, config.layernorm_epsilon)

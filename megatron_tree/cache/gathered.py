@@ -13,8 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .head_groups import even_shares
-from .pieces import Layout, Piece
+
+class Piece(NamedTuple):
+    """Some rows of one dimension of a parameter, as runs (start, stop), in order."""
+
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of a parameter, in memory of its own."""
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        """The piece's shape."""
+        rows = sum(stop - start for start, stop in self.runs)
+        return torch.Size((*whole[: self.dim], rows, *whole[self.dim + 1 :]))
 
 
 class Parts(NamedTuple):
@@ -33,21 +46,27 @@ class Parts(NamedTuple):
         return self.pieces[rank].shape(self.shape)
 
     @classmethod
-    def of(cls, layout: Layout, name: str) -> Parts:
-        """Of a parameter of which the ranks hold pieces."""
-        shape, ranks = layout.whole_shapes[name], range(layout.world)
-        if name in layout.of_first_rank:
-            whole = Piece(0, ((0, shape[0]),))
-            return cls(name, shape, (0,) * layout.world, tuple(whole if r == 0 else Piece(0, ()) for r in ranks))
-        held = [pieces[name] for pieces in layout.pieces_by_rank]
+    def of(cls, name: str, shape: torch.Size, held: Sequence[Piece]) -> Parts:
+        """Of a parameter of this shape; held: the pieces, by rank."""
         first, pieces = [], []
         for r, piece in enumerate(held):
-            same = [other for other in ranks if held[other] == piece]
+            same = [other for other, its in enumerate(held) if its == piece]
             rows = even_shares(piece.shape(shape)[piece.dim], len(same))
             before = sum(rows[: same.index(r)])
             first.append(before)
             pieces.append(_rows(piece, before, before + rows[same.index(r)]))
         return cls(name, shape, tuple(first), tuple(pieces))
+
+    @classmethod
+    def of_first_rank(cls, name: str, shape: torch.Size, world: int) -> Parts:
+        """Of a parameter that the first rank holds whole."""
+        pieces = (Piece(0, ((0, shape[0]),)), *(Piece(0, ()) for _ in range(world - 1)))
+        return cls(name, shape, (0,) * world, pieces)
+
+
+def even_shares(n: int, world: int) -> tuple[int, ...]:
+    """n rows over the ranks, the first ones get one more if it doesn't come out even."""
+    return tuple(n // world + (r < n % world) for r in range(world))
 
 
 def _rows(piece: Piece, start: int, stop: int) -> Piece:
