@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...cache.gathered import Parts, Piece
 from ...cache.own_tokens import Block, Layer, OwnTokens, running
+from ...log import say_once
 from . import compat
 
 BY_ROWS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj")
@@ -23,17 +24,25 @@ BY_ROWS += ("linear_kv_up_proj", "linear_fc1")
 BY_COLUMNS = ("linear_proj", "linear_fc2")
 
 
-def own_tokens_of(model: Any, group: Any, head_groups: int, *, timeout_s: float) -> OwnTokens:
-    """What runs of own tokens of a GPTModel need; group: its tensor-parallel ranks."""
+def own_tokens_of(model: Any, group: Any, head_groups: int, *, timeout_s: float) -> OwnTokens | None:
+    """What runs of own tokens of a GPTModel need; None if a layer has tensor-parallel weights of another kind.
+
+    group: the tensor-parallel ranks.
+    """
     config, width, numbers, layers = model.config, next(model.parameters()).dtype.itemsize, [], []
     for i, layer in enumerate(model.decoder.layers):
         name, attention, block = f"decoder.layers.{i}", [], []
         for inside, module in layer.named_modules():
             parts = _parts_of(f"{name}.{inside}", module, config, group.size())
             (block if _is_mlp(layer.mlp) and inside.startswith("mlp.") else attention).extend(parts)
-        numbers += _own_numbers(layer.self_attention, config)
+        if hasattr(layer.self_attention, "core_attention"):
+            numbers += _own_numbers(layer.self_attention, config)
         blocks = (Block(f"{name}.mlp", layer.mlp.linear_fc2, tuple(block)),) if block else ()
         layers.append(Layer(name, tuple(attention), blocks))
+    known = {parts.name for layer in layers for of_part in layer.weights for parts in of_part}
+    if unknown := [name for name, parameter in model.named_parameters() if _is_other(name, parameter, known)]:
+        say_once(f"MegatronRunner: every rank runs all tokens of a prompt, since {unknown[0]} can't be gathered")
+        return None
     heads, latents = config.num_attention_heads + config.num_query_groups, 0
     if config.multi_latent_attention:
         latents = sum(p.shape[0] for layer in layers for p in layer.attention if "_down_proj" in p.name)
@@ -68,6 +77,13 @@ def _projection(name: str) -> str | None:
     """The last part of a module's name, if it is a projection of attention, an MLP or shared experts."""
     *path, last = name.split(".")
     return last if last in (*BY_ROWS, *BY_COLUMNS) and "experts" not in path else None
+
+
+def _is_other(name: str, parameter: Tensor, known: set[str]) -> bool:
+    """Whether a tensor-parallel parameter of a layer is none that `_parts_of` knows, nor the routed experts'."""
+    parallel = name.startswith("decoder.") and getattr(parameter, "tensor_model_parallel", False)
+    whole = "_down_proj." in name  # TransformerEngine calls those parallel, too
+    return parallel and not whole and name not in known and "experts" not in name.split(".")
 
 
 def _is_mlp(module: nn.Module) -> bool:
