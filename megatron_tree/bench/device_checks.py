@@ -65,7 +65,8 @@ def _rank(rank: int, store: str, folder: str, case: Case, backend: str, device, 
     path = pathlib.Path(folder, f"rank{rank}")
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-        group, config = dist.group.WORLD, TreeConfig(backend=backend, grid=(RANKS, 1))
+        # a GPU's tensors take gloo's collectives; a rehearsal on a CPU, too
+        group, config = dist.group.WORLD, TreeConfig(backend=backend, grid=(RANKS, 1), transport="builtin")
         given = inputs(case, device, dtype)
         rows = shard_positions(case.s, rank, RANKS, device=device)
         mine = [x[:, rows].clone().requires_grad_() for x in given[:3]]
