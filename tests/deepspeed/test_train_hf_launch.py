@@ -73,9 +73,10 @@ def test_a_run_that_is_killed_goes_on(text, tmp_path):
             if "step     3/8" in line:
                 os.killpg(run.pid, signal.SIGKILL)
                 break
-    assert (save / "latest").read_text() == "step2"
+    kept = int((save / "latest").read_text().removeprefix("step"))
+    assert kept in (2, 4, 6)  # 2, unless the signal came late
     rest = _losses(text, save, *options)
-    assert rest == pytest.approx({step: loss for step, loss in whole.items() if step > 2}, abs=1e-6)
+    assert rest == pytest.approx({step: loss for step, loss in whole.items() if step > kept}, abs=1e-6)
 
 
 @pytest.mark.slow
