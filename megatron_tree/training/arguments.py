@@ -165,8 +165,6 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
             setattr(args, name, value)
     if args.window_size is not None:  # 16,0 or (16,0) as in Megatron-LM, or 16 0
         args.window_size = tuple(chain.from_iterable(args.window_size))
-        if len(args.window_size) != 2:
-            raise ValueError(f"window_size={args.window_size} must be two numbers, LEFT,RIGHT: for instance 16,0")
     if args.vocab_size is None:
         args.vocab_size = vocab_size(args.tokenizer_model)
     return args
@@ -205,6 +203,8 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
         yield f"lr_warmup_iters={warmup} must be less than {name}={decay}"
     if args.min_lr > args.lr:
         yield f"min_lr={args.min_lr} must not exceed lr={args.lr}"
+    if args.window_size is not None and len(args.window_size) != 2:
+        yield f"window_size={args.window_size} must be two numbers, LEFT,RIGHT: for instance 16,0"
 
 
 def _layout(args: argparse.Namespace, world_size: int) -> Iterator[str]:

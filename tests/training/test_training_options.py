@@ -40,7 +40,6 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
         ("grid: 4", "grid=4: '4' is not a grid: write AxB"),
         ("softmax_type: sink", "must be one of 'vanilla'"),
         ("cp_comm_type: ring", "cp_comm_type='ring' must be one of 'tree'"),
-        ("window_size: 3", r"window_size=\(3,\) must be two numbers, LEFT,RIGHT"),
         ("window_size: wide", "'wide' is no pair of whole numbers, for instance 16,0"),
         ("- lr", "must contain options"),
     ],
@@ -68,6 +67,7 @@ def test_absent_file_is_named():
             "seq_length=100 must be a multiple of 2 \\* context_parallel_size = 8",
         ),
         ("--context-parallel-size 3 --seq-length 96", "4 ranks were started"),
+        ("--window-size 3", r"window_size=\(3,\) must be two numbers, LEFT,RIGHT"),
         (
             "--tensor-model-parallel-size 4 --num-attention-heads 6",
             "num_attention_heads=6 must be a multiple of tensor",
