@@ -124,7 +124,8 @@ def _own_numbers(attention: nn.Module, config: Any) -> list[tuple[object, str, o
     """What attention knows of its heads, see `OwnTokens`."""
     whole = {"num_attention_heads_per_partition": config.num_attention_heads, "world_size": 1}
     whole["num_query_groups_per_partition"] = config.num_query_groups
-    found = [(attention, name, number, getattr(attention, name)) for name, number in whole.items()]
+    names = filter(functools.partial(hasattr, attention), whole)  # older releases have no world_size
+    found = [(attention, name, whole[name], getattr(attention, name)) for name in names]
     sinks = (core := attention.core_attention).softmax_offset
     if sinks is not None and not isinstance(sinks, nn.Parameter):  # all of them are 0
         found.append((core, "softmax_offset", sinks.new_zeros(config.num_attention_heads), sinks))
