@@ -20,6 +20,7 @@ from ..config import TreeConfig, default_config
 from . import Append, ShardedCache, View
 from .chunks import ChunkPlan, plan_chunk
 from .latent import LatentHeads
+from .packed import Packed
 
 PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kernels skip what is hidden
 
@@ -92,6 +93,8 @@ class ForwardPass:
     """Sharded: by rank of all head groups, the tokens that it runs, as runs (position, count)."""
     positions: Tensor | None = None
     """int64 [b, n], those of the tokens that this rank runs, where the runner says so."""
+    packed: Packed | None = None
+    """Set if the model runs the rows' tokens packed: q, k, v and attention's result are so; the cache takes padding."""
     exchange: HeadsForTokens | None = None
     """Sharded, with several head groups: heads of the own tokens for tokens of the own heads."""
 
@@ -120,6 +123,8 @@ class ForwardPass:
         """
         kind = self.store.kind_of[layer]
         self.written.add(layer)
+        if self.packed is not None:
+            k, v = self.packed.pad(k), self.packed.pad(v)
         if self.exchange is not None:
             k, v = self.exchange.to_heads(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         self.store.write(layer, self.append, k, v)
@@ -151,6 +156,8 @@ class ForwardPass:
         Raises: ValueError as `tree_decode`, and for `visible` of another size or in a sharded prefill.
         """
         run = self._decode
+        if self.packed is not None:
+            q = self.packed.pad(q)
         if self.append.shares is not None:
             run = self._prefill if self.exchange is None else self._prefill_exchanged
         elif self.head_shares is not None:
@@ -164,7 +171,7 @@ class ForwardPass:
         out = run(layer, q, latent, visible, cp_group=self.cp_group, config=config, **options)
         if self.progress is not None:
             self.progress(len(self.written), len(self.store.layers))
-        return out
+        return out if self.packed is None else self.packed.pack(out)
 
     def _prefill(self, layer: int, q: Tensor, latent, visible: Tensor | None, **options) -> Tensor:
         """One row's tokens, each on one rank."""
@@ -278,11 +285,13 @@ class ForwardPass:
             )
         if num_queries == 1 and visible is None and not by_position:
             return seen
-        positions = view.positions
+        positions, queries = view.positions, self.new_positions(device)
+        if self.packed is not None:  # padding sees nothing
+            queries = queries.where(self.packed.inside, -1)
         if visible is not None:
             shown = visible.gather(1, positions.clamp(max=self.end - 1))
             positions = torch.where(shown, positions, -1)
-        return {**seen, "q_positions": self.new_positions(device), "cache_positions": positions}
+        return {**seen, "q_positions": queries, "cache_positions": positions}
 
     def _decode_in_chunks(self, q, k, v, size: int, visible, *, q_positions, cache_positions, **options) -> Tensor:
         """Each query sees keys of its own chunk of `size` tokens: a call for queries up to where some row's ends."""

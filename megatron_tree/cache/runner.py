@@ -20,6 +20,7 @@ from .blocks import Forecast
 from .forward import ForwardPass, forward_pass
 from .graph import GraphedSteps
 from .own_tokens import OwnTokens
+from .packed import Packed
 
 CHUNK_SIZE = 2048
 
@@ -186,7 +187,8 @@ class RowRunner:
     def prefill_rows(self, rows: list[int], prompts: list[Tensor]) -> Tensor:
         """`prefill` of several short prompts in one forward pass, on every rank. Collective.
 
-        Shorter ones are padded at the end, for this pass only: the cache must have room for the longest in every row.
+        The model runs them one after another, without padding. The cache takes padding for this pass: it must have room
+        for the longest in every row.
         With recurrent layers, which would take padding for tokens, they are run one after another.
 
         Args: rows: ids, each once. prompts: int64 [n] each, n >= 1.
@@ -202,11 +204,12 @@ class RowRunner:
         if self.has_states or any(len(new) > len(prompt) for new, prompt in zip(whole, prompts, strict=True)):
             return torch.stack([self._prefill(row, new.to(self.device)) for row, new in zip(rows, whole, strict=True)])
         with self._forward_pass(rows, tokens.shape[1]) as forward:
-            kept = sorted({len(prompt) - 1 for prompt in prompts})
-            logits = self._run(forward, tokens, forward.new_positions(self.device), keep=kept)
+            packed = forward.packed = Packed([len(prompt) for prompt in prompts], self.device)
+            tokens, positions = packed.pack(tokens), packed.pack(forward.new_positions(self.device))
+            logits = self._run(forward, tokens, positions, keep=packed.ends)[0].float()
         for row, end in zip(rows, ends, strict=True):
             self.crop(row, end)
-        return torch.stack([own[kept.index(len(prompt) - 1)] for own, prompt in zip(logits, prompts)]).float()
+        return logits
 
     @torch.no_grad()
     def step(self, rows: list[int], tokens: Tensor, *, row_length: int | None = None) -> Tensor:

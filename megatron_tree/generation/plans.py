@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..comm import group_size
 from ..errors import TreeError
 from .executor import Executor
 from .requests import ActiveAnswer, ServedRequest
@@ -14,7 +15,9 @@ from .sampling import Choice, choose_tokens, with_logprobs
 from .speculation import Speculation
 
 SHORT = 64  # prompts of up to this many tokens are run together,
-TOGETHER = 1024  # up to this many tokens with their padding, or to a chunk where answers wait meanwhile
+TOGETHER = 1024  # up to this many tokens, or to a chunk: it is more, or answers wait meanwhile
+LONGER = 256  # longer ones also, up to a chunk, on one rank: several would share the tokens of each
+PADDED = 2  # times so many tokens at most with the padding that the cache takes for a turn
 SCORED_CHUNK = 128  # tokens of a prompt whose logits are all kept at the same time
 
 
@@ -39,6 +42,7 @@ class Planner:
         on_end: Callable[[ServedRequest], None],
     ):
         self._runner, self._prefill_first, self._on_end = executor.runner, prefill_first, on_end
+        self._longest = SHORT if group_size(executor.runner.token_group) > 1 else LONGER
         self.room = Room(executor, max_rows=max_rows, page=page, keep_bytes=keep_bytes)
         self._speculation = speculation
         self._running: list[tuple[ServedRequest, ActiveAnswer]] = []  # whose logits the current plan returns
@@ -73,13 +77,13 @@ class Planner:
             for serving, answer in self._running:
                 answer.hold(serving.row)
         self._filled = []
-        together = self._short_ones(filling, min(size, TOGETHER) if self._running else TOGETHER)
+        together = self._short_ones(filling, size if self._running else max(size, TOGETHER))
         left = size
         if together:
             known = [serving.known(answer) for serving, answer in together]
             steps.append(["prefill_rows", [answer.handle for _, answer in together], known])
             self._filled += [(*each, tokens) for each, tokens in zip(together, known, strict=True)]
-            left -= len(together) * max(map(len, known))
+            left -= sum(map(len, known))
         for serving, answer in filling:
             if (serving, answer) in together:
                 continue
@@ -93,16 +97,17 @@ class Planner:
         return steps
 
     def _short_ones(self, filling: list[tuple[ServedRequest, ActiveAnswer]], most: int) -> list:
-        """Those to run in one pass, padded to at most this many tokens together; none if there is only one."""
-        found, longest = [], 0
+        """Those to run in one pass, short ones of at most this many tokens; none if there is only one."""
+        found, longest, total = [], 0, 0
         for serving, answer in filling:
             left = serving.num_known(answer) - answer.length
-            if serving.row is not None or serving.scores or left > SHORT:
+            if serving.row is not None or serving.scores or left > self._longest:
                 continue
-            longer = max(longest, left)
-            if longer * (len(found) + 1) <= most and self.room.can_pad([*found, (serving, answer)], longer):
+            longer, limit = max(longest, left), most if left <= SHORT else self._runner.chunk_size
+            fits = total + left <= limit and longer * (len(found) + 1) <= PADDED * limit
+            if fits and self.room.can_pad([*found, (serving, answer)], longer):
                 found.append((serving, answer))
-                longest = longer
+                longest, total = longer, total + left
         return found if len(found) > 1 else []
 
     def _propose(self) -> None:

@@ -135,4 +135,5 @@ class Runner(RowRunner):
         if self.cache.rope is None:
             return contextlib.nullcontext()
         lengths = [self._book.rows[row].note.length for row in forward.rows]
-        return rows_of(torch.tensor(lengths, device=self.device)[:, None])
+        lengths = torch.tensor(lengths, device=self.device)[:, None]
+        return rows_of(lengths if forward.packed is None else forward.packed.pack(lengths))

@@ -37,7 +37,7 @@ _POINTERS = ("q", "k", "v", "k_scale", "v_scale", "table", "lengths", "q_pos", "
 
 
 class _Call(ctypes.Structure):
-    """`Call` of decode.c."""
+    """`Call` of blocks.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _SIZES),

@@ -6,38 +6,10 @@
  * its slots: bits are the same for any batch and any number of threads. The numbers at the formulas are those of
  * docs/design.md, section 1.
  */
-#include "vectors.h"
+#include "blocks.h"
 
-#define KEYS 64 /* of a block */
 #define AHEAD 32 /* how many keys later what is fetched now will be read */
 #define ROWS 4  /* query rows that share what was read */
-
-typedef struct { /* __init__.py has the same; strides in bytes */
-    int64_t batch, num_queries, heads, kv_heads, d, d_v;
-    int64_t slots, chunk, num_chunks; /* of a row */
-    int64_t page_size;                /* slots that lie `k_slot` apart: all of a row's without pages */
-    int64_t table_row;                /* elements between rows of the table; without a table row i is page i */
-    int64_t q_row, q_token, q_head; /* in elements */
-    int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;
-    int64_t ks_page, ks_slot, ks_head, vs_page, vs_slot, vs_head;
-    int64_t q_pos_row, q_pos_token, k_pos_row, k_pos_slot; /* in elements */
-    int64_t left, right, slopes_row; /* of the window, -1: unbounded; of ALiBi's slopes, in elements */
-    double scale, softcap;
-    const float *q;
-    const char *k, *v, *k_scale, *v_scale;
-    const int32_t *table;
-    const int64_t *lengths, *q_pos, *k_pos;
-    const float *slopes; /* ALiBi's, [batch or 1, heads]; NULL: none */
-    float *parts; /* [batch, num_chunks, kv_heads, rows, d_v + 2]: numerators, largest score, denominator */
-    float *out;   /* [batch, num_queries, heads, d_v + 1]: out, then lse */
-} Call;
-
-typedef struct {
-    int count, masked; /* masked: some query does not see some key */
-    const char *k[KEYS], *v[KEYS], *k_scale[KEYS], *v_scale[KEYS]; /* of KV head 0 */
-    uint8_t *seen;                                                 /* [num_queries, KEYS] */
-    float *gaps; /* [num_queries, KEYS]: between positions; for ALiBi */
-} Block;
 
 /* Products of `rows` queries q [rows, d_padded] with WIDTH / rows keys from number j on: s [rows, KEYS]. */
 INLINE void score(const Call *c, const Block *b, int64_t n, int j, const float *q, int64_t d_padded, int rows, float *s)
@@ -128,6 +100,16 @@ static void (*const score_of[])(const Call *, const Block *, int64_t, int, int, 
 static void (*const add_of[])(const Call *, const Block *, int64_t, const float *, const float *, int64_t, float *) = {
     add_1, add_2, add_3, add_4};
 
+/* How many rows from row i on share what is read; 0 if none of their queries sees a key of the block. */
+static int64_t rows_at(const Call *c, const Block *b, int64_t i, int64_t rows)
+{
+    int64_t group = c->heads / c->kv_heads, some = rows - i < ROWS ? rows - i : ROWS;
+    for (int64_t query = i / group; query * group < i + some; query++)
+        if (b->sees[query])
+            return some;
+    return 0;
+}
+
 /* Scores of some keys of KV head n with all its rows. Their values come next, and keys AHEAD of them soon. */
 static void score_keys(const Call *c, const Block *b, const Block *next, int64_t n, int from, int to, const float *q,
                        int64_t d_padded, int64_t rows, float *s)
@@ -140,8 +122,9 @@ static void score_keys(const Call *c, const Block *b, const Block *next, int64_t
         else if (at - b->count < next->count)
             prefetch(next->k[at - b->count] + n * c->k_head, c->d * SIZE);
     }
-    for (int64_t i = 0; i < rows; i += ROWS)
-        score_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, from, to, q + i * d_padded, d_padded, s + i * KEYS);
+    for (int64_t i = 0, some; i < rows; i += ROWS)
+        if ((some = rows_at(c, b, i, rows)))
+            score_of[some - 1](c, b, n, from, to, q + i * d_padded, d_padded, s + i * KEYS);
 }
 
 /* The scores s [KEYS] of a query's head become weights p (2); returns how much what came before still counts. */
@@ -196,41 +179,6 @@ static float weights(const Call *c, const Block *b, const float *k_scale, const 
     return kept;
 }
 
-/* The next block of keys that some query sees, from *slot on; hidden ones are not read: they may be NaN. */
-static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t end)
-{
-    int64_t number = *slot / c->page_size, at = *slot % c->page_size;
-    b->count = b->masked = 0;
-    for (; *slot < end && b->count < KEYS; ++*slot, at++) {
-        if (at == c->page_size)
-            number++, at = 0;
-        if (c->k_pos) {
-            int64_t pos = c->k_pos[row * c->k_pos_row + *slot * c->k_pos_slot], seen_by = 0;
-            if (pos < 0)
-                continue;
-            for (int64_t i = 0; i < c->num_queries; i++) {
-                int64_t gap = c->q_pos[row * c->q_pos_row + i * c->q_pos_token] - pos;
-                int sees = (c->left < 0 || gap <= c->left) && (c->right < 0 || -gap <= c->right);
-                b->seen[i * KEYS + b->count] = sees;
-                if (c->slopes)
-                    b->gaps[i * KEYS + b->count] = gap < 0 ? -gap : gap;
-                seen_by += sees;
-            }
-            if (!seen_by)
-                continue;
-            b->masked |= seen_by < c->num_queries;
-        }
-        int64_t page = c->table ? c->table[row * c->table_row + number] : row;
-        b->k[b->count] = c->k + page * c->k_page + at * c->k_slot;
-        b->v[b->count] = c->v + page * c->v_page + at * c->v_slot;
-        if (c->k_scale) {
-            b->k_scale[b->count] = c->k_scale + page * c->ks_page + at * c->ks_slot;
-            b->v_scale[b->count] = c->v_scale + page * c->vs_page + at * c->vs_slot;
-        }
-        b->count++;
-    }
-}
-
 typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group */
     float *q, *acc, *top, *den, *s;
     const float *slopes;
@@ -254,66 +202,84 @@ static void attend_block(const Call *c, const Block *b, const Block *next, const
             memcpy(k_scale + j, b->k_scale[at] + n * c->ks_head, sizeof *k_scale);
             memcpy(v_scale + j, b->v_scale[at] + n * c->vs_head, sizeof *v_scale);
         }
-        for (int64_t i = 0; i < rows; i += ROWS) {
+        for (int64_t i = 0, some; i < rows; i += ROWS) {
+            if (!(some = rows_at(c, b, i, rows)))
+                continue; /* their states stay */
             int64_t first = n * rows + i;
             float kept[ROWS], *s = m->s + first * KEYS;
-            for (int64_t r = 0; r < ROWS && i + r < rows; r++)
+            for (int64_t r = 0; r < some; r++)
                 kept[r] = weights(c, b, k_scale, v_scale, (i + r) / group,
                                   m->slopes ? m->slopes[n * group + (i + r) % group] : 0, s + r * KEYS,
                                   m->top + first + r, m->den + first + r);
-            add_of[(rows - i < ROWS ? rows - i : ROWS) - 1](c, b, n, s, kept, dv_padded, m->acc + first * dv_padded);
+            add_of[some - 1](c, b, n, s, kept, dv_padded, m->acc + first * dv_padded);
         }
     }
 }
 
-/* One chunk of one row of the batch: its numerators, largest scores and denominators go to `parts`. */
-static int attend(const Call *c, int64_t task)
+typedef struct { /* where the next block begins: in a task, from a slot on */
+    int64_t task, slot;
+} Place;
+
+/* The next block of the place's task, or of those after it up to last - 1; b->task says which. */
+static void fill_next(const Call *c, Block *b, Place *at, int64_t last)
 {
-    int64_t row = task / c->num_chunks, slot = task % c->num_chunks * c->chunk, end = slot + c->chunk;
-    int64_t group = c->heads / c->kv_heads, rows = group * c->num_queries, all = c->kv_heads * rows;
+    for (b->count = 0; at->task < last; at->task++, at->slot = 0) {
+        int64_t row = at->task / c->num_chunks, from = at->task % c->num_chunks * c->chunk, end = from + c->chunk;
+        int64_t length = c->lengths ? c->lengths[row] : c->slots, slot = from + at->slot;
+        b->task = at->task;
+        fill(c, b, row, &slot, end < length ? end : length);
+        at->slot = slot - from;
+        if (b->count)
+            return;
+    }
+}
+
+/* Tasks first to last - 1: each one's numerators, largest scores and denominators go to `parts`. While a block is
+ * computed the next one is fetched, also that of another task. Returns 0, or 1 if memory ran out. */
+int decode_tasks(const Call *c, int64_t first, int64_t last)
+{
+    int64_t group = c->heads / c->kv_heads, n = c->num_queries, rows = group * n, all = c->kv_heads * rows;
     int64_t d_padded = (c->d + WIDTH - 1) / WIDTH * WIDTH, dv_padded = (c->d_v + WIDTH - 1) / WIDTH * WIDTH;
-    int64_t length = c->lengths ? c->lengths[row] : c->slots, pairs = KEYS * c->num_queries;
-    float *parts = c->parts + task * all * (c->d_v + 2);
+    int64_t pairs = KEYS * n;
     float *floats = calloc(all * (d_padded + dv_padded + 2 + KEYS) + 2 * pairs + 1, sizeof *floats);
-    Memory m = {floats, floats + all * d_padded, .slopes = c->slopes ? c->slopes + row * c->slopes_row : NULL};
-    uint8_t *seen = malloc(2 * pairs + 1);
+    uint8_t *seen = malloc(2 * (pairs + n) + 1), *sees = seen + 2 * pairs;
     if (!floats || !seen) {
         free(floats), free(seen);
         return 1;
     }
+    Memory m = {floats, floats + all * d_padded};
     m.top = m.acc + all * dv_padded, m.den = m.top + all, m.s = m.den + all;
-    end = end < length ? end : length;
-    for (int64_t i = 0; i < all; i++) {
-        int64_t token = i % rows / group, head = i / rows * group + i % group;
-        memcpy(m.q + i * d_padded, c->q + row * c->q_row + token * c->q_token + head * c->q_head, c->d * sizeof *m.q);
-        m.top[i] = -INFINITY;
-    }
     float *gaps = m.s + all * KEYS;
-    Block blocks[2] = {{.seen = seen, .gaps = gaps}, {.seen = seen + pairs, .gaps = gaps + pairs}};
+    Block blocks[2] = {{.seen = seen, .sees = sees, .gaps = gaps},
+                       {.seen = seen + pairs, .sees = sees + n, .gaps = gaps + pairs}};
     Block *b = blocks, *next = blocks + 1;
-    for (fill(c, b, row, &slot, end); b->count;) {
-        fill(c, next, row, &slot, end);
-        attend_block(c, b, next, &m, rows, d_padded, dv_padded);
-        Block *done = b;
-        b = next, next = done;
-    }
-    for (int64_t i = 0; i < all; i++) {
-        float *part = parts + i * (c->d_v + 2);
-        memcpy(part, m.acc + i * dv_padded, c->d_v * sizeof *part);
-        part[c->d_v] = m.top[i];
-        part[c->d_v + 1] = m.den[i];
+    Place at = {first, 0};
+    fill_next(c, b, &at, last);
+    for (int64_t task = first; task < last; task++) {
+        int64_t row = task / c->num_chunks;
+        m.slopes = c->slopes ? c->slopes + row * c->slopes_row : NULL;
+        memset(m.acc, 0, all * dv_padded * sizeof *m.acc);
+        for (int64_t i = 0; i < all; i++) {
+            int64_t token = i % rows / group, head = i / rows * group + i % group;
+            const float *q = c->q + row * c->q_row + token * c->q_token + head * c->q_head;
+            memcpy(m.q + i * d_padded, q, c->d * sizeof *m.q);
+            m.top[i] = -INFINITY, m.den[i] = 0;
+        }
+        while (b->count && b->task == task) {
+            fill_next(c, next, &at, last);
+            attend_block(c, b, next, &m, rows, d_padded, dv_padded);
+            Block *done = b;
+            b = next, next = done;
+        }
+        for (int64_t i = 0; i < all; i++) {
+            float *part = c->parts + (task * all + i) * (c->d_v + 2);
+            memcpy(part, m.acc + i * dv_padded, c->d_v * sizeof *part);
+            part[c->d_v] = m.top[i];
+            part[c->d_v + 1] = m.den[i];
+        }
     }
     free(floats), free(seen);
     return 0;
-}
-
-/* Tasks first to last - 1. Returns 0, or 1 if memory ran out. */
-int decode_tasks(const Call *c, int64_t first, int64_t last)
-{
-    int failed = 0;
-    for (int64_t task = first; task < last; task++)
-        failed |= attend(c, task);
-    return failed;
 }
 
 /* Equation (4): the chunks of every row of the batch become its state, in order. */
