@@ -16,7 +16,7 @@ from support.deepspeed_cases import Case, distance_moved, largest_difference, pa
 MATRIX = {f"dp {4 // sp} x sp {sp}, ZeRO {zero}": Case(sp=sp, zero=zero) for sp in (1, 2, 4) for zero in range(4)}
 VARIANTS = {
     "sliding window": Case(sp=4, zero=1, family="mistral"),
-    "sinks, experts": Case(sp=4, zero=3, family="gpt_oss"),
+    "sinks, experts in tiles": Case(sp=4, zero=3, family="gpt_oss", loss_tile=7, mlp_tile=5),
     "attention dropout, checkpointing": Case(sp=4, zero=3, dropout=0.2, checkpointing=True),
     "packed documents, window": Case(sp=2, zero=3, batches="packed", family="mistral"),
     "loss and MLPs in tiles, tied weights, accumulation": Case(

@@ -50,7 +50,7 @@ OF_ONE = {  # what these configurations want besides
     "phimoe": {"sliding_window": 7},
     "longcat_flash": {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["local"], 1]], "window_size": 7},
-    "jetmoe": {"kv_channels": 8},
+    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 4},
     "mpt": {"use_cache": True},
     "falcon": {"alibi": True, "multi_query": False},
     "ctrl": {"n_embd": 32, "dff": 48, "n_layer": 3, "n_head": 4},
@@ -207,10 +207,8 @@ _BERTS += ("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 WHOLE = {
     **dict.fromkeys((*_BERTS, "ctrl", "modernbert-decoder"), "unknown names"),
     "biogpt": "embed_positions",
-    "codegen": "q, v and k lie together in four blocks",
     "gpt_bigcode": "a projection to 8 heads of 8",
-    "hrm_text": "z_L_init",
-    "jetmoe": "unknown names",
+    "hrm_text": "it runs every layer several times",
     "longcat_flash": "gates and inputs of 16 neurons were expected",  # some experts have no weights
     "mimo_v2_flash": "k_proj",
     "opt": "embed_positions",

@@ -24,7 +24,6 @@ NOT_TRAINED = {
         ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), "counts positions from its padding token"
     ),
     **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), "counts positions from its padding token"),
-    "hrm_text": "does not pass its mask on",
 }
 OWN_CODE = (
     "big_bird",
@@ -142,6 +141,13 @@ def test_refused_in_training(name, what):
 
     with pytest.raises(ValueError, match=what):
         first_step()
+
+
+def test_layers_that_run_several_times_have_no_dropout():
+    model = random_model("hrm_text")
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="attention_dropout=0.1: HrmTextForCausalLM runs every layer several times"):
+        tree_hf.train_on_shards(model)
 
 
 def _refused(names, reason):

@@ -1,4 +1,4 @@
-"""BLOOM, Falcon and MPT, whose own attention code is replaced: what they serve and train equals plain Transformers."""
+"""BLOOM, CodeGen, Falcon and MPT, whose attention code is replaced: they compute what plain Transformers does."""
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ CASES = {
     "bloom, 6 heads": lambda: transformers.BloomConfig(
         vocab_size=131, hidden_size=48, n_layer=2, n_head=6, eos_token_id=None
     ),
+    "codegen, 8 heads": lambda: transformers.CodeGenConfig(
+        vocab_size=131, n_embd=64, n_layer=2, n_head=8, n_ctx=64, n_positions=64, rotary_dim=4, eos_token_id=None
+    ),
     "falcon, ALiBi": lambda: transformers.FalconConfig(**SHAPE, alibi=True, multi_query=False, bias=True),
     "falcon, rotary, multi_query": lambda: transformers.FalconConfig(**SHAPE, alibi=False, multi_query=True),
     "falcon, rotary, new_decoder_architecture": lambda: transformers.FalconConfig(
@@ -39,6 +42,7 @@ CASES = {
 }
 
 
+SERVED_FAST = [(2, case) for case in CASES if case != "codegen, 8 heads"]
 NOT_ON_4 = {"weights over all ranks": ("bloom, 6 heads", "falcon, ALiBi")}  # q, k and v of each head lie together
 
 
@@ -84,7 +88,8 @@ def _cases(worlds, what, fast=()):
 
 
 @pytest.mark.parametrize(
-    ("world", "case"), list(_cases((2, 4), "chunks, left padding, ragged rows", [(2, case) for case in CASES]))
+    ("world", "case"),
+    list(_cases((2, 4), "chunks, left padding, ragged rows", SERVED_FAST)),
 )
 def test_served(world, case):
     run_distributed(_served, world, case)
@@ -102,7 +107,7 @@ def test_weights_over_all_ranks(world, case):
     run_distributed(_sharded, world, case)
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "gptj"])
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "gptj", "jetmoe"])
 def test_ranks_that_do_not_divide_the_heads_are_refused(name):
     model = random_model(name)
     for world in (1, 2, 4):

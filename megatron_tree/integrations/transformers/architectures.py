@@ -105,6 +105,7 @@ def has_states(config) -> bool:
 def check_trainable(config) -> dict[int, int | None]:
     """By number the attention layers of a model that is trained on shards, and their windows.
 
+    A layer that runs several times (hrm_text) has one number.
     Raises: ValueError as `layers_of`, and for layers with a recurrent state.
     """
     layers = layers_of(config)
@@ -116,7 +117,8 @@ def check_trainable(config) -> dict[int, int | None]:
             "as they are, on whole sequences (without register_sequence_parallel), or in Megatron, whose Mamba layers "
             "have context parallelism of their own"
         )
-    return {i: layer.window for i, layer in enumerate(layers) if layer.attends}
+    num_modules = getattr(config.get_text_config(decoder=True), "num_layers_per_stack", len(layers))
+    return {i: layer.window for i, layer in enumerate(layers[:num_modules]) if layer.attends}
 
 
 def check_cached(config) -> None:

@@ -33,7 +33,7 @@ def replace_own_code(attend: Callable) -> None:
     AttentionInterface, where their configuration asks for attention "tree"."""
     for attention, method, with_tree in (
         (bloom.BloomAttention, "forward", _bloom),
-        (codegen.CodeGenAttention, "_attn", _gptj),
+        (codegen.CodeGenAttention, "forward", _codegen),
         (falcon.FalconAttention, "forward", _falcon),
         (gpt_neo.GPTNeoSelfAttention, "_attn", _gpt_neo),
         (gptj.GPTJAttention, "_attn", _gptj),
@@ -42,6 +42,7 @@ def replace_own_code(attend: Callable) -> None:
         (xglm.XGLMAttention, "forward", _xglm),
     ):
         setattr(attention, method, _replaced(getattr(attention, method), functools.partial(with_tree, attend)))
+    jetmoe.JetMoeMoA.forward = jetmoe.JetMoeMoA.reduce  # it has none
     falcon.FALCON_ATTENTION_CLASSES["tree"] = falcon.FalconAttention
     gpt_neo.GPT_NEO_ATTENTION_CLASSES["tree"] = gpt_neo.GPTNeoSelfAttention
     gptj.GPTJ_ATTENTION_CLASSES["tree"] = gptj.GPTJAttention
@@ -167,11 +168,32 @@ def _falcon(
     return self.dense(_attended(attend, self, q, k, v, attention_mask, layer_past, **options, **kwargs)), None
 
 
-def _gptj(attend, self, query, key, value, attention_mask):
-    """GPT-J's and CodeGen's, after the cache's update: q, k, v [b, h, s, d] -> [b, h, s, d]."""
-    q, k = (x.to(value.dtype) for x in (query, key))  # CodeGen's rotary positions are in fp32
+def _codegen(attend, self, hidden_states, layer_past=None, attention_mask=None, position_ids=None, **kwargs):
+    """The heads of its projection lie in four blocks of queries, values and keys. Ranks that share the weights have
+    queries, keys and values one after another, unless a rank has all of them."""
+    heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+    if heads.shape[2] * self.head_dim == 3 * self.embed_dim:
+        q, v, k = (x.flatten(2, 3) for x in heads.unflatten(2, (4, 3, -1)).unbind(3))
+    else:
+        num_queries = self.num_attention_heads
+        q, k, v = heads.tensor_split((num_queries, (heads.shape[2] + num_queries) // 2), 2)
+    turned = self.rotary_dim or self.head_dim
+    sin, cos = self.embed_positions.to(q.device)[position_ids].chunk(2, -1)
+
+    def rotary(x: Tensor) -> Tensor:
+        first = codegen.apply_rotary_pos_emb(x[..., :turned], sin, cos)  # in fp32
+        return torch.cat((first.to(x.dtype), x[..., turned:]), -1)
+
+    q, k, v = (x.transpose(1, 2) for x in (rotary(q), rotary(k), v))
     options = dict(scaling=1 / self.scale_attn, dropout=self.attn_dropout.p if self.training else 0.0)
-    return attend(self, q, k, value, attention_mask.of_tree, **options)[0].transpose(1, 2), None
+    out = _attended(attend, self, q, k, v, attention_mask, layer_past, **options)
+    return self.resid_dropout(self.out_proj(out)), None
+
+
+def _gptj(attend, self, query, key, value, attention_mask):
+    """After the cache's update: q, k, v [b, h, s, d] -> [b, h, s, d]."""
+    options = dict(scaling=1 / self.scale_attn, dropout=self.attn_dropout.p if self.training else 0.0)
+    return attend(self, query, key, value, attention_mask.of_tree, **options)[0].transpose(1, 2), None
 
 
 def _gpt_neo(attend, self, query, key, value, attention_mask):
@@ -201,4 +223,4 @@ def _jetmoe(attend, self, hidden_states, attention_mask=None, position_embedding
     options = dict(scaling=self.scaling, dropout=self.attention_dropout if self.training else 0.0)
     out = _attended(attend, self, q, k, v, attention_mask, past_key_values, **options, **kwargs)
     out = out.unflatten(-1, (-1, self.top_k, self.head_dim)).transpose(2, 3).flatten(3)
-    return self.experts.reduce(out, chosen).view(hidden_states.shape), None, router_logits
+    return self.experts(out, chosen).view(hidden_states.shape), None, router_logits

@@ -6,7 +6,7 @@ from torch import nn
 
 from ...cache.gathered import Parts
 from ...cache.own_tokens import Block, Layer, OwnTokens
-from .pieces import Layout
+from .rank_layout import Layout
 
 
 def own_tokens_of(model, layout: Layout, group, own_numbers: list, *, timeout_s: float) -> OwnTokens:
@@ -42,7 +42,7 @@ def _layer(model, layout: Layout, attention: str) -> Layer:
     for summed in layout.summed:
         is_projection = f"{summed}.weight" in layout.pieces
         block = summed.rpartition(".")[0] if is_projection else summed
-        if not block.startswith(f"{name}.") or attention.startswith(block):
+        if not block.startswith(f"{name}.") or f"{block}.".startswith(f"{attention}."):
             continue
         inside = [p for p in split if p.startswith(f"{block}.")]
         blocks.append(Block(block, model.get_submodule(summed), tuple(_parts(layout, p) for p in inside)))

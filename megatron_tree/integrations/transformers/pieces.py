@@ -13,15 +13,15 @@ Other norms and routers, which are small, are on every rank. What can't be split
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention, JetMoeMoE
 from transformers.pytorch_utils import Conv1D
 
-from ...cache.gathered import Piece, even_shares
+from ...cache.gathered import Piece
 from .architectures import num_heads_kv
 from .head_groups import HeadGroups
+from .rank_layout import Layout
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "Wqkv", "query_key_value")  # the first has its keys and values in others
@@ -38,64 +38,6 @@ MLPS = (
 )
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
-
-
-@dataclass
-class Layout:
-    """The pieces of one rank of a model, and the modules whose results the ranks add up."""
-
-    world: int
-    rank: int
-    heads: HeadGroups
-    repeats_queries: bool = False
-    """Every rank computes the queries of its head group."""
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    """By the parameter's name; parameters without one are whole on every rank."""
-    of_first_rank: set[str] = field(default_factory=set)
-    """Biases that are added once: zeros on the other ranks."""
-    whole: set[str] = field(default_factory=set)
-    """Parameters that could be split and are not."""
-    summed: list[str] = field(default_factory=list)
-    """Modules that return a partial sum."""
-    gathered: dict[str, int] = field(default_factory=dict)
-    """Modules that return some of the last dimension's columns, and how many there are."""
-    attentions: list[str] = field(default_factory=list)
-    norms: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    """RMS norms over more heads than a rank has: numbers of a whole row, and whether this rank's count."""
-    tables: dict[str, int] = field(default_factory=dict)
-    """Embeddings, of words and positions, and their rows."""
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    """Of this rank's part of every parameter."""
-    whole_shapes: dict[str, torch.Size] = field(default_factory=dict)
-    pieces_by_rank: list[dict[str, Piece]] = field(default_factory=list)
-    """`pieces` of every rank."""
-    query_projection: tuple[int, int] = (0, 0)
-    """(numbers of the weights, columns of what they give) of a head group's queries, in the last layer; with latent
-    attention queries for latents."""
-    num_logits: int = 0
-    """Rows of the whole LM head."""
-
-    def piece_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter."""
-        if name in self.pieces:
-            return self.pieces[name].of(whole)
-        return torch.zeros_like(whole) if name in self.of_first_rank and self.rank else whole
-
-    @property
-    def num_queries(self) -> int:
-        """Heads whose queries this rank computes."""
-        return sum(self.heads.shares) if self.repeats_queries else self.heads.shares[self.rank % self.heads.size]
-
-    @property
-    def latent_projections(self) -> list[tuple[int, int]]:
-        """(numbers of the whole weight, columns of what it gives) of each module in `gathered`."""
-        return [(self.whole_shapes[f"{name}.weight"].numel(), columns) for name, columns in self.gathered.items()]
-
-    def share(self, n: int, unit: int = 1) -> tuple[int, int]:
-        """(start, stop) of this rank's rows of n, in whole units, which divide n."""
-        shares = even_shares(n // unit, self.world)
-        first = sum(shares[: self.rank])
-        return first * unit, (first + shares[self.rank]) * unit
 
 
 def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True, repeat_queries: bool = False) -> Layout:
@@ -119,8 +61,8 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
     """The layout without shapes."""
     config = model.config.get_text_config(decoder=True)
     kv_heads = num_heads_kv(config)
-    if config.model_type == "codegen":
-        raise _refused(model, "qkv_proj", "q, v and k lie together in four blocks")
+    if config.model_type == "hrm_text":
+        raise _refused(model, "layers", "it runs every layer several times for a token")
     layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
     for name, module in model.named_modules():
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
@@ -128,6 +70,10 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
             _latent_attention(layout, model, name, module, config.num_attention_heads, split_latents)
         elif queries and output:
             _attention(layout, model, name, module, queries, output, config.num_attention_heads, kv_heads)
+        elif isinstance(module, JetMoeAttention):
+            _experts_of_attention(layout, model, name, module, kv_heads)
+        elif isinstance(module, JetMoeMoE):
+            _parallel_experts(layout, name, module)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             _experts(layout, model, name, module)
         for up, down in MLPS:
@@ -162,7 +108,9 @@ def _attention(
             "v_proj": (k_width, [kv]),
         },
     }.get(queries, {queries: (all_heads, [q, k, v])})
-    if queries == "query_key_value":
+    if model.config.model_type == "codegen":
+        projections = {queries: (all_heads, _in_four_blocks(num_heads * d, q, kv))}
+    elif queries == "query_key_value":
         projections = {queries: (all_heads, _joined(layout, model, name, q, kv, d, num_heads // num_heads_kv))}
     if model.config.model_type in ("gpt_neo", "gptj") and layout.heads.size > 1:
         raise _wants_divisors(layout, model, f"{name}.k_proj", "keys are split into as many heads as queries")
@@ -200,6 +148,45 @@ def _joined(layout: Layout, model, name: str, q, kv, d: int, per: int) -> list[t
         k = skipped + per * kv[1]
         return [tuple(skipped + i for i in q), (k, k + d), (k + d, k + 2 * d)]
     raise _wants_divisors(layout, model, f"{name}.query_key_value", "q, k and v of each head lie together")
+
+
+def _in_four_blocks(width: int, q, kv) -> list[tuple[int, int]]:
+    """Runs of a rank's q, k and v in CodeGen's projection: four blocks with a quarter of q, v and k each."""
+    if q == kv == (0, width):
+        return [(0, 3 * width)]
+    quarter, runs = width // 4, []
+    for place, (start, stop) in ((0, q), (2, kv), (1, kv)):
+        for i in range(start // quarter, -(-stop // quarter)):
+            skipped = (2 * i + place) * quarter  # of other kinds
+            runs.append((skipped + max(i * quarter, start), skipped + min((i + 1) * quarter, stop)))
+    return runs
+
+
+def _experts_of_attention(layout: Layout, model, name: str, module, num_heads_kv: int) -> None:
+    """JetMoe's: an expert has the queries of one head for every KV head, and the rows that put them out."""
+    if layout.heads.size > 1:
+        raise _wants_divisors(layout, model, f"{name}.experts", "an expert has a query head for every KV head")
+    d = module.head_dim
+    start, stop = own = tuple(d * i for i in layout.heads.kv_heads(layout.rank))
+    width = d * num_heads_kv
+    layout.query_projection = module.experts.input_linear.weight.numel(), width
+    _rows(layout, f"{name}.kv_proj", module.kv_proj, [own, (width + start, width + stop)])
+    _expert_weights(layout, f"{name}.experts", [own], own)
+    layout.attentions.append(name)
+
+
+def _parallel_experts(layout: Layout, name: str, module) -> None:
+    """JetMoe's: gates and inputs of an expert lie one after another, as `_experts` of other models."""
+    width = module.hidden_size
+    start, stop = own = layout.share(width)
+    _expert_weights(layout, name, [own, (width + start, width + stop)], own)
+
+
+def _expert_weights(layout: Layout, name: str, rows, columns: tuple[int, int]) -> None:
+    layout.pieces[f"{name}.input_linear.weight"] = Piece(1, tuple(rows))
+    layout.pieces[f"{name}.output_linear.weight"] = Piece(2, (columns,))
+    layout.of_first_rank.add(f"{name}.bias")
+    layout.summed.append(name)
 
 
 def _wants_divisors(layout: Layout, model, name: str, why: str) -> ValueError:

@@ -10,7 +10,8 @@ from ...config import TreeConfig
 from ...plan import place
 from ...plan.cost import placed_topology
 from ...plan.step import repeats_queries, splits_latents
-from .pieces import Layout, plan_pieces
+from .pieces import plan_pieces
+from .rank_layout import Layout
 
 
 def settled(

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ...cache.gathered import Piece
 from .models import load_config, naming
-from .pieces import Layout
+from .rank_layout import Layout
 from .split import set_parameter, tied_parameters
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"

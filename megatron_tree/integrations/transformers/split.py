@@ -13,13 +13,14 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention
 from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import even_shares
 from ...cache.own_tokens import running
 from ...comm import gather_rows, sum_over_ranks
 from .own_tokens import own_tokens_of
-from .pieces import Layout
+from .rank_layout import Layout
 
 
 def split_model(model, layout: Layout, group, *, transport: str = "auto", timeout_s: float) -> None:
@@ -72,9 +73,12 @@ def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s:
         attention.head_shares = layout.heads.shares
         attention.cached_heads = layout.heads.all_query_heads(layout.rank)
         own_numbers += [(attention, x, getattr(attention, x), n) for x, n in own.items() if hasattr(attention, x)]
-        if hasattr(attention, "qkv_proj"):
+        if hasattr(attention, "qkv_proj") and hasattr(attention, "config"):  # CodeGen has none
             attention.config = config = copy.copy(attention.config)
             own_numbers.append((config, "num_attention_heads", config.num_attention_heads, num_heads))
+        elif isinstance(attention, JetMoeAttention):
+            experts, width = attention.experts, attention.head_dim * num_heads_kv
+            own_numbers.append((experts, "hidden_size", experts.hidden_size, width))
         elif hasattr(attention, "c_attn"):
             sizes = [attention.head_dim * n for n in (num_heads, num_heads_kv, num_heads_kv)]
             own_numbers.append((attention, "split_size", attention.split_size, sizes))

@@ -1,7 +1,7 @@
 """Parts of a model that work token by token, for a few tokens at a time: less memory in training on long shards.
 
     tile_loss(model, 512)       # no logits [tokens, vocabulary]
-    tile_mlps(model, 2048)      # no activations [tokens, intermediate size]
+    tile_mlps(model, 2048)      # no activations [tokens, intermediate size], also of experts
 
 A tile is computed without a graph, and once more in the backward (`rows_in_tiles`). The weights are arguments of the
 one autograd function, so each gets its gradient once and whole, with the factors of the backward in it: gradient
@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
 from .pieces import MLPS, PROJECTIONS
 
@@ -28,8 +30,8 @@ ELEMENTS = 2**26  # of the fp32 logits of a tile (256 MiB), if the number of tok
 def rows_in_tiles(function: Callable, rows: tuple[Tensor, ...], parameters: list[Tensor], tile: int) -> Tensor:
     """function(*rows) -> [n, ...] with `tile` rows at a time; each row of the result is of the rows with its number.
 
-    rows: [n, ...] each; only the first one, and the parameters that the function uses, get gradients, the latter summed
-    in fp32 at least. The function is called again in the backward, so it must not draw random numbers.
+    rows: [n, ...] each. They and the parameters get gradients as they require them, the latter summed in fp32 at least.
+    The function is called again in the backward, so it must not draw random numbers.
     """
     return _InTiles.apply(function, tile, len(rows), *rows, *(p for p in parameters if p.requires_grad))
 
@@ -51,19 +53,23 @@ class _InTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, *others = ctx.saved_tensors
-        device, dtype, enabled = ctx.autocast
-        dx = torch.empty_like(x)
+        rows, (device, dtype, enabled) = ctx.saved_tensors, ctx.autocast
+        grads = [torch.empty_like(x) if needed else None for x, needed in zip(rows, ctx.needs_input_grad[3:])]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
-        for start in range(0, len(x), ctx.tile):
-            rows = slice(start, start + ctx.tile)
-            own = x[rows].detach().requires_grad_()
+        for start in range(0, len(grad), ctx.tile):
+            tile = slice(start, start + ctx.tile)
+            own = [x[tile].detach().requires_grad_(dx is not None) for x, dx in zip(rows, grads, strict=True)]
             with torch.enable_grad(), torch.autocast(device, dtype, enabled):
-                part = ctx.function(own, *(other[rows] for other in others))
-            dx[rows], *found = torch.autograd.grad(part, (own, *ctx.parameters), grad[rows])
+                part = ctx.function(*own)
+            inputs = (*(x for x in own if x.requires_grad), *ctx.parameters)
+            # experts that no token of the tile has chosen are not used
+            found = iter(torch.autograd.grad(part, inputs, grad[tile], materialize_grads=True))
+            for dx in grads:
+                if dx is not None:
+                    dx[tile] = next(found)
             for total, more in zip(sums, found, strict=True):
                 total.add_(more)
-        return None, None, None, dx, *[None] * len(others), *(s.to(p.dtype) for s, p in zip(sums, ctx.parameters))
+        return None, None, None, *grads, *(s.to(p.dtype) for s, p in zip(sums, ctx.parameters))
 
 
 class DeferredLogits:
@@ -186,29 +192,36 @@ def tile_loss(model, tile: int | None) -> TiledLoss | None:
 
 
 def tile_mlps(model, tile: int | None) -> list[nn.Module]:
-    """Make the MLPs of a model compute `tile` tokens at a time. Returns them; none if tile is None or 0.
+    """Make the MLPs and experts of a model compute `tile` tokens at a time. Returns them; none if tile is None or 0.
 
-    Raises: ValueError for a tile that is not such a number, and for models with other MLPs than dense ones.
+    Routers are not part of a tile, so their logits, and losses of these, are those without tiles.
+    Raises: ValueError for a tile that is not such a number, and for models with layers whose MLP can't be tiled.
     """
     _check("mlp_tile", tile)
     if not tile:
         return []
-    found = [module for module in model.modules() if _is_dense_mlp(module)]
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(found) != layers:
+    found = [module for module in model.modules() if _is_dense_mlp(module) or _is_experts(module)]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    lacking = [name for name, layer in layers if not any(module in found for module in layer.modules())]
+    lacking += [name for name, module in model.named_modules() if _is_stacked(module) and module not in found]
+    if lacking or not found:
         raise ValueError(
-            f"mlp_tile={tile}: {type(model).__name__} has {len(found)} MLPs of linear layers without dropout in "
-            f"{layers} layers; with experts, dropout or other layers leave mlp_tile out"
+            f"mlp_tile={tile}: {type(model).__name__} has {len(found)} MLPs of linear layers without dropout that "
+            f"return their own result only, or experts, and none in {', '.join(lacking[:2]) or 'its layers'}; leave "
+            "mlp_tile out"
         )
     for mlp in found:
         mlp.forward = functools.partial(_mlp_forward, mlp, mlp.forward, tile)
     return found
 
 
-def _mlp_forward(mlp: nn.Module, plain: Callable, tile: int, x: Tensor) -> Tensor:
+def _mlp_forward(mlp: nn.Module, plain: Callable, tile: int, x: Tensor, *routing: Tensor) -> Tensor:
+    """routing: which experts the tokens have chosen, and with what weights; [n, top_k] each."""
     if x.shape[:-1].numel() <= tile:
-        return plain(x)
-    return rows_in_tiles(plain, (x.flatten(0, -2),), list(mlp.parameters()), tile).view(x.shape)
+        return plain(x, *routing)
+    compute = plain if not isinstance(mlp, JetMoeMoE) else lambda rows: plain(rows[None])[0]
+    rows = (x.flatten(0, -2), *routing)
+    return rows_in_tiles(compute, rows, list(mlp.parameters()), tile).view(x.shape)
 
 
 def _is_dense_mlp(module: nn.Module) -> bool:
@@ -220,6 +233,17 @@ def _is_dense_mlp(module: nn.Module) -> bool:
     if len(inspect.signature(module.forward).parameters) != 1:
         return False  # the residual stream is added inside
     return (any(names) or (fused and down)) and all(isinstance(m, PROJECTIONS) for m in layers) and not dropped
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    """Experts, all of them in one parameter."""
+    return isinstance(getattr(module, "down_proj", None), nn.Parameter)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Stacked ones of hidden states, numbers of experts and their weights, and JetMoE's, with their router."""
+    routed = _is_stacked(module) and len(inspect.signature(module.forward).parameters) == 3
+    return routed or isinstance(module, JetMoeMoE)
 
 
 def _check(name: str, tile) -> None:

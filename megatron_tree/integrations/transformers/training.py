@@ -275,6 +275,11 @@ def train_on_shards(
         raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; set it to False")
     if getattr(text, "layerdrop", 0.0):
         raise ValueError(f"layerdrop={text.layerdrop}: ranks would leave out different layers; set it to 0")
+    if getattr(text, "num_layers_per_stack", None) and text.attention_dropout:
+        raise ValueError(
+            f"attention_dropout={text.attention_dropout}: {type(model).__name__} runs every layer several times, which "
+            "would get the same mask each time; set it to 0"
+        )
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} counts positions from its padding token's number, not from 0, and over the tokens "
