@@ -141,7 +141,16 @@ def _refusals(rank, world, folder):
         said.append(str(error.value))
     with pytest.raises(ValueError) as error:
         Trainer(args=args)
-    return [*said, str(error.value)]
+    said.append(str(error.value))
+    trainer = Trainer(model=_model(), args=args)
+    for refused in (
+        lambda: trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}),
+        lambda: trainer.prediction_step(trainer.model, {}, False),
+    ):
+        with pytest.raises(ValueError) as error:
+            refused()
+        said.append(str(error.value))
+    return said
 
 
 def test_what_the_trainer_refuses(tmp_path):
@@ -152,6 +161,8 @@ def test_what_the_trainer_refuses(tmp_path):
         "label_smoothing_factor=0.1",
         "sp_size=2",
         "model and args",
+        "the batches have ['input_ids'] and no labels",
+        "predict needs logits",
     )
     for text, want in zip(said, wanted, strict=True):
         assert want in text

@@ -101,6 +101,8 @@ def test_the_loss_is_the_mean_over_all_ranks_and_its_gradient_averages_to_the_ri
         ({"input_ids": prompt(2, 8)[0]}, r"input_ids must be int64 \[batch, tokens\]"),
         ({}, "input_ids must be int64 .* got NoneType"),
         ({"input_ids": prompt(2, 8), "labels": prompt(2, 7)}, r"labels \[2, 7\] must have the shape"),
+        ({"input_ids": prompt(2, 8), "labels": prompt(2, 8).int()}, "labels must be an int64 tensor, got torch.int32"),
+        ({"input_ids": prompt(2, 8), "position_ids": [0, 1]}, "position_ids must be an int64 tensor, got list"),
         ({"input_ids": prompt(2, 8), "position_ids": prompt(3, 8)}, r"position_ids \[3, 8\] must have the shape"),
         (
             {"input_ids": prompt(1, 4), "attention_mask": torch.tensor([[0, 1, 1, 1]])},
@@ -163,8 +165,12 @@ def test_models_and_calls_that_are_refused():
         model(**(made | {"attention_mask": torch.tensor([[1] * 7 + [0]] * 2)}))
     with pytest.raises(ValueError, match="neither a cache nor"):
         model(**(made | {"use_cache": True, "past_key_values": TreeCache(model.config)}))
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        model(**made, output_router_logits=True)
     count = int((made["labels"] != -100).sum())
     assert model(**made, num_items_in_batch=2 * count).loss.item() == pytest.approx(model(**made).loss.item() / 2)
+    with torch.autocast("cpu", torch.bfloat16):  # queries and keys come in fp32 from rotary embeddings
+        assert model(**made).loss.item() == pytest.approx(model(**made).loss.item(), rel=0.02)
     plain = tiny_model("llama")(**batch).loss.item()
     assert model.eval()(**batch).loss.item() == pytest.approx(plain), "evaluation of plain batches"
     model.train()

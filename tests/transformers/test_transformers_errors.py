@@ -62,6 +62,24 @@ def test_other_caches(model):
         model(ids, past_key_values=static)
 
 
+def test_caches_of_other_models_and_texts(model):
+    ids = prompt(1, 6)
+    with pytest.raises(ValueError, match=r"layer 2 has no place in this TreeCache, .* in layers \[0, 1\]"):
+        model(ids, past_key_values=tree_hf.TreeCache(tiny_model("gpt2").config))
+    with pytest.raises(ValueError, match=r"call model.set_attn_implementation\('tree'\)"):
+        tiny_model("llama")(ids, past_key_values=tree_hf.TreeCache(model.config))
+    with pytest.raises(ValueError, match="model is a Sequential: pass the Transformers model itself"):
+        generate(torch.nn.Sequential(model), ids, cache=tree_hf.TreeCache(model.config), max_new_tokens=1)
+    cache = tree_hf.TreeCache(model.config)
+    generate(model, ids, cache=cache, max_new_tokens=3)
+    other = torch.cat((ids[:, :4], prompt(1, 9, seed=7)), 1)
+    with pytest.raises(ValueError, match=r"another text in row 0 .* from token 4 on: .* cache.crop\(-4\)"):
+        generate(model, other, cache=cache, max_new_tokens=3)
+    cache.crop(-4)
+    tokens = generate(model, other, cache=cache, max_new_tokens=3).tokens
+    assert torch.equal(tokens, tiny_model("llama").generate(other, max_new_tokens=3, do_sample=False)[:, 13:])
+
+
 def test_padding_can_not_be_trained(model):
     mask = torch.tensor([[0, 1, 1, 1]])
     with pytest.raises(ValueError, match="not differentiable"):
@@ -153,6 +171,9 @@ def _message(rank, world, what):
     if what == "replicated":
         options["prefill"] = "replicated"
     try:
+        if what == "seed":
+            torch.manual_seed(rank)
+            model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=True, temperature=9.0)
         generate(model, ids, cache=cache, **options)
     except ValueError as error:
         return str(error)
@@ -167,6 +188,7 @@ def _message(rank, world, what):
         ("length", "input_ids="),
         ("one rank refuses", "exceed the model's 256 positions"),
         ("padding", "2 runs of tokens in row 0"),
+        ("seed", "the ranks' input_ids differ"),
     ],
 )
 def test_every_rank_gets_the_error(what, message):

@@ -124,6 +124,8 @@ class SequenceParallelMixin:
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         """The loss of a batch that is equal on the ranks of a sequence group: the mean over all ranks' tokens."""
+        if "labels" not in inputs:
+            raise ValueError(f"the batches have {sorted(inputs)} and no labels: choose a data_collator that makes them")
         step, number = self._seed if self._seed[0] == self.state.global_step else (self.state.global_step, 0)
         self._seed = step, number + 1
         seed = step * self.args.gradient_accumulation_steps + number if self.model.training else None
@@ -133,6 +135,15 @@ class SequenceParallelMixin:
         # a copy: if the model's own output goes to engine.backward, DeepSpeed's ZeRO 0 divides it by the accumulation
         loss = outputs.loss.clone()
         return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
+        """The loss of an evaluation's batch."""
+        if not prediction_loss_only:
+            raise ValueError(
+                "predict needs logits of whole sequences, which no rank has: call evaluate(), or set "
+                "TrainingArguments(prediction_loss_only=True)"
+            )
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
 REFUSED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from ...attention.cached import tree_decode
 from ...attention.functional import tree_attn_func
@@ -94,6 +94,8 @@ def tree_attention(
         if update is not None:
             raise ValueError(NOTHING_BESIDE)
         k, v = key.transpose(1, 2), value.transpose(1, 2)
+        if q.dtype != v.dtype and torch.is_autocast_enabled(q.device.type):  # after rotary embeddings in fp32
+            q, k = q.to(v.dtype), k.to(v.dtype)
         return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options).contiguous(), None
     shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
     if shares != (None if update is None else update.cache.head_shares):
@@ -150,7 +152,8 @@ def _check_not_running(module, running: TreeCache | None) -> None:
         raise ValueError(
             f"{type(module).__name__} (layer_idx={getattr(module, 'layer_idx', None)}) attends without a cache update "
             "of its own, in the middle of a run over a TreeCache: it attends twice, or shares another layer's keys. "
-            "Use attn_implementation='sdpa' for this model, and its own cache. (After a run that failed, call "
+            "Use attn_implementation='sdpa' for this model, and its own cache. (Gradient checkpointing leaves the "
+            "cache out while a model is in training mode: call model.eval(). After a run that failed, call "
             "cache.reset() or crop before the model runs without the cache.)"
         )
 
@@ -258,7 +261,12 @@ def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str, **options) -
 
 
 def check_model(model) -> None:
-    """Raise ``ValueError`` unless the model's attention implementation is "tree"."""
+    """Raise ``ValueError`` unless it is a Transformers model whose attention implementation is "tree"."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel), not a wrapper "
+            "such as torch.compile's or PEFT's (its get_base_model() has the adapters)"
+        )
     name = model.config.get_text_config(decoder=True)._attn_implementation
     if name != "tree":
         raise ValueError(f"the model's attn_implementation is {name!r}: call model.set_attn_implementation('tree')")

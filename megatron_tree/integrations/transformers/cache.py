@@ -15,10 +15,11 @@ from ...cache.rows import Row
 from ...comm import group_rank, group_size
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, layers_of
+from .in_generate import prepare_generate
 from .latent import keep_latents
-from .layers import BatchRun, RecurrentLayer, Update, cache_layer, current_run, just_stored, last_update
+from .layers import BatchRun, RecurrentLayer, Slots, Update, cache_layer, current_run, just_stored, last_update
 from .recurrent import NOT_CONTINUED, RunStates
-from .rope import keep_cache_in_generate, rope_rule
+from .rope import rope_rule
 
 
 class TreeCache(Cache):
@@ -63,7 +64,7 @@ class TreeCache(Cache):
         text, kinds = config.get_text_config(decoder=True), layers_of(config)
         check_cached(config)
         attending = [i for i, kind in enumerate(kinds) if kind.attends]
-        self.slot_of = {layer_idx: slot for slot, layer_idx in enumerate(attending)}
+        self.slot_of = Slots((layer_idx, slot) for slot, layer_idx in enumerate(attending))
         """By number of an attention layer in the model: its number in `store`."""
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
@@ -78,6 +79,8 @@ class TreeCache(Cache):
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)
         self.rows: list[int] = []
         """The rows of the batch of Transformers' own `generate`, in its order."""
+        self.texts: list[tuple[Row, Tensor]] = []
+        """Rows that our `generate` has run, and their tokens then, int64 [n]."""
         self._forward: ForwardPass | None = None
         self._batch_run: BatchRun | None = None
         self.rope = rope_rule(config)
@@ -85,8 +88,7 @@ class TreeCache(Cache):
         """Of the batch of Transformers' own `generate`: `RopeRule.kind` of every row, ..."""
         self.rope_slots = 0
         """... and its slots, padding included, after the run that they are for."""
-        if self.rope is not None:
-            keep_cache_in_generate(config)
+        prepare_generate(config)
         layers = [cache_layer(self, i, kind) for i, kind in enumerate(kinds)]
         recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         self.states = RunStates(recurrent, continues=text.model_type not in NOT_CONTINUED)
@@ -133,8 +135,9 @@ class TreeCache(Cache):
         update = last_update.get()
         if update is not None and update.cache is self:
             raise ValueError(
-                f"layer {update.layer_idx} updated the TreeCache, but its attention did not call "
-                "attn_implementation='tree': this model computes attention in its own code. Use Transformers' own cache"
+                f"layer {update.layer_idx} updated the TreeCache, but its attention did not call attention 'tree': "
+                "call model.set_attn_implementation('tree'). If you did, this model computes attention in its own "
+                "code: use Transformers' own cache"
             )
 
     def end_layer(self, forward: ForwardPass) -> None:
@@ -269,6 +272,7 @@ class TreeCache(Cache):
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
         if tokens_to_remove:
             self._drop_batch_run()
+            self.texts = []
             lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.book.check_crop(row, kept)  # before any row changes: all rows or none

@@ -129,6 +129,8 @@ def generate(
     )
     if streamer is not None:
         streamer.end()
+    texts = [torch.cat((prompt, torch.tensor(a.tokens[:-1]))) for prompt, a in zip(prompts, answers, strict=True)]
+    cache.texts = [(cache.store.book.rows[row], text) for row, text in zip(cache.rows, texts, strict=True)]
     longest = max(answers, key=lambda answer: len(answer.tokens))
     columns = [_column(answers, i, ends) for i in range(len(longest.tokens))]
     result = Generation(tokens=torch.stack(columns, 1).to(input_ids.device), cache=cache, prefill=prefill)
@@ -171,8 +173,23 @@ def _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, voca
             raise ValueError(
                 f"the cache holds {held} tokens of row {i} and input_ids {len(prompt)}: pass the whole text"
             )
+        _check_text(cache, i, prompt.cpu())
         prompts.append(prompt_tensor(prompt, vocab_size))
     return prompts
+
+
+def _check_text(cache: TreeCache, i: int, prompt: Tensor) -> None:
+    """Raise ``ValueError`` if a prompt does not go on from what `generate` has put into row i of the cache."""
+    if i >= len(cache.texts) or cache.texts[i][0] is not cache.store.book.rows[cache.rows[i]]:
+        return
+    text = cache.texts[i][1]
+    known = min(cache.length(i), len(text))
+    if not torch.equal(prompt[:known], text[:known]):
+        first = int((prompt[:known] != text[:known]).nonzero()[0])
+        raise ValueError(
+            f"the cache holds another text in row {i} than input_ids, they differ from token {first} on: pass the "
+            f"whole conversation, or call cache.reset(), or remove tokens with cache.crop(-{cache.length(i) - first})"
+        )
 
 
 def check_length(config, num_tokens: int, max_new_tokens: int) -> None:

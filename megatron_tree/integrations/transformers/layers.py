@@ -45,6 +45,16 @@ def just_stored(latents: Tensor) -> bool:
     return update is not None and update.keys is latents
 
 
+class Slots(dict):
+    """Numbers in the cache by number of an attention layer in the model; another layer is a ``ValueError``."""
+
+    def __missing__(self, layer_idx):
+        raise ValueError(
+            f"layer {layer_idx} has no place in this TreeCache, which was made for a model with attention in layers "
+            f"{list(self)}: make it with TreeCache(model.config, ...) of the model that runs"
+        )
+
+
 class TreeCacheLayer(CacheLayerMixin):
     """Of a layer with attention. Rows are the same in all layers."""
 

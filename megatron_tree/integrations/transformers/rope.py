@@ -20,8 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .architectures import model_class
-
 row_lengths: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("tree_row_lengths", default=None)
 """int64 [b, n] or [b, 1]: tokens of the row that a token belongs to, in the model's current run."""
 
@@ -154,44 +152,3 @@ def _forget_lengths(module) -> None:
             getattr(module, f"{prefix}inv_freq").copy_(original)
             if limit is not None:
                 setattr(module, f"{prefix}max_seq_len_cached", limit)
-
-
-def keep_cache_in_generate(config) -> None:
-    """Make Transformers' own `generate` run a row again in the `TreeCache` that it was given, not in a plain cache.
-
-    Models with longrope drop their cache when a row grows beyond the switch. No effect on other models and caches.
-    """
-    model = model_class(config)
-    if model is not None and not hasattr(model.prepare_inputs_for_generation, "without_tree_cache"):
-        model.prepare_inputs_for_generation = _prepare_with(model.prepare_inputs_for_generation)
-
-
-def _prepare_with(plain):
-    @functools.wraps(plain)  # Transformers reads the signature
-    def prepare_inputs_for_generation(self, input_ids, *args, past_key_values=None, **kwargs):
-        rule = getattr(past_key_values, "rope", None)
-        if rule is None:
-            return plain(self, input_ids, *args, past_key_values=past_key_values, **kwargs)
-        if rule.switches and kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "inputs_embeds with a TreeCache: this model (rope_type='longrope') may have to run its tokens again, "
-                "pass input_ids"
-            )
-        follow_whole_rows(self)
-        cache, mask = past_key_values, kwargs.get("attention_mask")
-        slots = input_ids.shape[1]
-        lengths = [slots] * input_ids.shape[0] if mask is None else mask.sum(1).tolist()
-        kinds = [rule.kind(length) for length in lengths]
-        if kinds != cache.rope_kinds and cache.get_seq_length():
-            cache.reset()
-        if not cache.get_seq_length():
-            past_key_values, kwargs["next_sequence_length"] = None, None
-        inputs = plain(self, input_ids, *args, past_key_values=past_key_values, **kwargs)
-        if inputs.get("past_key_values") is None:
-            cache.reset()
-            inputs["past_key_values"] = cache
-        cache.rope_kinds, cache.rope_slots = kinds, slots
-        return inputs
-
-    prepare_inputs_for_generation.without_tree_cache = plain
-    return prepare_inputs_for_generation

@@ -126,6 +126,10 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, l
         seen = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"input_ids must be int64 [batch, tokens] with at least one token, got {seen}")
     labels, mask, positions = (batch.get(name) for name in BATCH_KEYS[1:])
+    for name in set(batch) & {*BATCH_KEYS[1:]}:
+        dtype = getattr(batch[name], "dtype", None)
+        if batch[name] is not None and (dtype is None or (name != "attention_mask" and dtype != torch.int64)):
+            raise ValueError(f"{name} must be an int64 tensor, got {dtype or type(batch[name]).__name__}")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device)
     positions = positions.expand(ids.shape) if positions.dim() < 2 or positions.shape[0] == 1 else positions
@@ -266,7 +270,10 @@ def train_on_shards(
     Raises: ValueError for a model whose layers, attention or loss don't work on shards, and tiles that it can't have.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel)")
+        raise ValueError(
+            f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel), and wrap it "
+            "(PEFT, torch.compile) afterwards"
+        )
     windows = check_trainable(model.config)
     text = model.config.get_text_config(decoder=True)
     if text.model_type in CHUNKED:
@@ -310,6 +317,8 @@ def _check_call(model, args, kwargs) -> None:
     if kwargs.get("sequence_shard") is not None:
         current_shard.set(kwargs["sequence_shard"])
         row_lengths.set(kwargs["sequence_shard"].row_lengths)
+        if kwargs.get("output_router_logits"):
+            raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; leave it out")
         if model.tiled_loss is not None and kwargs.get("labels") is not None:
             model.tiled_loss.begin(kwargs["labels"].numel())
 
