@@ -164,8 +164,9 @@ class ForwardPass:
             options["head_shares"] = self.head_shares
             if latent is not None and len(latent.up) == sum(self.head_shares):
                 latent = latent._replace(own=slice_of(self.head_shares, self.store.book.rank))
-            if len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None:
-                run = self._prefill_heads
+        has_all = self.append.shares is None and (self.head_shares is not None or self.store.book.world == 1)
+        if has_all and len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None:
+            run = self._prefill_whole
         if latent is not None and options.get("softmax_scale") is None:
             options["softmax_scale"] = q.shape[-1] ** -0.5  # of the heads, not of latents
         out = run(layer, q, latent, visible, cp_group=self.cp_group, config=config, **options)
@@ -190,9 +191,10 @@ class ForwardPass:
         out = self._prefill(layer, self.exchange.to_heads(q), *args, **options)
         return self.exchange.to_tokens(out, num_rows=q.shape[1])
 
-    def _prefill_heads(self, layer: int, q: Tensor, latent, visible, **options) -> Tensor:
-        """Many tokens of one row, all on every rank, whose heads are sharded."""
-        plan = self._plan(layer, q, latent, sum(self.head_shares), config=options["config"])
+    def _prefill_whole(self, layer: int, q: Tensor, latent, visible, **options) -> Tensor:
+        """Many tokens of one row, all on every rank: heads are sharded, or there is one rank."""
+        num_heads = q.shape[2] if self.head_shares is None else sum(self.head_shares)
+        plan = self._plan(layer, q, latent, num_heads, config=options["config"])
         shares = [[(self.append.first[0], q.shape[1])]]
         return self._run_prefill(layer, q, latent, plan, shares=shares, **options)
 

@@ -8,6 +8,7 @@ from support.ranks import largest, own_bytes, run_distributed
 
 pytest.importorskip("transformers")
 
+from megatron_tree.cache import forward
 from megatron_tree.cache.pages import GROWTH
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
@@ -86,7 +87,7 @@ def _rows(rank, world, family):
     it.step([a, b])
     it.step([b, a])
     c = it.add()
-    it.prefill(c, 90, 1000)
+    it.prefill(c, 90, 1000)  # long enough for the kernels of prefills, on one rank too
     it.step([c, a, b], 4)  # speculation: four at once, then one, four and three of them stay
     it.crop(c, len(it.tokens[c]) - 3)
     it.crop(b, len(it.tokens[b]) - 1)
@@ -100,7 +101,7 @@ def _rows(rank, world, family):
     it.prefill(d, 11, 1000, sharded=False)
     it.step([e, c, d, a])
     f, g = it.add(), it.add()
-    it.prefill_rows([f, g, e], [5, 11, 1])  # in one pass, shorter ones padded; one row continues
+    it.prefill_rows([f, g, e], [5, 11, 1])  # in one pass, one after another; one row continues
     it.step([f, e, a, g])
     it.remove(f)
     it.remove(g)
@@ -115,6 +116,18 @@ def _rows(rank, world, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_has_the_logits_of_the_plain_model(family, world):
     assert largest(run_distributed(_rows, world, family)) <= 1e-4
+
+
+def test_long_chunks_on_one_rank_are_prefills(monkeypatch):
+    seen = []
+    monkeypatch.setattr(forward, "tree_prefill", lambda q, *rest, **options: seen.append(q.shape[1]) or q)
+    it = Checked("llama", 1)
+    row, layers = it.add(), len(it.cache.store.layers)
+    for n in (31, 32, 5):
+        it.runner.prefill(row, it.draw(n))
+    it.runner.step([row], it.draw(1, 40))
+    it.runner.step([row, it.add()], it.draw(2, 40))
+    assert seen == [32] * layers + [40] * layers
 
 
 def _long_prompts(rank, world, family):
