@@ -130,6 +130,14 @@ def test_long_chunks_on_one_rank_are_prefills(monkeypatch):
     assert seen == [32] * layers + [40] * layers
 
 
+def test_prompts_that_are_run_together_are_packed():
+    it, seen = Checked("llama", 1), []
+    note = lambda module, args, options: seen.append(tuple(options["input_ids"].shape))  # noqa: E731
+    it.runner.model.register_forward_pre_hook(note, with_kwargs=True)
+    it.prefill_rows([it.add() for _ in range(3)], [5, 11, 1])
+    assert seen == [(1, 17)] and it.worst <= 1e-4
+
+
 def _long_prompts(rank, world, family):
     it = Checked(family, world, positions=2048)
     a, b = it.add(), it.add()

@@ -26,7 +26,7 @@ class Counting(Runner):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.num_run = 0
+        self.num_run, self.together = 0, []
 
     def prefill(self, row, tokens, **options):
         self.num_run += len(tokens)
@@ -34,6 +34,7 @@ class Counting(Runner):
 
     def prefill_rows(self, rows, prompts):
         self.num_run += sum(map(len, prompts))
+        self.together.append(list(map(len, prompts)))
         return super().prefill_rows(rows, prompts)
 
 
@@ -59,6 +60,18 @@ def _ask(scheduler, request):
     scheduler.submit(request, events.append)
     scheduler.run_until_idle()
     return tokens_of(events)
+
+
+def test_prompts_of_which_lengths_run_together():
+    model = tiny_model("llama", positions=1024)
+    model.set_attn_implementation("tree")
+    runner = Counting(model, TreeCache(model.config, block_size=BLOCK), chunk_size=512)
+    scheduler = Scheduler(runner, max_rows=8, max_waiting=8, heartbeat_s=0.1)
+    for n in (20, 200, 300, 250, 30):
+        scheduler.submit(Request(prompt=[3] * n, sampling=SamplingParams(max_tokens=300)), lambda event: None)
+    for _ in range(2):
+        scheduler.run_once()
+    assert runner.together == [[20, 200, 250, 30]] and runner.num_run == 800
 
 
 def _want(request, family="llama"):

@@ -261,7 +261,7 @@ class TreeCache(Cache):
     def reset(self) -> None:
         """Forget all rows and free the memory."""
         self.store.reset()
-        self.rows, self._batch_run = [], None
+        self.rows, self.texts, self._batch_run = [], [], None
         self.states.begin([])
         self._forget_run()
 

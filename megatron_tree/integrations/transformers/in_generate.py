@@ -60,11 +60,12 @@ def _prepare_with(plain):
 def _compare_tokens(cache, input_ids: Tensor) -> None:
     """Raise the same ``ValueError`` on all ranks of the cache's group unless they are about to run the same tokens.
 
-    One message of 16 bytes: the sum of a number made of the tokens and of its square, which tell whether all are equal.
+    Not with check="never" of `TreeConfig`. One message of 16 bytes: the sum of a number made of the tokens and of its
+    square, which tell whether all are equal.
     """
-    if cache.world == 1:
-        return
     config, held = cache.tree_config or default_config(), cache.get_seq_length()
+    if cache.world == 1 or config.check == "never":
+        return
     with collective_call("model.generate", cache.cp_group, config) as call:
         call.start()
         new = input_ids[:, held:].cpu().contiguous()
