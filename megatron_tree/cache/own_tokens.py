@@ -226,12 +226,8 @@ class Run:
         return self._gather_rows(x.movedim(self._own.dim, 0)).movedim(0, self._own.dim)
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
-        rows = self.pad(rows)
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(self._num_tokens) - len(rows)))
         return gather_sequence(rows.contiguous(), self._own.group, timeout_s=self._own.timeout_s)
-
-    def pad(self, rows: Tensor) -> Tensor:
-        """Rows of this rank's tokens, and zeros up to as many as any rank has."""
-        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(self._num_tokens) - len(rows)))
 
     def tokens_of_all(self, module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A hook: a block's arguments, of all ranks' tokens; of an MLP the first, others are added to its result."""

@@ -92,15 +92,16 @@ def _answers(run):
     return scenario(runner(model.eval()))
 
 
-def _experts(rank, world):
-    run = Run(ep=2, cp=2, config=(("num_moe_experts", 4), ("moe_token_dispatcher_type", "alltoall")))
+def _experts(rank, world, dispatcher):
+    run = Run(ep=2, cp=2, config=(("num_moe_experts", 4), ("moe_token_dispatcher_type", dispatcher)))
     expected, found = (in_layout(layout, _answers) for layout in (plain(run), run))
     return [float((x - found[name]).abs().max() / x.abs().max()) for name, x in expected.items()]
 
 
 @pytest.mark.supports(SERVED, with_="cp = 2, ep = 2")
-def test_served_beside_expert_parallelism():
-    for errors in run_distributed(_experts, 2, fresh=True):
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_served_beside_expert_parallelism(dispatcher):
+    for errors in run_distributed(_experts, 2, dispatcher, fresh=True):
         assert largest(errors) <= 1e-4, errors
 
 

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...attention.token_shares import count_tokens
 from ...cache.gathered import Parts, Piece
 from ...cache.own_tokens import Block, Layer, OwnTokens, running
 from ...log import say_once
 from . import compat
+from .attention import serving
 
 BY_ROWS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj")
 BY_ROWS += ("linear_kv_up_proj", "linear_fc1")
@@ -158,9 +160,12 @@ def _projected(module: nn.Module, forward, config: Any, x: Tensor, *args, **kwar
 
 
 def _dispatched(forward, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-    if (run := running.get()) is None:
+    served = serving.get()
+    if served is None or served.forward.shares is None:
         return forward(hidden, *args, **kwargs)
-    out, bias = forward(run.pad(hidden), *args, **kwargs)  # dispatchers gather as many tokens of every rank
+    most = max(map(count_tokens, served.forward.shares))
+    padded = F.pad(hidden, (0, 0, 0, 0, 0, most - len(hidden)))  # dispatchers gather as many tokens of every rank
+    out, bias = forward(padded, *args, **kwargs)
     return out[: len(hidden)], bias
 
 
