@@ -75,6 +75,13 @@ def _refusals(rank, world, listing):
         with pytest.raises(ValueError) as error:
             tree_deepspeed.init_inference(tiny_model("llama"), **options)
         said.append(str(error.value))
+    for call in (
+        lambda: tree_deepspeed.init_inference("nowhere"),
+        lambda: tree_deepspeed.generate(tiny_model("llama"), torch.ones(1, 3, dtype=torch.int64), max_new_tokens=1),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        said.append(str(error.value))
     return said
 
 
@@ -93,6 +100,8 @@ def test_refusals_name_option_value_and_way_out(tmp_path):
         "in that file must be an object of DeepSpeed's options",
         "enable_cuda_graph=True can't be used here: the cache grows; pass cuda_graphs=True",
         "cuda_graphs=True can't be had: the model is on device type 'cpu', and only a GPU has CUDA graphs",
+        "model='nowhere' is no folder",
+        "engine is a LlamaForCausalLM: pass what init_inference returns",
     )
     for said in run_distributed(_refusals, 4, str(tmp_path / "list.json"), fresh=True):
         for text, part in zip(said, expected, strict=True):

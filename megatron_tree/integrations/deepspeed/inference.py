@@ -153,7 +153,8 @@ def init_inference(
     check_choice("queries", queries, QUERIES)
     folder = None
     if isinstance(model, (str, Path)):
-        folder = Path(model)
+        if not (folder := Path(model)).is_dir():
+            raise ValueError(f"model={str(model)!r} is no folder: pass a model, or the folder that holds its files")
         model = empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)
     model_config = model.config.get_text_config(decoder=True)
     dtype = dtype or model.dtype
@@ -287,6 +288,8 @@ def generate(
 
     cache: continue with this cache; default a new one. The tokens are rank 0's on every rank, tensor-parallel or not.
     """
+    if not hasattr(engine, "new_cache"):
+        raise ValueError(f"engine is a {type(engine).__name__}: pass what init_inference returns")
     cache = engine.new_cache() if cache is None else cache
     given = {"chunk_size": engine.prefill_chunk, "token_group": _token_group(), "cuda_graphs": engine.cuda_graphs}
     options = {**given, **options}
