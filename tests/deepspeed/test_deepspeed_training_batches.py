@@ -12,13 +12,18 @@ pytest.importorskip("transformers")
 
 from megatron_tree.integrations.transformers import training as training
 from megatron_tree.integrations.transformers.attention import TreeCache
-from support.hf_models import CONFIGS, prompt, tiny_model
+from support.hf_models import CONFIGS, VOCAB, prompt, tiny_model
 
 
 def _shards(rank, world, batch, dropout_seed):
     from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
 
     parallel = register_sequence_parallel(tiny_model("llama"), sp_size=world)
+    for name, token in (("input_ids", -1), ("labels", VOCAB)):  # in one rank's shard, and an error on all
+        wrong = batch | {name: batch[name].clone()}
+        wrong[name][-1, -1] = token
+        with pytest.raises(ValueError, match=rf"{name} has tokens from .* the model has tokens 0 to {VOCAB - 1}"):
+            parallel.shard_batch(wrong)
     made = parallel.shard_batch(batch, dropout_seed=dropout_seed)
     shard = made.pop("sequence_shard")
     assert made.pop("use_cache") is False and made.pop("attention_mask").all()

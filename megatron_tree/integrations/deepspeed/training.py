@@ -21,6 +21,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from deepspeed.utils import groups, set_z3_leaf_module
 from torch import Tensor
@@ -29,6 +30,7 @@ from ...comm import collective_call, group_rank, group_size
 from ...config import TreeConfig, default_config
 from ...files import whole_file
 from .. import transformers  # noqa: F401  registers "tree"
+from ..transformers.tiles import IGNORED
 from ..transformers.training import shard_batch, train_on_shards
 from .inference import init_comm
 from .loader import ShardedLoader
@@ -64,7 +66,18 @@ def register_sequence_parallel(
     for mlp in train_on_shards(model, loss_tile=loss_tile, mlp_tile=mlp_tile):
         set_z3_leaf_module(mlp, True)  # ZeRO 3 gathers its weights once for all tiles, whose number ranks may differ in
     init_comm(tree_config.timeout_s)
-    return SequenceParallel(sp_size, tree_config)
+    return SequenceParallel(sp_size, tree_config, model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _check_words(batch: dict[str, Tensor], vocab_size: int) -> None:
+    """Raise ``ValueError`` for tokens that the model lacks: inside of it one rank alone would fail."""
+    ids, labels = batch["input_ids"], batch.get("labels")
+    for name, x in (("input_ids", ids), ("labels", None if labels is None else labels[labels != IGNORED])):
+        if x is None or not x.numel():
+            continue
+        least, most = torch.stack(x.aminmax()).tolist()
+        if least < 0 or most >= vocab_size:
+            raise ValueError(f"{name} has tokens from {least} to {most}: the model has tokens 0 to {vocab_size - 1}")
 
 
 class SequenceParallel:
@@ -73,12 +86,12 @@ class SequenceParallel:
     Rank = data-parallel rank * sp_size + sequence rank.
     """
 
-    def __init__(self, sp_size: int, tree_config: TreeConfig):
+    def __init__(self, sp_size: int, tree_config: TreeConfig, vocab_size: int):
         world, rank = dist.get_world_size(), dist.get_rank()
         self.dp_size, self.sp_size = world // sp_size, sp_size
         self.dp_rank, self.sp_rank = divmod(rank, sp_size)
         self.sp_group = _group_of_neighbours(sp_size)
-        self.tree_config = tree_config
+        self.tree_config, self._vocab_size = tree_config, vocab_size
         self._alone = _group_of_neighbours(1)
         self._compared = False
 
@@ -87,8 +100,8 @@ class SequenceParallel:
 
         dropout_seed: needed if the model has attention dropout: a different number for every batch (also within a
             gradient accumulation) that is the same on all ranks. Data-parallel ranks get different masks from it.
-        Raises: ValueError for bad batches, for an engine that was made without this mpu and, at the first batch, if the
-            ranks of a sequence group hold different batches.
+        Raises: ValueError for bad batches, tokens that the model lacks, an engine that was made without this mpu and,
+            at the first batch, if the ranks of a sequence group hold different batches.
         """
         if dropout_seed is not None and (not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool)):
             raise ValueError(f"dropout_seed={dropout_seed!r} must be an integer, for instance the batch's number")
@@ -102,6 +115,7 @@ class SequenceParallel:
         always = TreeConfig(check="always", timeout_s=self.tree_config.timeout_s)
         with collective_call("shard_batch", self.sp_group, always) as call:
             sharded = shard_batch(batch, cp_group=self.sp_group, **options)
+            _check_words(batch, self._vocab_size)
             if not self._compared:
                 self._compared = True
                 digest = hashlib.sha256(batch["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16]
