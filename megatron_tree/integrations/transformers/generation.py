@@ -173,8 +173,8 @@ def _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, voca
             raise ValueError(
                 f"the cache holds {held} tokens of row {i} and input_ids {len(prompt)}: pass the whole text"
             )
-        _check_text(cache, i, prompt.cpu())
         prompts.append(prompt_tensor(prompt, vocab_size))
+        _check_text(cache, i, prompts[-1])
     return prompts
 
 
