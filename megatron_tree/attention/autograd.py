@@ -29,7 +29,7 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, call: AttnCall, with_lse: bool):
         out, lse, kept = passes.forward(q, k, v, sinks, call, with_lse)
         ctx.save_for_backward(*kept, sinks, out, lse)
-        ctx.call, ctx.with_lse = call, with_lse
+        ctx.call, ctx.with_lse, ctx.stamp = call, with_lse, comm.call_stamp(call.group)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -49,7 +49,7 @@ class _TreeAttention(torch.autograd.Function):
                 check_finite_shares(call.config, call.group, call.queries, call.keys, dout=dout)
                 backward.agree()
             else:
-                backward.start()
+                backward.start(ctx.stamp)
             flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
             delta = kernels.attn_delta(dout, out, flowing)
             others_flow = ctx.with_lse and call.plan.backward.arrangement.u > 1  # another rank's dlse may be in delta

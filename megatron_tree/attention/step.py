@@ -47,7 +47,7 @@ class DecodeStep:
     """
 
     def __init__(self):
-        self._known: dict[tuple, tuple[DecodeCall, dict, tuple]] = {}
+        self._known: dict[tuple, tuple[DecodeCall, comm.Agreement, tuple]] = {}
 
     def decode(
         self,
@@ -111,7 +111,7 @@ def _checked(
     call: comm.CollectiveCall, q, k_cache, v_cache, k_scale, v_scale, sinks, projection, cache_seqlens, q_positions,
     cache_positions, block_table, shared, alibi_slopes, group, config: TreeConfig, head_dim_v, softmax_scale,
     window_size, softcap, head_shares, schedule,
-) -> tuple[DecodeCall, dict]:  # fmt: skip
+) -> tuple[DecodeCall, comm.Agreement]:  # fmt: skip
     """The call, checked, agreed upon and planned, and what the ranks have agreed on. Arguments as of `tree_decode`."""
     check_decode_schedule(schedule, config)
     latent, v_cache = v_cache is None, values_of(k_cache, v_cache, head_dim_v)
@@ -134,7 +134,7 @@ def _checked(
     check_finite_cache(config, group, q, k_cache, v_cache, sinks, visible, paged)
     net = GroupTopology.of(group, q.device, config)
     of_all = projection is not None and len(projection) == whole.shape[2]
-    agreed = dict(
+    agreed = call.agree(
         q=whole.shape,
         num_heads_kv=v_cache.shape[2],
         head_dim_v=v_cache.shape[3],
@@ -151,7 +151,6 @@ def _checked(
         config=config,
         topology=net.digest,
     )
-    call.agree(**agreed)
     net, world = GroupTopology.over_cache(group, q.device, config), comm.group_size(group)
     plans = functools.partial(
         plan_decode,

@@ -18,7 +18,7 @@ Tensors that travel are sequence-first ([s, ...], contiguous), so that a gather 
 is read through strides, without a copy.
 """
 
-from .calls import CollectiveCall, collective_call, part_of_call, shared_checks
+from .calls import Agreement, CollectiveCall, call_stamp, collective_call, part_of_call, shared_checks
 from .collectives import (
     all_reduce,
     broadcast,
@@ -31,7 +31,7 @@ from .collectives import (
     sum_over_ranks,
 )
 from .group import backend, group_rank, group_size, resolve_transport
-from .health.watchdog import monitored
+from .health.monitored import monitored
 from .machines import hosts
 from .own_share import by_owner
 from .reductions import Reducer, prepare_reduction
@@ -41,6 +41,7 @@ from .traffic import Sent, record
 from .work import Pending, Transfer, start_shift, wait_until
 
 __all__ = [
+    "Agreement",
     "CollectiveCall",
     "Pending",
     "Reducer",
@@ -51,6 +52,7 @@ __all__ = [
     "backend",
     "broadcast",
     "by_owner",
+    "call_stamp",
     "collective_call",
     "gather_rows",
     "gather_sequence",

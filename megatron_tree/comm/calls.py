@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import zlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch.distributed as dist
 import torch.utils.checkpoint
 
 from ..config import TreeConfig
 from ..errors import CommError
-from .group import GroupState
-from .health.agreement import Signature, compare
+from .group import IN_PART, GroupState
+from .health.agreement import Signature, compare, digest_of, log_call
 from .health.reports import Report
 from .health.watchdog import MEANWHILE, CallToken, Watchdog
 
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
 
+_digest_of_name = functools.cache(lambda name: digest_of(name, {}))
+
+UNSTAMPED = ("nccl",)  # backends whose messages carry nothing of the call
 MAX_AGREED = 4096  # signatures that a group remembers
-_in_call: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_call", default=False)
+
+
+def call_stamp(group) -> int:
+    """What the messages of the group's current call, or else of its latest, carry; 0 before the first one."""
+    watchdog = GroupState.of(group).watchdog
+    return watchdog.stamp if watchdog else 0
 
 
 def collective_call(name: str, group, config: TreeConfig) -> CollectiveCall:
@@ -40,13 +48,21 @@ def collective_call(name: str, group, config: TreeConfig) -> CollectiveCall:
     return CollectiveCall(name, group, config)
 
 
+class Agreement(NamedTuple):
+    """What the ranks of a call have agreed on."""
+
+    values: dict
+    digest: int
+    """Of those values that messages depend on."""
+
+
 class CollectiveCall:
     """The context of a `collective_call`: it checks until `agree` or `start` returns, and runs from then on."""
 
     def __init__(self, name: str, group, config: TreeConfig):
         self._name, self._group, self._config = name, group, config
         self._state = GroupState.of(group)
-        self._alone = self._state.size == 1 or _in_call.get()
+        self._alone = self._state.size == 1 or IN_PART.get()
         self._call: CallToken | None = None
         self._runs = False
 
@@ -65,64 +81,74 @@ class CollectiveCall:
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
                 watchdog.settle(self._config.timeout_s)
 
-    def agree(self, *, changing: dict | None = None, of_batch: dict | None = None, **values) -> None:
+    def agree(self, *, changing: dict | None = None, of_batch: dict | None = None, **values) -> Agreement:
         """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
 
         With config.check "first" a call is compared once and then trusted, with "never" not at all, otherwise always.
+        Whatever the check, a call that follows an error is compared, and messages carry the call's number and a digest
+        of values and of_batch, so that they can't reach another call.
 
         Args:
             values: what must be equal, hashable; dataclasses are compared field by field.
             of_batch: values that must be equal, hashable, and new with every batch; for calls that communicate by
-                `Mail` only, which keeps messages of different batches apart. Where `values` have been compared
+                `Mail` only, which has their digest in its tags from the start. Where `values` have been compared
                 before, these are compared while the call runs: ranks that differ raise by the end of the call or, if
                 gradients are to be computed, of its backward, and can't use the group any more.
             changing: values that must also be equal but differ from call to call; compared when `values` are.
+        Returns: what `repeat` takes.
         Raises: ValueError with both values where two ranks differ. `CommError`, naming the missing ranks, when some
             don't come within config.timeout_s.
         """
         if self._alone:
-            return
-        check, agreed = self._config.check, self._state.agreed
-        kind = (self._name, *values.values())
-        key = (*kind, *(of_batch or {}).values())
+            return Agreement(values, 0)
+        check, agreed, batch = self._config.check, self._state.agreed, of_batch or {}
+        kind = (self._name, check, *values.values())
+        key = (*kind, *batch.values())
         compares = check != "never" and (check != "first" or key not in agreed)
         meanwhile = check == "first" and kind in agreed
-        self._state.batch_checksum = zlib.crc32(repr(of_batch).encode()) if of_batch else 0
-        self._begin({**values, **(of_batch or {}), **(changing or {})}, compares=compares, meanwhile=meanwhile)
-        if check != "never":
-            for x in (kind, key):
-                agreed.pop(x, None)
-                agreed[x] = None  # the newest
-            while len(agreed) > MAX_AGREED:  # packed documents: a new one with every batch
-                del agreed[next(iter(agreed))]  # the oldest, on every rank the same
+        if (digest := agreed.get(key)) is None:
+            digest = digest_of(self._name, {**values, **batch})
+        agreement = Agreement({**values, **batch, **(changing or {})}, digest)
+        self._begin(agreement, compares=compares, meanwhile=meanwhile)
+        for x in (kind, key):
+            agreed.pop(x, None)
+            agreed[x] = digest  # the newest
+        while len(agreed) > MAX_AGREED:  # packed documents: a new one with every batch
+            del agreed[next(iter(agreed))]  # the oldest, on every rank the same
+        return agreement
 
-    def start(self) -> None:
-        """`agree` without a comparison."""
+    def start(self, after: int = 0) -> None:
+        """`agree` without a comparison. after: `call_stamp` in the call that this one belongs to, as a backward does to
+        its forward; ranks for which it is another one get no messages from each other."""
         if not self._alone:
-            self._state.batch_checksum = 0
-            self._begin({}, compares=False, settles=True)
+            digest = zlib.crc32(after.to_bytes(8, "little"), _digest_of_name(self._name))
+            self._begin(Agreement({"belongs to call": after >> 32}, digest), compares=False, settles=True)
 
-    def repeat(self, values: dict) -> None:
+    def repeat(self, agreement: Agreement) -> None:
         """`agree` on what an earlier call has agreed on: without a comparison, unless another rank asks for one."""
         if not self._alone:
-            self._state.batch_checksum = 0
-            self._begin(values, compares=False)
+            self._begin(agreement, compares=False)
 
-    def _begin(self, values: dict, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
+    def _begin(self, agreement: Agreement, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
         timeout_s = self._config.timeout_s
         watchdog = self._state.watchdog or Watchdog.of(self._group, timeout_s)
-        call = self._call = watchdog.begin(self._name)
+        call = self._call = watchdog.begin(self._name, agreement.digest, meets=self._config.check != "never")
         watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)
-        request = functools.partial(compare, watchdog, Signature(self._name, values, timeout_s), call.number)
+        request = functools.partial(compare, watchdog, Signature(self._name, agreement.values, timeout_s), call.number)
+        if watchdog.doubts:
+            compares, meanwhile, watchdog.doubts = True, False, False
         if compares and meanwhile:
             watchdog.compare_meanwhile(call, request)
         elif compares:
             outcome = watchdog.store.run(request, timeout_s)
             if outcome is not None:
+                watchdog.doubt(call)
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
         else:
             call.compare = request
         watchdog.join(call)
+        if self._state.backend in UNSTAMPED and self._config.check != "never":
+            log_call(watchdog, call)
         self._runs = True
 
     def _failed(self, error: BaseException) -> None:
@@ -140,11 +166,11 @@ class CollectiveCall:
 def part_of_call() -> Iterator[None]:
     """Context of calls that are part of one that this rank is in: they have no number, and are not compared. For calls
     that are recorded now and carried out later, when other ranks may not record them."""
-    token = _in_call.set(True)
+    token = IN_PART.set(True)
     try:
         yield
     finally:
-        _in_call.reset(token)
+        IN_PART.reset(token)
 
 
 @contextlib.contextmanager

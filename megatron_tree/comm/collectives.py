@@ -16,7 +16,7 @@ from .health.watchdog import Watchdog
 from .shared import SUMS, resolve_shared, shared, transport_of
 from .team import Team, from_next, subgroup
 from .traffic import note
-from .work import Mail, Pending, run, wait_for
+from .work import Mail, Pending, meet, run, wait_for
 
 SMALL_BYTES = 1 << 16  # sums up to this size are one round of whole messages
 
@@ -184,6 +184,7 @@ def _reordered(x: Tensor, ranks: tuple[int, ...], *, rising: bool) -> Tensor:
 
 
 def _builtin(op: str, team: Team, ranks, start):
+    meet(op, team.group, team.timeout_s)
     try:
         group = subgroup(team, ranks)
         work = start(group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -33,8 +34,6 @@ class GroupState:
     """team.py: (team's name, ranks) -> their process group."""
     tags: Iterator[int] = field(default_factory=itertools.count)
     """work.py: tags of messages."""
-    batch_checksum: int = 0
-    """calls.py: of what is new in the batch of the running call; part of its messages' tags."""
     hosts: tuple[str, ...] | None = None
     """machines.py: the host of every rank, once asked."""
     shared: SharedMemory | str | None = None
@@ -43,8 +42,8 @@ class GroupState:
     """shared/: (type of a device, transport asked for) -> how small collectives travel."""
     topologies: dict[tuple, Any] = field(default_factory=dict)
     """attention/topology.py."""
-    agreed: dict[tuple, None] = field(default_factory=dict)
-    """calls.py: signatures on which all ranks have agreed, the oldest first."""
+    agreed: dict[tuple, int] = field(default_factory=dict)
+    """calls.py: what all ranks have agreed on, or trust in -> its digest; the oldest first."""
     watchdog: Watchdog | None = None
     """health/watchdog.py."""
     store: StoreClient | None = None
@@ -67,6 +66,8 @@ class GroupState:
         return found
 
 
+IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_call", default=False)
+"""calls.py: whether what runs is part of a call that this rank is in already."""
 _ALONE = GroupState(1, 0, "gloo", (0,))
 _states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> its GroupState
 

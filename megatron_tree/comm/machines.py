@@ -6,6 +6,7 @@ import os
 import socket
 
 from .group import GroupState
+from .health.agreement import gather
 from .health.watchdog import Watchdog
 
 
@@ -19,7 +20,7 @@ def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
     if state.size == 1:
         return (_this_host(),)
     if state.hosts is None:
-        state.hosts = tuple(Watchdog.of(group, timeout_s).gather("host", _this_host(), timeout_s))
+        state.hosts = tuple(gather(Watchdog.of(group, timeout_s), "host", _this_host(), timeout_s))
     return state.hosts
 
 

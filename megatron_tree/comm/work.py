@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import GroupState, backend, group_rank, group_size
+from .group import IN_PART, GroupState, backend, group_rank, group_size
 from .health.gloo import settle_at_exit
 from .health.watchdog import EVERY_GROUP, Watchdog, interrupt
 from .traffic import note
 
-TAGS = 1 << 15  # then they start again
-CHECKSUMS = 1 << 15
+TAGS = 1 << 12  # of the collectives in progress; then they start again
+CALLS = (1 << 19) - 1  # digests of calls that tags tell apart
 ASK_S = 20e-6  # between two questions whether a device is done
 
 
 def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
     """Start one asynchronous operation of torch.distributed and wait for it; failures become `CommError`."""
     note(op, group_size(group), num_bytes)
+    meet(op, group, timeout_s)
     try:
         wait_for(start(), group, timeout_s, on=group)
     except RuntimeError as error:
@@ -68,6 +69,32 @@ def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) 
         raise failure from error
 
 
+def _tag(state: GroupState, number: int) -> int:
+    """Of messages of the group's current call. number: below TAGS; 0 for those that arrive in the order of sending."""
+    return number + TAGS * (state.watchdog.digest % CALLS if state.watchdog else 0)
+
+
+def meet(op: str, group, timeout_s: float) -> None:
+    """Before `op`, wait until all ranks of the group are in this rank's call: once in a call, always outside of calls.
+
+    gloo's own collectives need that. They have no tags: those of different calls would exchange data, or end a process
+    where lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (watchdog.py).
+    """
+    state = GroupState.of(group)
+    watchdog = state.watchdog or Watchdog.of(group, timeout_s)
+    has_met = IN_PART.get() or (watchdog.is_in_call and watchdog.met == watchdog.stamp)
+    if has_met or state.backend != "gloo" or not watchdog.meets:
+        return
+    watchdog.met, n = watchdog.stamp, state.size
+    mail, nothing = Mail(op, group, range(n), timeout_s), torch.zeros(1, dtype=torch.uint8)
+    steps = [1 << bit for bit in range((n - 1).bit_length())]
+    arriving = [mail.receive(nothing.clone(), (state.rank - step) % n) for step in steps]
+    for step, message in zip(steps, arriving):  # after them, all ranks have been heard of
+        mail.send(nothing, (state.rank + step) % n)
+        mail.wait(message)
+    mail.sent()
+
+
 class Message(NamedTuple):
     """One tensor on its way to or from a group rank."""
 
@@ -80,15 +107,15 @@ class Mail:
 
     Receives are posted before sends: gloo sends a message only once its receiver has said where to put it. Every
     collective takes a tag of its own, in the order in which the ranks start them, so that several can be in progress.
-    A checksum of the call's batch is in it: ranks whose batches differ, and with them the lengths of their messages,
-    get nothing from each other (gloo ends a process that receives more than it expects).
+    The digest of the call is in it: ranks that make different calls get nothing from each other (gloo ends a process
+    that receives more than it expects).
     """
 
     def __init__(self, op: str, group, ranks, timeout_s: float):
         self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
         self._limit = timedelta(seconds=timeout_s)
         state = GroupState.of(group)
-        self._tag = 1 + next(state.tags) % TAGS + TAGS * (state.batch_checksum % CHECKSUMS)
+        self._tag = _tag(state, 1 + next(state.tags) % (TAGS - 1))
         self._sent: list[tuple[Message, Tensor]] = []
 
     def receive(self, x: Tensor, source: int) -> Message:
@@ -199,12 +226,12 @@ class Transfer:
         self._recv, self._arriving, self._send, self._src = recv, arriving, send, src
         self._group, self._timeout_s = group, timeout_s
         self._name = f"send/receive with group ranks {sorted({dst, src})}"
-        ops = []
+        ops, tag = [], _tag(GroupState.of(group), 0) if backend(group) == "gloo" else 0
         if recv is not None:
-            ops.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=src))
+            ops.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=src))
         if send is not None:
             note("send", group_size(group), send.nbytes)
-            ops.append(dist.P2POp(dist.isend, send, group=group, group_peer=dst))
+            ops.append(dist.P2POp(dist.isend, send, group=group, tag=tag, group_peer=dst))
         try:
             self._work = dist.batch_isend_irecv(ops)
         except RuntimeError as error:

@@ -132,7 +132,7 @@ def test_models_that_depend_on_the_host(family):
 
 
 def _on_two_ranks(rank, world, options):
-    config = TreeConfig(transport="builtin")
+    config = TreeConfig(transport="builtin", check="never")  # gloo's ranks would meet in each call; NCCL's don't
     it = Pair.of(cp_group=dist.group.WORLD, config=config, **options)
     Tape.begin()
     worst = _rows_come_and_go(it, 40)

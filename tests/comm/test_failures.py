@@ -243,8 +243,10 @@ def test_what_all_refuse_does_no_harm():
     assert run_distributed(_refused_by_all, 3) == [2.0, 2.0, 2.0]
 
 
-def _swapped(rank, world, check):
+def _swapped(rank, world, check, stamped=True):
     """[20, 10] tokens on one rank, [10, 20] on the other: as many bytes."""
+    if not stamped:
+        comm.calls.digest_of = lambda *_: 0
     b, s = ((2, 1), (1, 2))[rank]
     q, k, v = (torch.arange(32.0).reshape(b, s, 2, 8).sin() for _ in "qkv")
     config = TreeConfig(check=check, timeout_s=10, grid=(1, 2))
@@ -252,10 +254,11 @@ def _swapped(rank, world, check):
 
 
 def test_without_the_check_shapes_that_fit_are_silently_wrong():
-    """What the comparison is for: the messages are equally long, and what they hold is taken for something else."""
-    wrong = run_distributed(_swapped, 2, "never")
+    """What the comparison is for, and the digest in tags: messages are equally long, and taken for something else."""
+    wrong = run_distributed(_swapped, 2, "never", False, fresh=True)
     assert [tuple(out.shape) for out in wrong] == [(2, 1, 2, 8), (1, 2, 2, 8)]
     assert all(out.isfinite().all() for out in wrong)
-    with pytest.raises(DistributedTestError, match=r"batch=2, seq_len=2.*batch=1, seq_len=4") as caught:
-        run_distributed(_swapped, 2, "first")
-    assert len(caught.value.failures) == 2
+    for check in ("first", "never"):
+        with pytest.raises(DistributedTestError, match=r"batch=2, seq_len=2.*batch=1, seq_len=4") as caught:
+            run_distributed(_swapped, 2, check)
+        assert len(caught.value.failures) == 2

@@ -4,5 +4,6 @@
 - watchdog.py    what this rank does in a group; it notices other ranks' failures, and interrupts waits
 - reports.py     after a failure: what every rank saw, and the conclusion that all come to
 - agreement.py   whether all ranks make the same call
+- monitored.py   regions in which all ranks of the job conclude together
 - gloo.py        what is gloo's own
 """

@@ -12,16 +12,18 @@ import dataclasses
 import hashlib
 import sys
 import time
+import zlib
 from typing import NamedTuple
 
 import torch
 
-from .reports import Report
+from .reports import DIFFERENT_CALLS, Report
 from .store import set_first
-from .watchdog import Watchdog
+from .watchdog import CallToken, Watchdog
 
 ASK_AFTER_S = 0.3  # of waiting, after which ranks are asked that went on without a comparison
 SHOWN = 300  # characters of a value
+LOGGED = 32  # calls that are compared at once where messages carry no stamp
 
 
 class Signature(NamedTuple):
@@ -35,6 +37,11 @@ class Signature(NamedTuple):
         package = sys.modules[__package__.partition(".")[0]]
         values = {"megatron_tree": package.__version__, "torch": torch.__version__, **self.values}
         return "\n".join([f"function={self.name}", *_lines(values)])
+
+
+def digest_of(name: str, values: dict) -> int:
+    """32 bits of what must be equal in a call, the same in every process."""
+    return zlib.crc32("\n".join([name, *_lines(values)]).encode())
 
 
 def compare(watchdog: Watchdog, signature: Signature, number: int, store):
@@ -120,6 +127,75 @@ def _clear(watchdog: Watchdog, store, number: int):
         store.delete_key(watchdog.key("call", number, name))
     store.delete_key(watchdog.key("asked", number))
     yield
+
+
+def log_call(watchdog: Watchdog, call: CallToken) -> None:
+    """For collectives that carry no stamp: compare the calls afterwards, many at once.
+
+    Ranks that differ raise a ``ValueError`` in one of the next calls. So do those that did not wait in a call that
+    another rank rejected.
+    """
+    watchdog.log.append(f"{watchdog.stamp & 0xFFFFFFFF:08x} {call.name}")
+    if len(watchdog.log) == LOGGED:
+        log, watchdog.log = watchdog.log, []
+        first = call.number - LOGGED + 1
+        watchdog.compare_meanwhile(call, lambda store: _compare_logs(watchdog, first, log, store))
+
+
+def _compare_logs(watchdog: Watchdog, first: int, log: list[str], store):
+    """A request: compare the digests and names of the calls from number `first` on with those of the first rank.
+
+    Returns: as `compare`.
+    """
+    yield
+    rank = watchdog.ranks[watchdog.rank]
+    other, *theirs = set_first(store, watchdog.key("log", first), "\n".join([str(rank), *log])).split("\n")
+    if first > 2 * LOGGED:
+        store.delete_key(watchdog.key("log", first - 2 * LOGGED))
+    for number, calls in enumerate(zip(theirs, log), first):
+        if calls[0] != calls[1]:
+            names = [call.split(" ", 1)[1] for call in calls]
+            both = " and ".join(f"{name} on rank {r}" for r, name in sorted(zip((int(other), rank), names)))
+            return ValueError(f"{DIFFERENT_CALLS}: call {number} is {both}")
+    if watchdog.num_updates(store):
+        if watchdog.reports.exist(store):
+            return Report(f"rank {rank} compared its latest calls")
+        return watchdog.find_rejection(store, *range(first, first + LOGGED))
+    return None
+
+
+def gather(watchdog: Watchdog, name: str, value: str, timeout_s: float) -> list[str]:
+    """Every rank's value, through the store, by group rank; once for each name. Collective.
+
+    Raises: `CommError` naming the ranks that did not come within timeout_s.
+    """
+    values, missing = watchdog.store.run(lambda store: _gather(watchdog, store, name, value, timeout_s), timeout_s)
+    if watchdog.rejection is not None:
+        raise watchdog.conclude(Report(str(watchdog.rejection), cause="input"))
+    if not values:
+        what = f"rank {watchdog.ranks[watchdog.rank]} waited for the {name} of the other ranks"
+        if missing:
+            what = f"ranks {[watchdog.ranks[r] for r in missing]} did not report their {name} within {timeout_s:g} s"
+        raise watchdog.fail(Report(what, tuple(missing), limit_s=timeout_s if missing else None))
+    return values
+
+
+def _gather(watchdog: Watchdog, store, name: str, value: str, timeout_s: float):
+    """A request: (the values by rank, the ranks that did not write one in time); no values unless all did."""
+    keys = [watchdog.key(name, r) for r in range(watchdog.world)]
+    store.set(keys[watchdog.rank], value)
+    end, seen = time.monotonic() + timeout_s, 0
+    while not store.check(keys):
+        if (updates := watchdog.num_updates(store)) != seen:
+            seen, rejection = updates, watchdog.rejection or watchdog.find_rejection(store)
+            # unless a rank has gone on since, and rejected what comes next
+            if (rejection is not None or watchdog.reports.exist(store)) and not store.check(keys):
+                watchdog.rejection = rejection
+                return [], []
+        if time.monotonic() > end:
+            return [], [r for r, key in enumerate(keys) if not store.check([key])]
+        yield
+    return [store.get(key).decode() for key in keys], []
 
 
 def _lines(values: dict, prefix: str = ""):

@@ -13,6 +13,7 @@ from .store import set_first
 
 GATHER_S = 0.8  # for the other ranks' reports
 TAKE_OVER_S = 0.5  # more, after which the conclusion is not left to the first rank that reported
+DIFFERENT_CALLS = "the ranks of cp_group make different calls, or in another order"
 LINGER_S = 0.7  # that the process which hosts the store stays for the others to read the conclusion
 
 
@@ -24,7 +25,7 @@ class Report:
     suspects: tuple[int, ...] = ()
     """The ranks that it waited for."""
     cause: str = ""
-    """"error" or "input" where this rank raised by itself; else empty."""
+    """"error" or "input" where this rank raised by itself, "calls" where it met ranks in other calls; else empty."""
     limit_s: float | None = None
     """The time limit, where it ran out."""
 
@@ -46,7 +47,7 @@ class Reports:
         yield
         if self._number:
             return
-        if report.cause:
+        if report.cause in ("error", "input"):
             cause = {"kind": report.cause, "rank": self._rank, "what": report.what}
             set_first(store, self._key("cause"), json.dumps(cause))
         self._number = store.add(self._key("num_reports"), 1)
@@ -94,8 +95,11 @@ class Reports:
             if cause["kind"] != "input":
                 text = f"rank {ranks[0]} failed: {text}"
             return json.dumps({"input": cause["kind"] == "input", "ranks": ranks, "text": text})
-        ranks = [self._ranks[r] for r in silent]
         by_rank = [reports[rank] for rank in sorted(reports)]
+        if differing := [report["what"] for report in by_rank if report["cause"] == "calls"]:
+            text = f"{DIFFERENT_CALLS}: {'; '.join(differing)}"
+            return json.dumps({"input": True, "ranks": [], "text": text})
+        ranks = [self._ranks[r] for r in silent]
         waited = [report for report in by_rank if report["suspects"]]
         what = (waited or by_rank)[0]["what"]
         limits = [report["limit_s"] for report in waited if report["limit_s"] is not None]

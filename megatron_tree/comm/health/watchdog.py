@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import copy
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from .store import Request, StoreClient, set_first
 
 REMEMBERED = 8  # latest calls that this rank can be asked about, and may wait in
 MEANWHILE = 4  # calls that may go on while earlier ones are still compared
+ASK_S = 1.0  # of waiting in a call that was not compared, after which it is
 VERDICT_S = 0.5  # that a failed wait is kept back for a comparison that may explain it
 REJECT_S = 5.0  # for the store to take note of a rejection
 EVERY_GROUP = object()
@@ -70,12 +72,26 @@ class Watchdog:
         """Another rank's rejection of a call that this rank is in; it is raised instead of the error of the wait."""
         self.error: Exception | None = None
         """How the group failed; it can't be used any more."""
+        self.stamp = 0
+        """Of the call that this rank is in, or else of the latest: its number, and 32 bits of what was agreed."""
+        self.digest = 0
+        """The stamp in 32 bits."""
+        self.doubts = False
+        """Whether the latest call ended in an error that left the group usable: the ranks compare the next one."""
+        self.meets = True
+        """Whether collectives that carry no stamp are preceded by a meeting (work.py)."""
+        self.met = 0
+        """Stamp of the latest call in which the ranks have met."""
+        self.log: list[str] = []
+        """agreement.py: the latest calls, where they are compared afterwards."""
         self._num_calls = 0
         self._joined: deque[CallToken] = deque(maxlen=REMEMBERED)
         self._comparisons: deque[Future] = deque()
         self._open: CallToken | None = None
         self._last: CallToken | None = None
         self._polled: tuple[int, int] = (0, 0)
+        self._wait: tuple[int, float, float] = (0, 0.0, 0.0)
+        self._longest_wait_s = 0.0
         self._failure_seen = False
         self.store.add_watchdog(self)
 
@@ -102,11 +118,26 @@ class Watchdog:
             advice = "this group can't be used any more: create a new one, and end processes that hang"
             raise type(error)(f"{error} ({advice})")
 
-    def begin(self, name: str) -> CallToken:
-        """The token of the group's next call."""
+    def begin(self, name: str, digest: int = 0, *, meets: bool = True) -> CallToken:
+        """The token of the group's next call. digest: 32 bits of what its ranks agree on."""
         self._num_calls += 1
+        self.meets = meets
+        self._set_stamp(self._num_calls << 32 | digest)
         self._open = self._last = CallToken(name, self._num_calls)
         return self._last
+
+    def _set_stamp(self, stamp: int) -> None:
+        self.stamp, self.digest = stamp, zlib.crc32(stamp.to_bytes(8, "little"))
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether this rank is in a call of the group."""
+        return self._open is not None
+
+    def doubt(self, call: CallToken) -> None:
+        """The call ended in an error that left the group usable."""
+        self.doubts = True
+        self._set_stamp(call.number << 32)
 
     def join(self, call: CallToken) -> None:
         """This rank runs the call: from now on it may wait in it, and can be asked about it."""
@@ -115,6 +146,7 @@ class Watchdog:
     def reject(self, call: CallToken, error: str) -> None:
         """Ranks that are in this call, or come to it, raise a ``ValueError`` of this text; this one has left it."""
         call.rejected = True
+        self.doubt(call)
         if call in self._joined:
             self._joined.remove(call)
         with contextlib.suppress(CommError):  # the rank's own error says more
@@ -146,7 +178,7 @@ class Watchdog:
     def where(self) -> str:
         """What this rank does, for messages: " in tree_attn_func, call 3 of its group, in step 5"."""
         call = f" in {self._open}" if self._open else f" after {self._last}" if self._last else ""
-        return f"{call}{_region()}"
+        return f"{call}{region()}"
 
     @contextlib.contextmanager
     def waits(self, on) -> Iterator[None]:
@@ -176,6 +208,8 @@ class Watchdog:
             self._failure_seen = self._failure_seen or self.reports.exist(store)
             self.rejection = self.rejection or self.find_rejection(store)
             asked = [x for x in list(self._joined) if x.compare and store.check([self.key("asked", x.number)])]
+        if self._waits_long() and (call := self._open) in list(self._joined) and call.compare and call not in asked:
+            asked.append(call)
         waiting_on = self.waiting_on
         if waiting_on is not None and (self._failure_seen or self.rejection is not None):
             interrupt(waiting_on)
@@ -184,6 +218,18 @@ class Watchdog:
             outcome = yield from compare(store)
             if isinstance(outcome, ValueError):
                 self.rejection = self.rejection or outcome
+
+    def _waits_long(self) -> bool:
+        """Whether the main thread waits in its call for longer than usual, perhaps for ranks that make another one."""
+        call, now = self._open, time.monotonic()
+        if call is None:
+            return False
+        number, began, latest = self._wait
+        if number != call.number:
+            self._longest_wait_s = max(self._longest_wait_s, latest - began)
+            number, began = call.number, now
+        self._wait = number, began, now
+        return now - began > max(ASK_S, 2 * self._longest_wait_s)
 
     def num_updates(self, store) -> int:
         """A number that grows with all that another rank may have to look at."""
@@ -211,7 +257,7 @@ class Watchdog:
     def fail(self, report: Report) -> Exception:
         """The error that all ranks raise after a failure. In a `monitored` region the ranks of the whole job conclude,
         since they may wait in different groups; otherwise those of this group."""
-        if not _region():
+        if not region():
             return self.conclude(report)
         with contextlib.suppress(CommError):  # those that wait in this group are interrupted, too
             self.store.run(lambda store: self.reports.add(store, report))
@@ -257,73 +303,23 @@ class Watchdog:
             return conclusion
         return CommError(f"{conclusion}. On this rank: {what}", conclusion.ranks)
 
-    def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
-        """Every rank's value, through the store, by group rank; once for each name. Collective.
-
-        Raises: `CommError` naming the ranks that did not come within timeout_s.
-        """
-        values, missing = self.store.run(lambda store: self._gather(store, name, value, timeout_s), timeout_s)
+    def calls_differ(self, what: str) -> Exception:
+        """What to raise where this rank has met another one in another call. what: this rank does, for the message."""
+        with contextlib.suppress(CommError):
+            self.rejection = self.rejection or self.store.run(self._rejection)
         if self.rejection is not None:
-            raise self.conclude(Report(str(self.rejection), cause="input"))
-        if not values:
-            what = f"rank {self.ranks[self.rank]} waited for the {name} of the other ranks"
-            if missing:
-                what = f"ranks {[self.ranks[r] for r in missing]} did not report their {name} within {timeout_s:g} s"
-            raise self.fail(Report(what, tuple(missing), limit_s=timeout_s if missing else None))
-        return values
+            return self.conclude(Report(str(self.rejection), cause="input"))
+        return self.fail(Report(f"rank {self.ranks[self.rank]} runs {what}{self.where()}", cause="calls"))
 
-    def _gather(self, store, name: str, value: str, timeout_s: float):
-        """A request: (the values by rank, the ranks that did not write one in time); no values unless all did."""
-        keys = [self.key(name, r) for r in range(self.world)]
-        store.set(keys[self.rank], value)
-        end, seen = time.monotonic() + timeout_s, 0
-        while not store.check(keys):
-            if (updates := self.num_updates(store)) != seen:
-                seen, rejection = updates, self.rejection or self.find_rejection(store)
-                # unless a rank has gone on since, and rejected what comes next
-                if (rejection is not None or self.reports.exist(store)) and not store.check(keys):
-                    self.rejection = rejection
-                    return [], []
-            if time.monotonic() > end:
-                return [], [r for r, key in enumerate(keys) if not store.check([key])]
-            yield
-        return [store.get(key).decode() for key in keys], []
+    def _rejection(self, store):
+        yield
+        return self.find_rejection(store)
 
 
-def _region() -> str:
+def region() -> str:
     """For messages, in a `monitored` region: ", in step 5"."""
     region = GroupState.of(dist.group.WORLD).region
     return f", in {region}" if region else ""
-
-
-@contextlib.contextmanager
-def monitored(region: str) -> Iterator[None]:
-    """A region of a run in which all ranks of the job take part, collectives of other libraries included.
-
-    An error that one rank raises in it becomes a `CommError` of all ranks that wait for it, whatever they wait in. The
-    error names the region, for instance "step 5". A region inside another one is a part of that.
-    """
-    job = GroupState.of(dist.group.WORLD)
-    if job.size == 1 or job.region:
-        yield
-        return
-    watchdog = Watchdog.of(dist.group.WORLD)
-    job.region, watchdog.waiting_on = region, EVERY_GROUP
-    try:
-        yield
-    except CommError as error:  # of a smaller group, and the rank that failed may not be in it
-        conclusion = watchdog.conclude(Report(str(error), error.ranks))
-        if isinstance(conclusion, CommError) and conclusion.ranks == error.ranks:
-            raise
-        raise conclusion from error
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}, on rank {watchdog.rank}{_region()}"
-        if not gloo.is_communication_error(error):
-            watchdog.conclude(Report(what, cause="error"))
-            raise
-        raise watchdog.conclude(Report(what, tuple(r for r in range(job.size) if r != job.rank))) from error
-    finally:
-        job.region, watchdog.waiting_on = "", None
 
 
 def interrupt(on) -> None:

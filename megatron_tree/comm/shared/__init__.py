@@ -30,7 +30,7 @@ from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
 from ..group import GroupState, resolve_transport
-from ..health.reports import Report
+from ..health.agreement import gather
 from ..health.watchdog import Watchdog
 from ..machines import hosts
 from ..traffic import note
@@ -61,7 +61,7 @@ class _Team(ctypes.Structure):
     _fields_ = [
         ("memory", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("world", "rank", "capacity", "cores")),
-        ("step", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("step", "stamp")),
         ("at", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("round", "published", "fd")),
     ]
@@ -142,7 +142,7 @@ def _join(group, timeout_s: float) -> SharedMemory | str:
             said = f"+{act() or ''}"
         except (OSError, _Refused) as error:
             said = f"-rank {dist.get_rank()}: {error}"
-        answers = watchdog.gather(f"shared memory: {step}", said, timeout_s)
+        answers = gather(watchdog, f"shared memory: {step}", said, timeout_s)
         for answer in answers:
             if answer.startswith("-"):
                 raise _Refused(answer[1:])
@@ -304,6 +304,7 @@ class SharedMemory:
             sent = sends * num_bytes * (world if op == _EXCHANGE else 1)
         note(f"shared {name}", world, sent)
         with self._in_use:
+            self._team.stamp = watchdog.stamp
             call = self._ref, op, source, x, out, num_bytes, parts
             code = self._collective(*call, 1)
             if code == _WAITING:
@@ -313,8 +314,7 @@ class SharedMemory:
                         self._look(watchdog, name, began, timeout_s)
                         code = self._collective(*call, 0)
         if code == _DIFFERENT:
-            what = f"shared {name}: the ranks run different collectives, or of different sizes{watchdog.where()}"
-            raise watchdog.fail(Report(what, cause="error"))
+            raise watchdog.calls_differ(f"shared {name} of {num_bytes} bytes")
 
     def _look(self, watchdog: Watchdog, name: str, began: float, timeout_s: float) -> None:
         """See what keeps the others; raises an error if there is no use in waiting."""

@@ -38,6 +38,7 @@ typedef struct {
 
 typedef struct {
     _Alignas(LINE) int64_t op, source, bytes; /* of the collective: what all must agree on */
+    uint64_t stamp;                           /* of the call, for the same */
     _Alignas(LINE) char data[];
 } Slot;
 
@@ -45,7 +46,7 @@ typedef struct { /* __init__.py has the same */
     char *memory;
     int64_t world, rank, capacity; /* bytes of a slot's data */
     int64_t cores;                 /* for these ranks */
-    uint64_t step;                 /* of this rank */
+    uint64_t step, stamp;          /* of this rank, and of the call that it is in */
     int64_t at;                    /* bytes of the collective that are done; */
     int32_t round, published;      /* where in a piece it is */
     int32_t fd;
@@ -253,7 +254,7 @@ static int differs(const Team *t, const Call *c)
     for (int64_t r = 0; r < t->world; r++) {
         Slot *x = slot_of(t, t->step, r);
         if ((c->source == EVERYONE || c->source == r) &&
-            (x->op != c->op || x->source != c->source || x->bytes != c->bytes))
+            (x->stamp != t->stamp || x->op != c->op || x->source != c->source || x->bytes != c->bytes))
             return 1;
     }
     return 0;
@@ -286,6 +287,7 @@ int collective(Team *t, int64_t op, int64_t source, const char *in, char *out, i
             own->op = op;
             own->source = source;
             own->bytes = bytes;
+            own->stamp = t->stamp;
             put(t, &c, n, own->data);
             publish(t, t->step);
             t->published = 1;
