@@ -21,7 +21,18 @@ has_gpu() {
 
 has_rocm() { [ -e /dev/kfd ] && { command -v rocm-smi || command -v amd-smi || [ -d /opt/rocm ]; } >/dev/null 2>&1; }
 
-num_cores() { getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1; }
+# Those that this process may use; nproc would also obey OMP_NUM_THREADS.
+num_cores() { env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1; }
+
+# pytest with the tests that are not slow, in one process for every two cores. usage: run_pytest [ARGUMENT ...]
+run_pytest() {
+    local cores workers
+    # Half of the tests start 2 to 4 ranks. Two processes keep two cores busy; with more cores, one for every two is enough.
+    cores="$(num_cores)"
+    workers=$((cores < 2 ? 0 : cores < 4 ? 2 : cores > 16 ? 8 : cores / 2))
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores / (workers ? workers : 1)))}" TOKENIZERS_PARALLELISM=false \
+        python -m pytest -n "$workers" --dist loadgroup -m 'not slow' --durations=15 --durations-min=5 "$@"
+}
 
 # Put the programs of the active virtual environment, or else of .venv, first on PATH.
 use_environment() {

@@ -9,6 +9,9 @@
 # By default the tests marked slow do not run: "bash launch/test.sh -m slow" runs only those, "bash launch/test.sh -m ''"
 # runs all. Example: bash launch/test.sh tests/core/test_decode.py -k ring -x
 #
+# Without pytest's arguments, the files of tests/numeric.txt run a second time afterwards as on an older processor: see
+# launch/portable.sh.
+#
 # The tests run in parallel, in one process for every two cores, at least two, at most 8: "-n 4" sets another number, and
 # "-n 0" runs them one by one, for a debugger. A machine with one core runs them one by one.
 
@@ -37,8 +40,15 @@ if [ "$lint" = 1 ]; then
     ruff format --check . || die "the files above are not formatted: run 'make format'"
 fi
 [ "$tests" = 1 ] || exit 0
-# Half of the tests start 2 to 4 ranks. Two processes keep two cores busy; with more cores, one for every two is enough.
-cores="$(num_cores)"
-workers=$((cores < 2 ? 0 : cores < 4 ? 2 : cores > 16 ? 8 : cores / 2))
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores / (workers ? workers : 1)))}" TOKENIZERS_PARALLELISM=false
-exec python -m pytest -n "$workers" --dist loadgroup -m 'not slow' --durations=15 --durations-min=5 "$@"
+if [ $# -gt 0 ]; then
+    run_pytest "$@"
+    exit
+fi
+trap 'exit 130' INT # pytest handles it, too: do not go on with the second run
+status=0
+run_pytest || status=$?
+# The numeric files once more, with other roundings: 4 threads without the processor's wide vectors.
+if [ "$(uname -m)" = x86_64 ]; then
+    bash launch/portable.sh --numeric --on default/4 || status=$?
+fi
+exit "$status"

@@ -26,9 +26,13 @@ def pytest_configure(config):
         importlib.import_module("ptx.device").install(arch, str(config.cache.mkdir("ptx")))
     else:
         importlib.import_module("support.triton_interpreter")  # before anything imports Triton: see its docstring
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    torch.set_num_threads(ranks.num_threads(default=min(2, torch.get_num_threads())))
     if hasattr(config, "workerinput"):  # one of pytest-xdist's processes
         turns.take_turns(config.workerinput["turns"])
+
+
+def pytest_report_header():
+    return f"torch: CPU level {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 @pytest.hookimpl(optionalhook=True)

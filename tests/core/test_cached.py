@@ -14,6 +14,7 @@ from megatron_tree.plan import grids
 from support.attention import dense, make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle, prefill_chunk, same_everywhere
 from support.ranks import largest, run_distributed
+from support.rounding import error, rounding
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "plain": ((4, 4), 8, 8, {}),
@@ -48,8 +49,7 @@ def _prefill(rank, world, page_size):
                     assert out.dtype == torch.float32 and out.isfinite().all()
                     assert out.shape == (1, len(mine), heads[0], d_v)
                     truth = want(q[:, new], k[:, : at + n], v[:, : at + n], at, **options)
-                    error = (out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs()
-                    worst[form] = largest((worst.get(form, 0.0), error.max().item() if mine else 0.0))
+                    worst[form] = largest((worst.get(form, 0.0), error(out, truth[:, torch.tensor(mine).long()])))
                     at += n
     return worst
 
@@ -61,7 +61,7 @@ def _prefill(rank, world, page_size):
 def test_prefill_in_chunks(world, page_size):
     # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
     for worst in run_distributed(_prefill, world, page_size):
-        assert largest(worst.values()) < 3e-6, worst
+        assert largest(worst.values()) < rounding(max(map(sum, CHUNKS))), worst
 
 
 def _prefill_of_attention_chunks(rank, world):
@@ -76,13 +76,13 @@ def _prefill_of_attention_chunks(rank, world):
             out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
             keep = (chunk_of[new, None] == chunk_of[: new.stop]) & torch.ones(59, 59).tril()[new, : new.stop].bool()
             truth, _ = decode_oracle(q[:, new], k[:, : new.stop], v[:, : new.stop], keep)
-            worst.append((out - truth[:, mine]).abs().max().item() if mine else 0.0)
+            worst.append(error(out, truth[:, torch.tensor(mine).long()]))
     return largest(worst)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_prefill_where_queries_see_their_own_chunk(world):
-    assert largest(run_distributed(_prefill_of_attention_chunks, world)) < 3e-6
+    assert largest(run_distributed(_prefill_of_attention_chunks, world)) < rounding(59)
 
 
 def _prefill_with_triton(rank, world):
@@ -93,12 +93,12 @@ def _prefill_with_triton(rank, world):
         for new in (slice(0, 23), slice(23, 40)):
             out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
             truth = want(q[:, new], k[:, : new.stop], v[:, : new.stop], new.start)
-            worst.append((out - truth[:, torch.tensor(mine, dtype=torch.int64)]).abs().max().item())
+            worst.append(error(out, truth[:, torch.tensor(mine).long()]))
     return largest(worst)
 
 
 def test_prefill_with_triton_kernels():
-    assert largest(run_distributed(_prefill_with_triton, 2)) < 3e-6
+    assert largest(run_distributed(_prefill_with_triton, 2)) < rounding(40)
 
 
 def _prefill_bf16(rank, world, options):
@@ -158,15 +158,14 @@ def _decode(rank, world, page_size):
                     **options,
                 )
                 assert same_everywhere(out), (form, dtype, schedule)
-                error = (out - torch.cat(truth)).abs().max().item()
-                worst[form, dtype] = largest((worst.get((form, dtype), 0.0), error))
+                worst[form, dtype] = largest((worst.get((form, dtype), 0.0), error(out, torch.cat(truth))))
     return worst
 
 
 @pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (3, 4), (4, 16)])
 def test_decode_from_pages(world, page_size):
     for worst in run_distributed(_decode, world, page_size):
-        assert largest(worst.values()) < 3e-6, worst
+        assert largest(worst.values()) < rounding(43), worst
 
 
 def _decode_bf16(rank, world, mask):

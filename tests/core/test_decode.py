@@ -9,6 +9,7 @@ from megatron_tree.cache import ShardedCache
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.ranks import largest, run_distributed
+from support.rounding import error, rounding
 
 WORLDS = (1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow))
 
@@ -29,8 +30,7 @@ def _one_token(rank, world, lengths_list):
                 )
                 assert o.dtype == q.dtype and l.dtype == torch.float32
                 assert same_everywhere(o) and same_everywhere(l), schedule
-                gap = torch.where(l == lse, 0.0, l - lse)  # both are -inf where nothing is seen
-                worst = largest((worst, (o - out).abs().max().item(), gap.abs().max().item()))
+                worst = largest((worst, error(o, out), error(l, lse)))
     return worst
 
 
@@ -39,7 +39,7 @@ def test_one_token_any_shards(world):
     lengths = [[1] * world, [7] * world, [31 + r for r in range(world)], [13] + [0] * (world - 1), [0] * world]
     lengths += [[0 if r == e else 5 for r in range(world)] for e in range(world) if world > 1]
     lengths += [[0] * (world - 1) + [1]]
-    assert largest(run_distributed(_one_token, world, lengths)) < 2e-6
+    assert largest(run_distributed(_one_token, world, lengths)) < rounding(max(map(sum, lengths)))
 
 
 def _many_tokens(rank, world):
@@ -75,13 +75,13 @@ def _many_tokens(rank, world):
                 return_lse=True,
             )
             assert same_everywhere(o)
-            worst = largest((worst, (o - out).abs().max().item(), (l - lse).abs().max().item()))
+            worst = largest((worst, error(o, out), error(l, lse)))
     return worst
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_many_tokens_windows_and_padding(world):
-    assert largest(run_distributed(_many_tokens, world)) < 2e-6
+    assert largest(run_distributed(_many_tokens, world)) < rounding(4 * world + 5)
 
 
 def _ragged(rank, world, dtype):
@@ -95,21 +95,21 @@ def _ragged(rank, world, dtype):
     out, _ = decode_oracle(q, k, v, torch.cat(everyone, 1)[:, None])
     for x in (k, v):
         x[:, mine][~valid] = float("nan")
-    error = 0.0
+    worst = 0.0
     for schedule in DECODE_SCHEDULES:
         o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=lengths, schedule=schedule)
-        error = largest((error, (o - out).abs().max().item()))
+        worst = largest((worst, error(o, out)))
     uniform = torch.full((4,), 4)
     keep = torch.cat([torch.arange(6) < 4] * world)[None]
     q, k, v = decode_inputs(4, 1, 6 * world, dtype=dtype)
     out, _ = decode_oracle(q, k, v, keep)
     o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=uniform)
-    return largest((error, (o - out).abs().max().item()))
+    return largest((worst, error(o, out)))
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_ragged_caches(world):
-    assert largest(run_distributed(_ragged, world, torch.float32)) < 2e-6
+    assert largest(run_distributed(_ragged, world, torch.float32)) < rounding(6 * world)
 
 
 def _bf16(rank, world):

@@ -14,6 +14,7 @@ from megatron_tree.plan.plans import grids, inner_grids
 from support.attention import low_precision, make_inputs, oracle, run_one, worst_error
 from support.hosts import Hosts
 from support.ranks import largest, run_distributed
+from support.rounding import error, rounding
 
 PLACES = {  # host of every rank
     "2 x 2": (0, 0, 1, 1),
@@ -105,7 +106,7 @@ def _decode_over_hosts(rank, world, hosts):
                 out = tree_decode(
                     q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule, config=config
                 )
-                worst = largest((worst, (out - truth).abs().max().item()))
+                worst = largest((worst, error(out, truth)))
                 everyone = [torch.empty_like(out) for _ in range(world)]
                 dist.all_gather(everyone, out)
                 assert all(torch.equal(out, other) for other in everyone), schedule
@@ -114,7 +115,8 @@ def _decode_over_hosts(rank, world, hosts):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_decode_over_hosts(place):
-    assert largest(run_distributed(_decode_over_hosts, len(PLACES[place]), PLACES[place])) < 2e-6
+    world = len(PLACES[place])
+    assert largest(run_distributed(_decode_over_hosts, world, PLACES[place])) < rounding(5 * world)
 
 
 BAD = [

@@ -17,6 +17,7 @@ from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk
 from support.hosts import Hosts
 from support.ranks import largest, run_distributed
+from support.rounding import error, rounding
 
 B, H, H_KV, D, D_V, ROWS = 2, 4, 2, 8, 6, 10  # rows: queries of a rank
 
@@ -41,7 +42,7 @@ def _prefill_over_hosts(rank, world, hosts, transport, head_groups):
                     truth = cached_oracle(
                         q[:, new], k[:, : new.stop], v[:, : new.stop], new.start, alibi_slopes=make_slopes(8)
                     )[0]
-                    worst.append((out - truth[:, mine]).abs().max().item() if mine else 0.0)
+                    worst.append(error(out, truth[:, torch.tensor(mine).long()]))
     return largest(worst), sum(inner != (1, 1) for _, inner in arrangements)
 
 
@@ -59,7 +60,7 @@ def _prefill_over_hosts(rank, world, hosts, transport, head_groups):
 )
 def test_prefill_on_nested_grids(hosts, transport, head_groups):
     for worst, nested in run_distributed(_prefill_over_hosts, len(hosts), hosts, transport, head_groups, timeout=300):
-        assert worst < 3e-6 and (nested > 0) == (hosts != (0, 0, 0, 1))
+        assert worst < rounding(59) and (nested > 0) == (hosts != (0, 0, 0, 1))
 
 
 def _prefill_traffic(rank, world, dtype):
@@ -116,7 +117,7 @@ def _chunks_of_a_row(rank, world, topology):
                     out = forward.attend(0, q[:, mine], config=TreeConfig(topology=topology, timeout_s=30))
             sent.append(sum(x.bytes for x in log))
             truth = cached_oracle(q[:, new], k[:, : new.stop], v[:, : new.stop], new.start)[0]
-            worst.append((out - truth[:, first - new.start :][:, :count]).abs().max())
+            worst.append(error(out, truth[:, first - new.start :][:, :count]))
     return sent, largest(worst)
 
 
@@ -129,4 +130,4 @@ def test_a_row_goes_from_gathered_keys_over_grids_to_gathered_queries(tmp_path):
     ends = [min(3 * y * n, 3 * x) / 4 for n in range(1, 11)]
     least = [min(end, (x + y * n) / 4) for n, end in enumerate(ends, 1)]
     for sent, worst in run_distributed(_chunks_of_a_row, 4, str(tmp_path / "network.yaml")):
-        assert sent == least and sum(sent) < 0.9 * sum(ends) and worst < 3e-6
+        assert sent == least and sum(sent) < 0.9 * sum(ends) and worst < rounding(160)

@@ -74,6 +74,11 @@ class DistributedTestError(RuntimeError):
         self.unfinished = tuple(unfinished)
 
 
+def num_threads(default):
+    """Threads of torch in the session, and in each rank, where launch/portable.sh asks for a number of them."""
+    return int(os.environ.get("TREE_TEST_THREADS") or default)
+
+
 def seed_everything(seed=SEED):
     random.seed(seed)
     np.random.seed(seed)
@@ -297,7 +302,7 @@ def _worker(connection, trace_path):
     """Serve jobs. A job's group stays open until all ranks are done: else the others fail with "connection reset"."""
     os.setpgid(0, 0)
     _die_with_parent()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads(default=1))
     gc.freeze()  # what the fork server has imported: collections leave it alone
     with open(trace_path, "w") as trace, poisoned_empty():
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)

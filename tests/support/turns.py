@@ -49,7 +49,7 @@ def enough_cores(num_ranks):
     if _folder is None or num_ranks < CROWD:
         yield
         return
-    places = range(max(1, (os.cpu_count() or 1) // CROWD))
+    places = range(max(1, len(os.sched_getaffinity(0)) // CROWD))
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's clock
     with contextlib.ExitStack() as stack:
         while not any(_takes(stack, f"place{i}") for i in places):

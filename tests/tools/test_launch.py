@@ -109,7 +109,7 @@ def test_local_starts_the_ranks(rank_script):
     )
     assert status == 0, output
     lines = sorted(re.findall(r"rank .*\]", output))
-    threads = max(1, os.cpu_count() // 4)
+    threads = max(1, len(os.sched_getaffinity(0)) // 4)
     assert lines == [f"rank {r} 4 cpu {threads} lo 127.0.0.1 x ['a b', '--name', '1']" for r in range(4)]
 
 
