@@ -95,7 +95,8 @@ class TreeConfig:
 
     deterministic: bool = False
     """The same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and in a
-    batch, provided that the schedule is the same (name one: "auto" may depend on the batch). What can't guarantee this
+    batch, provided that the schedule is the same (name one: "auto" may depend on the batch), and on a CPU the number of
+    threads and the vector instructions (aten and reference leave sums to torch and MKL). What can't guarantee this
     is refused, and excluded by "auto": libraries and aten's CUDA kernels, whose backward sums in any order and whose
     decode splits by batch size; the decode schedule "allreduce", whose summation order is up to the backend. Decoding
     is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by row."""

@@ -57,8 +57,9 @@ def test_the_same_bits_in_new_processes():
 
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])
-def test_threads_do_not_matter(backend):
-    """Forward and backward of a block with one thread and with four (aten), and again with four (both)."""
+def test_the_same_bits_with_as_many_threads(backend):
+    """Forward and backward of a block again and again, with one thread and with four. Between them bits may differ: how
+    torch's kernels cut their work for several threads is up to torch and to the processor."""
     q, k, v, dout = make_inputs(200, (4, 2), d=32, d_v=32, dtype=torch.float32)
     whole = dict(
         q_segments=(Segment(0, 0, 200),),
@@ -73,14 +74,11 @@ def test_threads_do_not_matter(backend):
 
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(4)
-        several = {bits() for _ in range(TIMES)}
-        torch.set_num_threads(1)
-        one = bits()
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            assert len({bits() for _ in range(TIMES)}) == 1, threads
     finally:
         torch.set_num_threads(before)
-    assert len(several) == 1
-    assert backend == "reference" or several == {one}
 
 
 def _rows(rank, world, dtype):

@@ -46,7 +46,7 @@ CELLS = {  # query segments, KV segments, rows of each: one launch covers them a
 }
 
 
-def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
+def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=None):
     q_segments, k_segments, s_q, s_k = CELLS[cell]
     spec = AttnSpec(**{"softmax_scale": d**-0.5} | options)
     q, k, v, dout = inputs(s_q, s_k, heads, d, d_v, batch=1, dtype=dtype)
@@ -63,6 +63,7 @@ def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=3e-6):
     o, l = kernels.attn_fwd(q, k, v, **segments)
     assert torch.equal(l == NEG_INF, lse == NEG_INF)
     gap = torch.where(lse == NEG_INF, 0.0, l - lse)
+    limit = limit or rounding(s_k) * max(1.0, float(lse[lse.isfinite()].abs().max()))  # weights lose digits of logits
     assert largest(((o - out).abs().max(), gap.abs().max())) < limit
     lse, delta = lse.float(), attn_delta(dout, out.float())
     delta[..., q_pos < 0] = 0.0
@@ -80,7 +81,7 @@ def test_masks_on_any_cell(mask, cell):
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 4.0])
 def test_scales(scale, softcap):
     """The forward takes the largest product before it scales: a scale below 0 turns the order around."""
-    check_cell("offsets", dict(softmax_scale=scale, softcap=softcap), (4, 2), 16, 16, limit=2e-5 if scale > 1 else 3e-6)
+    check_cell("offsets", dict(softmax_scale=scale, softcap=softcap), (4, 2), 16, 16)
 
 
 @pytest.mark.parametrize("heads", [*(pytest.param(x, marks=pytest.mark.slow) for x in ((2, 2), (3, 1))), (6, 2)])
@@ -90,7 +91,7 @@ def test_scales(scale, softcap):
 def test_heads_and_head_dims(heads, d, d_v):
     if d * d_v > 4096 and heads != (3, 1) and DEVICE == "cpu":
         pytest.skip("wide heads run with one grouping only in the interpreter: it takes seconds per case")
-    check_cell("offsets", {}, heads, d, d_v, limit=5e-6)
+    check_cell("offsets", {}, heads, d, d_v)
 
 
 @pytest.mark.parametrize("cell", ["cell of a grid", "packed"])
