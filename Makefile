@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test quick slow ptx soak mutants gpu gputests audit lint format
+.PHONY: help setup quickstart test quick portable slow ptx soak mutants gpu gputests audit lint format
 
 # `make gpu` takes these from the command line or the environment.
 PYTHON ?= python3
@@ -25,6 +25,9 @@ test:            ## lint, then the fast tests
 
 quick:           ## lint, then the tests of tests/quick.txt: one to two minutes on two cores
 	bash launch/test.sh @tests/quick.txt
+
+portable:        ## the fast tests as on other processors, with 1, 2 and 4 threads, on one core: three times make test; ARGS=--numeric
+	bash launch/portable.sh $(ARGS)
 
 slow:            ## the slow tests
 	bash launch/test.sh -m slow

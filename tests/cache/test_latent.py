@@ -18,6 +18,7 @@ from megatron_tree.config import TreeConfig
 from megatron_tree.kernels import Visible, attn_decode
 from megatron_tree.plan import grids, load_topology, place, plan_decode, plan_prefill_grid, save_topology
 from support.ranks import largest, run_distributed
+from support.rounding import rounding
 
 HEADS, NOPE, ROTARY, WIDTH_V, RANK = 6, 8, 4, 6, 12  # from 17 queries on it pays to expand
 CHUNKS = (40, 3, 21, 64)
@@ -223,7 +224,10 @@ def test_values_are_merged_where_that_is_faster(world, dtype, tmp_path):
             width = RANK if own and i > 1 else WIDTH_V
             longest = 2 * 3 if own else 2 * HEADS // world  # rows of a state: those of two queries
             assert sent == (world - 1) * longest * (width + 1) * 4 * (1 if own else 2), (i, found)
-            assert error < (3e-6 if dtype == torch.float32 else 0.03) * largest_out, (i, found)
+            assert error < rounding(21 if dtype == torch.float32 else 2, dtype) * largest_out, (
+                i,
+                found,
+            )  # sums: in fp32
             if world == 2:
                 plan = plan_decode(
                     2, rows=2 * HEADS, head_dim_v=width, kv_bytes=None, topology=topologies[0],

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from megatron_tree.integrations.transformers import training as training
 from megatron_tree.integrations.transformers.attention import TreeCache
 from support.hf_models import CONFIGS, VOCAB, prompt, tiny_model
+from support.rounding import rounding
 
 
 def _shards(rank, world, batch, dropout_seed):
@@ -93,7 +94,7 @@ def test_the_loss_is_the_mean_over_all_ranks_and_its_gradient_averages_to_the_ri
     want = torch.nn.functional.cross_entropy(logits[:2], torch.tensor([0, 2]))
     want.backward()
     (loss, zero, empty), (same, grad, _) = run_distributed(_loss, 2)
-    assert loss == same == pytest.approx(want.item(), rel=1e-6)
+    assert loss == same == pytest.approx(want.item(), rel=rounding(len(logits.flatten())))
     assert empty == 0.0 and not zero.any()
     torch.testing.assert_close((zero + grad)[0] / 2, logits.grad)
 
