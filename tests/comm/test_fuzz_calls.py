@@ -120,7 +120,7 @@ def act(kind, rank, number, group, config, refused=False):
     q, k, v, dout = inputs(kind, rank, number)
     bad = {"softmax_scale": float("nan")} if refused else {}
     if name == "unshard":
-        return [unshard_sequence(q, group, 7 if refused else 1, layout="contiguous")]
+        return [unshard_sequence(q, group, 1, layout="stripes" if refused else "contiguous")]
     if name == "decode":
         return [tree_decode(q, k, v, cp_group=group, schedule=option, config=config, **bad)]
     q, k, v = (x.requires_grad_(name == "train") for x in (q, k, v))
