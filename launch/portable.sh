@@ -92,7 +92,7 @@ for name in "${environments[@]}"; do
     printf '\nportable: %s\n' "$name"
     outcome=passed log="$TEMPORARY/log"
     (run_on "$name" "$@") 2>&1 | tee "$log" || { outcome=FAILED failed=1; }
-    summary+=("$(printf '%-14s %s  %s' "$name" "$outcome" "$(tail -n 1 "$log" | tr -d =)")")
+    summary+=("$(printf '%-14s %s  %s' "$name" "$outcome" "$(grep . "$log" | tail -n 1 | tr -d =)")")
 done
 printf '\n'
 printf '%s\n' "${summary[@]}"

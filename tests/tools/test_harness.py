@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import support_matrix
 from support.ranks import DistributedTestError, run_distributed
+from support.rounding import assert_near, error
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -171,6 +172,15 @@ def test_tests_that_share_a_fixture_are_kept_together(made_once, request):
     """pytest-xdist puts the group behind the test's name; some releases of pytest don't let it."""
     in_parallel = getattr(request.config.option, "loadgroup", False)
     assert request.node.nodeid.endswith("@test_harness") == in_parallel
+
+
+def test_rounding_is_told_from_errors():
+    x = torch.randn(100)
+    assert_near(x * (1 + 2e-7), x, 100)
+    for wrong in (x * (1 + 1e-4), x.where(x < x.max(), float("nan")), x.where(x < x.max(), float("inf"))):
+        with pytest.raises(AssertionError, match=r"out: an error of \S+ of the largest entry, allowed is 4\.77e-06"):
+            assert_near(wrong, x, 100, "out")
+    assert error(torch.full((3,), float("-inf")), torch.full((3,), float("-inf"))) == error(x[:0], x[:0]) == 0.0
 
 
 def test_quick_names_tests_that_exist_and_are_fast(request):
