@@ -45,7 +45,7 @@ class TreeConfig:
     schedule: str = "auto"
     """Training and prefill: "grid" (gathers and tree reductions on an a x b grid), "cast" (each rank is sent only the
     keys that its queries can see, as under a sliding window), "ring" (KV passed around a ring, the baseline), or "auto"
-    (what the planner chooses: the grid, under a window the cast, and the ring where it is faster by more than 5 %)."""
+    (what the planner chooses: the fastest: a grid, under a window the cast, or the ring)."""
 
     grid: tuple[int, int] | None = None
     """(a, b) with a * b = ranks: queries are gathered over a ranks, KV over b. (p, 1) is pure Tree Attention,

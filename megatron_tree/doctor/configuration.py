@@ -11,7 +11,17 @@ from ..config import AttnSpec
 from ..integrations.megatron import compat
 from ..integrations.megatron import fusions as megatron_fusions
 from ..kernels import choose
-from ..plan import Cost, Shape, Topology, default_topology, load_topology, place, plan_decode, plan_training
+from ..plan import (
+    Cost,
+    Shape,
+    Topology,
+    check_heads,
+    default_topology,
+    load_topology,
+    place,
+    plan_decode,
+    plan_training,
+)
 from ..units import format_bytes, format_seconds
 from .findings import MISSING, NOTE, OK, Finding, Section
 
@@ -40,12 +50,7 @@ class Wanted:
     normalization: str
 
     def __post_init__(self):
-        if self.heads % self.kv_heads:
-            raise ValueError(f"--kv-heads {self.kv_heads} must divide --heads {self.heads}")
-        if self.heads % self.tp:
-            raise ValueError(f"--tp {self.tp} must divide --heads {self.heads}")
-        if self.kv_heads % self.tp and self.tp % self.kv_heads:
-            raise ValueError(f"--tp {self.tp} and --kv-heads {self.kv_heads}: one must divide the other")
+        check_heads(self.heads, self.kv_heads, self.tp)
         if self.cp > 1 and self.seq_len % (2 * self.cp):
             raise ValueError(
                 f"--seq-len {self.seq_len} must be a multiple of 2 x --cp {self.cp}: every rank holds two chunks of "
@@ -72,9 +77,7 @@ class Wanted:
 
     def shape_over(self, ranks: int) -> Shape:
         """Heads of each of `ranks` ranks that share them."""
-        return Shape(
-            max(1, self.heads // ranks), max(1, self.kv_heads // ranks), self.head_dim, self.head_dim_v or self.head_dim
-        )
+        return Shape(self.heads, self.kv_heads, self.head_dim, self.head_dim_v or self.head_dim).over(ranks)
 
 
 def megatron(wanted: Wanted) -> Section:

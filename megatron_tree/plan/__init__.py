@@ -4,7 +4,7 @@ from ..units import parse_grid
 from .arrangement import Arrangement, HeadSplit
 from .cast import Mask
 from .planner import plan_decode, plan_training
-from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, check_grid, grids
+from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, check_grid, check_heads, grids
 from .prefill_grid import chunk_sizes, plan_prefill_grid
 from .sizes import CallSizes
 from .topology import (
@@ -32,6 +32,7 @@ __all__ = [
     "Topology",
     "TrainingPlan",
     "check_grid",
+    "check_heads",
     "chunk_sizes",
     "default_topology",
     "grids",

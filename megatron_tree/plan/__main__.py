@@ -16,7 +16,7 @@ from ..units import format_bytes, format_seconds, parse_bytes, parse_count, pars
 from .cast import Mask
 from .model import load_model_sizes
 from .planner import plan_decode, plan_training
-from .plans import Cost, PassPlan, Reduction, Shape, rival_names
+from .plans import Cost, PassPlan, Reduction, Shape, check_heads, rival_names
 from .step import plan_step
 from .topology import Placement, Topology, known_topologies, load_topology, place
 
@@ -30,6 +30,7 @@ examples:
   python -m megatron_tree.plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
+  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --tp 8 --heads 64 --kv-heads 8 --pass backward
   python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --json
   python -m megatron_tree.plan --topology dgx_h100 --nodes 4 --seq-len 1M --model my-model/config.json
 
@@ -74,12 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", required=True, help=f"{', '.join(known_topologies())}, or the path of a .yaml file")
     add("--nodes", type=parse_count, default=1, help="hosts (default 1)")
     add("--ranks-per-node", type=parse_count, help="ranks on each host (default: as many as the topology says)")
+    add("--tp", type=parse_count, default=1, help="tensor-parallel ranks, which have neighbouring ranks and share the "
+        "heads; the others share the sequence (default 1)")  # fmt: skip
     add = parser.add_argument_group("the call").add_argument
     add("--seq-len", type=parse_count, default=1 << 17, help="tokens of the whole sequence (default 128k)")
     add("--documents", type=_documents, help="COUNTxTOKENS,...: packed documents instead, dispatched over the ranks")
     add("--batch", type=parse_count, default=1, help="sequences (default 1)")
-    add("--heads", type=parse_count, default=32, help="query heads on a rank (default 32)")
-    add("--kv-heads", type=parse_count, help="KV heads on a rank (default: as many as query heads)")
+    add("--heads", type=parse_count, default=32, help="query heads (default 32)")
+    add("--kv-heads", type=parse_count, help="KV heads (default: as many as query heads)")
     add("--head-dim", type=parse_count, default=128, help="of queries and keys (default 128)")
     add("--head-dim-v", type=parse_count, help="of values (default: --head-dim)")
     add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and the messages (default bf16)")
@@ -128,16 +131,19 @@ def run(args: argparse.Namespace) -> None:
     if args.documents is not None and (args.batch > 1 or "decode" in passes):
         raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
     h_kv = args.kv_heads or args.heads
-    if args.heads % h_kv:
-        raise ValueError(f"--kv-heads {h_kv} must divide --heads {args.heads}")
+    check_heads(args.heads, h_kv, args.tp)
     _check_schedule(args.schedule, passes)
     ranks = args.ranks_per_node or topology.host_size
-    hosts = [n // ranks for n in range(args.nodes * ranks)]
+    if args.nodes * ranks % args.tp:
+        raise ValueError(f"--tp {args.tp} must divide the {args.nodes} x {ranks} ranks")
+    hosts = [n // ranks for n in range(0, args.nodes * ranks, args.tp)]
     if args.model is not None:
+        if args.tp > 1:
+            raise ValueError("--model plans every way to share the weights, tensor parallelism too: leave --tp out")
         _model(args, topology, hosts)
         return
     placement = place(topology, hosts)
-    shape = Shape(args.heads, h_kv, args.head_dim, args.head_dim_v or args.head_dim)
+    shape = Shape(args.heads, h_kv, args.head_dim, args.head_dim_v or args.head_dim).over(args.tp)
     documents = None
     if args.documents is not None:
         documents = spread_documents(args.documents, len(hosts))
@@ -155,9 +161,11 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({"topology": topology.name, "ranks": len(hosts), **found, "reasons": reasons}, indent=1))
         return
     mask = "no mask" if args.full else "causal"
+    tp = f", tensor parallel over {args.tp}" if args.tp > 1 else ""
     print(
-        f"{len(hosts)} ranks, {args.nodes} x {ranks}, on {topology.name}; batch {args.batch}, {args.seq_len} tokens, "
-        f"{shape.num_heads} heads, {shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {args.dtype}, {mask}"
+        f"{len(hosts)} ranks, {args.nodes} x {ranks}{tp}, on {topology.name}; batch {args.batch}, "
+        f"{args.seq_len} tokens, {shape.num_heads} heads, "
+        f"{shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {args.dtype}, {mask}"
     )
     for name, entries in tables.items():
         _print(name, entries, topology, everything=args.all)

@@ -1,4 +1,4 @@
-"""Which candidate is taken: of those that are nearly as fast as the fastest, a baseline last, then what sends least."""
+"""Which candidate is taken: the fastest; of those within 1 % of it a baseline last, then what sends least."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from .cost import PlacedTopology
 from .plans import PassPlan, Reduction
 
 BASELINES = ("allreduce", "ring")
-TIE = 1.05  # schedules whose predicted times differ by less count as equally fast
+TIE = 1.01  # predicted times that differ by less count as equal
 MAX_HEAD_GROUPS = 16
-SAME = 1.01  # the same for the numbers of head groups of one grid
 SMALL = 1 << 24  # buffers of so many bytes are not worth another head group
 
 Candidate = TypeVar("Candidate", PassPlan, Reduction)
@@ -71,13 +70,13 @@ def _order(passes: Sequence[Candidate], placed: PlacedTopology) -> tuple[int, fl
 
 
 def choose_head_groups(variants: list[PassPlan], budget: int | None) -> PassPlan:
-    """Among plans that differ in head groups only: the smallest buffers within `SAME` of the best time. Of
+    """Among plans that differ in head groups only: the smallest buffers within `TIE` of the best time. Of
     small ones the fewest groups, since every group calls the kernels once more."""
     fitting = [v for v in variants if fits(v, budget)]
     if not fitting:
         return min(variants, key=lambda v: v.cost.peak_bytes)
     least = min(v.cost.time_s for v in fitting)
-    same = [v for v in fitting if v.cost.time_s <= SAME * least]
+    same = [v for v in fitting if v.cost.time_s <= TIE * least]
     return min(same, key=lambda v: (max(v.cost.peak_bytes, SMALL), v.head_groups))
 
 

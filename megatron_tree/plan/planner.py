@@ -75,10 +75,10 @@ def plan_training(
 
     u ranks exchange heads, a grid a x b or a ring joins the others. Every u, every way to place it on nodes, and every
     grid and nesting is a candidate, forward and backward on their own; u is the same for both, since the backward uses
-    what the forward has exchanged. Among those that take at most 5 % longer than the fastest, both passes together, a
-    ring is taken last; then the one wins that sends the fewest bytes over the outermost level, then the one that sends
-    the fewest bytes overall. Of the numbers of head groups within 1 % of a grid's best time, the one with the smallest
-    buffers is taken; buffers below 16 MiB count as equal, then the fewest groups win.
+    what the forward has exchanged. The fastest by prediction wins, both passes together. Times within 1 % of it count
+    as equal: then a ring is taken last, and the one wins that sends the fewest bytes over the outermost level, then the
+    one that sends the fewest bytes overall. Of the numbers of head groups within 1 % of a grid's best time, the one
+    with the smallest buffers is taken; buffers below 16 MiB count as equal, then the fewest groups win.
 
     Args:
         shape: heads and their sizes on one rank.
@@ -221,9 +221,9 @@ def plan_decode(
 ) -> DecodePlan:
     """The plan of one decode step over `world` ranks.
 
-    Among the reductions that take at most 5 % longer than the fastest one, "allreduce" is taken last, the paper's
-    schedule; then the one wins that sends the fewest bytes over the outermost level, then the one that sends the fewest
-    bytes overall, then the simpler one. "auto" never takes the ring, which moves the cache itself.
+    The fastest reduction by prediction wins. Times within 1 % of it count as equal: then "allreduce" is taken last, the
+    paper's schedule, and the one wins that sends the fewest bytes over the outermost level, then the one that sends the
+    fewest bytes overall, then the simpler one. "auto" never takes the ring, which moves the cache itself.
 
     Args:
         rows: b * s_q * h, the rows of a partial state.

@@ -16,6 +16,20 @@ class Shape(NamedTuple):
     head_dim: int
     head_dim_v: int
 
+    def over(self, ranks: int) -> Shape:
+        """Heads of each of `ranks` ranks that share these; ranks beyond the KV heads have the same ones."""
+        return self._replace(num_heads=max(1, self.num_heads // ranks), num_heads_kv=max(1, self.num_heads_kv // ranks))
+
+
+def check_heads(heads: int, kv_heads: int, tp: int) -> None:
+    """Raise ``ValueError`` if a command's --heads, --kv-heads and --tp don't divide one another."""
+    if heads % kv_heads:
+        raise ValueError(f"--kv-heads {kv_heads} must divide --heads {heads}")
+    if heads % tp:
+        raise ValueError(f"--tp {tp} must divide --heads {heads}")
+    if kv_heads % tp and tp % kv_heads:
+        raise ValueError(f"--tp {tp} and --kv-heads {kv_heads}: one must divide the other")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:

@@ -50,11 +50,11 @@ def test_planner_chooses_the_smallest_volume(world, shape):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize(("shape", "limits"), [(MHA, (0.24, 0.15)), (GQA4, (0.93, 0.38)), (GQA8, (0.89, 0.67))])
+@pytest.mark.parametrize(("shape", "limits"), [(MHA, (0.41, 0.15)), (GQA4, (0.99, 0.45)), (GQA8, (0.89, 0.7))])
 @pytest.mark.parametrize("seq_len", [64 * 1024, 1 << 20])
 def test_64_ranks_send_a_fraction_of_the_rings_bytes(network, shape, limits, seq_len):
     """Over the outermost level, where a ring of nodes sends 8 times less than one of single ranks. limits: for the
-    short sequence, where what sends least takes longer, and for the long one."""
+    short sequence, where what sends least takes longer, and for the long one, where compute hides nearly all of it."""
     topology, hosts = NETWORKS[network]
     limit = limits[seq_len == 1 << 20]
     plan = training(64, shape, topology, hosts, seq_len=seq_len)
@@ -156,9 +156,10 @@ def test_two_level_gathers_cross_the_network_once_for_a_node():
     assert ring(plan)[0].cost.bytes_per_level == pytest.approx((63 * kv * 7 / 8, 63 * kv / 8))
 
 
-def test_a_slow_network_is_crossed_less():
+def test_a_hidden_network_is_crossed_less():
+    """Compute takes so long that all take as long; the ring is the fastest by 1 %."""
     hosts = [n // 4 for n in range(16)]
-    plan = training(16, MHA, ETHERNET, hosts)
+    plan = training(16, MHA, ETHERNET, hosts, seq_len=1 << 18)
     across = [c.cost.bytes_per_level[1] for c in plan.candidates[0] if c.schedule == "grid"]
     assert plan.forward.cost.bytes_per_level[1] == min(across) and plan.forward.inner != (1, 1)
 
@@ -169,7 +170,7 @@ def test_head_groups_overlap_communication_and_bound_memory():
     assert four.forward.cost.bytes == one.forward.cost.bytes
     assert four.forward.cost.peak_bytes < 0.55 * one.forward.cost.peak_bytes
     auto = training(16, MHA, grid=(4, 4))
-    assert auto.forward.head_groups in (1, 2, 4, 8, 16) and auto.forward.cost.time_s <= 1.05 * four.forward.cost.time_s
+    assert auto.forward.head_groups in (1, 2, 4, 8, 16) and auto.forward.cost.time_s <= 1.01 * four.forward.cost.time_s
 
 
 @given(
@@ -203,7 +204,7 @@ def test_pinned_options_are_honoured():
     nested = training(16, GQA4, ETHERNET, [n // 4 for n in range(16)], grid=(4, 4))
     assert nested.forward.inner in inner_grids((4, 4), 4)
     fastest = min(c.cost.time_s for c in nested.candidates[0] if c.schedule == "grid")
-    assert nested.forward.cost.time_s <= 1.05 * fastest
+    assert nested.forward.cost.time_s <= 1.01 * fastest
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ RANKS = {"dgx_h100": (64, 4096), "ethernet": (64, 512), "gb200_nvl72": (72,)}
 
 @pytest.mark.parametrize("shape", [MHA, GQA4, GQA8, MQA], ids=("MHA", "GQA 4:1", "GQA 8:1", "MQA"))
 @pytest.mark.parametrize(("name", "world"), [(name, world) for name in RANKS for world in RANKS[name]])
-def test_no_rival_is_faster_by_more_than_5_percent(name, world, shape):
+def test_no_rival_is_faster_by_more_than_1_percent(name, world, shape):
     topology = load_topology(name)
     hosts = [n // topology.host_size for n in range(world)]
     slower = []
@@ -32,20 +32,28 @@ def test_no_rival_is_faster_by_more_than_5_percent(name, world, shape):
         plan = training(world, shape, topology, hosts, seq_len=seq_len)
         time_s = plan.forward.cost.time_s + plan.backward.cost.time_s
         assert plan.forward.arrangement.heads == plan.backward.arrangement.heads
-        assert time_s <= 1.05 * (1 + 1e-9) * fastest_pair(plan)
-        slower += [sum(c.cost.time_s for c in pair) > 1.05 * time_s for pair in zip(*plan.candidates)]
+        assert time_s <= 1.01 * (1 + 1e-9) * fastest_pair(plan)
+        slower += [sum(c.cost.time_s for c in pair) > 1.01 * time_s for pair in zip(*plan.candidates)]
     assert any(slower), "all candidates took as long: this test shows nothing"
 
 
-def test_a_ring_is_taken_only_where_all_others_take_5_percent_longer():
+def test_a_ring_is_taken_only_where_all_others_take_1_percent_longer():
     hosts, taken = [n // 8 for n in range(512)], []
-    for seq_len in (1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 20):
+    for seq_len in (1 << 15, 1 << 18, 1 << 22):
         plan = training(512, GQA4, ETHERNET, hosts, seq_len=seq_len)
         trees = fastest_pair(plan, lambda c: c.schedule != "ring")
         is_ring = "ring" in (plan.forward.schedule, plan.backward.schedule)
-        assert is_ring == (1.05 * fastest_pair(plan) < trees)
+        assert is_ring == (1.01 * fastest_pair(plan) < trees)
         taken.append(is_ring)
     assert True in taken and False in taken
+
+
+def test_the_fastest_is_taken_though_others_send_less():
+    """One rank on each of 64 nodes: the ring is 5 to 7 % faster than a grid that sends two thirds of its bytes."""
+    plan = training(64, Shape(8, 1, 128, 128), DGX, range(64), seq_len=1 << 20)
+    for chosen, table in zip((plan.forward, plan.backward), plan.candidates):
+        assert chosen is table[0] and chosen.schedule == "ring"
+        assert any(c.cost.bytes_per_level[1] < chosen.cost.bytes_per_level[1] for c in table)
 
 
 @pytest.mark.parametrize(("topology", "world"), [(DGX, 8), (ETHERNET, 32)])

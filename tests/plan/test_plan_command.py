@@ -56,6 +56,19 @@ def test_own_heads_send_half_of_scatter(capsys):
     assert sent[1] == sent[0] / 2 > 0
 
 
+@pytest.mark.parametrize(("kv_heads", "each"), [(4, 2), (1, 1)])
+def test_tensor_parallel_ranks_share_the_heads(capsys, kv_heads, each):
+    """As a user who divides heads and ranks by hand: neighbours are tensor parallel, so a host has half as many."""
+    machine = ["--topology", "ethernet", "--nodes", "2", "--seq-len", "8k", "--json"]
+    whole = ["--ranks-per-node", "4", "--heads", "8", "--kv-heads", str(kv_heads), "--tp", "2"]
+    by_hand = ["--ranks-per-node", "2", "--heads", "4", "--kv-heads", str(each)]
+    found = []
+    for options in (whole, by_hand):
+        assert main([*machine, *options]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] and found[0]["ranks"] == 4
+
+
 def test_pins(capsys):
     pins = ["--pass", "forward", "--grid", "2x2", "--head-groups", "2"]
     assert main([*SMALL, *pins]) == 0
@@ -115,6 +128,10 @@ def test_json_holds_all_candidates(capsys, tmp_path):
         (["--topology", "nonsense"], "topology 'nonsense' is unknown: name one of dgx_h100"),
         (["--topology", "laptop", "--nodes", "2"], "describes a single host, but the group's ranks are on 2 hosts"),
         ([*SMALL, "--kv-heads", "3"], "--kv-heads 3 must divide --heads 4"),
+        ([*SMALL, "--tp", "3"], "--tp 3 must divide --heads 4"),
+        ([*SMALL, "--tp", "4", "--heads", "12", "--kv-heads", "6"], "--tp 4 and --kv-heads 6: one must divide"),
+        ([*SMALL, "--tp", "8", "--heads", "8"], "--tp 8 must divide the 2 x 2 ranks"),
+        ([*SMALL, "--tp", "2", "--model", "config.json"], "--model plans every way to share the weights"),
         ([*SMALL, "--grid", "4x4"], r"grid=\(4, 4\) has 16 cells but cp_group has 4 ranks"),
         ([*SMALL, "--memory-budget", "1"], "memory_budget=1 bytes is too small"),
         (

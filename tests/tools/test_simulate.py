@@ -74,7 +74,7 @@ def test_the_trees_latency_flattens_where_the_rings_grows():
     for nodes in paper.NODES:
         ring, tree = (found[8 * nodes, last, s] / found[8 * nodes, first, s] for s in ("ring", "allreduce"))
         assert ring > 1.5 * tree
-        assert all(found[8 * nodes, s, "auto"] <= 1.05 * found[8 * nodes, s, "allreduce"] for s in paper.SEQ_LENS)
+        assert all(found[8 * nodes, s, "auto"] <= 1.01 * found[8 * nodes, s, "allreduce"] for s in paper.SEQ_LENS)
     assert (
         found[128, last, "ring"] > found[8, last, "ring"]
         and found[128, last, "allreduce"] < found[8, last, "allreduce"]
@@ -87,9 +87,8 @@ def test_ever_more_ranks():
     for ranks in (64, 128, 256):
         for case, limit in (("MHA", 0.25), ("GQA 4:1", 0.43), ("GQA 8:1", 0.62)):
             mine = {r.schedule: r for r in rows if (r.part, r.ranks, r.case) == ("training", ranks, case)}
-            assert mine["auto"].sent_bytes == min(r.sent_bytes for r in mine.values())
             assert mine["auto"].sent_bytes < limit * mine["ring"].sent_bytes
-            assert mine["auto"].time_s < 1.05 * min(r.time_s for r in mine.values())
+            assert mine["auto"].time_s < 1.01 * min(r.time_s for r in mine.values())
         decode = {r.schedule: r for r in rows if (r.part, r.ranks) == ("decode", ranks)}
         assert decode["auto"].time_s < 1.1 * min(r.time_s for r in decode.values())
         assert decode["auto"].memory_bytes < 0.5 * decode["ring"].memory_bytes
@@ -109,7 +108,7 @@ def test_where_it_pays(tmp_path, capsys, monkeypatch):
     for (case, ranks, seq_len), row in found.items():
         auto = float(row["auto_s"])
         rivals = {rival: row[f"{rival}_s"] for rival in ("ring", "ulysses", "a2a_p2p")}
-        assert all(auto <= 1.05 * float(x) * (1 + 1e-4) for x in rivals.values() if x)
+        assert all(auto <= 1.01 * float(x) * (1 + 1e-4) for x in rivals.values() if x)
         assert [rival for rival, x in rivals.items() if not x] == [{8: "a2a_p2p", 64: "ulysses"}[ranks]]
         alone = simulated.training(load_topology("dgx_h100"), ranks, simulated.SHAPES[case], seq_len, "ring")
         assert float(row["ring_s"]) == pytest.approx(alone.forward.cost.time_s + alone.backward.cost.time_s, rel=1e-4)
