@@ -130,6 +130,10 @@ def draw(curves: dict[str, list[float]], verdict: dict, picture: Path) -> None:
 
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
+    from megatron_tree.launching import explain_missing
+
+    with explain_missing("convergence.py"):
+        import matplotlib  # noqa: F401  for the plot, after hours of training
     runs = plan(args)
     curves = {}
     for number, (label, (ranks, options)) in enumerate(runs.items(), 1):

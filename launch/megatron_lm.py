@@ -22,7 +22,10 @@ def main(argv: list[str]) -> int:
         return 2
     # As `python SCRIPT` does. It also settles which megatron.core is imported: the one that the script was written for.
     sys.path[0] = str(script.parent)
-    from megatron_tree.integrations.megatron.megatron_lm import run_script
+    from megatron_tree.launching import explain_missing
+
+    with explain_missing("megatron_lm.py"):
+        from megatron_tree.integrations.megatron.megatron_lm import run_script
 
     run_script(script, argv[1:])
     return 0

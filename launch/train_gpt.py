@@ -29,7 +29,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megatron_tree.launching import leave, quiet
+    from megatron_tree.launching import explain_missing, leave, quiet
 
     quiet()
-    leave(main(sys.argv[1:]))
+    with explain_missing("train_gpt.py"):
+        leave(main(sys.argv[1:]))

@@ -143,6 +143,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from megatron_tree.launching import leave
+    from megatron_tree.launching import explain_missing, leave
 
-    leave(main(sys.argv[1:]))
+    with explain_missing("train_hf.py"):
+        leave(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import logging
 import os
 import reprlib
@@ -34,6 +35,43 @@ LOG_LINES = {
     "megatron.core.rerun_state_machine": "RerunStateMachine initialized in mode",
     "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",  # they are one on CPU ranks
 }
+
+
+EXTRAS = {
+    "megatron": ("megatron", "einops"),
+    "deepspeed": ("deepspeed",),
+    "hf": ("accelerate", "gguf", "pydantic", "safetensors", "tokenizers", "transformers"),
+    "launch": ("matplotlib", "PIL", "tensorboard", "tqdm", "yaml"),
+    "serve": ("fastapi", "llguidance", "starlette", "uvicorn"),
+}
+"""By extra of setup.cfg, the modules that it installs."""
+
+
+def missing_package(error: BaseException) -> str | None:
+    """What to install, in one sentence, if an optional package could not be imported; None for any other error."""
+    if not isinstance(error, ImportError):
+        return None
+    while isinstance(error.__cause__, ImportError):
+        error = error.__cause__
+    module = (error.name or "").partition(".")[0]
+    if error.name != "megatron.core" and (not module or importlib.util.find_spec(module) is not None):
+        return None  # the package is there; a part of it is not
+    for extra, modules in EXTRAS.items():
+        if module in modules:
+            return f"the package {module} is not installed: pip install 'megatron_tree[{extra}]'"
+    return None
+
+
+@contextlib.contextmanager
+def explain_missing(program: str):
+    """End the program with status 1 and one sentence, without a traceback, if an optional package is missing."""
+    try:
+        yield
+    except ImportError as error:
+        if (what := missing_package(error)) is None:
+            raise
+        print(f"{program}: {what}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def quiet() -> None:
@@ -187,10 +225,14 @@ def leave(status: int) -> None:
 
 
 def exit_after_failure(rank: int, error: BaseException) -> None:
-    """Print what failed on this rank and end the process at once, with exit code 1.
+    """Print what failed on this rank and end the process at once, with exit code 1. There is no traceback if an
+    optional package is missing.
 
     It does not wait for other ranks: they find their connection closed (or time out), and the launcher ends the rest.
     """
-    traceback.print_exception(error)
-    print(f"rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    what = missing_package(error)
+    if what is None:
+        traceback.print_exception(error)
+        what = f"{type(error).__name__}: {error}"
+    print(f"rank {rank} failed: {what}", file=sys.stderr)
     leave(1)

@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from ..emulate import Unavailable
+from ..launching import explain_missing
 from .results import WrongResult
 
 COMMANDS = {
@@ -48,4 +49,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with explain_missing("bench"):
+        sys.exit(main(sys.argv[1:]))

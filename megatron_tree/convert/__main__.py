@@ -47,12 +47,13 @@ def main(argv: list[str]) -> int:
     """Returns: the exit status."""
     args = vars(build_parser().parse_args(argv))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # weights are copied, nothing is computed
-    from ..launching import quiet
+    from ..launching import explain_missing, quiet
 
     quiet()
-    from transformers.utils import logging
+    with explain_missing("megatron_tree.convert"):
+        from transformers.utils import logging
 
-    from .checkpoints import to_huggingface, to_megatron
+        from .checkpoints import to_huggingface, to_megatron
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

@@ -6,8 +6,7 @@ import argparse
 import json
 import sys
 
-from ..config import BACKENDS
-from ..integrations.megatron.compat import CP_COMM_TYPES
+from ..config import BACKENDS, CP_COMM_TYPES
 from ..plan import known_topologies
 from ..units import parse_count
 from . import configuration, machine
@@ -58,7 +57,7 @@ def examine(args: argparse.Namespace) -> list[Section]:
     )
     sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
     if args.purpose == "megatron":
-        sections += [configuration.megatron(wanted), configuration.fusions(wanted)]
+        sections += configuration.megatron(wanted)
     return [*sections, configuration.kernels(wanted), configuration.plan(wanted, args.purpose)]
 
 

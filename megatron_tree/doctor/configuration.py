@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import AttnSpec
-from ..integrations.megatron import compat
-from ..integrations.megatron import fusions as megatron_fusions
+from ..config import TREE_CP_COMM_TYPES, AttnSpec
 from ..kernels import choose
+from ..launching import missing_package
 from ..plan import (
     Cost,
     Shape,
@@ -80,25 +79,34 @@ class Wanted:
         return Shape(self.heads, self.kv_heads, self.head_dim, self.head_dim_v or self.head_dim).over(ranks)
 
 
-def megatron(wanted: Wanted) -> Section:
-    """How `cp_comm_type` selects tree attention in this megatron-core."""
-    findings = []
+def megatron(wanted: Wanted) -> list[Section]:
+    """Megatron's integration, and its fused kernels; only what is wrong if megatron-core can't be used."""
     try:
+        from ..integrations.megatron import compat
+
         version = compat.megatron_version()
         compat.attention_classes()
-    except compat.UnsupportedMegatronError as error:
-        findings.append(Finding("megatron-core", "unusable", str(error), MISSING))
-        return Section("Megatron", findings)
-    findings.append(Finding("megatron-core", version, "has all that tree attention needs"))
+    except ImportError as error:
+        return [
+            Section("Megatron", [Finding("megatron-core", "unusable", missing_package(error) or str(error), MISSING)])
+        ]
+    return [_integration(wanted, version), _fusions(wanted)]
+
+
+def _integration(wanted: Wanted, version: str) -> Section:
+    """How `cp_comm_type` selects tree attention in this megatron-core."""
+    from ..integrations.megatron import compat
+
+    findings = [Finding("megatron-core", version, "has all that tree attention needs")]
     patched = compat.is_patched()
     flag = f"cp_comm_type {wanted.cp_comm_type!r}"
     if wanted.cp == 1:
         findings.append(
             Finding(flag, "not used", "--cp 1: Megatron's own attention, which needs no context parallelism")
         )
-    elif patched and wanted.cp_comm_type in compat.TREE_CP_COMM_TYPES:
+    elif patched and wanted.cp_comm_type in TREE_CP_COMM_TYPES:
         findings.append(Finding(flag, "works as it is", "this megatron-core is patched (patches/megatron-lm)"))
-    elif wanted.cp_comm_type in compat.TREE_CP_COMM_TYPES:
+    elif wanted.cp_comm_type in TREE_CP_COMM_TYPES:
         way = "by install() in the program, --spec, or bash patches/apply.sh: docs/megatron-lm.md"
         findings.append(Finding(flag, "needs one line", way))
     else:
@@ -110,8 +118,10 @@ def megatron(wanted: Wanted) -> Section:
     return Section("Megatron", findings)
 
 
-def fusions(wanted: Wanted) -> Section:
+def _fusions(wanted: Wanted) -> Section:
     """Megatron's fused kernels, and the options that enable them."""
+    from ..integrations.megatron import fusions as megatron_fusions
+
     findings, needs = [], set()
     for fusion in megatron_fusions.fusions(normalization=wanted.normalization):
         set_to = ", ".join(f"{name}={value}" for name, value in fusion.options.items())
@@ -156,10 +166,7 @@ def _topology(wanted: Wanted) -> Topology:
 def plan(wanted: Wanted, purpose: str) -> Section:
     """The planned schedule and its predicted cost. `purpose`: a key of `machine.NEEDED`."""
     findings, title = [], "plan"
-    try:
-        topology = _topology(wanted)
-    except ImportError:
-        return Section(title, [Finding("topology", "unreadable", "files need pyyaml: pip install pyyaml", MISSING)])
+    topology = _topology(wanted)
     # Megatron numbers ranks by tensor parallelism first: neighbours in the tree are tp ranks apart.
     hosts = [r * wanted.tp // topology.host_size for r in range(wanted.cp)]
     placement, shape = place(topology, hosts), wanted.shape_over(wanted.tp)

@@ -12,9 +12,8 @@ release from 0.14 to 0.19. Differences are found by looking at signatures and at
 - `checkpoint`: distributed checkpoints.
 """
 
+from ....config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
 from .call import (
-    CP_COMM_TYPES,
-    TREE_CP_COMM_TYPES,
     batch_on_this_cp_rank,
     context_parallel_group,
     cuts_packed_rows_as_a_whole,

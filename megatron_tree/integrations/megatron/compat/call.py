@@ -9,9 +9,6 @@ from typing import Any
 
 from .release import lookup, megatron_lm_arguments, megatron_version
 
-# Values of `cp_comm_type` that tree attention implements.
-CP_COMM_TYPES = ("tree", "p2p", "all_gather", "a2a", "a2a+tree", "a2a+p2p")
-TREE_CP_COMM_TYPES = ("tree", "a2a+tree")  # those that no other core attention implements
 # Arguments of newer releases that do not change the result: a name for logs, the number of splits in a kernel.
 HARMLESS_ARGUMENTS = frozenset({"name", "num_splits"})
 
