@@ -208,13 +208,15 @@ def _download(release, folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("release", RELEASES)
 def test_release(release, tmp_path):
-    """Every way gives the losses and gradients of one rank; the patch comes out without a trace."""
+    """Every way gives the losses and gradients of one rank, also beside gated delta nets; the patch comes out without a trace."""
     folder = _download(release, tmp_path)
-    for way in ("spec", "install"):
-        assert run_ranks(way, folder, tmp_path / way) == [["gqa", "mla"]] * WORLD, way
+    minor = int(release.split(".")[1])
+    for way, first_with_gdn in (("spec", 18), ("install", 19)):
+        kinds = ["gqa", "mla"] + ["gdn"] * (minor >= first_with_gdn)
+        assert run_ranks(way, folder, tmp_path / way) == [kinds] * WORLD, way
     before = contents(folder)
     done = apply(folder)
     assert done.returncode == 0, done.stderr
-    assert run_ranks("patch", folder, tmp_path / "patch") == [["gqa", "mla"]] * WORLD
+    assert run_ranks("patch", folder, tmp_path / "patch") == [kinds] * WORLD
     assert apply(folder, "--revert").returncode == 0
     assert changed(before, folder) == []

@@ -6,11 +6,15 @@ Prints "equal" for each kind of attention whose losses, gradients, and logits wh
 context_parallel_size=1.
 """
 
+import contextlib
+import importlib
 import inspect
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
@@ -23,6 +27,16 @@ MLA = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
     "rope_type": "rope",
+    "multi_latent_attention": True,
+}
+GDN = {  # Megatron's own torch code of the recurrence
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "deterministic_mode": True,
+    "activation_func": F.silu,
 }
 
 
@@ -45,24 +59,63 @@ def config_of(kind, cp, cp_comm_type):
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        **({**MLA, "multi_latent_attention": True} if kind == "mla" else {}),
+        **{"gqa": {}, "mla": MLA, "gdn": GDN}[kind],
     )
 
 
-def layer_spec(kind, by_spec, reference):
+def layer_spec(kind, by_spec):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import import_module
 
-    if kind == "mla" and not by_spec and reference:
-        # Megatron's own core attention does not take the arguments that MLA passes
-        return tree.get_gpt_layer_tree_spec(normalization="RMSNorm", multi_latent_attention=True)
+    if kind == "gdn":
+        return gated_delta_net_spec(by_spec)
     if by_spec:  # what pretrain_gpt.py does with --spec, in every release
         return import_module(["megatron_tree.integrations.megatron", "get_gpt_layer_tree_spec"])
     return get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=kind == "mla")
 
 
+def gated_delta_net_spec(by_spec):
+    """A gated delta net, then a layer of attention, of Megatron's own modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    attention, recurrent = (get_gpt_layer_local_spec(normalization="RMSNorm") for _ in range(2))
+    parts = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    )
+    recurrent.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    block = TransformerBlockSubmodules(layer_specs=[recurrent, attention], layer_norm=WrappedTorchNorm)
+    return tree.use_tree_attention(block) if by_spec else block
+
+
+def has_gated_delta_nets(way):
+    """Whether this release has context parallelism for gated delta nets, with the cp_comm_type of this way."""
+    module = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    taken = inspect.signature(module.GatedDeltaNet.__init__).parameters
+    return hasattr(module, "get_parameter_local_cp") and (way == "spec" or "cp_comm_type" in taken)
+
+
+@contextlib.contextmanager
+def gated_delta_net_in_torch():
+    """Context in which Megatron builds and runs gated delta nets without flash-linear-attention."""
+    package = "megatron.core.ssm.gated_delta_net"
+    importlib.import_module(package)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch._dynamo.config, "disable", True))
+        for name, module in list(sys.modules.items()):
+            if name.startswith(package):
+                for attribute, value in (("HAVE_FLA", True), ("l2norm", lambda x: F.normalize(x, dim=-1))):
+                    if hasattr(module, attribute):
+                        stack.enter_context(mock.patch.object(module, attribute, value))
+        yield
+
+
 def losses_and_gradients(way, kind, cp):
-    """(summed loss, {parameter: gradient}, logits of `served`) with `cp` context-parallel ranks."""
+    """(summed loss, {parameter: gradient}, logits of `served` or None) with `cp` context-parallel ranks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -71,15 +124,16 @@ def losses_and_gradients(way, kind, cp):
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     cp_comm_type = "tree" if way == "spec" else ["tree", "tree"]  # a list needs install() or the patch up to 0.16
+    cp_comm_type = None if way == "spec" and kind == "gdn" else cp_comm_type  # 0.18 has no argument for it
     model = GPTModel(
         config=config_of(kind, cp, cp_comm_type if cp > 1 else None),
-        transformer_layer_spec=layer_spec(kind, way == "spec" and cp > 1, cp == 1),
+        transformer_layer_spec=layer_spec(kind, way == "spec" and cp > 1),
         vocab_size=VOCAB,
         max_sequence_length=SEQ,
         position_embedding_type="rope",
     )
-    cores = {type(layer.self_attention.core_attention).__name__ for layer in model.decoder.layers}
-    assert cores == {"DotProductAttention" if cp == 1 and kind == "gqa" else "TreeDotProductAttention"}, cores
+    cores = {type(module).__name__ for name, module in model.named_modules() if name.endswith(".core_attention")}
+    assert cores == {"DotProductAttention" if cp == 1 else "TreeDotProductAttention"}, cores
     tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(2))
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     batch["position_ids"] = torch.arange(SEQ).expand(2, SEQ).contiguous()
@@ -97,7 +151,7 @@ def losses_and_gradients(way, kind, cp):
         dist.all_reduce(total)
     else:
         total = losses.detach().sum()
-    logits = served(model.eval(), tokens[0, :-1], mask)
+    logits = served(model.eval(), tokens[0, :-1], mask) if kind != "gdn" else None
     parallel_state.destroy_model_parallel()
     return total, gradients, logits
 
@@ -122,7 +176,7 @@ def wanted_keys():
 
 def compare(rank, world, way):
     """A small model on `world` ranks against one, tree attention by `way`. Returns the kinds of attention."""
-    kinds = ["gqa", "mla"]
+    kinds = ["gqa", "mla"] + ["gdn"] * has_gated_delta_nets(way)
     if way == "patch":
         assert compat.is_patched()
         assert not compat.misreads_cp_comm_type_list()
@@ -132,8 +186,9 @@ def compare(rank, world, way):
         if way == "install":
             tree.install()
         for kind in kinds:
-            loss, gradients, logits = losses_and_gradients(way, kind, world)
-            expected_loss, expected, expected_logits = losses_and_gradients(way, kind, 1)
+            with gated_delta_net_in_torch() if kind == "gdn" else contextlib.nullcontext():
+                loss, gradients, logits = losses_and_gradients(way, kind, world)
+                expected_loss, expected, expected_logits = losses_and_gradients(way, kind, 1)
             torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
             assert gradients.keys() == expected.keys()

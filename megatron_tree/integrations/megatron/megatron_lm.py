@@ -18,6 +18,7 @@ import torch
 
 from . import compat
 from .cpu import megatron_on_cpu
+from .norm import SequenceParallelNorm
 from .spec import install
 
 # Options that Megatron-LM's parser needs on CPU ranks. An option counts as given if the user set it, to whatever value.
@@ -41,6 +42,7 @@ def run_script(script: Path, arguments: list[str]) -> None:
     Raises: UnsupportedMegatronError for a release that lacks what is needed; whatever the script raises.
     """
     install()
+    compat.name_missing_transformer_engine()
     _let_dataset_helpers_compile()
     on_cpu = not torch.cuda.is_available()
     added = cpu_options(arguments) if on_cpu else []
@@ -67,10 +69,12 @@ def megatron_lm_on_cpu() -> Iterator[bool]:
 
     `initialize_megatron` asserts that there is CUDA, sets its groups up only if there is a device, loads CUDA kernels,
     and warms fused functions up, with random numbers that it would draw here from the generator of the model's weights;
-    torch.compile is turned off. Nothing happens where CUDA is available.
+    torch.compile is turned off. Under `sequence_parallel` norms are SequenceParallelNorm, since Megatron's own refuse it
+    without Apex and TransformerEngine. Nothing happens where CUDA is available.
     """
     with megatron_on_cpu() as active, contextlib.ExitStack() as stack:
         if active:
+            norm = compat.lookup("megatron.core.transformer.torch_norm:WrappedTorchNorm")
             # as of a recent GPU: older ones ask for CUDA_DEVICE_MAX_CONNECTIONS=1
             properties = types.SimpleNamespace(name="cpu", major=10, minor=0, total_memory=0)
             replacements: list[tuple[Any, str, Any]] = [
@@ -78,11 +82,21 @@ def megatron_lm_on_cpu() -> Iterator[bool]:
                 (torch.cuda, "set_device", lambda device: None),
                 (torch.cuda, "get_device_properties", lambda device=None: properties),
                 (torch._dynamo.config, "disable", True),
+                (norm, "__new__", _with_sequence_parallelism(norm.__new__)),
                 *compat.training_replacements(),
             ]
             for target, name, replacement in replacements:
                 stack.enter_context(mock.patch.object(target, name, replacement))
         yield active
+
+
+def _with_sequence_parallelism(original):
+    def new(cls, config: Any, hidden_size: int, eps: float = 1e-5, *args, **kwargs):
+        if config.sequence_parallel:
+            return SequenceParallelNorm(config, hidden_size, eps)
+        return original(cls, config, hidden_size, eps, *args, **kwargs)
+
+    return new
 
 
 def _let_dataset_helpers_compile() -> None:

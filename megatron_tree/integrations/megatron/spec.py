@@ -21,17 +21,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
     """A copy of a layer or block spec in which every `core_attention` is TreeDotProductAttention.
 
-    The `cp_comm_type` of a layer then chooses its schedule; None means "tree".
+    The `cp_comm_type` of a layer then chooses its schedule; None means "tree". A spec may hold layers of kinds that a
+    model does not use, as that of a hybrid stack does: core attention that is not plain dense attention is an error when
+    such a layer is built.
 
     Args:
         layer_spec: ModuleSpec, block submodules, or any nesting of them in dataclasses, lists, dicts and
             functools.partial. It is not changed; parts without attention are shared with the result.
         tree_config: TreeConfig that fixes grid, backend or wire format of these layers.
     Returns: the same type as `layer_spec`; `layer_spec` itself if nothing has to change.
-    Raises: ValueError if it has no core attention, or one that is not plain dense attention.
+    Raises: ValueError if it has no core attention, or none that is plain dense attention.
     """
     walk = SpecWalk(tree_config)
     result = walk(layer_spec)
+    if not walk.found and walk.refused:
+        raise not_plain_attention(walk.refused[0])
     if not walk.found:
         raise ValueError(
             f"no core_attention found in {type(layer_spec).__name__}: pass a layer spec, a block spec or a list of them"
@@ -82,7 +86,7 @@ get_gpt_layer_tree_spec`: then the layers follow the model's config (norms, MLA,
 def core_attention_for_tree(core_attention: Any) -> Any:
     """What replaces a spec's `core_attention` in a layer whose `cp_comm_type` is ours. Patched Megatron calls it.
 
-    Raises: ValueError if it is not plain dense attention.
+    If it is not plain dense attention, building the result is a ValueError.
     """
     return core_attention if is_tree(core_attention) else SpecWalk(_installed_config)._core_attention(core_attention)
 
@@ -94,12 +98,27 @@ def tree_core_attention(tree_config: TreeConfig | None = None) -> ModuleSpec:
     )
 
 
+class NotPlainAttention:
+    """Takes the place of core attention that tree attention can't replace. The layer that has it can't be built."""
+
+    def __init__(self, *args, replaces: Any, **kwargs):
+        raise not_plain_attention(replaces)
+
+
+def not_plain_attention(module: Any) -> ValueError:
+    return ValueError(
+        f"core_attention {module} has submodules of its own, so it is not plain dense attention: "
+        "tree attention would compute something else"
+    )
+
+
 class SpecWalk:
     """Copies a nesting of specs and replaces every `core_attention` in it; a part that occurs twice is copied once."""
 
     def __init__(self, tree_config: TreeConfig | None):
         self.tree_config = tree_config
-        self.found = False
+        self.found = False  # plain attention
+        self.refused: list[Any] = []  # modules of core attention of other kinds
         self._done: dict[int, tuple[Any, Any]] = {}  # keeps the original alive: its id must not be reused
 
     def __call__(self, node: Any) -> Any:
@@ -137,12 +156,12 @@ class SpecWalk:
         return node
 
     def _core_attention(self, old: Any) -> Any:
-        self.found = True
+        if getattr(old, "module", None) is NotPlainAttention:
+            return old
         if getattr(old, "submodules", None) is not None:
-            raise ValueError(
-                f"core_attention {old.module} has submodules of its own, so it is not plain dense attention: "
-                "tree attention would compute something else"
-            )
+            self.refused.append(old.module)
+            return ModuleSpec(module=NotPlainAttention, params={"replaces": old.module})
+        self.found = True
         if is_tree(old) and self.tree_config in (None, getattr(old, "params", {}).get("tree_config")):
             return old
         return tree_core_attention(self.tree_config)
@@ -222,6 +241,7 @@ def _wrap(cls: type, make) -> None:
 def _with_tree_submodules(original, signature):
     def init(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs)
+        compat.refuse_misspelled_cp_comm_type(call.arguments["config"])
         spec = call.arguments["submodules"]
         if call.arguments.get("cp_comm_type") in compat.TREE_CP_COMM_TYPES and not is_tree(spec.core_attention):
             call.arguments["submodules"] = use_tree_attention(spec, tree_config=_installed_config)

@@ -7,7 +7,7 @@ release from 0.14 to 0.19. Differences are found by looking at signatures and at
 - `call`: arguments of core attention (process groups come as `pg_collection`, or as the older `model_comm_pgs`; newer
   releases pass further ones), fields of TransformerConfig that older releases lack, and kinds of packed batches;
 - `layers`: layer specs; a list in `cp_comm_type`, which releases up to 0.16 read one entry too far; MLA without
-  TransformerEngine, which 0.14 to 0.16 can't build;
+  TransformerEngine, which no release can build; what to say of TransformerEngine's layers where it is not installed;
 - `cuda`: CUDA calls to redirect on CPU ranks;
 - `checkpoint`: distributed checkpoints.
 """
@@ -21,6 +21,7 @@ from .call import (
     hierarchical_sizes,
     loads_causal_masks,
     process_groups,
+    refuse_misspelled_cp_comm_type,
     refuse_unknown_arguments,
     token_group,
     window_of_layer,
@@ -35,6 +36,7 @@ from .layers import (
     latent_projection,
     misreads_cp_comm_type_list,
     mla_without_transformer_engine,
+    name_missing_transformer_engine,
     normed_input,
     sequence_parallel_switches,
     switched_off,
@@ -72,9 +74,11 @@ __all__ = [
     "megatron_version",
     "misreads_cp_comm_type_list",
     "mla_without_transformer_engine",
+    "name_missing_transformer_engine",
     "no_manager_process",
     "normed_input",
     "process_groups",
+    "refuse_misspelled_cp_comm_type",
     "refuse_unknown_arguments",
     "sequence_parallel_switches",
     "sharded_parameters",

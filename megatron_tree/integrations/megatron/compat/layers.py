@@ -7,6 +7,7 @@ import importlib
 import inspect
 import textwrap
 from typing import Any
+from unittest import mock
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,20 +78,51 @@ def fixed_cp_comm_type_list(config: Any):
 
 @contextlib.contextmanager
 def mla_without_transformer_engine():
-    """While an MLA layer is built: correct the layer's flag that TransformerEngine is installed, if it is not.
+    """While an MLA layer is built: two corrections for Megatron's own layers.
 
-    From 0.14 to 0.16 the layer compares its parts with placeholders of TransformerEngine's classes and fails. No effect
-    on other releases.
+    The layer passes the sizes of keys and values to its core attention, whose own constructor takes no such arguments.
+    From 0.14 to 0.16 it also has a flag that TransformerEngine is installed even if it is not; then it compares its
+    parts with placeholders of TransformerEngine's classes and fails.
     """
     mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    wrong = getattr(mla, "HAVE_TE", False) and not lookup("megatron.core.extensions.transformer_engine:HAVE_TE")
-    if wrong:
-        mla.HAVE_TE = False
-    try:
+    core = lookup("megatron.core.transformer.dot_product_attention:DotProductAttention")
+    with contextlib.ExitStack() as stack:
+        if getattr(mla, "HAVE_TE", False) and not lookup("megatron.core.extensions.transformer_engine:HAVE_TE"):
+            stack.enter_context(mock.patch.object(mla, "HAVE_TE", False))
+        if "v_channels" not in inspect.signature(core.__init__).parameters:
+            stack.enter_context(mock.patch.object(core, "__init__", _with_head_sizes(core.__init__)))
         yield
-    finally:
-        if wrong:
-            mla.HAVE_TE = True
+
+
+def _with_head_sizes(original):
+    def init(self, *args, k_channels: int | None = None, v_channels: int | None = None, **kwargs):
+        original(self, *args, **kwargs)
+        if v_channels is not None:  # the size of the result; that of keys matters to the scale alone, which MLA passes
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return init
+
+
+def name_missing_transformer_engine() -> None:
+    """Let the placeholders of TransformerEngine's layers say what is missing when a model is built with them.
+
+    Without TransformerEngine, Megatron-core has mocks in their place, whose errors name neither.
+    """
+    for name, placeholder in vars(importlib.import_module("megatron.core.extensions.transformer_engine")).items():
+        if name.startswith("TE") and isinstance(placeholder, mock.NonCallableMock):
+            placeholder.module = placeholder.side_effect = _missing_layer(name)  # in a spec, and called
+
+
+def _missing_layer(name: str) -> type:
+    def init(self, *args, **kwargs):
+        raise UnsupportedMegatronError(
+            f"{name} is a layer of TransformerEngine, which is not installed: install it (it needs a GPU), or choose "
+            "layers without it (Megatron-LM: --transformer-impl local, or a --spec of Megatron's own layers)"
+        )
+
+    return type(name, (), {"__init__": init})
+
+
 
 
 def sequence_parallel_switches(model: nn.Module) -> list[tuple[Any, str]]:
