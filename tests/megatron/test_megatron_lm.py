@@ -1,5 +1,6 @@
 """launch/megatron_lm.sh: an unmodified Megatron-LM checkout with tree attention, on CPU ranks."""
 
+import importlib.util
 import json
 import os
 import re
@@ -101,6 +102,40 @@ def test_a_package_that_the_script_lacks_is_named(checkout):
     assert "warning: no --cp-comm-type among the options" in done.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is redirected where there is a GPU")
+def test_norms_under_sequence_parallelism(checkout, monkeypatch):
+    """Megatron's own norm refuses it; of a model without it, it stays."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from support.core_attention import config
+
+    plain, parallel = config(), config(sequence_parallel=True, tensor_model_parallel_size=2)
+    monkeypatch.setattr(megatron_lm.compat, "training_replacements", list)
+    with megatron_lm.megatron_lm_on_cpu():
+        ours = WrappedTorchNorm(config=parallel, hidden_size=8, eps=1e-3)
+        assert isinstance(ours, megatron_lm.SequenceParallelNorm)
+        assert (ours.hidden_size, ours.eps) == (8, 1e-3)
+        assert type(WrappedTorchNorm(plain, 8)) is torch.nn.LayerNorm
+    with pytest.raises(AssertionError, match="sequence parallel"):
+        WrappedTorchNorm(parallel, 8)
+    assert type(WrappedTorchNorm(plain, 8)) is torch.nn.LayerNorm
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+def test_layers_of_transformer_engine_are_named():
+    """pretrain_mamba.py has no other; by a spec, and called as newer releases call them."""
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    megatron_lm.compat.name_missing_transformer_engine()
+    attention = mamba_stack_spec.submodules.attention_layer.submodules.self_attention.submodules
+    message = "is a layer of TransformerEngine, which is not installed: install it"
+    with pytest.raises(megatron_lm.compat.UnsupportedMegatronError, match=f"^TERowParallelLinear {message}"):
+        build_module(attention.linear_proj, 8, 8, config=None)
+    with pytest.raises(megatron_lm.compat.UnsupportedMegatronError, match=f"^TEDotProductAttention {message}"):
+        attention.core_attention(config=None, name="core_attention")
+
+
 def test_options_of_the_user_are_kept():
     assert megatron_lm.cpu_options(["--distributed-backend", "mpi", "--transformer-impl=local"]) == [
         "--use-cpu-initialization",
@@ -160,6 +195,23 @@ def test_a_real_checkout_trains_as_on_one_rank():
     assert one["lm loss value:"], "evaluations"
     tree = ("--context-parallel-size", 2, "--cp-comm-type", "tree")
     assert trained(2, *tree) == {name: pytest.approx(values, rel=2e-6) for name, values in one.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no Megatron-LM checkout")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares runs on CPU ranks")
+def test_latent_attention_and_sequence_parallelism_of_a_real_checkout():
+    """MLA on two ranks against one; --sequence-parallel against tensor parallelism alone."""
+    mla = ("--multi-latent-attention", "--q-lora-rank", 16, "--kv-lora-rank", 16, "--qk-head-dim", 8)
+    mla += ("--qk-pos-emb-head-dim", 4, "--v-head-dim", 8, "--rope-type", "rope")
+    tree, tensor = ("--context-parallel-size", 2, "--cp-comm-type", "tree"), ("--tensor-model-parallel-size", 2)
+    spec = ("--spec", "megatron_tree.integrations.megatron", "get_gpt_layer_tree_spec")
+    for ranks, common, compared in ((1, mla, tree), (2, tensor, ("--sequence-parallel", *spec))):
+        expected = trained(ranks, *common)
+        assert len(expected["lm loss:"]) == 4
+        result = trained(2, *common, *compared)
+        assert result == {name: pytest.approx(values, rel=2e-6) for name, values in expected.items()}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
@@ -172,7 +172,39 @@ def test_patched_megatron_keeps_what_a_spec_pins():
     assert tree.core_attention_for_tree(pinned) is pinned
     assert tree.core_attention_for_tree(DotProductAttention).module is tree.TreeDotProductAttention
     with pytest.raises(ValueError, match="it is not plain dense attention"):
-        tree.core_attention_for_tree(ModuleSpec(module=DotProductAttention, submodules=object()))
+        build_module(tree.core_attention_for_tree(ModuleSpec(module=DotProductAttention, submodules=object())))
+
+
+@pytest.mark.supports("hybrid models (MambaModel)", with_="a stack spec with a layer of every kind (0.18 on)")
+def test_a_stack_with_a_layer_of_every_kind():
+    """The spec of a hybrid stack has sparse attention in it: an error in models that use it, and only in these."""
+
+    @dataclasses.dataclass
+    class StackSubmodules:
+        attention_layer: object
+        dsa_layer: object
+
+    sparse = ModuleSpec(module=DotProductAttention, submodules=object())
+    spec = ModuleSpec(module=object, submodules=StackSubmodules(Submodules(TEDotProductAttention), Submodules(sparse)))
+    result = tree.use_tree_attention(spec)
+    assert spec.submodules.dsa_layer.core_attention is sparse
+    assert result.submodules.attention_layer.core_attention.module is tree.TreeDotProductAttention
+    assert tree.use_tree_attention(result) is result
+    with pytest.raises(ValueError, match="DotProductAttention.* has submodules of its own, so it is not plain dense"):
+        build_module(result.submodules.dsa_layer.core_attention, config=config(), layer_number=1)
+
+
+@pytest.mark.parametrize("written", ["treee", ["tree", "Tree"], "a2a-tree", "tre"])
+def test_a_misspelled_cp_comm_type(newer_attention, installed, written):
+    """On all ranks, whichever layers they have: the whole list is read."""
+    model = types.SimpleNamespace(cp_comm_type=written)
+    with pytest.raises(
+        ValueError, match=r"cp_comm_type='.*' is unknown: did you mean '(a2a\+)?tree'\?.*--cp-comm-type"
+    ):
+        newer_attention(model, Submodules(TEDotProductAttention), 1, causal, "self", cp_comm_type="p2p")
+    for kind in ("tree", "a2a+p2p", "allgather", ["a2a", "all_gather"], None):
+        model.cp_comm_type = kind
+        newer_attention(model, Submodules(TEDotProductAttention), 1, causal, "self", cp_comm_type="p2p")
 
 
 # --- what differs between releases ---

@@ -51,6 +51,12 @@ def test_multi_token_prediction(cp):
     check(cp, cases + [Case(cp=cp, extra=MTP, **schedule) for schedule in schedules(cp)])
 
 
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.supports("multimodal rotary embeddings (mrope)", with_="cp = 2, 4")
+def test_multimodal_positions(cp):
+    check(cp, [Case(cp=cp, positions="mrope", extra=options(mrope_section=[1, 1, 2]))])
+
+
 def _rolled(rank, world):
     """What Megatron's own roll of a sharded sequence gives, against the share of the rolled sequence."""
     from megatron.core import parallel_state

@@ -208,7 +208,7 @@ def _download(release, folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("release", RELEASES)
 def test_release(release, tmp_path):
-    """Every way gives the losses and gradients of one rank, also beside gated delta nets; the patch comes out without a trace."""
+    """Losses and gradients of one rank, also beside gated delta nets; the patch comes out without a trace."""
     folder = _download(release, tmp_path)
     minor = int(release.split(".")[1])
     for way, first_with_gdn in (("spec", 18), ("install", 19)):

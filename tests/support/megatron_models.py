@@ -130,8 +130,7 @@ def transformer_config(case, **options):
         "bias_dropout_fusion": False,
     }
     if case.mla:
-        # Megatron's own core attention wants kv_channels to be the size of the value heads
-        mla = {"multi_latent_attention": True, "rope_type": "rope", "kv_channels": 12, "v_head_dim": 12}
+        mla = {"multi_latent_attention": True, "rope_type": "rope", "v_head_dim": 12}
         mla |= {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8}
         return MLATransformerConfig(**{**defaults, **mla, **dict(case.extra), **options})
     kv = {"num_query_groups": case.num_heads_kv}
@@ -150,10 +149,7 @@ def layer_spec(case):
         "num_experts": options.get("num_moe_experts"),
     }
     if not case.is_tree or case.local_spec:
-        spec = get_gpt_layer_local_spec(**arguments)
-        if case.mla:
-            spec.submodules.self_attention.submodules.core_attention = dot_product_attention_for_mla()
-        return spec
+        return get_gpt_layer_local_spec(**arguments)
     return tree.get_gpt_layer_tree_spec(**arguments, tree_config=case.tree_config)
 
 
@@ -164,19 +160,6 @@ def block_spec(case, config):
 
     block = TransformerBlockSubmodules(layer_specs=[layer_spec(case)] * config.num_layers, layer_norm=WrappedTorchNorm)
     return use_sequence_parallel_norm(block)
-
-
-def dot_product_attention_for_mla():
-    """Megatron's own core attention; its constructor lacks the arguments that MLA passes."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class DotProductAttentionForMLA(DotProductAttention):
-        def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
-            super().__init__(*args, **kwargs)
-            heads = self.hidden_size_per_attention_head  # kv_channels
-            assert v_channels in (None, heads), f"set kv_channels to the size of the value heads, {v_channels}"
-
-    return DotProductAttentionForMLA
 
 
 def build_model(case, **options):
@@ -224,6 +207,17 @@ def whole_batch(case):
     return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "positions": positions}
 
 
+def multimodal_positions(case):
+    """Time, height and width [3, b, s]: in each row text, then an image of another size."""
+    positions = torch.arange(SEQ_LENGTH).repeat(3, case.batch, 1)
+    for row in range(case.batch):
+        start, columns = 5 + row, 3 + row
+        pixels = torch.arange(SEQ_LENGTH - start)
+        image = torch.stack((torch.zeros_like(pixels), pixels // columns, pixels % columns))
+        positions[:, row, start:] = start + image
+    return positions
+
+
 @contextlib.contextmanager
 def mtp_losses():
     """The losses [b, s/cp] of multi-token prediction, in order; the model only adds their gradients to its own."""
@@ -259,6 +253,10 @@ def forward_backward(case, build=None):
     finally:
         tree.uninstall()
 
+    batch = compat.batch_on_this_cp_rank(whole_batch(case))
+    if case.positions == "mrope":  # its embedding takes those of the whole sequence
+        batch["positions"] = multimodal_positions(case)
+
     def forward_step(iterator, model):
         batch = next(iterator)
         losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
@@ -267,7 +265,7 @@ def forward_backward(case, build=None):
     with mtp_losses() as further:
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter([compat.batch_on_this_cp_rank(whole_batch(case))]),
+            data_iterator=iter([batch]),
             model=[model],
             num_microbatches=1,
             seq_length=SEQ_LENGTH,

@@ -84,9 +84,7 @@ def gated_delta_net_spec(by_spec):
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     attention, recurrent = (get_gpt_layer_local_spec(normalization="RMSNorm") for _ in range(2))
-    parts = GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
-    )
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
     recurrent.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
     block = TransformerBlockSubmodules(layer_specs=[recurrent, attention], layer_norm=WrappedTorchNorm)
     return tree.use_tree_attention(block) if by_spec else block

@@ -69,8 +69,8 @@ def megatron_lm_on_cpu() -> Iterator[bool]:
 
     `initialize_megatron` asserts that there is CUDA, sets its groups up only if there is a device, loads CUDA kernels,
     and warms fused functions up, with random numbers that it would draw here from the generator of the model's weights;
-    torch.compile is turned off. Under `sequence_parallel` norms are SequenceParallelNorm, since Megatron's own refuse it
-    without Apex and TransformerEngine. Nothing happens where CUDA is available.
+    torch.compile is turned off. Under `sequence_parallel` norms are SequenceParallelNorm: without Apex and
+    TransformerEngine Megatron has none for it. Nothing happens where CUDA is available.
     """
     with megatron_on_cpu() as active, contextlib.ExitStack() as stack:
         if active:

@@ -21,9 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
     """A copy of a layer or block spec in which every `core_attention` is TreeDotProductAttention.
 
-    The `cp_comm_type` of a layer then chooses its schedule; None means "tree". A spec may hold layers of kinds that a
-    model does not use, as that of a hybrid stack does: core attention that is not plain dense attention is an error when
-    such a layer is built.
+    The `cp_comm_type` of a layer then chooses its schedule; None means "tree". The spec of a hybrid stack has layers of
+    kinds that a model may not use: beside plain dense attention, another kind of it is an error when it is built.
 
     Args:
         layer_spec: ModuleSpec, block submodules, or any nesting of them in dataclasses, lists, dicts and

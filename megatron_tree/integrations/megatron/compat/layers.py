@@ -123,8 +123,6 @@ def _missing_layer(name: str) -> type:
     return type(name, (), {"__init__": init})
 
 
-
-
 def sequence_parallel_switches(model: nn.Module) -> list[tuple[Any, str]]:
     """(object, attribute) of all that is True in a model built with `sequence_parallel`; [] without."""
     owners = {id(x): x for module in model.modules() for x in (module, getattr(module, "config", None))}
