@@ -11,6 +11,7 @@ from .. import comm, kernels
 from ..layout import sequences_of
 from . import passes
 from .call import AttnCall
+from .derivatives import in_torch, once
 from .finite import check_finite_shares
 
 
@@ -50,11 +51,23 @@ class _TreeAttention(torch.autograd.Function):
                 backward.agree()
             else:
                 backward.start(ctx.stamp)
-            flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
-            delta = kernels.attn_delta(dout, out, flowing)
             others_flow = ctx.with_lse and call.plan.backward.arrangement.u > 1  # another rank's dlse may be in delta
-            if flowing is not None or others_flow:
+            if dlse is not None or others_flow:
                 backend = kernels.choose(*kept[:3], call.spec, call.config.backend, flowing_lse=True)
                 call = dataclasses.replace(call, backend=backend)
-            *grads, dsinks = passes.backward(dout, delta, kept, sinks, call)  # d2F/dqkv dzeta: (5) to (7)
-        return *(x.to(out.dtype) for x in grads), dsinks, None, None
+            again = torch.is_grad_enabled()  # with create_graph=True
+            with torch.set_grad_enabled(again and in_torch(call.group, call.backend)):
+                flowing = None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)
+                delta = kernels.attn_delta(dout, out, flowing)
+                *grads, dsinks = passes.backward(dout, delta, kept, sinks, call)  # d2F/dqkv dzeta: (5) to (7)
+        grads = [*(x.to(out.dtype) for x in grads), dsinks]
+        if again and not in_torch(call.group, call.backend):
+            grads = once(grads, (out, dout, dlse), _no_second(call))
+        return *grads, None, None
+
+
+def _no_second(call: AttnCall) -> str:
+    return (
+        f"attention has no second derivatives on {call.queries.world} rank(s) with backend={call.backend.name!r}: "
+        "compute them on one rank (cp_group=None) with TreeConfig(backend='reference'), or leave out create_graph=True"
+    )

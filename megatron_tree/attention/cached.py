@@ -16,6 +16,7 @@ from ..config import TreeConfig, default_config
 from ..layout import Segment
 from ..merge import merge_sinks
 from ..plan import chunk_sizes
+from .derivatives import check_tangents, in_torch
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
 from .prefill import Cell, Chunk, PrefillCall
@@ -169,6 +170,8 @@ def tree_prefill(
         grid = chunk.checked_grid(grid, world, num_heads_kv=k_cache.shape[2], expands=expand is not None)
         k_like, v_like = (k_cache, v_cache) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
         backend = kernels.choose(whole, k_like, v_like, spec, config.backend)
+        if not in_torch(cp_group, backend):
+            check_tangents(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
         check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
         net = GroupTopology.of(cp_group, q.device, config)
         gathers_heads = not has_all_heads(q, head_shares)

@@ -28,6 +28,7 @@ from ..layout import (
 )
 from .autograd import tree_attention
 from .call import AttnArgs
+from .derivatives import check_tangents
 from .finite import check_finite_shares
 from .slices import make_slices
 from .spec import make_spec
@@ -62,6 +63,9 @@ def tree_attn_func(
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence sharded across ranks; differentiable. Collective over cp_group.
+
+    Second derivatives exist on one rank, with config.backend="reference"; elsewhere asking for them raises ValueError,
+    as forward mode does everywhere.
 
     Args:
         q: [b, s/p, h, d], this rank's shard of the queries; any strides, fp32, bf16, fp16 or fp64.
@@ -217,6 +221,7 @@ def _attend(
     """(out[, lse][, largest logits]) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
     spec, group, config = args.spec, args.group, args.config
     check_sinks(sinks, q)
+    check_tangents(q=q, k=k, v=v, sinks=sinks)
     check_ulysses(config.ulysses_size, args.queries.world, q.shape[2])
     if return_max_logit and spec.alibi_slopes is not None:
         raise ValueError("return_max_logit=True does not take alibi_slopes: leave one of the two out")

@@ -19,6 +19,7 @@ from ..plan import plan_decode
 from ..plan.cost import placed_topology
 from ..plan.decode import exchanges_queries, projects_first
 from .decode import DecodeCall
+from .derivatives import check_tangents, in_torch
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
 from .spec import make_spec
@@ -128,6 +129,8 @@ def _checked(
     visible = check_visible(q, slots, q_positions, cache_positions, cache_seqlens, spec)
     masked = visible.needs_mask(paged is not None)
     backend = kernels.choose(whole, k_cache, v_cache, spec, config.backend, masked=masked, decodes=True)
+    if not in_torch(group, backend):
+        check_tangents(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     check_shared(shared, paged, whole, k_cache, spec, schedule)
     if paged is not None:
         backend.check_pages(k_cache)

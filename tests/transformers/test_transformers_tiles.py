@@ -71,6 +71,14 @@ def test_experts_in_tiles(name):
     _check_gradients(lambda: random_model(name), checkpointing=name in ("mixtral", "gpt_oss"))
 
 
+def test_second_derivatives_are_refused():
+    rows, weight = torch.randn(5, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+    out = tiles.rows_in_tiles(lambda x: (x * weight) ** 3, (rows,), [weight], 2)
+    for x, gradient in zip((rows, weight), torch.autograd.grad(out.sum(), (rows, weight), create_graph=True)):
+        with pytest.raises(ValueError, match="tiles have no second derivatives: leave out loss_tile"):
+            torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+
+
 def test_bf16_gradients_are_summed_in_fp32():
     _, exact, _ = _gradients(tiny_model("llama"), WHOLE, tokens=200)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
+from ...attention.derivatives import once
 from .pieces import MLPS, PROJECTIONS
 
 IGNORED = -100  # Transformers' label of a token that has no loss
@@ -69,7 +70,11 @@ class _InTiles(torch.autograd.Function):
                     dx[tile] = next(found)
             for total, more in zip(sums, found, strict=True):
                 total.add_(more)
-        return None, None, None, *grads, *(s.to(p.dtype) for s, p in zip(sums, ctx.parameters))
+        grads += [s.to(p.dtype) for s, p in zip(sums, ctx.parameters)]
+        if torch.is_grad_enabled():
+            error = "tiles have no second derivatives: leave out loss_tile and mlp_tile, or create_graph=True"
+            grads = once(grads, (*rows, *ctx.parameters, grad), error)
+        return None, None, None, *grads
 
 
 class DeferredLogits:
