@@ -108,7 +108,8 @@ def start_all_to_all_v(parts: list[Tensor], lengths: Sequence[int], team: Team) 
     own = team.order.index(group_rank(team.group))
     note("all_to_all", team.size, sum(x.nbytes for i, x in enumerate(parts) if i != own))
     start = _exchange_rows_builtin if team.transport == "builtin" else _exchange_rows_direct
-    return Pending(start([x.contiguous() for x in parts], lengths, team), parts[0].device, tuple(parts), "gather")
+    parts = [x.contiguous() for x in parts]
+    return Pending(start(parts, lengths, team), parts[0].device, tuple(parts), "gather")
 
 
 def _exchange_rows_direct(parts: list[Tensor], lengths: Sequence[int], team: Team):
