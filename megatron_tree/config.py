@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import numbers
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -32,12 +33,33 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
+def integer(value: object) -> int | None:
+    """The integer that value is, one of numpy's too; None for anything else, such as True and 4.0."""
+    if type(value) is int:
+        return value
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+
+
+def integers(values: object, least: int | None = None) -> tuple[int, ...] | None:
+    """The same of a list or tuple; None unless all are integers, of at least `least`."""
+    found = tuple(map(integer, values)) if isinstance(values, (tuple, list)) else (None,)
+    return None if any(n is None or (least is not None and n < least) for n in found) else found
+
+
+def check_positive(name: str, value: object, what: str = "integer") -> int | None:
+    """A positive integer, or None; ``ValueError`` for anything else."""
+    found = integer(value)
+    if value is not None and (found is None or found < 1):
+        raise ValueError(f"{name}={value!r} must be a positive {what}, or None")
+    return found
+
+
 def check_pair(name: str, grid: object) -> tuple[int, int]:
     """A grid (a, b) as a tuple; ``ValueError`` unless it is two positive integers."""
-    ok = isinstance(grid, (tuple, list)) and len(grid) == 2
-    if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in grid):
+    pair = integers(grid, 1)
+    if pair is None or len(pair) != 2:
         raise ValueError(f"{name}={grid!r} must be a pair (a, b) of positive integers, for instance (2, 4)")
-    return tuple(grid)
+    return pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +136,16 @@ class TreeConfig:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
         for name in ("grid", "grid_backward"):
             object.__setattr__(self, name, self._checked_grid(name, getattr(self, name)))
-        groups = self.head_groups
-        if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 1):
-            raise ValueError(f"head_groups={groups!r} must be a positive integer that divides the KV heads, or None")
-        if groups is not None and self.schedule == "ring":
-            raise ValueError(f"head_groups={groups} has no meaning with schedule='ring': leave one of the two out")
-        size = self.ulysses_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"ulysses_size={size!r} must be a positive integer that divides the ranks, or None")
-        budget = self.memory_budget
-        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-            raise ValueError(f"memory_budget={budget!r} must be a positive number of bytes, or None")
+        for name, what in (
+            ("head_groups", "integer that divides the KV heads"),
+            ("ulysses_size", "integer that divides the ranks"),
+            ("memory_budget", "number of bytes"),
+        ):
+            object.__setattr__(self, name, check_positive(name, getattr(self, name), what))
+        if self.head_groups is not None and self.schedule == "ring":
+            raise ValueError(
+                f"head_groups={self.head_groups} has no meaning with schedule='ring': leave one of the two out"
+            )
         if self.topology is not None and not isinstance(self.topology, str):
             raise ValueError(f"topology={self.topology!r} must be a name or the path of a YAML file, or None")
 

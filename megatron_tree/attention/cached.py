@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import TreeConfig, default_config
+from ..config import TreeConfig, check_positive, default_config
 from ..layout import Segment
 from ..merge import merge_sinks
 from ..plan import chunk_sizes
@@ -23,7 +23,7 @@ from .prefill import Cell, Chunk, PrefillCall
 from .spec import make_spec
 from .step import DecodeStep
 from .topology import GroupTopology
-from .validate import check_cache, check_latents, check_sinks, values_of
+from .validate import check_cache, check_latents, check_runs, check_segments, check_sinks, values_of
 
 
 def tree_decode(
@@ -115,8 +115,8 @@ def tree_prefill(
     cp_group,
     head_dim_v: int | None = None,
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
-    shares: list[list[tuple[int, int]]],
-    key_segments: list[Segment] | list[list[Segment]],
+    shares: Sequence[Sequence[tuple[int, int]]],
+    key_segments: Sequence[Segment] | Sequence[Sequence[Segment]],
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -138,8 +138,8 @@ def tree_prefill(
         expand: with v_cache=None: makes keys [b, n, h_kv, d] and values [b, n, h_kv, d_v] of n entries of k_cache
             [b, n, 1, any size]; it is called for a part of them at a time.
         shares: for each group rank the positions of its queries, in order, as runs (first position, count).
-        key_segments: the positions of this rank's keys; without a window or slopes, keys before the chunk may be in
-            any order. Or a list of these for every group rank, where keys are gathered.
+        key_segments: the positions of this rank's keys, as (row, position, length) each; without a window or slopes,
+            keys before the chunk may be in any order. Or a list of these for every group rank, where keys are gathered.
         attention_chunk_size: queries see keys of their own chunk of so many positions only (Llama 4's local layers).
         head_shares: as in `tree_decode`: the queries' heads are sharded then, not their tokens. q holds all queries of
             the chunk, shares has one entry for them. Where keys are gathered, k_cache has one head.
@@ -165,7 +165,8 @@ def tree_prefill(
         spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
         check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
-        chunk = Chunk(rank, shares, key_segments, attention_chunk_size, head_shares)
+        size = check_positive("attention_chunk_size", attention_chunk_size)
+        chunk = Chunk(rank, check_runs(shares), check_segments(key_segments), size, head_shares)
         chunk.check(q.shape[1], k_cache.shape[1], world)
         grid = chunk.checked_grid(grid, world, num_heads_kv=k_cache.shape[2], expands=expand is not None)
         k_like, v_like = (k_cache, v_cache) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
@@ -189,8 +190,8 @@ def tree_prefill(
             sinks=sinks is not None,
             head_shares=head_shares,
             gathers_heads=gathers_heads,
-            shares=str(shares),
-            attention_chunk_size=attention_chunk_size,
+            shares=str(chunk.shares),
+            attention_chunk_size=size,
             grid=grid,
             num_keys=num_keys,
             config=config,

@@ -39,7 +39,7 @@ def check_finite_cache(config: TreeConfig, cp_group, q, k_cache, v_cache, sinks,
     for row in range(q.shape[0]):
         length = None if visible.lengths is None else int(visible.lengths[row])
         if paged is None:
-            found = (x[row : row + 1, :length] for x in (k_cache, v_cache))
+            found = (None if x is None else x[row : row + 1, :length] for x in (k_cache, v_cache))
         else:
             found = kernels.gather_row(k_cache, v_cache, paged, row, length, q.dtype)
         for name, x in zip(("k_cache", "v_cache"), found):

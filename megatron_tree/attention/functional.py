@@ -22,6 +22,7 @@ from ..layout import (
     Packed,
     Sharding,
     check_layout,
+    document_bounds,
     documents_over,
     packed_layout,
     shard_lengths,
@@ -178,7 +179,8 @@ def tree_attn_varlen_func(
             if not isinstance(documents, Packed):
                 raise ValueError(f"cu_seqlens_kv needs layout='documents', not {layout!r}: leave one of the two out")
             of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[1] * world)
-            check_cross_documents(documents, of_keys, spec)
+            counts = tuple(len(document_bounds("cu_seqlens", x)) - 1 for x in (cu_seqlens, cu_seqlens_kv))
+            check_cross_documents(documents, of_keys, counts, spec)
         check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
@@ -263,8 +265,7 @@ def _attend(
 def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:
     """The sharding of the sequence of which x [b, s/p, ...] is this rank's shard."""
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
-    layout = tuple(layout) if isinstance(layout, list) else layout
-    check_layout(layout, world)
+    layout = check_layout(layout, world)
     if not isinstance(layout, tuple):
         shard_lengths(x.shape[1] * world, world, layout)  # zigzag needs an even length
         return Sharding(seq_len=x.shape[1] * world, world=world, layout=layout)

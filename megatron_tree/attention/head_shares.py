@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
+from ..config import integers
 
 
 def check_head_shares(shares: Sequence[int] | None, q: Tensor, group) -> tuple[int, ...] | None:
@@ -22,11 +23,11 @@ def check_head_shares(shares: Sequence[int] | None, q: Tensor, group) -> tuple[i
     if shares is None:
         return None
     world, rank = comm.group_size(group), comm.group_rank(group)
-    shares = tuple(shares)
-    if len(shares) != world or any(not isinstance(n, int) or n < 0 for n in shares) or not sum(shares):
-        raise ValueError(f"head_shares={list(shares)} must hold the number of query heads of each of the {world} ranks")
+    given, shares = shares, integers(shares, 0)
+    if shares is None or len(shares) != world or not sum(shares):
+        raise ValueError(f"head_shares={given!r} must hold the number of query heads of each of the {world} ranks")
     is_known = isinstance(q, Tensor) and q.dim() == 4
-    if not is_known or not (q.shape[2] == shares[rank] or has_all_heads(q, shares)):
+    if not is_known or q.shape[2] not in (shares[rank], sum(shares)):
         seen = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(
             f"q must be [batch, sequence, {shares[rank]} heads, head_dim], since head_shares={list(shares)} gives "
@@ -38,7 +39,8 @@ def check_head_shares(shares: Sequence[int] | None, q: Tensor, group) -> tuple[i
 def has_all_heads(q: Tensor, shares: tuple[int, ...] | None) -> bool:
     """Whether q [b, s, any, d] has the heads of all ranks, so that none are gathered.
 
-    If one rank has all of them by its share, the others can't know what it means: they are gathered.
+    If one rank has all of them by its share, the others can't know what it means: they are gathered from that rank,
+    whatever the others pass.
     """
     return shares is None or len(shares) == 1 or q.shape[2] == sum(shares) > max(shares)
 
@@ -52,7 +54,7 @@ def gather_heads(q: Tensor, shares: tuple[int, ...], group, **messages) -> Tenso
     """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order. messages: see `comm.gather_rows`."""
     if has_all_heads(q, shares):
         return q
-    mine = q.permute(2, 0, 1, 3).contiguous()
+    mine = q[:, :, : shares[comm.group_rank(group)]].permute(2, 0, 1, 3).contiguous()
     return comm.gather_rows(mine, shares, group, **messages).permute(1, 2, 0, 3)
 
 
@@ -61,6 +63,7 @@ def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> C
     [b, s, h, d], the heads of these ranks in rank order."""
     if has_all_heads(q, shares):
         return lambda: q if team.size == len(shares) else q[:, :, heads_of(shares, team.order)]
+    q = q[:, :, : shares[comm.group_rank(team.group)]]
     if team.size == 1:
         return lambda: q
     longest, mine = max(shares), q.permute(2, 0, 1, 3)

@@ -118,9 +118,6 @@ class Chunk:
 
     def check(self, num_queries: int, num_keys: int, world: int) -> None:
         """Raise ValueError unless this describes that many queries and keys on this rank."""
-        size = self.attention_chunk_size
-        if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"attention_chunk_size={size!r} must be a positive integer, or None")
         described = self.num_queries
         if self.head_shares is not None and described != [num_queries]:
             raise ValueError(f"q has {num_queries} queries, but shares={described}: with head_shares one entry for all")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import TreeConfig
+from ..config import TreeConfig, integer
 from ..layout import (
     Dispatched,
     Layout,
@@ -37,11 +37,12 @@ def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatc
             size). Rows that hold no token come last.
     Raises: ``ValueError`` for boundaries that don't start at 0 or decrease.
     """
-    if not isinstance(multiple_of, int) or isinstance(multiple_of, bool) or multiple_of < 1:
+    rows = integer(multiple_of)
+    if rows is None or rows < 1:
         raise ValueError(f"multiple_of={multiple_of!r} must be a positive integer")
     bounds = document_bounds("cu_seqlens", cu_seqlens)
     lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
-    return spread_documents(lengths, comm.group_size(cp_group), multiple_of=multiple_of)
+    return spread_documents(lengths, comm.group_size(cp_group), multiple_of=rows)
 
 
 def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, padding: float = 0) -> Tensor:
@@ -73,11 +74,11 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
     """
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     with comm.collective_call("unshard_sequence", cp_group, _DEFAULT) as call:
-        check_layout(layout, world)
+        layout = check_layout(layout, world)
         if isinstance(layout, Dispatched):
             seq_len = layout.num_rows * world
         if seq_len is None:
-            seq_len = sum(layout) if isinstance(layout, (tuple, list)) else x.shape[dim] * world
+            seq_len = sum(layout) if isinstance(layout, tuple) else x.shape[dim] * world
         lengths = shard_lengths(seq_len, world, layout)
         if x.shape[dim] != lengths[rank]:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from ..config import SLICES, AttnSlice
+from ..config import SLICES, AttnSlice, integers
 from ..layout import Dispatched, Packed, Sharding
 
 
@@ -30,10 +30,10 @@ def make_slices(ranges: Sequence, queries: Sharding, keys: Sharding) -> tuple[At
 
 def _slice(i: int, given) -> AttnSlice:
     parts = tuple(given) if isinstance(given, (tuple, list)) else ()
-    if len(parts) in (2, 3) and all(isinstance(span, (tuple, list)) and len(span) == 2 for span in parts[:2]):
-        spans = [tuple(span) for span in parts[:2]]
-        if all(type(n) is int for span in spans for n in span) and (parts[2:] or SLICES)[0] in SLICES:
-            return AttnSlice(*spans, *parts[2:])
+    spans = [integers(span) for span in parts[:2]]
+    pairs = len(parts) in (2, 3) and all(span is not None and len(span) == 2 for span in spans)
+    if pairs and (parts[2:] or SLICES)[0] in SLICES:
+        return AttnSlice(*spans, *parts[2:])
     raise ValueError(
         f"ranges[{i}]={given!r} must be ((q_first, q_end), (k_first, k_end), kind) with integers and a kind of "
         f"{', '.join(map(repr, SLICES))}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..config import AttnSpec, Dropout
+from ..config import AttnSpec, Dropout, integer, integers
 
 
 def make_spec(
@@ -38,13 +38,13 @@ def make_spec(
         raise ValueError(f"softmax_scale={softmax_scale!r} must be a finite number (or None for 1 / sqrt(head_dim))")
     if not isinstance(softcap, (int, float)) or not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap={softcap!r} must be a number >= 0; 0 turns it off")
-    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not is_pair or any(not isinstance(n, int) or isinstance(n, bool) or n < -1 for n in window_size):
+    window = integers(window_size, -1)
+    if window is None or len(window) != 2:
         raise ValueError(f"window_size={window_size!r} must be (left, right), each an integer >= 0 or -1 for unbounded")
     dropout = _dropout(dropout_p, dropout_seed)
-    if ranges and (causal is not None or tuple(window_size) != (-1, -1) or dropout):
+    if ranges and (causal is not None or window != (-1, -1) or dropout):
         raise ValueError(
-            f"ranges are the whole mask: leave causal={causal} and window_size={tuple(window_size)} out"
+            f"ranges are the whole mask: leave causal={causal} and window_size={window} out"
             + (f"; and dropout_p={dropout_p} can't be combined with ranges: set it to 0" if dropout else "")
         )
     slopes = None if alibi_slopes is None else _slopes(alibi_slopes, q)
@@ -53,7 +53,7 @@ def make_spec(
     return AttnSpec(
         softmax_scale=float(softmax_scale),
         causal=not ranges and (causal is None or bool(causal)),
-        window_size=tuple(window_size),
+        window_size=window,
         softcap=float(softcap),
         alibi_slopes=slopes,
         dropout=dropout,
@@ -66,12 +66,12 @@ def _dropout(p: float, seed: int | None) -> Dropout | None:
         raise ValueError(f"dropout_p={p!r} must be a probability, 0 <= dropout_p < 1; 0 turns it off")
     if p == 0:
         return None
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+    if (found := integer(seed)) is None or not 0 <= found < 1 << 63:
         raise ValueError(
             f"dropout_seed={seed!r} must be an integer from 0 to 2**63 - 1 when dropout_p={p}: draw a new one for "
             "every call, the same on all ranks of cp_group"
         )
-    return Dropout(float(p), seed)
+    return Dropout(float(p), found)
 
 
 def _slopes(slopes: Tensor, q: Tensor) -> tuple[tuple[float, ...], ...]:

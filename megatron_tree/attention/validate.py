@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig, check_choice
+from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig, check_choice, integer, integers
 from ..kernels import PagedKV, Visible
-from ..layout import Packed
+from ..layout import Packed, Segment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -38,8 +38,11 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must be a 3-D tensor [tokens, heads, head_dim] of packed documents, got {seen}")
 
 
-def check_cross_documents(queries: Packed, keys: Packed, spec: AttnSpec) -> None:
-    """Raise ``ValueError`` unless packed queries can attend to packed keys of other lengths."""
+def check_cross_documents(queries: Packed, keys: Packed, counts: tuple[int, int], spec: AttnSpec) -> None:
+    """Raise ``ValueError`` unless packed queries can attend to packed keys of other lengths.
+
+    counts: documents of the two, without the rows of padding that follow them.
+    """
     if queries == keys:
         return
     if spec.by_position:
@@ -48,7 +51,6 @@ def check_cross_documents(queries: Packed, keys: Packed, spec: AttnSpec) -> None
             f"alibi_slopes={spec.alibi_slopes}: different documents for k and v are cross attention, which needs "
             "causal=False, no window and no slopes"
         )
-    counts = [len(x.lengths) for x in (queries, keys)]
     if counts[0] != counts[1]:
         raise ValueError(
             f"cu_seqlens has {counts[0]} documents and cu_seqlens_kv {counts[1]}: the numbers must be equal"
@@ -75,6 +77,33 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(f"k_cache holds {k_cache.shape[1]} slots and v_cache {v_cache.shape[1]}: they must be equal")
 
 
+def check_runs(shares) -> list[list[tuple[int, int]]]:
+    """The positions of queries: lists of runs (first position, count)."""
+    try:
+        found = [[integers(run, 0) for run in runs] for runs in shares]
+    except TypeError:
+        found = [[None]]
+    if any(run is None or len(run) != 2 for runs in found for run in runs):
+        raise ValueError(f"shares={shares!r} must be lists of runs (first position, count), in integers, one per rank")
+    return found
+
+
+def check_segments(given) -> list[Segment] | list[list[Segment]]:
+    """Segments of one rank, or a list of them for every rank. A segment may be a tuple, and a list one, too."""
+    of_ranks = isinstance(given, (list, tuple)) and any(isinstance(x, (list, tuple)) and not integers(x) for x in given)
+    try:
+        found = [[integers(s, 0) for s in segments] for segments in (given if of_ranks else [given])]
+    except TypeError:
+        found = [[None]]
+    if any(s is None or len(s) not in (3, 4) for segments in found for s in segments):
+        raise ValueError(
+            f"key_segments={given!r} must be segments (row, position, length), in integers, or a list of these for "
+            "each rank"
+        )
+    found = [[Segment(*s) for s in segments] for segments in found]
+    return found if of_ranks else found[0]
+
+
 def values_of(k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> Tensor:
     """v_cache; None: the first head_dim_v numbers of every key."""
     if (v_cache is None) != (head_dim_v is not None):
@@ -93,8 +122,8 @@ def values_of(k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -
 def check_latents(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> None:
     """k_cache [b, s_local, 1, any], of which keys and values with head_dim_v are made, like q."""
     seen = tuple(k_cache.shape) if isinstance(k_cache, Tensor) else type(k_cache).__name__
-    if v_cache is not None or not isinstance(head_dim_v, int) or not isinstance(k_cache, Tensor) or k_cache.dim() != 4:
-        raise ValueError(f"expand makes values of k_cache {seen}: pass v_cache=None and head_dim_v, not {head_dim_v}")
+    if v_cache is not None or integer(head_dim_v) is None or not isinstance(k_cache, Tensor) or k_cache.dim() != 4:
+        raise ValueError(f"expand makes values of k_cache {seen}: pass v_cache=None and head_dim_v, not {head_dim_v!r}")
     if (k_cache.shape[0], k_cache.shape[2]) != (q.shape[0], 1) or (k_cache.dtype, k_cache.device) != (
         q.dtype,
         q.device,

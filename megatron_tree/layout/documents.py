@@ -17,6 +17,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..config import integers
 from .segments import Segment, join
 
 Run = tuple[int, int]
@@ -183,7 +184,7 @@ class Dispatched(_Documents):
         return self.shares[rank]
 
 
-# cu_seqlens -> (its version, its values): all layers pass the same tensor, and reading it from a GPU is slow
+# cu_seqlens -> (its version, its bounds): all layers pass the same tensor, and reading it from a GPU is slow
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -207,19 +208,18 @@ def packed_layout(cu_seqlens, cu_seqlens_padded=None, *, num_rows: int | None = 
     return Packed(*map(tuple, lengths))
 
 
-def document_bounds(name: str, values) -> list[int]:
+def document_bounds(name: str, values) -> tuple[int, ...]:
     """The integers of cu_seqlens, a list or tensor; `name` is the argument's. Raises ``ValueError``."""
-    if isinstance(values, Tensor):
-        known = _read.get(values)
-        if known is None or known[0] != values._version:
-            known = _read[values] = values._version, values.flatten().tolist()
-        found = known[1]
-    else:
-        found = list(values)
-    sorted_integers = all(isinstance(n, int) for n in found) and all(a <= b for a, b in itertools.pairwise(found))
-    if not found or found[0] != 0 or not sorted_integers:
+    is_tensor = isinstance(values, Tensor)
+    if is_tensor and (known := _read.get(values)) is not None and known[0] == values._version:
+        return known[1]
+    found = values.flatten().tolist() if is_tensor else list(values)
+    bounds = integers(found)
+    if not bounds or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"{name}={shown(tuple(found))} must be integers that start at 0 and do not decrease")
-    return found
+    if is_tensor:
+        _read[values] = values._version, bounds
+    return bounds
 
 
 def shown(lengths: tuple[int, ...]) -> str:

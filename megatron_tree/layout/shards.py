@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..config import integers
 from .documents import Dispatched, Packed
 from .segments import Segment, join, positions_of
 
@@ -22,31 +23,34 @@ LAYOUTS = ("zigzag", "contiguous")
 Layout = str | tuple[int, ...] | Packed | Dispatched
 
 
-def check_layout(layout: Layout, world: int) -> None:
-    """Raise ``ValueError`` if the layout is unknown or does not fit `world` ranks."""
+def check_layout(layout: Layout | list[int], world: int) -> Layout:
+    """The layout, lengths as a tuple of integers; ``ValueError`` if it is unknown or does not fit `world` ranks."""
     if isinstance(layout, (Packed, Dispatched)):
         layout.check(world)
     elif isinstance(layout, (tuple, list)):
-        if len(layout) != world or any(not isinstance(n, int) or n < 0 for n in layout):
+        lengths = integers(layout, 0)
+        if lengths is None or len(lengths) != world:
             raise ValueError(f"layout={layout!r} must give {world} lengths, one per rank, each 0 or more")
+        return lengths
     elif layout not in LAYOUTS:
         raise ValueError(
             f"layout={layout!r} is unknown: choose 'zigzag', 'contiguous' or a tuple of one length per rank"
         )
+    return layout
 
 
 def shard_lengths(seq_len: int, world: int, layout: Layout = "zigzag") -> tuple[int, ...]:
     """How many tokens each of `world` ranks holds of a sequence of seq_len tokens."""
-    check_layout(layout, world)
+    layout = check_layout(layout, world)
     if isinstance(layout, (Packed, Dispatched)):
         rows = layout.rows(world)
         if rows * world != seq_len:
             raise ValueError(f"the packed documents have {rows * world} rows, the sequence {seq_len}")
         return (rows,) * world
-    if isinstance(layout, (tuple, list)):
+    if isinstance(layout, tuple):
         if sum(layout) != seq_len:
             raise ValueError(f"layout={layout!r} holds {sum(layout)} tokens, the sequence has {seq_len}")
-        return tuple(layout)
+        return layout
     if layout == "zigzag":
         if seq_len % (2 * world) and world > 1:
             pad = -seq_len % (2 * world)
