@@ -86,10 +86,12 @@ class OwnTokens:
         head_groups: int,
         hidden: int,
         dim: int = -2,
+        transport: str = "auto",
         timeout_s: float,
         **sizes,
     ):
         self.model, self.group, self.layers, self.head, self.timeout_s = model, group, layers, head, timeout_s
+        self.wire = {"transport": transport, "timeout_s": timeout_s}
         self.own_numbers, self.head_groups, self.dim = own_numbers, head_groups, dim
         self.rank, self.world, self.forced = group_rank(group), group_size(group), None
         self.unfinished: Pending | None = None
@@ -127,7 +129,7 @@ class OwnTokens:
     @functools.cached_property
     def team(self) -> Team:
         """All ranks."""
-        transport = resolve_transport(self.group, next(self.model.parameters()).device)
+        transport = resolve_transport(self.group, next(self.model.parameters()).device, self.wire["transport"])
         return Team.flat(self.group, transport=transport, timeout_s=self.timeout_s)
 
     def plan(self, num_tokens: int) -> PrefillPlan:
@@ -227,7 +229,7 @@ class Run:
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(self._num_tokens) - len(rows)))
-        return gather_sequence(rows.contiguous(), self._own.group, timeout_s=self._own.timeout_s)
+        return gather_sequence(rows.contiguous(), self._own.group, **self._own.wire)
 
     def tokens_of_all(self, module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A hook: a block's arguments, of all ranks' tokens; of an MLP the first, others are added to its result."""
@@ -245,4 +247,4 @@ class Run:
 
     def last_token(self, x: Tensor) -> tuple[Tensor]:
         """The hidden state [1, 1, width] whose logits are wanted, on all ranks."""
-        return (broadcast(x.contiguous(), self._own.group, self._last, timeout_s=self._own.timeout_s),)
+        return (broadcast(x.contiguous(), self._own.group, self._last, **self._own.wire),)

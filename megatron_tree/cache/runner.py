@@ -39,7 +39,8 @@ class RowRunner:
         head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. Then all of them
             run all tokens, each with its part of the weights, unless own_tokens gathers weights for a chunk.
         own_tokens: of a model whose weights are split over ranks, those of all head groups.
-        config: `TreeConfig`; its check and timeout_s are used to compare prompts between ranks.
+        config: `TreeConfig`; its check, transport and timeout_s are used to compare prompts between ranks, and for
+            the logits of a chunk that is sharded.
         cuda_graphs: whether steps of one token in each row are captured in CUDA graphs and replayed, see graph.py.
             Prompts and steps of several tokens run without. The model's weights must stay where they are.
     Raises: ValueError for an unknown schedule, sizes below 1, or CUDA graphs that can't be had.
@@ -277,7 +278,8 @@ class RowRunner:
                 with own.run([len(positions) for positions in shares], owner):
                     return self._run_share(forward, chunk, shares[own.rank], last=owner == own.rank)
             logits = self._run_share(forward, chunk, shares[self._book.rank], last=owner == self._book.rank)
-            return broadcast(logits.contiguous(), self.cp_group, owner, timeout_s=self.config.timeout_s)
+            wire = {"transport": self.config.transport, "timeout_s": self.config.timeout_s}
+            return broadcast(logits.contiguous(), self.cp_group, owner, **wire)
 
     def _shares_tokens(self, num_tokens: int) -> bool:
         """Whether each rank runs its own tokens of a chunk, not all of them."""

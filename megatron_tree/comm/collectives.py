@@ -268,12 +268,12 @@ def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: floa
     return start_gather(mine, team).wait()[: x.numel()].view(x.shape)
 
 
-def broadcast(x: Tensor, group, src: int, *, timeout_s: float = 600.0) -> Tensor:
+def broadcast(x: Tensor, group, src: int, *, transport: str = "auto", timeout_s: float = 600.0) -> Tensor:
     """x, contiguous, of group rank `src` on all ranks, in place."""
     n = group_size(group)
     if n == 1:
         return x
-    if resolve_shared(group, x.device, "auto", timeout_s=timeout_s) == "shm":
+    if resolve_shared(group, x.device, transport, timeout_s=timeout_s) == "shm":
         shared(group).broadcast(x, src, group, timeout_s)
         return x
     sent = x.nbytes if group_rank(group) == src else 0

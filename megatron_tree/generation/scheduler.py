@@ -62,6 +62,7 @@ class Scheduler:
         heartbeat_s: seconds after which an idle leader sends an empty plan, so that waiting ranks don't time out;
             None: 10, or a quarter of timeout_s where that is less.
         timeout_s: seconds that one broadcast may take.
+        transport: of the broadcasts, as in `TreeConfig`; None: that of `default_config()`.
         executor: what carries out the plans; default an `Executor` of the runner.
         prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
         keep_bytes: rows stay in the cache when their requests have ended, for later prompts that begin alike, as long
@@ -81,6 +82,7 @@ class Scheduler:
         plan_group=None,
         heartbeat_s: float | None = None,
         timeout_s: float = 600.0,
+        transport: str | None = None,
         executor: Executor | None = None,
         prefill_first: bool = False,
         keep_bytes: int = 0,
@@ -103,7 +105,7 @@ class Scheduler:
         self.max_rows, self.max_waiting = max_rows, max_waiting
         self._group = runner.token_group if plan_group is None else plan_group
         self.is_leader = group_rank(self._group) == 0
-        self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
+        self._heartbeat_s, self._wire = heartbeat_s, {"timeout_s": timeout_s, "transport": transport}
         self._capacity, self._page = runner.free_tokens, runner.page_size
         self.executor, self._ended = executor or Executor(runner), False
         self._speculation = speculation
@@ -292,10 +294,10 @@ class Scheduler:
 
     def on_leader(self, check: Callable[[], Any]) -> Any:
         """What `check()` returns on the leader, on all ranks, outside of the loop; see `share_check`."""
-        return share_check(check, self._group, device=self._runner.device, timeout_s=self._timeout_s)
+        return share_check(check, self._group, device=self._runner.device, **self._wire)
 
     def _share(self, plan):
-        return share(plan, self._group, device=self._runner.device, timeout_s=self._timeout_s)
+        return share(plan, self._group, device=self._runner.device, **self._wire)
 
     @contextlib.contextmanager
     def _giving_up(self, *, broadcast: bool):

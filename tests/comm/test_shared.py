@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_decode
-from megatron_tree.comm import shared
+from megatron_tree.bench.step_runner import SmallRunner
+from megatron_tree.comm import shared, wire
 from megatron_tree.comm.group import GroupState
 from megatron_tree.doctor import machine
 from megatron_tree.energy import merge_by_energy
@@ -221,6 +222,31 @@ def _interrupted(rank, world):
 
 def test_a_signal_ends_the_wait():
     assert run_distributed(_interrupted, 2, fresh=True) == [None, 1.0]
+
+
+def _ruled_out(rank, world):
+    """Nothing that transport="direct" runs takes the memory; "auto" does."""
+    group, config = dist.group.WORLD, TreeConfig(transport="direct")
+    for name, transport, joined in (("file", None, False), ("direct", "direct", False), ("auto", "auto", True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wire, "default_config", lambda: config)  # for callers that name none
+            with comm.record() as log:
+                if transport is not None:
+                    x = torch.full((5,), float(rank))
+                    assert comm.broadcast(x, group, 1, transport=transport).tolist() == [1.0] * 5
+                assert wire.share(rank, group, source=1, transport=transport) == 1
+                assert wire.share_check(lambda: "checked", group, transport=transport) == "checked"
+        assert {sent.op.startswith("shared ") for sent in log} == {joined}, name
+    runner = SmallRunner(cp_group=group, page_size=4, chunk_size=64, config=config)
+    with comm.record() as log:
+        logits = runner.prefill(runner.add(), torch.arange(32))  # sharded
+    assert logits.isfinite().all() and not any(sent.op.startswith("shared ") for sent in log)
+    assert "broadcast" in {sent.op for sent in log}
+    return True
+
+
+def test_direct_rules_it_out():
+    assert all(run_distributed(_ruled_out, 2))
 
 
 def _traces(rank, world):

@@ -300,7 +300,8 @@ def _share_weights(model: Any, core: TreeDotProductAttention) -> tuple[Any, tupl
     groups = min(tp, 1 if config.multi_latent_attention else config.num_query_groups)
     if core.cp_group is not None or tp == 1:
         return core.cp_group, None, None
-    own_tokens = own_tokens_of(model, core.tp_group, groups, timeout_s=limit)
+    transport = core.tree_config.transport
+    own_tokens = own_tokens_of(model, core.tp_group, groups, transport=transport, timeout_s=limit)
     if tp == groups:
         return None, None, own_tokens
     group = neighbours(core.tp_group, tp // groups, timeout_s=limit)

@@ -26,7 +26,7 @@ BY_ROWS += ("linear_kv_up_proj", "linear_fc1")
 BY_COLUMNS = ("linear_proj", "linear_fc2")
 
 
-def own_tokens_of(model: Any, group: Any, head_groups: int, *, timeout_s: float) -> OwnTokens | None:
+def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> OwnTokens | None:
     """What runs of own tokens of a GPTModel need; None if a layer has tensor-parallel weights of another kind.
 
     group: the tensor-parallel ranks.
@@ -60,7 +60,7 @@ def own_tokens_of(model: Any, group: Any, head_groups: int, *, timeout_s: float)
         gathered=latents * width,
         experts=sum(_dispatched_bytes(layer.mlp, config, width) for layer in model.decoder.layers),
         dim=0,
-        timeout_s=timeout_s,
+        **wire,
     )
 
 

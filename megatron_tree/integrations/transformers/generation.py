@@ -99,6 +99,7 @@ def generate(
             max_waiting=len(prompts),
             end_tokens=ends,
             timeout_s=runner.config.timeout_s,
+            transport=runner.config.transport,
             executor=Recorder(runner, sharded=prefill == "sharded"),
             prefill_first=True,
         )

@@ -9,7 +9,7 @@ from ...cache.own_tokens import Block, Layer, OwnTokens
 from .rank_layout import Layout
 
 
-def own_tokens_of(model, layout: Layout, group, own_numbers: list, *, timeout_s: float) -> OwnTokens:
+def own_tokens_of(model, layout: Layout, group, own_numbers: list, **wire) -> OwnTokens:
     """What runs of a split model need; own_numbers: see `OwnTokens`."""
     layers, head = [_layer(model, layout, name) for name in layout.attentions], model.get_output_embeddings()
     held = {p.name for layer in layers for parts in layer.weights for p in parts}
@@ -29,7 +29,7 @@ def own_tokens_of(model, layout: Layout, group, own_numbers: list, *, timeout_s:
         hidden=model.get_input_embeddings().weight.shape[1] * width,
         heads=2 * num_heads * d * width,
         gathered=sum(layout.gathered.values()) * width,
-        timeout_s=timeout_s,
+        **wire,
     )
 
 

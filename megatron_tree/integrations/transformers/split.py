@@ -102,7 +102,7 @@ def connect(model, layout: Layout, group, *, transport: str = "auto", timeout_s:
     for module, num_columns in ((head, layout.num_logits), *gathered):
         widths = even_shares(num_columns, layout.world)
         module.register_forward_hook(functools.partial(_gather, widths=widths, group=group, messages=messages))
-    model.own_tokens = own_tokens_of(model, layout, group, own_numbers, timeout_s=timeout_s)
+    model.own_tokens = own_tokens_of(model, layout, group, own_numbers, **messages)
 
 
 def _projected(projection, x: Tensor) -> Tensor:
