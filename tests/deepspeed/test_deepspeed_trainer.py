@@ -125,31 +125,54 @@ def test_trainer_in_every_zero_stage(tmp_path):
     _check(tmp_path, 4, (0, 1, 2, 3), 2)
 
 
-def _refusals(rank, world, folder):
-    from megatron_tree.integrations.deepspeed.trainer import Trainer
+class _Other(transformers.Trainer):
+    """Loss and order of arguments of its own, as TRL's trainers have them."""
 
+    def __init__(self, model, ref_model=None, args=None, **options):
+        super().__init__(model, args, **options)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 5 * model(**inputs).loss
+
+
+def _refusals(rank, world, folder):
+    from megatron_tree.integrations.deepspeed import trainer as module
+
+    Trainer = module.Trainer
+    zero = {"deepspeed": {"zero_optimization": {"stage": 1}}}
     said = []
-    for arguments, options in (
-        ({}, {}),
-        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, {"compute_metrics": print}),
-        ({"deepspeed": {"zero_optimization": {"stage": 1}}, "label_smoothing_factor": 0.1}, {}),
-        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, {"sp_size": 2}),
-    ):
+
+    def make(arguments, options, trainer_class=Trainer, *values):
         args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
+        args.loss_type = options.pop("loss_type", None)
+        return trainer_class(*(values or (_model(),)), args=args, **options)
+
+    def note(function):
         with pytest.raises(ValueError) as error:
-            Trainer(model=_model(), args=args, **options)
+            function()
         said.append(str(error.value))
-    with pytest.raises(ValueError) as error:
-        Trainer(args=args)
-    said.append(str(error.value))
-    trainer = Trainer(model=_model(), args=args)
-    for refused in (
-        lambda: trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}),
-        lambda: trainer.prediction_step(trainer.model, {}, False),
+
+    Mine = type("Mine", (module.SequenceParallelMixin, _Other), {})
+    Sft = type("SFTTrainer", (_Other,), {"__module__": "trl.trainer.sft_trainer", "compute_loss": _Other.compute_loss})
+    with_loss = _model()
+    with_loss.loss_function = print
+    for arguments, options, *values in (
+        ({}, {}),
+        (zero, {"compute_metrics": print}),
+        (zero | {"label_smoothing_factor": 0.1}, {}),
+        (zero, {"sp_size": 2}),
+        (zero | {"use_liger_kernel": True}, {}),
+        (zero, {}, Trainer, with_loss),
+        (zero, {}, Mine, _model(), None),
+        (zero, {"loss_type": "dft"}, type("OfSft", (module.SequenceParallelMixin, Sft), {})),
     ):
-        with pytest.raises(ValueError) as error:
-            refused()
-        said.append(str(error.value))
+        note(lambda: make(arguments, options, *values))  # noqa: B023  called at once
+    note(lambda: Trainer(args=None))
+    positional = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **zero)
+    note(lambda: Trainer(_model(), positional, None, None, None, None, None, print))
+    trainer = make(zero, {})
+    note(lambda: trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}))
+    note(lambda: trainer.prediction_step(trainer.model, {}, False))
     return said
 
 
@@ -160,12 +183,66 @@ def test_what_the_trainer_refuses(tmp_path):
         "compute_metrics=",
         "label_smoothing_factor=0.1",
         "sp_size=2",
+        "use_liger_kernel=True",
+        "the loss_function of LlamaForCausalLM is <built-in function print>",
+        "_Other has a compute_loss of its own",
+        "loss_type='dft'",
         "model and args",
+        "compute_loss_func=<built-in function print>",
         "the batches have ['input_ids'] and no labels",
         "predict needs logits",
     )
     for text, want in zip(said, wanted, strict=True):
         assert want in text
+
+
+class _Wrapped(torch.nn.Module):
+    """As a PeftModel holds the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self):
+        return self.base_model
+
+    def forward(self, input_ids=None, labels=None, **options):
+        return self.base_model(input_ids=input_ids, labels=labels, **options)
+
+
+def _losses_in_training(rank, world, folder):
+    from accelerate.state import AcceleratorState
+
+    from megatron_tree.integrations.deepspeed.trainer import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            self.seen = loss.item()
+            return self.change(loss, outputs)
+
+    args = transformers.TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], max_steps=1, logging_steps=1, save_strategy="no", disable_tqdm=True,
+        deepspeed={"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"},
+    )  # fmt: skip
+    for change, accepted in (
+        (lambda loss, outputs: 2 * loss, True),
+        (lambda loss, outputs: loss + outputs.logits.logsumexp(-1).mean(), False),
+        (lambda loss, outputs: outputs.logits.logsumexp(-1).mean(), False),
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = Own(_Wrapped(_model()), args, train_dataset=_text())
+        trainer.change = change
+        if accepted:
+            trainer.train()
+            assert trainer.state.log_history[0]["loss"] == pytest.approx(2 * trainer.seen)
+        else:
+            with pytest.raises(ValueError, match="Own trains on a loss that SequenceParallelMixin has not computed"):
+                trainer.train()
+
+
+def test_only_the_mixins_loss_is_trained_on(tmp_path):
+    run_distributed(_losses_in_training, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
 
 
 def _loader(rank, world):

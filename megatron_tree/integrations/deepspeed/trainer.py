@@ -7,10 +7,13 @@
 
 `sp_size` may also come from `TrainingArguments(parallelism_config=ParallelismConfig(sp_size=4))`, which Accelerate
 would answer with DeepSpeed's Ulysses. Batches, steps and the loss are those of a run on ranks / sp_size data-parallel
-ranks. A trainer of your own takes it as its first base class: `class Mine(SequenceParallelMixin, Theirs)`.
+ranks. A trainer of your own takes it as its first base class: `class Mine(SequenceParallelMixin, Theirs)`. What goes
+backward must come from the mixin's loss alone; a trainer with another loss is refused.
 """
 
 from __future__ import annotations
+
+import inspect
 
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -33,28 +36,31 @@ class SequenceParallelMixin:
         sp_size: neighbouring ranks that share a sequence; default that of args.parallelism_config, or all ranks.
         tree_config: of the attention.
         loss_tile, mlp_tile: tokens whose logits, or MLPs, are computed at a time; see `train_on_shards`.
-        others: the trainer's own. Batches may hold what `SequenceParallel.shard_batch` takes.
+        others: the trainer's own; of a PeftModel the base model is registered. Batches may hold what
+            `SequenceParallel.shard_batch` takes.
     Attributes: sequence_parallel: the `SequenceParallel`.
     Raises: ValueError before anything is sent, as `register_sequence_parallel`, and for what needs whole logits:
         compute_metrics, preprocess_logits_for_metrics, label smoothing, a loss of your own; and without DeepSpeed.
+        In the first step for a compute_loss that adds something to the mixin's loss, or replaces it.
     """
 
     def __init__(
         self,
-        model=None,
-        args=None,
-        *more,
+        *values,
         sp_size: int | None = None,
         tree_config: TreeConfig | None = None,
         loss_tile: int | None = None,
         mlp_tile: int | None = None,
         **options,
     ):
+        given = _by_name(type(self), values) | options
+        model, args = given.get("model"), given.get("args")
+        _check_trainer(type(self), args)
         if model is None or args is None:
             raise ValueError("model and args are needed: model_init and default arguments don't work on shards")
         if not args.deepspeed:
             raise ValueError("TrainingArguments(deepspeed=...) is needed: DeepSpeed sums the ranks' gradients")
-        refused = {name: options.get(name) for name in REFUSED}
+        refused = {name: given.get(name) for name in REFUSED}
         for name, value in (refused | {"label_smoothing_factor": args.label_smoothing_factor}).items():
             if value:
                 raise ValueError(f"{name}={value!r} needs logits of whole sequences, which no rank has: leave it out")
@@ -62,11 +68,13 @@ class SequenceParallelMixin:
         if sp_size is None and parallelism is not None:
             sp_size = parallelism.sp_size
         _ = args.device  # starts the process group
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT, with the adapters
         self.sequence_parallel = register_sequence_parallel(
-            model, sp_size=sp_size, tree_config=tree_config, loss_tile=loss_tile, mlp_tile=mlp_tile
+            base, sp_size=sp_size, tree_config=tree_config, loss_tile=loss_tile, mlp_tile=mlp_tile
         )
         self._seed = (0, 0)  # the step, and batches in it
-        super().__init__(model, args, *more, **options)
+        self._made = []  # the graph nodes of the losses that have not gone backward
+        super().__init__(*values, **options)
         self.can_return_loss = True
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -83,6 +91,19 @@ class SequenceParallelMixin:
                 deepspeed.initialize = _INITIALIZE
 
         self.accelerator.prepare = prepare_for_shards
+        backward = self.accelerator.backward
+
+        def backward_of_shards(loss, **options):
+            made, self._made = self._made, []
+            if not _comes_from(loss, made):
+                raise ValueError(
+                    f"{type(self).__name__} trains on a loss that SequenceParallelMixin has not computed: its "
+                    "compute_loss, or another method, replaces that loss or adds something to it. Return what "
+                    f"super().compute_loss returns. {OTHER_LOSS}"
+                )
+            return backward(loss, **options)
+
+        self.accelerator.backward = backward_of_shards
 
     def _prepare_loader(self, loader: DataLoader):
         """As `Accelerator.prepare_data_loader`, but the ranks of a sequence group get the same batches."""
@@ -134,6 +155,8 @@ class SequenceParallelMixin:
         outputs = model(**shard, num_items_in_batch=num_items_in_batch if self.model.training else None)
         # a copy: if the model's own output goes to engine.backward, DeepSpeed's ZeRO 0 divides it by the accumulation
         loss = outputs.loss.clone()
+        if loss.requires_grad:
+            self._made.append(loss.grad_fn)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
@@ -148,6 +171,59 @@ class SequenceParallelMixin:
 
 REFUSED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init")
 _INITIALIZE = deepspeed.initialize
+OTHER_LOSS = "To train on another loss, use whole sequences, or a loop of your own with register_sequence_parallel"
+SFT = "trl.trainer.sft_trainer.SFTTrainer"  # its compute_loss adds metrics to the mixin's loss, unless loss_type is set
+
+
+def _theirs(trainer: type) -> list[type]:
+    """The classes behind the mixin, in the order in which a method is looked up."""
+    return list(trainer.__mro__[trainer.__mro__.index(SequenceParallelMixin) + 1 :])
+
+
+def _by_name(trainer: type, values: tuple) -> dict:
+    """Positional arguments of a trainer by the names that its own class, the first without *args, gives them."""
+    for cls in _theirs(trainer):
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        if "__init__" in vars(cls) and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
+            return dict(zip([p.name for p in parameters][1:], values, strict=False))
+    return {}
+
+
+def _check_trainer(trainer: type, args) -> None:
+    """Raise ``ValueError`` for a trainer or arguments with a loss of their own."""
+    for cls in _theirs(trainer):
+        if cls is transformers.Trainer:
+            break
+        if f"{cls.__module__}.{cls.__qualname__}" == SFT:
+            if (kind := getattr(args, "loss_type", None)) not in (None, "nll"):
+                raise ValueError(f"loss_type={kind!r} is another loss than the mean cross entropy: leave it out")
+        elif "compute_loss" in vars(cls):
+            raise ValueError(
+                f"{cls.__name__} has a compute_loss of its own, which SequenceParallelMixin replaces with the mean "
+                "cross entropy of all ranks' tokens. If it only reads the loss, move it to a subclass of "
+                f"{trainer.__name__}, where super().compute_loss is the mixin's. {OTHER_LOSS}"
+            )
+    liger = getattr(args, "liger_kernel_config", None) or {}
+    if getattr(args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "use_liger_kernel=True replaces the loss: leave it out (loss_tile saves the logits' memory), or set "
+            'liger_kernel_config={"fused_linear_cross_entropy": False}'
+        )
+
+
+def _comes_from(loss: torch.Tensor, made: list) -> bool:
+    """Whether the graph of a loss ends in the nodes `made`, and nowhere else."""
+    waiting, seen, found = [loss.grad_fn], set(), False
+    while waiting:
+        node = waiting.pop()
+        if node in made:
+            found = True
+        elif node is not None and node not in seen:
+            seen.add(node)
+            if not node.next_functions:
+                return False
+            waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 class Trainer(SequenceParallelMixin, transformers.Trainer):

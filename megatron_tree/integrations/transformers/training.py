@@ -22,17 +22,19 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from transformers import PreTrainedModel
 
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
 from ...attention.sequences import dispatch_documents, shard_sequence
-from ...comm import all_reduce, group_size
-from ...config import TreeConfig, default_config
+from ...comm import group_size
+from ...config import TreeConfig
 from ...layout import Dispatched
 from .architectures import CHUNKED, check_trainable
 from .cache import TreeCache
+from .loss import check_loss, loss_over_all_ranks
 from .rope import follow_whole_rows, row_lengths
 from .tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
 
@@ -200,59 +202,6 @@ def _seed(seed: str, layer_idx: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{layer_idx}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-class _MeanOverRanks(torch.autograd.Function):
-    """Sum of total / sum of count over all ranks; the gradient is that of the own total, times the number of ranks.
-
-    count_of_all: what to divide by, if it is not the sum.
-    """
-
-    @staticmethod
-    def forward(ctx, total: Tensor, count: Tensor, count_of_all, group, timeout_s: float) -> Tensor:
-        sums = torch.stack((total.double(), count.double()))
-        total_of_all, found = all_reduce(sums, group, timeout_s=timeout_s)
-        count_of_all = found if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
-        count_of_all = count_of_all.clamp(min=1)
-        ctx.scale = group_size(group) / count_of_all
-        return (total_of_all / count_of_all).to(total.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad * ctx.scale.to(grad.dtype), None, None, None, None
-
-
-def loss_over_all_ranks(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    *,
-    plain_loss=None,
-    sequence_shard=None,
-    num_items_in_batch=None,
-    **kwargs,
-) -> Tensor:
-    """The cross entropy's mean over the tokens of all ranks that have a label. Collective over shard.loss_group.
-
-    logits [b, s / p, vocab], or `tiles.DeferredLogits`; labels int64 [b, s / p], shifted as `shard_batch` does it.
-    Returns fp32, the same on every rank.
-    num_items_in_batch: what to divide by instead, if one step has several batches: tokens of all of them with a label.
-    plain_loss: the model's own loss, for evaluation of batches that are not from `shard_batch`.
-    """
-    if sequence_shard is None:
-        if plain_loss is None:
-            raise ValueError("the loss needs a batch from shard_batch")
-        options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
-        return plain_loss(logits, labels, **options, **kwargs)
-    sequence_shard.used_by["loss"] = None
-    labels = labels.flatten()
-    if isinstance(logits, DeferredLogits):
-        total = logits.losses(labels).sum()
-    else:
-        total = F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="sum")
-    limit = (sequence_shard.config or default_config()).timeout_s
-    count = (labels != IGNORED).sum()
-    return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)
-
-
 def train_on_shards(
     model: PreTrainedModel, *, loss_tile: int | None = None, mlp_tile: int | None = None
 ) -> list[nn.Module]:
@@ -271,15 +220,14 @@ def train_on_shards(
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel), and wrap it "
-            "(PEFT, torch.compile) afterwards"
+            f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel), of a PeftModel "
+            "its get_base_model(); torch.compile it afterwards"
         )
     windows = check_trainable(model.config)
     text = model.config.get_text_config(decoder=True)
     if text.model_type in CHUNKED:
         raise ValueError(f"{type(model).__name__} has chunked_attention layers: it can't be trained on shards")
-    if getattr(text, "output_router_logits", False):
-        raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; set it to False")
+    check_loss(model, getattr(model, "loss_on_shards", ForCausalLMLoss))
     if getattr(text, "layerdrop", 0.0):
         raise ValueError(f"layerdrop={text.layerdrop}: ranks would leave out different layers; set it to 0")
     if getattr(text, "num_layers_per_stack", None) and text.attention_dropout:
@@ -298,7 +246,8 @@ def train_on_shards(
     if getattr(model, "trains_on_shards", False):
         return []
     tiled, mlps = tile_loss(model, loss_tile), tile_mlps(model, mlp_tile)
-    model.loss_function = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
+    model.loss_on_shards = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
+    model.loss_function = model.loss_on_shards
     model.trains_on_shards, model.tiled_loss = windows, tiled
     follow_whole_rows(model)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -315,10 +264,9 @@ def _check_call(model, args, kwargs) -> None:
             "past_key_values=TreeCache(model.config, ...); model.eval() takes other batches, too"
         )
     if kwargs.get("sequence_shard") is not None:
+        check_loss(model, model.loss_on_shards, kwargs.get("output_router_logits"))
         current_shard.set(kwargs["sequence_shard"])
         row_lengths.set(kwargs["sequence_shard"].row_lengths)
-        if kwargs.get("output_router_logits"):
-            raise ValueError("output_router_logits=True: the routers' loss is not a sum over tokens; leave it out")
         if model.tiled_loss is not None and kwargs.get("labels") is not None:
             model.tiled_loss.begin(kwargs["labels"].numel())
 

@@ -1,0 +1,88 @@
+"""The loss of training on shards: the mean cross entropy over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformers import PreTrainedModel
+
+from ...comm import all_reduce, group_size
+from ...config import default_config
+from .tiles import IGNORED, DeferredLogits
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """Sum of total / sum of count over all ranks; the gradient is that of the own total, times the number of ranks.
+
+    count_of_all: what to divide by, if it is not the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, total: Tensor, count: Tensor, count_of_all, group, timeout_s: float) -> Tensor:
+        sums = torch.stack((total.double(), count.double()))
+        total_of_all, found = all_reduce(sums, group, timeout_s=timeout_s)
+        count_of_all = found if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
+        count_of_all = count_of_all.clamp(min=1)
+        ctx.scale = group_size(group) / count_of_all
+        return (total_of_all / count_of_all).to(total.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.scale.to(grad.dtype), None, None, None, None
+
+
+def loss_over_all_ranks(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    plain_loss=None,
+    sequence_shard=None,
+    num_items_in_batch=None,
+    **kwargs,
+) -> Tensor:
+    """The cross entropy's mean over the tokens of all ranks that have a label. Collective over shard.loss_group.
+
+    logits [b, s / p, vocab], or `tiles.DeferredLogits`; labels int64 [b, s / p], shifted as `shard_batch` does it.
+    Returns fp32, the same on every rank.
+    num_items_in_batch: what to divide by instead, if one step has several batches: tokens of all of them with a label.
+    plain_loss: the model's own loss, for evaluation of batches that are not from `shard_batch`.
+    """
+    if sequence_shard is None:
+        if plain_loss is None:
+            raise ValueError("the loss needs a batch from shard_batch")
+        options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
+        return plain_loss(logits, labels, **options, **kwargs)
+    sequence_shard.used_by["loss"] = None
+    labels = labels.flatten()
+    if isinstance(logits, DeferredLogits):
+        total = logits.losses(labels).sum()
+    else:
+        total = F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="sum")
+    limit = (sequence_shard.config or default_config()).timeout_s
+    count = (labels != IGNORED).sum()
+    return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)
+
+
+def check_loss(model: PreTrainedModel, expected: Callable, router_logits: bool | None = None) -> None:
+    """Raise ``ValueError`` for a model whose loss is another one than `expected`, its loss_function.
+
+    router_logits: of the call; None: the configuration's.
+    """
+    if router_logits is None:
+        router_logits = getattr(model.config.get_text_config(decoder=True), "output_router_logits", False)
+    if router_logits:
+        raise ValueError(
+            "output_router_logits=True: the routers' loss is not a sum over tokens; set it to False in the model's "
+            "configuration, and leave it out of calls (TRL's SFTTrainer: router_aux_loss_coef=0)"
+        )
+    if model.loss_function is not expected:
+        raise ValueError(
+            f"the loss_function of {type(model).__name__} is {model.loss_function!r}: on shards the loss is the mean "
+            "cross entropy of all ranks' tokens. Leave loss_function as it is or, for another loss, compute it from "
+            "the shard's logits in a loop of your own"
+        )
