@@ -16,9 +16,10 @@ def main(argv: list[str]) -> int:
 
     def load():
         from megatron_tree.serving.chat import run
+        from megatron_tree.serving.start import StartError
         from megatron_tree.serving.terminal import NoInput
 
-        return run, (NoInput,)
+        return run, (NoInput, StartError)
 
     return run_script("chat.py", argv, build_chat_parser, check_chat_arguments, load, choices=False)
 

@@ -16,8 +16,9 @@ def main(argv: list[str]) -> int:
 
     def load():
         from megatron_tree.serving.generate import BatchError, CheckError, run
+        from megatron_tree.serving.start import StartError
 
-        return run, (BatchError, CheckError)
+        return run, (BatchError, CheckError, StartError)
 
     return run_script("generate.py", argv, build_parser, check_arguments, load)
 

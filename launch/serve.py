@@ -16,8 +16,9 @@ def main(argv: list[str]) -> int:
 
     def load():
         from megatron_tree.serving.http.run import run
+        from megatron_tree.serving.start import StartError
 
-        return run, ()
+        return run, (StartError,)
 
     return run_script("serve.py", argv, build_parser, check_arguments, load)
 

@@ -165,7 +165,7 @@ def run_script(
         args = parse_with_config(build_parser(), argv)
         check_arguments(args, world)
     except ValueError as error:  # raised on every rank, before any communication
-        _print_on_rank_0(name, error, rank, world)
+        _print_on_rank_0(name, error, rank)
         return 2
     quiet()
     if choices:
@@ -177,17 +177,17 @@ def run_script(
     except BaseException as error:
         if not isinstance(error, expected):
             exit_after_failure(rank, error)
-        _print_on_rank_0(name, error, rank, world)
+        _print_on_rank_0(name, error, rank)
         return 1
     return 0
 
 
-def _print_on_rank_0(name: str, error: BaseException, rank: int, world: int) -> None:
-    """Print on rank 0 what every rank raised."""
-    if rank == 0:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-    elif world > 1:  # a launcher ends all ranks when the first one exits: let that be rank 0
+def _print_on_rank_0(name: str, error: BaseException, rank: int) -> None:
+    """Print on rank 0 what every rank raised; on another rank, what it alone raised."""
+    if rank > 0:  # a launcher ends all ranks when the first one exits: let that be rank 0
         time.sleep(RANK_0_FIRST_S)
+        name = f"{name}: rank {rank}"
+    print(f"{name}: {error}", file=sys.stderr, flush=True)
 
 
 def tell_choices(rank: int) -> None:

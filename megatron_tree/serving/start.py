@@ -24,12 +24,17 @@ from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
+from ..integrations.transformers.architectures import check_cached
 from ..integrations.transformers.cache import TreeCache
 from ..integrations.transformers.runner import Runner
 
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
 DRAFT_BYTES = 1 << 30  # of a draft model's cache, for the turns of a conversation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class StartError(ValueError):
+    """What was asked for can't be run; the text says why."""
 
 
 class Started(NamedTuple):
@@ -103,8 +108,16 @@ def _load_draft(
 def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     """Start this rank; collective over all ranks.
 
-    prepare(tokenizer, config) is called on every rank before the weights are loaded; it may raise.
+    prepare(tokenizer, config) is called on every rank before the weights are loaded; it may raise ValueError.
+    Raises: `StartError` for options, prompts and models that can't be run.
     """
+    try:
+        return _start(args, prepare)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     timeout_s = 60 * args.distributed_timeout_minutes
     given = {"topology": args.topology} if args.topology else {}
     given |= {"backend": args.backend} if args.backend != "auto" else {}
@@ -118,7 +131,9 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     begun = time.perf_counter()
     folder = models.model_folder(args.model)
     tokenizer = models.load_tokenizer(folder)
-    prepared = prepare(tokenizer, models.load_config(folder))
+    config = models.load_config(folder)
+    check_cached(config)
+    prepared = prepare(tokenizer, config)
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     drafts: list[Runner] = []
     if args.draft_model is not None:

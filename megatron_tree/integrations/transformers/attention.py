@@ -191,7 +191,11 @@ def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_
 def _check_call(module, sliding_window: int | None, kwargs: dict) -> None:
     name = type(module).__name__
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(f"{name} asks for attention without a causal mask; attn_implementation='tree' is causal")
+        raise ValueError(
+            f"{name} asks for attention without a causal mask; attn_implementation='tree' is causal. Where this is the "
+            "vision part of a model, give each part its own: "
+            'model.set_attn_implementation({"text_config": "tree", "vision_config": "sdpa"})'
+        )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{name}: sliding_window={sliding_window} must be 1 or more, or None for no window")
     for option in UNSUPPORTED & kwargs.keys():

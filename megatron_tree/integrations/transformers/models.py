@@ -115,13 +115,20 @@ def hide_progress_bars() -> None:
 
 
 def load_config(folder: Path):
-    """The configuration of the model in a folder, without its weights."""
+    """The configuration of the model in a folder, without its weights. Raises: ValueError for another kind of model."""
     with naming(folder):
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if AutoModelForCausalLM._model_mapping.get(type(config), None) is None:
+        raise ValueError(
+            f"the model in {str(folder)!r} ({config.model_type}) is not one that AutoModelForCausalLM loads: take "
+            "a model of text alone; docs/huggingface.md says how a program of your own runs one of images and text"
+        )
+    return config
 
 
 def load_model(folder: Path, dtype: torch.dtype | None):
     """The model in a folder, on the CPU, for inference; dtype None: that of the files, which must be safetensors."""
+    load_config(folder)  # raises for another kind of model
     with naming(folder):
         options = {"dtype": dtype or "auto", "local_files_only": True}
         model, info = AutoModelForCausalLM.from_pretrained(
