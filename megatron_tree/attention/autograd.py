@@ -35,6 +35,7 @@ class _TreeAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @comm.outside_graphs
     def backward(ctx, dout, dlse):
         *kept, sinks, out, lse = ctx.saved_tensors
         call, kept = ctx.call, passes.Kept(*kept)
@@ -45,7 +46,8 @@ class _TreeAttention(torch.autograd.Function):
             padding = sequences_of(own, out.shape[1]).to(out.device) < 0
             dout = dout.masked_fill(padding[:, None, None], 0)
             dlse = None if dlse is None else dlse.masked_fill(padding, 0)
-        with comm.collective_call("the backward of tree attention", call.group, call.config) as backward:
+        outside = torch.autocast(dout.device.type, enabled=False)
+        with comm.collective_call("the backward of tree attention", call.group, call.config) as backward, outside:
             if call.config.check == "finite":
                 check_finite_shares(call.config, call.group, call.queries, call.keys, dout=dout)
                 backward.agree()

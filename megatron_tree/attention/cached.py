@@ -19,6 +19,7 @@ from ..plan import chunk_sizes
 from .derivatives import check_tangents, in_torch
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
+from .precision import autocast
 from .prefill import Cell, Chunk, PrefillCall
 from .spec import make_spec
 from .step import DecodeStep
@@ -26,6 +27,7 @@ from .topology import GroupTopology
 from .validate import check_cache, check_latents, check_runs, check_segments, check_sinks, values_of
 
 
+@comm.outside_graphs
 def tree_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -56,7 +58,7 @@ def tree_decode(
         q: [b, s_q, h, d], the same on every rank.
         k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: this rank's slots, in any order; s_local
             may differ between ranks and may be 0. The keys of the new tokens must already be in one rank's cache.
-        cp_group: the process group over which the cache is sharded; None for one rank.
+        cp_group: the process group over which the cache is sharded, or a 1-D DeviceMesh; None for one rank.
         head_dim_v: with v_cache=None: the first head_dim_v numbers of a key are its value (latent attention).
         cache_seqlens: int [b], how many leading slots of this rank's shard are valid; default: all.
         q_positions, cache_positions: int64 [b, s_q] or [s_q], and [b, s_local] or [s_local]. A query sees a slot if
@@ -78,35 +80,41 @@ def tree_decode(
         config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s, check and deterministic are used.
         return_lse: also return lse [b, h, s_q], fp32, natural log.
 
+    Under torch.autocast q and the caches are cast as for torch's scaled_dot_product_attention, but for pages in 8 bits.
+    A cache in another dtype is copied in every call.
+
     Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks that return a head.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     """
-    out, lse = DecodeStep().decode(
-        q,
-        k_cache,
-        v_cache,
-        cp_group=cp_group,
-        head_dim_v=head_dim_v,
-        cache_seqlens=cache_seqlens,
-        q_positions=q_positions,
-        cache_positions=cache_positions,
-        block_table=block_table,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        shared=shared,
-        softmax_scale=softmax_scale,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        head_shares=head_shares,
-        schedule=schedule,
-        config=config,
-    )
+    outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
+    with outside:
+        out, lse = DecodeStep().decode(
+            q,
+            k_cache,
+            v_cache,
+            cp_group=comm.process_group(cp_group),
+            head_dim_v=head_dim_v,
+            cache_seqlens=cache_seqlens,
+            q_positions=q_positions,
+            cache_positions=cache_positions,
+            block_table=block_table,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            shared=shared,
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            head_shares=head_shares,
+            schedule=schedule,
+            config=config,
+        )
     return (out, lse) if return_lse else out
 
 
+@comm.outside_graphs
 def tree_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -133,7 +141,7 @@ def tree_prefill(
         q: [b, n, h, d], this rank's queries of the chunk; n may differ between ranks, and may be 0.
         k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: all keys that this rank holds, including
             the chunk's.
-        cp_group: the process group over which both are sharded; None for one rank.
+        cp_group: the process group over which both are sharded, or a 1-D DeviceMesh; None for one rank.
         head_dim_v: as in `tree_decode`, also with expand: then that of the values that it makes.
         expand: with v_cache=None: makes keys [b, n, h_kv, d] and values [b, n, h_kv, d_v] of n entries of k_cache
             [b, n, 1, any size]; it is called for a part of them at a time.
@@ -151,8 +159,10 @@ def tree_prefill(
     Raises: as `tree_decode`.
     Source: Tree Attention's reduction (arXiv 2408.04093) on a grid (docs/design.md, section 3).
     """
-    config = config or default_config()
-    with comm.collective_call("tree_prefill", cp_group, config) as call, torch.no_grad():
+    config, cp_group = config or default_config(), comm.process_group(cp_group)
+    outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
+    with comm.collective_call("tree_prefill", cp_group, config) as call, outside, torch.no_grad():
+        comm.check_local(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
         latent = v_cache is None
         head_shares = check_head_shares(head_shares, q, cp_group)
         whole = all_heads_of(q, head_shares)

@@ -31,6 +31,7 @@ from .autograd import tree_attention
 from .call import AttnArgs
 from .derivatives import check_tangents
 from .finite import check_finite_shares
+from .precision import autocast
 from .slices import make_slices
 from .spec import make_spec
 from .topology import GroupTopology
@@ -43,6 +44,7 @@ from .validate import (
 )
 
 
+@comm.outside_graphs
 def tree_attn_func(
     q: Tensor,
     k: Tensor,
@@ -72,7 +74,7 @@ def tree_attn_func(
         q: [b, s/p, h, d], this rank's shard of the queries; any strides, fp32, bf16, fp16 or fp64.
         k, v: [b, s/p, h_kv, d] and [b, s/p, h_kv, d_v]; h_kv divides h (GQA, MQA). In cross attention (causal=False, no
             window) the shard of another sequence, of any length; with ranges, too.
-        cp_group: the process group over which the sequence is sharded; None for one rank.
+        cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
         causal: a query sees keys at its own and earlier positions. Default True, without ranges.
         softmax_scale: default 1 / sqrt(d).
         window_size: (left, right) keys seen to either side of the query's own position; -1 is unbounded.
@@ -96,13 +98,17 @@ def tree_attn_func(
             the whole sequence, with softmax_scale and softcap, without sinks; not differentiable. Not with
             alibi_slopes. It costs one more product of queries and keys, in torch, and an all-reduce of h numbers.
 
+    Under torch.autocast q, k and v are cast as for torch's scaled_dot_product_attention.
+
     Returns: out [b, s/p, h, d_v] in q's dtype (and lse) (and the largest logits).
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     Source: Tree Attention (arXiv 2408.04093), on a grid of ranks (docs/design.md, section 2).
     """
-    config = config or default_config()
-    with comm.collective_call("tree_attn_func", cp_group, config) as call:
+    config, cp_group = config or default_config(), comm.process_group(cp_group)
+    outside, q, k, v = autocast(q, k, v)
+    with comm.collective_call("tree_attn_func", cp_group, config) as call, outside:
+        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
         dropout, exact = (dropout_p, dropout_seed), config.deterministic
         bias = dict(ranges=ranges is not None, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, *dropout, exact, **bias)
@@ -115,6 +121,7 @@ def tree_attn_func(
     return found if len(found) > 1 else found[0]
 
 
+@comm.outside_graphs
 def tree_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -163,8 +170,10 @@ def tree_attn_varlen_func(
         their out and gradients are 0. Their q, k, v and dout may be NaN.
     Raises: as `tree_attn_func`, and ValueError for a padded length that is not a multiple of 2p.
     """
-    config = config or default_config()
-    with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call:
+    config, cp_group = config or default_config(), comm.process_group(cp_group)
+    outside, q, k, v = autocast(q, k, v)
+    with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call, outside:
+        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
         check_packed(q, k, v)
         world = comm.group_size(cp_group)
         documents = _documents(layout, cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world, world=world)

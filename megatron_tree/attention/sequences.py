@@ -22,6 +22,7 @@ from ..layout import (
 _DEFAULT = TreeConfig()
 
 
+@comm.outside_graphs
 def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatched:
     """A layout of packed documents for `tree_attn_varlen_func`, without padding documents. No communication.
 
@@ -32,7 +33,7 @@ def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatc
 
     Args:
         cu_seqlens: integers [n + 1], from 0: the boundaries of the documents, one after another without padding.
-        cp_group: the ranks; None for one.
+        cp_group: the ranks, a process group or a 1-D DeviceMesh; None for one.
         multiple_of: each rank's number of rows is a multiple of this (with sequence parallelism: the tensor-parallel
             size). Rows that hold no token come last.
     Raises: ``ValueError`` for boundaries that don't start at 0 or decrease.
@@ -42,16 +43,19 @@ def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatc
         raise ValueError(f"multiple_of={multiple_of!r} must be a positive integer")
     bounds = document_bounds("cu_seqlens", cu_seqlens)
     lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
-    return spread_documents(lengths, comm.group_size(cp_group), multiple_of=rows)
+    return spread_documents(lengths, comm.group_size(comm.process_group(cp_group)), multiple_of=rows)
 
 
+@comm.outside_graphs
 def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, padding: float = 0) -> Tensor:
     """This rank's shard of x, which holds the whole sequence along `dim`. Differentiable; no communication.
 
     padding: what rows get that hold no token of dispatched documents, for instance labels of -100.
     Raises ``ValueError`` if the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
     """
+    cp_group = comm.process_group(cp_group)
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    comm.check_local(x=x)
     seq_len = x.shape[dim]
     if isinstance(layout, Dispatched):
         if seq_len != layout.starts[-1]:
@@ -67,13 +71,16 @@ def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, 
     return torch.cat((shard, shard.new_full(shape, padding)), dim)
 
 
+@comm.outside_graphs
 def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", seq_len: int | None = None) -> Tensor:
     """The whole sequence, on every rank, from the shards of `shard_sequence`. One all-gather; no gradients.
 
     seq_len: length of the whole sequence; needed for an uneven "contiguous" layout, default p times this rank's length.
     """
+    cp_group = comm.process_group(cp_group)
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     with comm.collective_call("unshard_sequence", cp_group, _DEFAULT) as call:
+        comm.check_local(x=x)
         layout = check_layout(layout, world)
         if isinstance(layout, Dispatched):
             seq_len = layout.num_rows * world

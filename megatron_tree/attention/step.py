@@ -114,6 +114,9 @@ def _checked(
     window_size, softcap, head_shares, schedule,
 ) -> tuple[DecodeCall, comm.Agreement]:  # fmt: skip
     """The call, checked, agreed upon and planned, and what the ranks have agreed on. Arguments as of `tree_decode`."""
+    given = dict(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, cache_seqlens=cache_seqlens)
+    given |= dict(block_table=block_table, q_positions=q_positions, cache_positions=cache_positions)
+    comm.check_local(**given, alibi_slopes=alibi_slopes)
     check_decode_schedule(schedule, config)
     latent, v_cache = v_cache is None, values_of(k_cache, v_cache, head_dim_v)
     head_shares = check_head_shares(head_shares, q, group)

@@ -2,6 +2,7 @@
 
 - calls.py        one call that all ranks make together: check, agree, run
 - group.py        a process group, and what this process keeps about it
+- interop.py      torch.compile, DeviceMesh and DTensor
 - team.py         rows and columns of the grid, nested by node, and their process groups
 - machines.py     on which host every rank runs
 - work.py         messages and collectives in progress, and their time limits
@@ -32,6 +33,7 @@ from .collectives import (
 )
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.monitored import monitored
+from .interop import check_local, outside_graphs, process_group
 from .machines import hosts
 from .own_share import by_owner
 from .reductions import Reducer, prepare_reduction
@@ -53,6 +55,7 @@ __all__ = [
     "broadcast",
     "by_owner",
     "call_stamp",
+    "check_local",
     "collective_call",
     "gather_rows",
     "gather_sequence",
@@ -61,8 +64,10 @@ __all__ = [
     "hosts",
     "monitored",
     "neighbours",
+    "outside_graphs",
     "part_of_call",
     "prepare_reduction",
+    "process_group",
     "record",
     "resolve_shared",
     "resolve_transport",

@@ -56,6 +56,7 @@ WORKER_ENV = {
 PRELOAD = ("numpy", "torch", "torch.distributed", "pytest")
 PRELOAD_IF_IMPORTED = {
     "support.triton_interpreter": (),
+    "torch._dynamo": (),
     "hypothesis": (),
     "megatron.core": (),
     "transformers": ("transformers.models.llama.modeling_llama",),

@@ -26,7 +26,7 @@ LAYERS = (
 )
 # Inside attention/, from the bottom up: a call goes down and never climbs back.
 ATTENTION = (
-    {"validate", "spec", "slices", "topology", "derivatives"},
+    {"validate", "spec", "slices", "topology", "derivatives", "precision"},
     {"call", "finite"},
     {"grid", "cast", "ring", "heads", "head_shares", "decode_ring", "token_shares"},
     {"passes", "decode", "prefill"},

@@ -1,0 +1,115 @@
+"""Under torch.autocast attention casts as torch's scaled_dot_product_attention does, and computes as without it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_tree import TreeConfig, shard_sequence, tree_attn_func, tree_attn_varlen_func, tree_decode, tree_prefill
+from megatron_tree.layout import Segment
+from support.ranks import run_distributed
+
+BF16 = torch.bfloat16
+
+
+def _inputs(dtypes, s=16):
+    torch.manual_seed(0)
+    shapes = [(2, s, 4, 8), (2, s, 2, 8), (2, s, 2, 8)]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def _sdpa(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _close(x, y):
+    """Within a few roundings of bf16, of the largest element."""
+    return x.dtype == y.dtype and (x.float() - y.float()).abs().max() <= 2**-6 * y.float().abs().max()
+
+
+def _trains(rank, world, dtypes):
+    group, whole = dist.group.WORLD, _inputs(dtypes)
+    with torch.autocast("cpu", BF16):
+        expected = _sdpa(*whole)
+    wanted = torch.autograd.grad(expected.float().square().sum(), whole)
+    own = [shard_sequence(x.detach(), group, 1).requires_grad_() for x in whole]
+    with torch.autocast("cpu", BF16):
+        out, lse = tree_attn_func(*own, cp_group=group, return_lse=True)
+        packed = tree_attn_varlen_func(*(x[0] for x in own), cu_seqlens=[0, 16], cp_group=group)
+    assert packed.dtype == out.dtype == BF16 and lse.dtype == torch.float32 and torch.equal(packed, out[0])
+    grads = torch.autograd.grad(out.float().square().sum(), own)
+    assert _close(out, shard_sequence(expected, group, 1))
+    return [_close(x, shard_sequence(y, group, 1)) for x, y in zip(grads, wanted, strict=True)]
+
+
+def test_all_dtypes_but_float64_become_that_of_autocast():
+    for dtypes in ((torch.float32,) * 3, (torch.float32, BF16, torch.float16)):
+        assert run_distributed(_trains, 2, dtypes) == [[True] * 3] * 2
+
+
+def _decodes(rank, world):
+    """A bf16 cache and queries in fp32, and a cache in fp32; then pages in 8 bits, which stay."""
+    group = dist.group.WORLD
+    q, k, v = (x.detach() for x in _inputs((torch.float32, BF16, BF16)))
+    own = [x[:, 8 * rank : 8 * rank + 8] for x in (k, v)]
+    options = dict(cp_group=group, shares=[[(15, 1)], [(16, 0)]], key_segments=[Segment(0, 8 * rank, 8)])
+    expected = tree_decode(q[:, -1:].to(BF16), *own, cp_group=group)
+    of_prefill = tree_prefill(q[:, 15 : 16 - rank].to(BF16), *own, **options)
+    with torch.autocast("cpu", BF16):
+        for cache in (own, [x.float() for x in own]):
+            out, lse = tree_decode(q[:, -1:], *cache, cp_group=group, return_lse=True)
+            assert out.dtype == BF16 and lse.dtype == torch.float32 and torch.equal(out, expected)
+            assert torch.equal(tree_prefill(q[:, 15 : 16 - rank], *cache, **options), of_prefill)
+        pages = [x.to(torch.float8_e4m3fn)[:1] for x in own]
+        scales = torch.ones(1, 8, 2)
+        tables = dict(block_table=torch.zeros(2, 1, dtype=torch.int32), cache_seqlens=torch.tensor([8, 3]))
+        return tree_decode(q[:, -1:], *pages, cp_group=group, k_scale=scales, v_scale=scales, **tables).dtype
+
+
+def test_decoding_casts_queries_and_caches_but_not_pages_in_8_bits():
+    assert run_distributed(_decodes, 2) == [BF16, BF16]
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_products_inside_are_not_cast(backend):
+    """Not those of float64, which autocast leaves alone, and not those of a backward under autocast."""
+    options = dict(cp_group=None, config=TreeConfig(backend=backend), return_lse=True)
+    q, k, v = _inputs((torch.float64,) * 3)
+    out, lse = tree_attn_func(q, k, v, **options)
+    with torch.autocast("cpu", BF16):
+        assert all(map(torch.equal, tree_attn_func(q, k, v, **options), (out, lse)))
+        bf16, lse = tree_attn_func(q.float(), k.float(), v.float(), **options)
+    assert all(map(torch.equal, tree_attn_func(q.to(BF16), k.to(BF16), v.to(BF16), **options), (bf16, lse)))
+    inputs = _inputs((torch.float32,) * 3)
+    expected, loss = (tree_attn_func(*inputs, **options)[0].square().sum() for _ in range(2))
+    with torch.autocast("cpu", BF16):
+        grads = torch.autograd.grad(loss, inputs)
+    assert all(map(torch.equal, grads, torch.autograd.grad(expected, inputs)))
+
+
+def _one_rank_alone(rank, world):
+    inputs = _inputs((torch.float32,) * 3)
+    with (
+        torch.autocast("cpu", BF16, enabled=rank == 0),
+        pytest.raises(ValueError, match="dtype=torch.bfloat16") as seen,
+    ):
+        tree_attn_func(*inputs, cp_group=dist.group.WORLD)
+    return str(seen.value)
+
+
+def test_ranks_compare_dtypes_after_the_cast():
+    first, second = run_distributed(_one_rank_alone, 2)
+    assert first == second and "torch.float32" in first
+
+
+def test_mixed_dtypes_as_torch_has_them():
+    """float64 stays, so the others don't fit to it, with torch's function either; without autocast nothing is cast."""
+    q, k, v = _inputs((torch.float64, torch.float32, torch.float32))
+    with torch.autocast("cpu", BF16):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            _sdpa(q, k, v)
+        with pytest.raises(ValueError, match="k has dtype torch.bfloat16 but q has torch.float64"):
+            tree_attn_func(q, k, v, cp_group=None)
+    with pytest.raises(ValueError, match="k has dtype torch.float32 but q has torch.float64"):
+        tree_attn_func(q, k, v, cp_group=None)
