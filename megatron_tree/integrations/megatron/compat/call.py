@@ -8,6 +8,7 @@ import inspect
 import math
 from typing import Any
 
+from ....config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
 from .release import lookup, megatron_lm_arguments, megatron_version
 
 # Arguments of newer releases that do not change the result: a name for logs, the number of splits in a kernel.
