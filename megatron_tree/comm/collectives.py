@@ -273,10 +273,27 @@ def broadcast(x: Tensor, group, src: int, *, transport: str = "auto", timeout_s:
     n = group_size(group)
     if n == 1:
         return x
-    if resolve_shared(group, x.device, transport, timeout_s=timeout_s) == "shm":
+    transport = resolve_shared(group, x.device, transport, timeout_s=timeout_s)
+    if transport == "shm":
         shared(group).broadcast(x, src, group, timeout_s)
-        return x
-    sent = x.nbytes if group_rank(group) == src else 0
-    start = functools.partial(dist.broadcast, x, group=group, group_src=src, async_op=True)
-    run("broadcast", group, sent, timeout_s, start)
+    elif transport == "direct":
+        _broadcast_direct(x, group, src, timeout_s)
+    else:
+        sent = x.nbytes if group_rank(group) == src else 0
+        start = functools.partial(dist.broadcast, x, group=group, group_src=src, async_op=True)
+        run("broadcast", group, sent, timeout_s, start)
     return x
+
+
+def _broadcast_direct(x: Tensor, group, src: int, timeout_s: float) -> None:
+    """A binomial tree: in round k the first 2^k ranks, counted from src, send to the next 2^k."""
+    n, at = group_size(group), (group_rank(group) - src) % group_size(group)
+    mail, rounds = Mail("broadcast", group, range(n), timeout_s), range(at.bit_length(), (n - 1).bit_length())
+    if at:
+        parent = at - (1 << at.bit_length() - 1)
+        mail.wait(mail.receive(x, (src + parent) % n))
+    children = [at + (1 << k) for k in rounds if at + (1 << k) < n]
+    note("broadcast", n, len(children) * x.nbytes)
+    for child in children:
+        mail.send(x, (src + child) % n)
+    mail.sent()

@@ -136,6 +136,26 @@ def test_a_silent_peer_ends_in_an_error(transport):
     assert "rank 1 did not respond within 1 s: all_gather among ranks [0, 1] failed on rank 0" in message
 
 
+def _broadcast(rank, world):
+    found = []
+    for src in range(world):
+        for transport in ("auto", "direct", "builtin"):
+            x = torch.arange(5.0) + 10 * rank
+            with comm.record() as log:
+                comm.broadcast(x, dist.group.WORLD, src, transport=transport, timeout_s=20.0)
+            found.append((x.tolist(), src, transport, sum(sent.bytes for sent in log)))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_broadcasts(world):
+    for results in zip(*run_distributed(_broadcast, world)):
+        for x, src, transport, _ in results:
+            assert x == [10.0 * src + i for i in range(5)], (src, transport)
+        if results[0][2] == "direct":
+            assert sum(num_bytes for *_, num_bytes in results) == (world - 1) * 20
+
+
 def _where(rank, world):
     found = comm.hosts(dist.group.WORLD)
     GroupState.of(dist.group.WORLD).hosts = None
