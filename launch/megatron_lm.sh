@@ -4,7 +4,7 @@
 # usage: bash launch/megatron_lm.sh [--help] [-n RANKS] [--port PORT] [--log-level LEVEL] MEGATRON_LM SCRIPT [OPTION ...]
 #
 #   MEGATRON_LM         folder of the checkout; its sources are not changed. Tested with 0.16.1; 0.18 needs Python 3.12
-#   SCRIPT              a script in it that trains: pretrain_gpt.py, pretrain_mamba.py, pretrain_t5.py ...
+#   SCRIPT              a script in it that trains: pretrain_gpt.py, pretrain_t5.py ...; pretrain_mamba.py needs a GPU
 #   OPTION ...          Megatron-LM's own options; tree attention takes the layers of --cp-comm-type tree (or a2a+tree)
 #   -n, --ranks RANKS   number of ranks (default: the number of GPUs, or 2 without one)
 #   --port PORT         port of the rendezvous (default: a free one)
