@@ -259,54 +259,6 @@ def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):
     assert "rank 1 failed: OSError: the disk is gone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be 1 or more"),
-        (["--tensor-model-parallel-size", "3"], "must be the number of ranks, 4"),
-        (
-            ["--weights", "sharded", "--context-parallel-size", "4"],
-            "--weights sharded splits weights and cache over all 4",
-        ),
-        (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
-        (["--prompt-file", "no/such/file"], "--prompt-file 'no/such/file' can't be read"),
-        (["--json", "no/such/folder/f.json"], "does not exist"),
-        (["--num-speculative-tokens", "17"], "--num-speculative-tokens 17 must be from 0 .none. to 16"),
-        (["--draft-model", "no/such/model"], "--draft-model 'no/such/model' is not a folder"),
-        (["--draft-model", "x", "--num-speculative-tokens", "0"], "--draft-model proposes nothing"),
-        (["--question", " "], "--question is empty"),
-        (["--distributed-timeout-minutes", "0"], "must be more than 0"),
-        (["--temperature", "-1"], "--temperature -1.0 must be greater than or equal to 0"),
-        (["--top-p", "0"], "--top-p 0.0 must be"),
-        (["--stop", ""], "--stop .* must have at least 1 character"),
-        (["--prefill-chunk", "0"], "--prefill-chunk 0 must be 1 or more"),
-        (["--max-rows", "0"], "--max-rows 0 must be 1 or more"),
-        (
-            ["--check", "--temperature", "1"],
-            "--check compares with plain greedy decoding, which has no --temperature",
-        ),
-        (["--check", "--cache-dtype", "int8"], "has no --cache-dtype"),
-        (["--output", "out.jsonl"], "--output needs --prompts"),
-        (["--resume"], "--resume needs --prompts"),
-        (["--prompts", __file__], "--prompts needs --output"),
-        (["--prompts", "no/such/file", "--output", "x"], "--prompts 'no/such/file' can't be read"),
-        (["--prompts", __file__, "--output", "no/such/folder/x"], "--output .* does not exist"),
-        (["--prompts", __file__, "--output", "x"], "test_generate_launch.py can't be run:\nline 1: not valid JSON"),
-        (["--prompts", __file__, "--output", "x", "--check"], "--check can't be combined with --prompts"),
-    ],
-)
-def test_options_are_checked_before_anything_is_sent(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        check_arguments(build_parser().parse_args(arguments), 4)
-
-
-def test_a_bad_file_of_options_is_named(monkeypatch, tmp_path):
-    (tmp_path / "tree.yaml").write_text("grit: 2x2")
-    monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "tree.yaml"))
-    with pytest.raises(ValueError, match="tree.yaml': unknown key 'grit'"):
-        check_arguments(build_parser().parse_args([]), 4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 def test_a_chat_in_a_terminal(tmp_path, weights):
@@ -352,16 +304,6 @@ def test_a_chat_in_a_terminal(tmp_path, weights):
         raise
     finally:
         os.close(fd)
-
-
-def test_the_configs_name_existing_options():
-    from megatron_tree.launching import parse_with_config
-
-    paths = list((REPO / "configs" / "generate").glob("*.yaml"))
-    assert paths
-    for path in paths:
-        args = parse_with_config(build_parser(), ["--config", str(path), "--max-new-tokens", "5"])
-        assert args.max_new_tokens == 5  # the command line wins
 
 
 def test_help_needs_no_launcher(monkeypatch, capsys):

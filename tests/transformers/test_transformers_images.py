@@ -69,7 +69,9 @@ def _served(rank, world, name):
         run(image, past_key_values=TreeCache(model.config))
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
-@pytest.mark.supports("`{name}`", with_="images; model.generate; 2 ranks")
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_="images; model.generate; 2 ranks"))
+    for name in ("qwen3_vl", "qwen3_5")
+])  # fmt: skip
 def test_images(name):
     run_distributed(_served, 2, name)

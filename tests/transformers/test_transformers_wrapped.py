@@ -16,7 +16,7 @@ def _train(wrap, shard):
     """Losses of some steps, and the model after them."""
     model = tiny_model("llama").train()
     wrapped = wrap(model)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, eps=1e-5)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.02, momentum=0.9)  # the gradients' size matters
     losses = []
     for step in range(STEPS):
         batch = {"input_ids": prompt(2, 21, seed=step)}
@@ -50,10 +50,13 @@ def _wrapped(rank, world, kind):
 
     want, plain = _train(lambda model: model, lambda batch: batch)
     losses, model = _train(wrap, lambda batch: shard_batch(batch, cp_group=dist.group.WORLD))
+    start = tiny_model("llama")
+    moved = [float((a - b).abs().max()) for a, b in zip(plain.parameters(), start.parameters(), strict=True)]
+    assert max(moved) > 1e-2
     assert losses == pytest.approx(want, abs=2e-5)
     for (name, got), truth in zip(model.named_parameters(), plain.parameters(), strict=True):
         whole = got.full_tensor() if isinstance(got, DTensor) else got
-        assert (whole - truth).abs().max() < 2e-5, name
+        assert (whole - truth).abs().max() < 1e-5, name
 
 
 @pytest.mark.parametrize("kind", [
