@@ -31,10 +31,14 @@ class Report:
 
 
 class Reports:
-    """The reports of one group, in the job's store. key: makes names of keys; ranks: global numbers."""
+    """The reports of one group, in the job's store.
 
-    def __init__(self, key: Callable[..., str], rank: int, ranks: tuple[int, ...]):
-        self._key, self._rank, self._ranks = key, rank, ranks
+    key: makes names of keys; ranks: global numbers; later_s: seconds by which the ranks of a large job see a report
+    later than those of a small one.
+    """
+
+    def __init__(self, key: Callable[..., str], rank: int, ranks: tuple[int, ...], *, later_s: float):
+        self._key, self._rank, self._ranks, self._later_s = key, rank, ranks, later_s
         self._number = 0  # of this rank's own report, from 1
         self._has_read = False
 
@@ -59,7 +63,7 @@ class Reports:
     def conclude(self, store, report: Report):
         """A request: report, and return the error that all ranks raise. The first rank that reported concludes."""
         yield from self.add(store, report)
-        end, reports, numbers = time.monotonic() + GATHER_S, {}, set()
+        end, reports, numbers = time.monotonic() + GATHER_S + self._later_s, {}, set()
         take_over = end + TAKE_OVER_S if self._number > 1 else 0.0
         while not store.check([self._key("conclusion")]):
             if time.monotonic() > take_over:
@@ -107,7 +111,7 @@ class Reports:
 
     def _linger(self, store):
         """The process of rank 0 usually hosts the store: when it ends, the others can't read the conclusion."""
-        end = time.monotonic() + LINGER_S
+        end = time.monotonic() + LINGER_S + self._later_s
         while self._ranks[self._rank] == 0 and time.monotonic() < end:
             if store.add(self._key("num_read"), 0) >= len(self._ranks):
                 return

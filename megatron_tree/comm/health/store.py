@@ -24,7 +24,8 @@ from torch.distributed import distributed_c10d
 from ...errors import CommError
 from ..group import GroupState
 
-POLL_S = 0.1  # between two polls of the watchdogs of ranks that wait
+POLL_S = 0.1  # between two polls of the watchdogs of ranks that wait, ...
+POLLS_PER_S = 1000  # ... which all ranks of a large job together make less often: one process answers them
 MIN_PAUSE_S, MAX_PAUSE_S = 1e-4, 0.05  # between two steps of a request: the first pause, and the longest
 SILENCE_S = 1.5  # that the store may take for one operation, before it counts as lost
 
@@ -52,6 +53,7 @@ class StoreClient:
         self._watchdogs: list[weakref.ref] = []
         self._error: Exception | None = None
         self._asked_at = math.inf
+        self.poll_s = max(POLL_S, GroupState.of(group).size / POLLS_PER_S)
         self._thread = threading.Thread(target=self._work, name="megatron_tree store client", daemon=True)
         self._thread.start()
 
@@ -64,7 +66,7 @@ class StoreClient:
         return state.store
 
     def add_watchdog(self, watchdog) -> None:
-        """Run the request `watchdog.poll` every `POLL_S` seconds while `watchdog.waiting_on` is not None.
+        """Run the request `watchdog.poll` every `poll_s` seconds while `watchdog.waiting_on` is not None.
 
         It runs in the client's thread, as long as something else holds a reference to the watchdog.
         """
@@ -121,7 +123,7 @@ class StoreClient:
                 self._open.append((request(self._store), answer))
                 del request, answer  # which may be an error, whose traceback holds the group
                 pause = MIN_PAUSE_S
-            if time.monotonic() - polled >= POLL_S:
+            if time.monotonic() - polled >= self.poll_s:
                 polled = time.monotonic()
                 waiting = [x for known in self._watchdogs if (x := known()) is not None and x.waiting_on is not None]
                 self._open += [(watchdog.poll(self._store), Future()) for watchdog in waiting]

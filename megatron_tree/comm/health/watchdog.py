@@ -1,9 +1,9 @@
 """Watchdogs: ranks that wait for one another find out together which rank failed, within about a second.
 
 Every rank has a `Watchdog` of each group. A rank whose wait fails, or that raises in the middle of a call, reports it
-in the job's store (reports.py). The watchdogs of ranks that wait look for reports ten times a second, and interrupt the
-wait. Then all ranks that respond conclude which one failed: the first one that raised, or else those that others wait
-for and that report nothing.
+in the job's store (reports.py). The watchdogs of ranks that wait look for reports ten times a second, among more than
+a hundred ranks less often (store.py), and interrupt the wait. Then all ranks that respond conclude which one failed:
+the first one that raised, or else those that others wait for and that report nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...errors import CommError
 from ..group import GroupState, backend, group_size
 from . import gloo
 from .reports import Report, Reports
-from .store import Request, StoreClient, set_first
+from .store import POLL_S, Request, StoreClient, set_first
 
 REMEMBERED = 8  # latest calls that this rank can be asked about, and may wait in
 MEANWHILE = 4  # calls that may go on while earlier ones are still compared
@@ -65,7 +65,7 @@ class Watchdog:
         self._prefix = f"megatron_tree/{group.group_name}"
         # a new group may have the name of a former one: count how many there were, the same number on every rank
         self._prefix = self.key(self.store.run(self._count, timeout_s))
-        self.reports = Reports(self.key, self.rank, self.ranks)
+        self.reports = Reports(self.key, self.rank, self.ranks, later_s=self.store.poll_s - POLL_S)
         self.waiting_on = None
         """The group, or a sub-group of it, that the main thread waits on; or `EVERY_GROUP`."""
         self.rejection: ValueError | None = None
