@@ -56,6 +56,7 @@ def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, 
     cp_group = comm.process_group(cp_group)
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     comm.check_local(x=x)
+    _check_dim(x, dim)
     seq_len = x.shape[dim]
     if isinstance(layout, Dispatched):
         if seq_len != layout.starts[-1]:
@@ -81,6 +82,7 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     with comm.collective_call("unshard_sequence", cp_group, _DEFAULT) as call:
         comm.check_local(x=x)
+        _check_dim(x, dim)
         layout = check_layout(layout, world)
         if isinstance(layout, Dispatched):
             seq_len = layout.num_rows * world
@@ -102,3 +104,8 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
         at = shard_positions(seq_len, r, world, layout, device=x.device)
         out[at[at >= 0]] = whole[r, : lengths[r]][at >= 0]
     return out.movedim(0, dim)
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim} is not a dimension of x, which has shape {tuple(x.shape)}")

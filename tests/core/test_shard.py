@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_tree import shard_sequence, unshard_sequence
 from megatron_tree.layout import (
     Packed,
     Segment,
@@ -118,6 +119,8 @@ def test_segments_are_few():
         (lambda: shard_positions(8, 0, 2, "stripes"), "layout='stripes'"),
         (lambda: shard_positions(8, 0, 2, (3, 4)), "7 tokens.*8"),
         (lambda: shard_positions(8, 0, 2, (8,)), "2 lengths"),
+        (lambda: shard_sequence(torch.ones(2, 8), None, 2), r"dim=2.*\(2, 8\)"),
+        (lambda: unshard_sequence(torch.ones(2, 8), None, -3), r"dim=-3.*\(2, 8\)"),
     ],
 )
 def test_bad_layouts(call, message):
