@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .group import GroupState, backend, group_rank, group_size
 
@@ -79,11 +81,14 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
 
     torch derives a sub-group's identity from its ranks and from how many groups a rank has made. So every rank of the
     group must make the same number of them: one for each name and level, even if it has one of the same ranks already.
+    They are freed with the team's group.
     """
     ranks = tuple(sorted(ranks))
     if len(ranks) == group_size(team.group):
         return team.group
     made = GroupState.of(team.group).subgroups
+    if not made:
+        weakref.finalize(team.group, _free, made).atexit = False
     if (team.name, ranks) not in made:
         ranks_in_job = GroupState.of(team.group).ranks
         make = functools.partial(
@@ -95,6 +100,27 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
         )
         made[team.name, ranks] = _in_time(make, team.timeout_s)
     return made[team.name, ranks]
+
+
+def _free(made: dict[tuple, dist.ProcessGroup]) -> None:
+    """End the sub-groups of a group that is gone: each has connections and threads."""
+    world = distributed_c10d._world
+    for group in made.values():
+        if group in world.pg_map:  # else all of the process's groups were destroyed
+            name = world.pg_names[group]
+            dist.destroy_process_group(group)
+            world.pg_names[_Former()] = name
+    made.clear()
+
+
+class _Former:
+    """Keeps a freed group counted: torch names the next one by how many there are, and one with the name of a former
+    one would find that one's addresses in the store."""
+
+    def shutdown(self) -> None:
+        """torch calls this, or `abort`, where it destroys all groups."""
+
+    abort = shutdown
 
 
 def neighbours(group, size: int, *, timeout_s: float):

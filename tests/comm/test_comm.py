@@ -1,5 +1,8 @@
 """Teams, gathers, reduce-scatters and decode's reductions in real processes: both transports, one and two levels."""
 
+import gc
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -234,3 +237,28 @@ def _sums(rank, world, hosts):
 @pytest.mark.parametrize(("world", "several"), [(1, False), (2, False), (3, False), (3, True), (4, False)])
 def test_sums_are_added_up_in_rank_order(world, several):
     run_distributed(_sums, world, tuple(str(rank if several else 0) for rank in range(world)))
+
+
+def _threads_of_former_groups(rank, world):
+    """Threads of this process after each of a few groups, whose sub-groups have the same ranks every time."""
+    counts = []
+    for _ in range(3):
+        group = dist.new_group(range(world))
+        for inner, outer in ((1, 2), (2, 1)):
+            ranks = tuple(tuple(2 * (rank // 2) + i + o for o in range(outer)) for i in range(inner))
+            team = comm.Team(group, ranks, "builtin", 20.0, ("row", inner, outer))
+            x = torch.full((2,), float(rank))
+            assert comm.start_gather(x, team).wait().tolist() == [r for r in team.order for _ in range(2)]
+        inside = len(os.listdir("/proc/self/task"))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, team
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+        assert inside > counts[-1]
+    return counts
+
+
+def test_sub_groups_are_freed_with_their_group():
+    for counts in run_distributed(_threads_of_former_groups, 4):
+        assert len(set(counts)) == 1, counts
