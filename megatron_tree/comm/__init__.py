@@ -32,7 +32,7 @@ from .collectives import (
     sum_over_ranks,
 )
 from .group import backend, group_rank, group_size, resolve_transport
-from .health.monitored import monitored
+from .health.monitored import monitored, waited_s
 from .interop import check_local, outside_graphs, process_group
 from .machines import hosts
 from .own_share import by_owner
@@ -79,4 +79,5 @@ __all__ = [
     "start_shift",
     "sum_over_ranks",
     "wait_until",
+    "waited_s",
 ]

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 
 from ..config import TreeConfig
 from ..errors import CommError
-from .group import IN_PART, GroupState
+from .group import IN_PART, GroupState, wait_limit
 from .health.agreement import Signature, compare, digest_of, log_call
 from .health.reports import Report
 from .health.watchdog import MEANWHILE, CallToken, Watchdog
@@ -79,7 +79,7 @@ class CollectiveCall:
             watchdog = self._state.watchdog
             watchdog.leave(self._call)
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
-                watchdog.settle(self._config.timeout_s)
+                watchdog.settle(wait_limit(self._config.timeout_s))
 
     def agree(self, *, changing: dict | None = None, of_batch: dict | None = None, **values) -> Agreement:
         """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
@@ -130,7 +130,7 @@ class CollectiveCall:
             self._begin(agreement, compares=False)
 
     def _begin(self, agreement: Agreement, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
-        timeout_s = self._config.timeout_s
+        timeout_s = wait_limit(self._config.timeout_s)
         watchdog = self._state.watchdog or Watchdog.of(self._group, timeout_s)
         call = self._call = watchdog.begin(self._name, agreement.digest, meets=self._config.check != "never")
         watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)

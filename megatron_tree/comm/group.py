@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class GroupState:
     """health/store.py: of the default group alone."""
     region: str = ""
     """health/watchdog.py: the `monitored` region that the job is in; of the default group alone."""
+    wait_limit_s: float = math.inf
+    """health/monitored.py: of a single wait in that region; of the default group alone."""
 
     @classmethod
     def of(cls, group) -> GroupState:
@@ -74,6 +77,11 @@ _states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> its
 
 def _not_a_member() -> ValueError:
     return ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
+
+
+def wait_limit(timeout_s: float = math.inf) -> float:
+    """timeout_s, or the `monitored` region's limit of a single wait where that is less."""
+    return min(timeout_s, GroupState.of(dist.group.WORLD).wait_limit_s)
 
 
 def group_size(group) -> int:

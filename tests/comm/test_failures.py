@@ -159,6 +159,33 @@ def test_a_slow_rank_is_waited_for():
         assert outcome.code == 0 and outcome.value[0] == outcome.value[1], outcome
 
 
+def _stuck(rank, world, how, transport, seconds):
+    config = TreeConfig(timeout_s=60, transport=transport)
+    call("decode", world, rank, config=config)  # what comes first may take long, and is not limited
+    start_clock()
+    with comm.monitored("serving", wait_limit_s=LIMIT):
+        if rank == 1 and how == "SIGSTOP":
+            die("SIGSTOP")
+        if rank == 1:
+            time.sleep(seconds)
+        call("decode", world, rank, config=config)
+        return comm.waited_s()
+
+
+@pytest.mark.parametrize("transport", ["direct", "shm"])
+def test_a_region_limits_each_wait(transport):
+    """The calls' own time limit is a long one."""
+    for rank, outcome in enumerate(run_to_the_end(_stuck, 3, "SIGSTOP", transport, 0, victims=(1,))):
+        if rank != 1:
+            assert outcome.error == "CommError" and outcome.seconds < LIMIT + IN_TIME, outcome
+            assert f"rank 1 did not respond within {LIMIT:g} s" in outcome.text and "serving" in outcome.text
+
+
+def test_a_region_lets_shorter_waits_pass():
+    for outcome in run_to_the_end(_stuck, 2, "slow", "direct", LIMIT / 4):
+        assert outcome.code == 0 and outcome.value == 0, outcome
+
+
 def _rebuilt(rank, world):
     """Three of four ranks go on in a group of their own, after the fourth has died in the midst of a call."""
     try:

@@ -1,13 +1,18 @@
 """launch/serve.py as users run it: two ranks under the deepspeed launcher, asked over HTTP, stopped by a signal."""
 
+import concurrent.futures
 import contextlib
 import importlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -95,7 +100,7 @@ def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=250, temperature=0, stream=True,
                                            extra_body={"ignore_eos": True})  # fmt: skip
         pieces = [next(stream)]
-        _signal_rank_0(process.pid)
+        _process_of(process.pid, 0).send_signal(signal.SIGTERM)
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
         assert over.wait(200)
@@ -104,16 +109,51 @@ def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
         assert not [line for line in lines if "Traceback" in line]
 
 
-def _signal_rank_0(pid):
-    """SIGTERM to the process below pid that is rank 0 of serve.py."""
+def _process_of(pid, rank):
+    """The process below pid that is this rank of serve.py."""
     import psutil
 
-    (rank_0,) = [
+    (found,) = [
         child
         for child in psutil.Process(pid).children(recursive=True)
-        if child.environ().get("RANK") == "0" and any(part.endswith("serve.py") for part in child.cmdline())
+        if child.environ().get("RANK") == str(rank) and any(part.endswith("serve.py") for part in child.cmdline())
     ]
-    rank_0.send_signal(signal.SIGTERM)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_a_frozen_worker_is_named_and_seen_by_the_health_check(folder, weights):
+    options = ("--model", folder, "--port", 0, "--cache-block-size", 8, "--wait-timeout", 9, "--weights", weights)
+    with _launched(*options) as (process, lines, _):
+        address = re.search(r"serving tiny at (\S+)/v1", "".join(lines))[1]
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=120)
+        worker = _process_of(process.pid, 1)
+        health = [_health(address)]
+        worker.suspend()
+        try:
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(client.completions.create, model="tiny", prompt=PROMPT, max_tokens=20)
+                while not asked.done():
+                    with contextlib.suppress(urllib.error.URLError, ConnectionError):  # the server ends
+                        health.append(_health(address))
+                    time.sleep(0.2)
+                with pytest.raises(openai.InternalServerError, match="rank 1 did not respond within 9 s"):
+                    asked.result()
+        finally:
+            worker.kill()
+        assert health[0] == (200, {"status": "ok"})
+        reasons = [x[1].get("reason", "") for x in health if x[0] == 503]
+        assert any("rank 0 has been waiting for another rank" in x for x in reasons), health
+
+
+def _health(address):
+    try:
+        answer = urllib.request.urlopen(f"{address}/health", timeout=30)
+    except urllib.error.HTTPError as error:
+        answer = error
+    return answer.status, json.load(answer)
 
 
 @pytest.mark.slow

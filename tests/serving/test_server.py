@@ -239,6 +239,7 @@ def test_metrics(model):
 
         before = told()
         assert before["megatron_tree_generation_tokens_total"] == "0"
+        assert before["megatron_tree_requests_served_total"] == "0"
         body = {"model": NAME, "prompt": ["abc", "d"], "max_tokens": 5, "n": 2, "extra_body": {"ignore_eos": True}}
         server.client().completions.create(**body)
         after = told()
@@ -249,8 +250,9 @@ def test_metrics(model):
         assert after["megatron_tree_time_to_first_token_seconds_count"] == "4"
         assert after['megatron_tree_time_per_output_token_seconds_bucket{le="+Inf"}'] == "16"
         assert after["megatron_tree_preemptions_total"] == "0"
+        assert after["megatron_tree_requests_served_total"] == "1"
         assert after["megatron_tree_proposed_tokens_total"] == after["megatron_tree_accepted_tokens_total"] == "0"
-        assert after["megatron_tree_requests_waiting"] == after["megatron_tree_requests_served"] == "0"
+        assert after["megatron_tree_requests_waiting"] == after["megatron_tree_requests_running"] == "0"
         counts = [int(n) for name, n in after.items() if name.startswith("megatron_tree_answer_seconds_bucket")]
         assert counts == sorted(counts) and counts[-1] == 4
         kinds = [line.split()[2:] for line in _page(server) if line.startswith("# TYPE ")]

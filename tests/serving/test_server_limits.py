@@ -3,8 +3,11 @@
 import concurrent.futures
 import json
 import socket
+import threading
 import time
 import types
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -13,6 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
+from megatron_tree import comm
 from megatron_tree.serving.http.errors import ApiError
 from megatron_tree.serving.http.prompts import Prompts
 from support.http_server import NAME, byte_model, byte_tokenizer, raw, serving
@@ -98,3 +102,42 @@ def test_clients_that_do_not_send_their_request(model):
             time.sleep(2.5)
             server.runner.gate.set()
             assert answer.result()[0] == 200
+
+
+def _health(server):
+    try:
+        answer = urllib.request.urlopen(f"{server.url}/health", timeout=60)
+    except urllib.error.HTTPError as error:
+        answer = error
+    return answer.status, json.load(answer)
+
+
+def test_the_health_check_sees_a_turn_that_does_not_end(model, monkeypatch):
+    with serving(model, TOKENIZER) as server:
+        server.service.frontend._stalled_after_s = 20.0
+        for waited, expected in ((19.0, (200, "ok")), (21.0, (503, "stalled"))):
+            monkeypatch.setattr(comm, "waited_s", lambda waited=waited: waited)
+            status, found = _health(server)
+            assert (status, found["status"]) == expected
+            assert ("another rank for 21 s" in found.get("reason", "")) == (status == 503)
+
+
+def test_others_are_answered_while_a_grammar_is_compiled(model, monkeypatch):
+    with serving(model, TOKENIZER) as server:
+        begun, done, check = threading.Event(), threading.Event(), server.scheduler.check
+
+        def compiling(request):
+            if request.n == 2:
+                begun.set()
+                assert done.wait(60)
+            return check(request)
+
+        monkeypatch.setattr(server.scheduler, "check", compiling)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            waits = pool.submit(_post, server, "/v1/completions", COMPLETION | {"n": 2})
+            try:
+                assert begun.wait(60)
+                assert _post(server, "/v1/completions", COMPLETION)[0] == 200
+            finally:
+                done.set()
+            assert waits.result()[0] == 200

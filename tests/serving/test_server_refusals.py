@@ -146,6 +146,9 @@ def test_unsupported_fields(server, name):
         (b"[]", (), "must be a JSON object"),
         (b"", (), "must be a JSON object"),
         (b'{"model": "tiny"}', (), "prompt: is missing"),
+        (b'{"seed": ' + b"[" * 9000 + b"]" * 9000 + b"}", (), "is nested too deeply"),
+        (b'{"prompt": "\xff"}', (), "is not UTF-8: invalid start byte at byte 12"),
+        (b'{"seed": ' + b"7" * 5000 + b"}", (), "a number in it has more than 4,300 digits"),
     ],
 )
 def test_bodies_that_are_no_request(server, body, headers, words):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..group import wait_limit
 from .reports import DIFFERENT_CALLS, Report
 from .store import set_first
 from .watchdog import CallToken, Watchdog
@@ -169,6 +170,7 @@ def gather(watchdog: Watchdog, name: str, value: str, timeout_s: float) -> list[
 
     Raises: `CommError` naming the ranks that did not come within timeout_s.
     """
+    timeout_s = wait_limit(timeout_s)
     values, missing = watchdog.store.run(lambda store: _gather(watchdog, store, name, value, timeout_s), timeout_s)
     if watchdog.rejection is not None:
         raise watchdog.conclude(Report(str(watchdog.rejection), cause="input"))

@@ -54,6 +54,8 @@ class StoreClient:
         self._error: Exception | None = None
         self._asked_at = math.inf
         self.poll_s = max(POLL_S, GroupState.of(group).size / POLLS_PER_S)
+        self.waiting_since = math.inf
+        """When the main thread began to wait for an answer, see `time.monotonic`; inf: it does not."""
         self._thread = threading.Thread(target=self._work, name="megatron_tree store client", daemon=True)
         self._thread.start()
 
@@ -72,6 +74,11 @@ class StoreClient:
         """
         self._watchdogs = [known for known in self._watchdogs if known() is not None] + [weakref.ref(watchdog)]
 
+    @property
+    def watchdogs(self) -> list:
+        """Those that are still in use."""
+        return [watchdog for known in self._watchdogs if (watchdog := known()) is not None]
+
     def run(self, request: Request, at_least_s: float = 0.0):
         """What the generator `request(store)` returns, however long it takes; it keeps its own time limit.
 
@@ -81,7 +88,8 @@ class StoreClient:
 
     def wait(self, answer: Future, at_least_s: float = 0.0):
         """The answer to a request that `submit` has started; as `run`."""
-        end = time.monotonic() + at_least_s
+        self.waiting_since = time.monotonic()
+        end = self.waiting_since + at_least_s
         try:
             while not answer.done():
                 concurrent.futures.wait([answer], timeout=POLL_S)
@@ -98,6 +106,8 @@ class StoreClient:
         except (_NoAnswer, dist.DistError) as error:
             self._error = error
             raise CommError(_unreachable(error)) from error
+        finally:
+            self.waiting_since = math.inf
 
     def submit(self, request: Request) -> Future:
         """Start a request; its answer may be waited for, but not by another request."""
@@ -125,7 +135,7 @@ class StoreClient:
                 pause = MIN_PAUSE_S
             if time.monotonic() - polled >= self.poll_s:
                 polled = time.monotonic()
-                waiting = [x for known in self._watchdogs if (x := known()) is not None and x.waiting_on is not None]
+                waiting = [watchdog for watchdog in self.watchdogs if watchdog.waiting_on is not None]
                 self._open += [(watchdog.poll(self._store), Future()) for watchdog in waiting]
                 del waiting
             self._advance()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import copy
+import math
 import time
 import zlib
 from collections import deque
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...errors import CommError
-from ..group import GroupState, backend, group_size
+from ..group import GroupState, backend, group_size, wait_limit
 from . import gloo
 from .reports import Report, Reports
 from .store import POLL_S, Request, StoreClient, set_first
@@ -68,6 +69,8 @@ class Watchdog:
         self.reports = Reports(self.key, self.rank, self.ranks, later_s=self.store.poll_s - POLL_S)
         self.waiting_on = None
         """The group, or a sub-group of it, that the main thread waits on; or `EVERY_GROUP`."""
+        self.waiting_since = math.inf
+        """When it began to wait for other ranks, see `time.monotonic`; inf: it does not."""
         self.rejection: ValueError | None = None
         """Another rank's rejection of a call that this rank is in; it is raised instead of the error of the wait."""
         self.error: Exception | None = None
@@ -93,6 +96,7 @@ class Watchdog:
         self._wait: tuple[int, float, float] = (0, 0.0, 0.0)
         self._longest_wait_s = 0.0
         self._failure_seen = False
+        self._is_overdue = False
         self.store.add_watchdog(self)
 
     @classmethod
@@ -183,23 +187,28 @@ class Watchdog:
     @contextlib.contextmanager
     def waits(self, on) -> Iterator[None]:
         """The main thread waits on the group or a sub-group of it: another rank's failure ends that wait."""
-        before, self.waiting_on = self.waiting_on, on
+        before = self.waiting_on, self.waiting_since
+        self.waiting_on, self.waiting_since = on, time.monotonic()
         try:
             yield
         finally:
-            self.waiting_on = before
+            self.waiting_on, self.waiting_since = before
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a wait of this rank in this group is to end, because another rank failed or rejected its input."""
+        """Whether a wait of this rank in this group is to end: another rank failed or rejected its input, or it takes
+        longer than the region allows."""
         job = GroupState.of(dist.group.WORLD)
         watchdogs = (self, job.watchdog) if job.region else (self,)
-        return any(x._failure_seen or x.rejection is not None for x in watchdogs)
+        return self._is_overdue or any(x._failure_seen or x.rejection is not None for x in watchdogs)
 
     # what the store client's thread does; also used by requests of agreement.py
 
     def poll(self, store):
         """A request: look for what concerns this rank while its main thread waits."""
+        if time.monotonic() - self.waiting_since > wait_limit():
+            self._is_overdue = True
+            interrupt(self.waiting_on)
         # one operation where there is nothing new: hundreds of ranks may be waiting
         seen = self.num_updates(store), self._joined[-1].number if self._joined else 0
         asked = []
@@ -289,6 +298,8 @@ class Watchdog:
             concurrent.futures.wait(self._comparisons, VERDICT_S)
         if self.rejection is not None:
             return self.conclude(Report(str(self.rejection), cause="input"))
+        if self._is_overdue:
+            timeout_s = wait_limit()
         ranks = range(self.world) if ranks is None else sorted(ranks)
         waited_for = " and ".join(str(self.ranks[r]) for r in peers)
         message = f", in a message with rank {waited_for}" if peers else ""
@@ -297,7 +308,8 @@ class Watchdog:
             f"{self.ranks[self.rank]}{self.where()} (time limit {timeout_s:g} s){message}: {error}"
         )
         suspects = tuple(peers) or tuple(r for r in ranks if r != self.rank)
-        timed_out = gloo.is_timeout(error) and not self._failure_seen  # and was not interrupted
+        # and was not interrupted by another rank's failure
+        timed_out = (self._is_overdue or gloo.is_timeout(error)) and not self._failure_seen
         conclusion = self.fail(Report(what, suspects, limit_s=timeout_s if timed_out else None))
         if isinstance(conclusion, ValueError) or what in str(conclusion):
             return conclusion

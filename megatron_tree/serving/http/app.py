@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,8 +72,8 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        state = service.frontend.state
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+        found = service.frontend.health()
+        return JSONResponse(found, 200 if found["status"] == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -117,7 +118,7 @@ async def _answer(
 ) -> Response:
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
     who = {"priority": body.priority, "client": request.state.client}
-    ticket = service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n, **who)
+    ticket = await service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n, **who)
     made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
                 **options)  # fmt: skip
     return await respond(request, ticket, made, stream=body.stream, include_usage=body.include_usage,
@@ -148,6 +149,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
             return too_large(service.max_body_bytes).response()
         if error.status_code == 408:
             return too_slow(service.receive_timeout).response()
+        if (unread := unreadable_body(error.__cause__)) is not None:
+            return unread.response()
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}; docs/serving.md lists what is served"
@@ -157,6 +160,20 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return failed(f"the server failed on this request: {type(error).__name__}; see its log").response()
+
+
+def unreadable_body(cause: BaseException | None) -> ApiError | None:
+    """400 for a body that could not be read as JSON, by what FastAPI met; None for another cause."""
+    match cause:
+        case RecursionError():
+            fault = "it is nested too deeply"
+        case UnicodeDecodeError():
+            fault = f"it is not UTF-8: {cause.reason} at byte {cause.start}"
+        case ValueError():  # of int(): more digits than Python takes
+            fault = f"a number in it has more than {sys.get_int_max_str_digits():,} digits"
+        case _:
+            return None
+    return ApiError(400, f"the body is not valid JSON: {fault}")
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:

@@ -51,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
         "everyone who can reach the port can use the model and fill its queue")  # fmt: skip
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds from a request's "
         "arrival to the end of its answer; then it is cancelled (default: 600)")  # fmt: skip
+    http.add_argument("--wait-timeout", type=float, default=60.0, metavar="S", help="seconds that a rank waits for "
+        "another one while it serves; then the server ends with an error that names it (default: 60)")  # fmt: skip
     http.add_argument("--receive-timeout", type=float, default=30.0, metavar="S", help="seconds that the headers of a "
         "request may take, and its body (default: 30)")  # fmt: skip
     http.add_argument("--max-body-mib", type=float, default=32.0, metavar="N", help="size of a request (default: 32)")
@@ -81,7 +83,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     check_counts(args, "max_rows", "max_waiting", "max_model_len", "cache_tokens")
     if args.cache_bytes < 0:
         raise ValueError(f"--cache-bytes {args.cache_bytes} must be 0 or more")
-    for name in ("request_timeout", "receive_timeout", "max_body_mib", "grace"):
+    for name in ("request_timeout", "wait_timeout", "receive_timeout", "max_body_mib", "grace"):
         value, may_be_none = getattr(args, name), name == "grace"
         if not (0 < value < math.inf or (value == 0 and may_be_none)):
             least = "0 or more" if may_be_none else "more than 0"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ... import comm
 from ...errors import TreeError
 from ...generation.requests import Event, Request
 from ...generation.sampling import SamplingParams
@@ -62,7 +64,9 @@ class Ticket:
         if event.usage is not None:
             self._tokens += event.usage.completion_tokens
             self._cached += 0 if event.answer else event.usage.cached_tokens  # once for every prompt
-        self.unfinished -= event.finish_reason is not None
+        if event.finish_reason is not None:
+            self.unfinished -= 1
+            self._metrics.served += not self.unfinished
         return first + event.answer, event
 
     def close(self) -> None:
@@ -75,15 +79,26 @@ class Ticket:
 class Frontend:
     """Submits requests to the scheduler; its events come back to the event loop."""
 
-    def __init__(self, scheduler: Scheduler):
-        self._scheduler, self._metrics = scheduler, Metrics()
+    def __init__(self, scheduler: Scheduler, *, stalled_after_s: float = math.inf):
+        """stalled_after_s: a rank that keeps rank 0 waiting for longer makes /health say so."""
+        self._scheduler, self._metrics, self._stalled_after_s = scheduler, Metrics(), stalled_after_s
         self.state = "ok"
-        """ "ok", "stopping" or "failed": what /health reports; unless it is "ok" requests get a 503."""
+        """ "ok", "stopping" or "failed"; unless it is "ok" requests get a 503."""
+        self.failure = ""
+        """Why it failed."""
 
-    def submit(
+    def health(self) -> dict[str, str]:
+        """What /health reports: "status", the state or "stalled"; and unless it is "ok" or "stopping" the "reason"."""
+        waited = comm.waited_s()
+        if self.state == "ok" and waited > self._stalled_after_s:
+            return {"status": "stalled", "reason": f"rank 0 has been waiting for another rank for {waited:.0f} s"}
+        return {"status": self.state} | ({"reason": self.failure} if self.failure else {})
+
+    async def submit(
         self, prompts: list[list[int]], sampling: list[SamplingParams], n: int, *, priority: int = 0, client: str = ""
     ) -> Ticket:
-        """Queue n answers to every prompt; all of them or none. In the event loop.
+        """Queue n answers to every prompt; all of them or none. In the event loop, which does not wait meanwhile for
+        grammars that are compiled, or for the scheduler's lock.
 
         priority, client: see `Request`.
         Raises: ApiError: 400 for sizes that never fit, 429 when the queue is full,
@@ -96,10 +111,18 @@ class Frontend:
         if len(prompts) > self._scheduler.max_waiting:
             message = f"{len(prompts)} prompts are more than this server's queue holds ({self._scheduler.max_waiting})"
             raise bad_value("prompt", f"{message}: send them in several requests")
-        try:
+
+        def queue() -> None:
             for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
                 request = Request(prompt=prompt, sampling=params, n=n, priority=priority, client=client)
                 ticket.numbers.append(self._scheduler.submit(request, _sink(loop, ticket, i * n)))
+
+        queued = loop.run_in_executor(None, queue)
+        try:
+            await asyncio.shield(queued)
+        except asyncio.CancelledError:  # the client has gone
+            queued.add_done_callback(lambda _: ticket.close())
+            raise
         except QueueFull as error:
             ticket.close()
             headers = {"Retry-After": str(RETRY_AFTER_S)}
@@ -117,11 +140,12 @@ class Frontend:
 
     def metrics(self) -> str:
         """The page of /metrics."""
-        waiting, served = self._scheduler.load
+        waiting, running = self._scheduler.load
         paused, speculated = self._scheduler.preemptions, self._scheduler.speculated
         more = {
             "requests_waiting": ("gauge", "Prompts that wait for a row.", waiting),
-            "requests_served": ("gauge", "Prompts that are prefilled or answered.", served),
+            "requests_running": ("gauge", "Prompts that are prefilled or answered.", running),
+            "requests_served_total": ("counter", "Requests that were answered in full.", self._metrics.served),
             "proposed_tokens_total": ("counter", "Tokens: proposed by speculation.", speculated.proposed),
             "accepted_tokens_total": ("counter", "Tokens: proposed and right.", speculated.accepted),
             "preemptions_total": ("counter", "Answers that lost their rows for a while.", paused),

@@ -37,6 +37,8 @@ class Metrics:
     """Numbers since the start."""
 
     def __init__(self):
+        self.served = 0
+        """HTTP requests that were answered in full."""
         self._tokens = Counter(prompt=0, generation=0)
         self._answers = Counter(stop=0, length=0, cancelled=0, error=0)
         self._first, self._next, self._whole = Histogram(), Histogram(), Histogram()

@@ -15,8 +15,11 @@ import uvicorn
 
 from ... import comm
 from ...errors import TreeError
+from ...generation.requests import Request
+from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
 from ...integrations.transformers.rope import num_positions
+from ...integrations.transformers.runner import Runner
 from ...log import logger
 from ..start import Started, start
 from .app import Service, create_app
@@ -123,7 +126,7 @@ def serve(
             logger.info("%s: %d requests wait and %d are served; they have %g s", asked[0], waiting, served, grace)
         scheduler.run()
     except BaseException as error:
-        frontend.state = "failed"
+        frontend.state, frontend.failure = "failed", f"{type(error).__name__}: {error}"
         scheduler.fail(error)
         raise
     finally:
@@ -136,13 +139,25 @@ def serve(
 def run(args: Namespace) -> None:
     """Serve, on this rank; collective over all ranks. Returns when the server was stopped by a signal to rank 0."""
     at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
-    with comm.monitored("serving"):
-        _run(args, at)
-
-
-def _run(args: Namespace, at: Started) -> None:
-    max_model_len, listener = at.prepared
     runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
+    with comm.monitored("the first turns"):
+        _warm_up(at, runner)
+    with comm.monitored("serving", wait_limit_s=args.wait_timeout):
+        _run(args, at, runner)
+
+
+def _warm_up(at: Started, runner: Runner) -> None:
+    """Answer a short request: kernels are compiled before anybody waits, outside the limit on waits."""
+    limits = (32, at.prepared[0] - 2, (runner.free_tokens or 34) - 2)
+    scheduler = Scheduler(runner, max_rows=1, max_waiting=1, plan_group=at.group, timeout_s=at.timeout_s)
+    if at.rank == 0 and (tokens := min(limits)) > 0:
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        scheduler.submit(Request(prompt=[0] * tokens, sampling=sampling), lambda _: None)
+    scheduler.run_until_idle()
+
+
+def _run(args: Namespace, at: Started, runner: Runner) -> None:
+    max_model_len, listener = at.prepared
     scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=args.max_waiting, keep_bytes=args.cache_bytes)
     if at.rank != 0:
         for number in STOPPING:  # all ranks receive them; the leader decides when to stop
@@ -150,7 +165,7 @@ def _run(args: Namespace, at: Started) -> None:
         scheduler.run()
     else:
         service = Service(
-            frontend=Frontend(scheduler),
+            frontend=Frontend(scheduler, stalled_after_s=args.wait_timeout / 3),
             prompts=Prompts(at.tokenizer, vocab_size=runner.vocab_size, max_model_len=max_model_len),
             models=tuple(args.served_model_name),
             request_timeout=args.request_timeout,
