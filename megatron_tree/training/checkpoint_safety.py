@@ -26,6 +26,8 @@ class _IndexReader(pickle.Unpickler):
     """Knows what describes tensors and where they lie, and nothing else."""
 
     def find_class(self, module: str, name: str):
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if "." not in name:
             found = super().find_class(module, name) if module in ("torch", *_RECORDS, "torch.serialization") else None
             record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
@@ -34,6 +36,13 @@ class _IndexReader(pickle.Unpickler):
             if isinstance(found, torch.dtype):
                 return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
+
+
+def _member(kind: type, name: str) -> enum.Enum:
+    """For getattr, with which Python 3.11.0 to 3.11.3 pickle the members of enums, and nothing else."""
+    if isinstance(kind, enum.EnumMeta):
+        return kind[name]
+    raise pickle.UnpicklingError(f"it names {name} of {kind!r}, which has no place in it")
 
 
 def check_index(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import io
 import os
 import pickle
 import re
@@ -162,13 +163,18 @@ class _Evil:
 def test_checkpoints_of_others_run_nothing(tmp_path):
     """Pickles that run a command, in each place where a checkpoint holds pickles."""
     pytest.importorskip("megatron.core")
-    from megatron_tree.training.checkpoint_safety import INDEX, check_index, weights_only
+    from megatron_tree.training.checkpoint_safety import INDEX, _IndexReader, check_index, weights_only
 
     made, index, common = tmp_path / "made", tmp_path / INDEX, tmp_path / "common.pt"
     index.write_bytes(pickle.dumps({"state": _Evil(made)}))
     with pytest.raises(ValueError, match=r"\.metadata is no index .* it names posix\.system"):
         check_index(tmp_path)
-    for text in (b"cos\nsystem\n", b"ctorch.distributed.checkpoint.filesystem\nos\n", b"ctorch\nload\n"):
+    of_class = b"cbuiltins\ngetattr\n(c%s\nS'%s'\ntR"  # as Python 3.11.2 pickles members of enums
+    formats = b"torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
+    member = _IndexReader(io.BytesIO(of_class % (formats, b"TORCH_PRESERVE_FORMAT") + b".")).load()
+    assert member.name == "TORCH_PRESERVE_FORMAT"
+    of_size = of_class % (b"torch\nSize", b"__new__")
+    for text in (b"cos\nsystem\n", b"ctorch.distributed.checkpoint.filesystem\nos\n", b"ctorch\nload\n", of_size):
         index.write_bytes(text + b"(S'touch " + str(made).encode() + b"'\ntR.")
         with pytest.raises(ValueError, match="which has no place in it"):
             check_index(tmp_path)
