@@ -171,6 +171,8 @@ def tree_prefill(
             check_cache(whole, k_cache, v_cache)
         else:
             check_latents(q, k_cache, v_cache, head_dim_v)
+            if isinstance(outside, torch.autocast):
+                expand = torch.autocast(q.device.type)(expand)  # its weights are the caller's
         options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
         spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)

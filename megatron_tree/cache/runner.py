@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..comm import CollectiveCall, Team, broadcast, collective_call, group_size, monitored, shared_checks
+from ..comm import CollectiveCall, Team, broadcast, collective_call, group_size, monitored, process_group, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
 from .blocks import Forecast
@@ -68,7 +68,7 @@ class RowRunner:
         for name, value in (("chunk_size", chunk_size), ("capacity_tokens", capacity_tokens)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a positive number of tokens")
-        self.store, self.cp_group, self.token_group = store, cp_group, token_group
+        self.store, self.cp_group, self.token_group = store, process_group(cp_group), process_group(token_group)
         self.device, self.vocab_size, self.max_positions = device, vocab_size, max_positions
         self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
         self.head_shares, self.own_tokens, self.config = head_shares, own_tokens, config or default_config()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-_REASON = "it sends messages to other ranks; megatron_tree runs it between two graphs, so leave out fullgraph=True"
+_REASON = "ranks run it together, between two graphs of torch.compile: leave out fullgraph=True"
 
 
 def outside_graphs(fn: Callable) -> Callable:

@@ -67,6 +67,27 @@ def _decodes(rank, world):
         return tree_decode(q[:, -1:], *pages, cp_group=group, k_scale=scales, v_scale=scales, **tables).dtype
 
 
+def _expands(rank, world):
+    """Latents in fp32, and an expansion whose weights autocast has to cast."""
+    torch.manual_seed(0)
+    q, latents, weights = torch.randn(1, 1, 2, 8), torch.randn(1, 8, 1, 6), torch.randn(6, 32)
+    segments = [[Segment(0, 0, 8)], [Segment(0, 8, 8)]]
+    options = dict(cp_group=dist.group.WORLD, shares=[[(14, 1)], [(15, 1)]], key_segments=segments, head_dim_v=8)
+
+    def expand(x):
+        return (x @ weights).view(1, -1, 4, 8).split(2, 2)
+
+    with torch.autocast("cpu", BF16):
+        out = tree_prefill(q, latents, None, expand=expand, grid=(1, 2), **options)
+        keys, values = expand(latents)
+        expected = tree_prefill(q, keys, values, **{**options, "head_dim_v": None})
+    return out.dtype == BF16 and _close(out, expected)
+
+
+def test_what_expands_latents_runs_under_autocast():
+    assert run_distributed(_expands, 2) == [True, True]
+
+
 def test_decoding_casts_queries_and_caches_but_not_pages_in_8_bits():
     assert run_distributed(_decodes, 2) == [BF16, BF16]
 

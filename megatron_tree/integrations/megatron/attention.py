@@ -171,6 +171,7 @@ class TreeDotProductAttention(MegatronModule):
         else:
             raise ValueError(f"softmax_type={softmax_type!r} in the TransformerConfig is unknown to tree attention")
 
+    @comm.outside_graphs
     def forward(
         self,
         query: Tensor,

@@ -57,13 +57,13 @@ def dispatch_batch(
         batch: tensors [1, t]; tokens, labels, loss_mask and position_ids are cut (rows without a token get 0), others
             are returned as they are. Missing position_ids are made.
         cu_seqlens: int32 [n + 1], from 0 to t: boundaries of the documents, without padding.
-        cp_group: default: Megatron's context-parallel group.
+        cp_group: process group or 1-D DeviceMesh; default: Megatron's context-parallel group.
         multiple_of: each rank's rows are a multiple of this and of 2; with sequence parallelism the tensor-parallel
             size.
     Returns: the batch, and the `packed_seq_params` to call the model with.
     Raises: ValueError for bad boundaries, or tensors of another length.
     """
-    group = compat.context_parallel_group() if cp_group is None else cp_group
+    group = compat.context_parallel_group() if cp_group is None else comm.process_group(cp_group)
     layout = dispatch_documents(cu_seqlens, group, multiple_of=math.lcm(2, multiple_of))
     tensors = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
     if not tensors:

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...attention.cached import tree_decode
 from ...attention.functional import tree_attn_func
-from ...comm import collective_call
+from ...comm import collective_call, outside_graphs
 from ...config import AttnSlice, default_config
 from .architectures import CHUNKED, WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache
@@ -48,6 +48,7 @@ NOTHING_BESIDE = "a batch from shard_batch takes neither a cache nor an attentio
 UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}
 
 
+@outside_graphs
 def tree_attention(
     module,
     query: Tensor,
@@ -94,8 +95,6 @@ def tree_attention(
         if update is not None:
             raise ValueError(NOTHING_BESIDE)
         k, v = key.transpose(1, 2), value.transpose(1, 2)
-        if q.dtype != v.dtype and torch.is_autocast_enabled(q.device.type):  # after rotary embeddings in fp32
-            q, k = q.to(v.dtype), k.to(v.dtype)
         return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options).contiguous(), None
     shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
     if shares != (None if update is None else update.cache.head_shares):
@@ -217,6 +216,7 @@ def _check_plain(module, attention_mask, dropout: float) -> None:
         )
 
 
+@outside_graphs
 def tree_mask(
     batch_size: int,
     q_length: int,

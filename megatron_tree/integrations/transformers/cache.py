@@ -12,7 +12,7 @@ from ...cache import ShardedCache
 from ...cache.files import load_rows, save_rows
 from ...cache.forward import ForwardPass, forward_pass
 from ...cache.rows import Row
-from ...comm import group_rank, group_size
+from ...comm import group_rank, group_size, outside_graphs, process_group
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, layers_of
 from .in_generate import prepare_generate
@@ -32,7 +32,7 @@ class TreeCache(Cache):
 
     Args:
         config: the model's configuration (or that of its text part); it gives the number and kinds of layers.
-        cp_group: process group over which the tokens are spread; None = this rank holds them all.
+        cp_group: process group, or 1-D DeviceMesh, over which the tokens are spread; None = this rank holds them all.
         block_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
         dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
@@ -58,6 +58,7 @@ class TreeCache(Cache):
         weights_group=None,
         tree_config: TreeConfig | None = None,
     ):
+        cp_group, weights_group = process_group(cp_group), process_group(weights_group)
         check_choice("schedule", schedule, DECODE_SCHEDULES)
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
@@ -119,6 +120,7 @@ class TreeCache(Cache):
             self._forward = None
             self._forget_run()
 
+    @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Take new tokens k [b, h_kv, n, d] and v [b, h_kv, n, d_v], and leave a note for the attention call.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformers import PreTrainedModel
 
-from ...comm import all_reduce, group_size
+from ...comm import all_reduce, group_size, outside_graphs
 from ...config import default_config
 from .tiles import IGNORED, DeferredLogits
 
@@ -35,6 +35,7 @@ class _MeanOverRanks(torch.autograd.Function):
         return grad * ctx.scale.to(grad.dtype), None, None, None, None
 
 
+@outside_graphs
 def loss_over_all_ranks(
     logits: Tensor,
     labels: Tensor,

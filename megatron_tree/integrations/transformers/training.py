@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
 from ...attention.sequences import dispatch_documents, shard_sequence
-from ...comm import group_size
+from ...comm import group_size, outside_graphs, process_group
 from ...config import TreeConfig
 from ...layout import Dispatched
 from .architectures import CHUNKED, check_trainable
@@ -83,14 +83,15 @@ def shard_batch(
             position_ids [b, s]: a position that is not the previous one plus one starts a new document. Documents do
             not see each other. The rows of such a packed batch become one row. What collators tell flash attention
             beside them (cu_seq_lens_q and so on) may stay in the batch.
-        cp_group: the ranks that share the sequence; None for one rank.
-        loss_group: all ranks whose gradients are averaged; default cp_group.
+        cp_group: the ranks that share the sequence, a process group or a 1-D DeviceMesh; None for one rank.
+        loss_group: all ranks whose gradients are averaged, likewise; default cp_group.
         tree_config: of the attention.
         dropout_seed: the masks of the attention dropout depend on it and on the layer; needed if the model has dropout.
     Returns: input_ids, position_ids, attention_mask (of ones), shifted labels, all [b, s / ranks] with s rounded up to
         a multiple of twice the ranks (packed: [1, t / ranks], rounded up); `sequence_shard`; use_cache=False.
     Raises: ValueError for unknown keys, wrong shapes, and padding that is not on the right.
     """
+    cp_group, loss_group = process_group(cp_group), process_group(loss_group)
     ids, labels, positions, lengths, ends = _checked(batch)
     packed = len(lengths) > 1
     rows, documents = _own_rows(lengths, cp_group, ids.device)
@@ -250,9 +251,9 @@ def train_on_shards(
     model.loss_function = model.loss_on_shards
     model.trains_on_shards, model.tiled_loss = windows, tiled
     follow_whole_rows(model)
-    model.register_forward_pre_hook(_check_call, with_kwargs=True)
-    model.register_forward_hook(_check_use, with_kwargs=True)
-    model.register_forward_hook(_end_call, always_call=True)
+    model.register_forward_pre_hook(outside_graphs(_check_call), with_kwargs=True)
+    model.register_forward_hook(outside_graphs(_check_use), with_kwargs=True)
+    model.register_forward_hook(outside_graphs(_end_call), always_call=True)
     return mlps
 
 
