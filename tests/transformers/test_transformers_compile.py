@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_tree.integrations.transformers as tree_hf
 from support.hf_models import CONFIGS, VOCAB
@@ -13,14 +13,16 @@ from transformers import AutoModelForCausalLM
 
 def _trains(rank, world, autocast):
     torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world,))
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     tree_hf.train_on_shards(model)
     model.train()
+    assert tree_hf.TreeCache(model.config, cp_group=mesh).world == world
 
     def loss_and_grads(run, ids):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            batch = tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=dist.group.WORLD)
+            batch = tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=mesh)
             loss = run(**batch).loss
         loss.backward()
         return [loss.detach(), *(weight.grad.clone() for weight in model.parameters())]
