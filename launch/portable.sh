@@ -80,6 +80,7 @@ run_on() {
     esac
     # torch itself starts no more threads than there are cores, whatever OMP_NUM_THREADS says
     export OMP_NUM_THREADS="$threads" TREE_TEST_THREADS="$threads"
+    export OMP_WAIT_POLICY=passive # threads of several ranks on a core must not spin while they wait for each other
     if [ -n "$core" ]; then
         core="$(taskset -cp "$BASHPID" | sed -E 's/.*: *([0-9]+).*/\1/')" # the first that it may use
         taskset -cp "$core" "$BASHPID" >/dev/null || die "can't run on one core: taskset failed"
