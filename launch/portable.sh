@@ -49,14 +49,14 @@ TEMPORARY="$(mktemp -d)"
 trap 'rm -rf "$TEMPORARY"' EXIT
 trap 'exit 130' INT # pytest handles it, too: do not go on with the next environment
 
-# Compile our C sources for ARCH: compilers follow the last -march. What is kept for this processor is left alone.
+# Compile our C sources for ARCH, not for this processor. What is kept for this one is left alone. usage: compile_for ARCH
 compile_for() {
     local compiler name folder="$TEMPORARY/$1"
     export XDG_CACHE_HOME="$folder/cache" PATH="$folder:$PATH"
     mkdir -p "$folder"
     for name in cc gcc clang; do # as megatron_tree/compiled.py
         compiler="$(PATH="${PATH#*:}" command -v "$name")" || continue
-        printf '#!/bin/sh\nexec %q "$@" -march=%s\n' "$compiler" "$1" >"$folder/cc"
+        printf '#!/usr/bin/env bash\nexec %q "${@/#-march=native/-march=%s}"\n' "$compiler" "$1" >"$folder/cc"
         chmod +x "$folder/cc"
         return
     done
