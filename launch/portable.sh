@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the fast tests with the roundings of other machines: fewer vector instructions, other numbers of threads, one core.
 #
-# usage: bash launch/portable.sh [--numeric] [--on LEVEL/THREADS[/core] ...] [pytest's arguments ...]
+# usage: bash launch/portable.sh [--numeric] [--on LEVEL/THREADS[/core] ...] [--help] [pytest's arguments ...]
 #
 #   --numeric                  only the files that compare numbers (tests/numeric.txt)
 #   --on LEVEL/THREADS[/core]  only this environment; may be repeated. "/core": on one core, else on all

@@ -1,6 +1,8 @@
-"""How often ranks ask the job's store whether another rank failed."""
+"""The thread that asks the job's store whether another rank failed: how often, and its end."""
 
 import datetime
+import subprocess
+import sys
 import time
 
 import pytest
@@ -53,3 +55,25 @@ def test_who_asks_less_often_has_longer_to_report():
     """Rank 1 hears of the failure seconds later, and is not taken for the one that failed."""
     for outcome in run_to_the_end(_late_reports, 3, victims=(2,))[:2]:
         assert outcome.error == "CommError" and "rank 2 did not respond" in outcome.text, outcome
+
+
+AT_THE_END = """
+import time
+import torch.distributed as dist
+from megatron_tree.comm.health.store import StoreClient
+
+def busy(store):
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        store.check(["nothing"])
+    yield
+
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
+StoreClient.here().submit(busy)
+time.sleep(0.2)
+"""
+
+
+def test_the_interpreter_ends_while_the_store_is_asked():
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

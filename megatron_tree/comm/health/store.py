@@ -7,6 +7,7 @@ even when the process that hosts the store is stopped, and watchdogs are polled 
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import math
@@ -53,11 +54,14 @@ class StoreClient:
         self._watchdogs: list[weakref.ref] = []
         self._error: Exception | None = None
         self._asked_at = math.inf
+        self.ends = False
+        """Whether the interpreter ends."""
         self.poll_s = max(POLL_S, GroupState.of(group).size / POLLS_PER_S)
         self.waiting_since = math.inf
         """When the main thread began to wait for an answer, see `time.monotonic`; inf: it does not."""
         self._thread = threading.Thread(target=self._work, name="megatron_tree store client", daemon=True)
         self._thread.start()
+        atexit.register(_end, weakref.ref(self))
 
     @classmethod
     def here(cls) -> StoreClient:
@@ -127,7 +131,7 @@ class StoreClient:
         self._store = self._shared_store.clone()  # asks the store, without a time limit where its process is stopped
         self._asked_at = math.inf
         pause, polled = POLL_S / 2, time.monotonic()
-        while self._group() is not None and self._error is None:
+        while self._group() is not None and self._error is None and not self.ends:
             with contextlib.suppress(queue.Empty):
                 request, answer = self._inbox.get(timeout=pause)
                 self._open.append((request(self._store), answer))
@@ -157,6 +161,13 @@ class StoreClient:
             finally:
                 self._asked_at = math.inf
             self._open.remove(entry)
+
+
+def _end(known: weakref.ref) -> None:
+    """At the end of the interpreter: a thread that comes back from torch after it aborts the process."""
+    if (client := known()) is not None:
+        client.ends = True
+        client._thread.join(SILENCE_S)
 
 
 def set_first(store, key: str, value: str) -> str:
