@@ -172,7 +172,7 @@ def _stuck(rank, world, how, transport, seconds):
         return comm.waited_s()
 
 
-@pytest.mark.parametrize("transport", ["direct", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("direct", marks=pytest.mark.slow), "shm"])
 def test_a_region_limits_each_wait(transport):
     """The calls' own time limit is a long one."""
     for rank, outcome in enumerate(run_to_the_end(_stuck, 3, "SIGSTOP", transport, 0, victims=(1,))):

@@ -51,6 +51,7 @@ def _late_reports(rank, world):
         dist.all_reduce(torch.ones(3), group=second if rank else first)
 
 
+@pytest.mark.slow
 def test_who_asks_less_often_has_longer_to_report():
     """Rank 1 hears of the failure seconds later, and is not taken for the one that failed."""
     for outcome in run_to_the_end(_late_reports, 3, victims=(2,))[:2]:

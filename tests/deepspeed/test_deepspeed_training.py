@@ -39,7 +39,7 @@ SLOW_VARIANTS = {
     "padding on the right": Case(sp=2, zero=1, batches="padded"),
     "packed documents": Case(sp=4, zero=1, batches="packed"),
 }
-FEW = ((2, 0), (2, 3))  # sp, ZeRO; the slow test has all of them
+FEW = ((2, 3),)  # sp, ZeRO; the slow test has all of them
 FAST = VARIANTS | {name: case for name, case in MATRIX.items() if (case.sp, case.zero) in FEW}
 IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 4)}
 SAME = 1e-5  # a step moves a parameter by up to 1e-3; processors round differently

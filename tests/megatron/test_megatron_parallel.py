@@ -140,6 +140,7 @@ def _scaled(rank, world, runs):
     return [(r["applied"], r["scales"], r["losses"], r["weights"]) for r in results], plainly
 
 
+@pytest.mark.slow
 @pytest.mark.supports("dynamic loss scaling (fp16)", with_="an overflow on one rank is skipped by all; pp = 2, cp = 2")
 def test_an_overflow_is_skipped_by_all_ranks_alike():
     layout = {"pp": 2, "cp": 2, "dtype": torch.float16}

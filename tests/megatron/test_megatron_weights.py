@@ -146,7 +146,7 @@ def _compare(rank, world, cases):
     ("world", "cases"),
     [
         (2, [case(2, 2, *SMALL_MLPS, ("sequence_parallel", True))]),
-        (4, [case(4, 1, *MIXED)]),
+        pytest.param(4, [case(4, 1, *MIXED)], marks=pytest.mark.slow),
         pytest.param(2, [case(2, 1), case(2, 8, *SMALL_MLPS), case(2, 1, *GATHERED_EXPERTS)], marks=pytest.mark.slow),
         pytest.param(4, [case(4, 2), case(4, 4, *GATHERED_EXPERTS)], marks=pytest.mark.slow),
         pytest.param(4, [Case(tp=4, mla=True, tree=True)], marks=pytest.mark.slow),

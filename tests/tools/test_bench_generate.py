@@ -153,6 +153,7 @@ def test_the_fact_is_where_it_should_be():
         needle.haystack(tokenizer, 40, 50, fact)
 
 
+@pytest.mark.slow
 def test_many_requests(tmp_path, capfd, monkeypatch):
     options = ["--requests", 3, "--prompt-tokens", 2, 9, "--new-tokens", 3, "--turns", 1, "--ranks", 2]
     given = list(map(str, ["serve", *options, "--out", tmp_path]))

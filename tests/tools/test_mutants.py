@@ -78,6 +78,7 @@ def test_tests_that_fail_without_a_fault(small, capsys):
     assert "fail without a fault" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fault_that_hangs(small):
     hangs = "__import__('subprocess').run(['sleep', '987.6'])"
     assert run(small, [_mutant(replace=hangs)], limit_s=8) == {"m": TIMED_OUT}

@@ -41,6 +41,7 @@ def _run(*options):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @on_x86
 def test_each_environment_takes_effect():
     inner = f"{__file__}::{test_ranks_run_as_the_session_does.__name__}"

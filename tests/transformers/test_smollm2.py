@@ -37,6 +37,7 @@ def _answer(rank, world):
     return tokenizer.decode(result.tokens[0]), difference, cache.num_local_tokens
 
 
+@pytest.mark.slow
 def test_the_answer_equals_the_plain_model():
     # fresh: after megatron_on_cpu in the same process Transformers leaves a model's rotary frequencies unset
     for text, difference, held in run_distributed(_answer, 2, timeout=250, fresh=True):
