@@ -78,7 +78,7 @@ def meet(op: str, group, timeout_s: float) -> None:
     """Before `op`, wait until all ranks of the group are in this rank's call: once in a call, always outside of calls.
 
     gloo's own collectives need that. They have no tags: those of different calls would exchange data, or end a process
-    where lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (watchdog.py).
+    where lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (agreement.py).
     """
     state = GroupState.of(group)
     watchdog = state.watchdog or Watchdog.of(group, timeout_s)
