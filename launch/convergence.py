@@ -1,6 +1,6 @@
 """Train one model with every context-parallel schedule and from several seeds, and compare the losses.
 
-Each run is launch/train_gpt.py with configs/train/quickstart.yaml: one run per seed on one rank (cp = 1, Megatron's own
+Each run is megatron-tree train with configs/train/quickstart.yaml: one run per seed on one rank (cp = 1, Megatron's own
 attention), and from the first seed one run each of tree attention, the ring and the KV gather on --ranks ranks. The
 schedules must differ from cp = 1 by less than the seeds differ. Tree attention runs on the squarest grid, because the
 planner might choose a KV gather. Finished runs are not repeated: an interrupted command continues.
@@ -43,12 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[1234, 1, 2], help="the first is shared by all schedules")
     add("--docs", type=Path, default=REPO / "docs", metavar="DIR", help="for the results (default: docs)")
     add("--work", type=Path, default=REPO / "runs" / "convergence", metavar="DIR", help="for the runs")
-    add("--option", action="append", default=[], metavar="TEXT", help="more for train_gpt.py: --option='--lr 1e-3'")
+    add("--option", action="append", default=[], metavar="TEXT", help="more for train: --option='--lr 1e-3'")
     return parser
 
 
 def plan(args: argparse.Namespace) -> dict[str, tuple[int, str]]:
-    """{label: (ranks, options of train_gpt.py)} of every run."""
+    """{label: (ranks, options of train)} of every run."""
     runs = {f"cp = 1, seed {seed}": (1, f"--context-parallel-size 1 --seed {seed}") for seed in args.seeds}
     rows = max(n for n in range(1, math.isqrt(args.ranks) + 1) if args.ranks % n == 0)
     for name, schedule in SCHEDULES.items():
@@ -69,7 +69,7 @@ def train(label: str, ranks: int, options: str, args: argparse.Namespace) -> lis
     if result.is_file() and (kept := json.loads(result.read_text()))["command"] == command:
         return kept["losses"]
     files = ["--output-dir", str(folder), "--save", str(folder / "checkpoints"), "--keep-checkpoints", "1"]
-    start = ["bash", str(REPO / "launch" / "deepspeed_local.sh"), "-n", str(ranks), "launch/train_gpt.py"]
+    start = ["bash", str(REPO / "launch" / "deepspeed_local.sh"), "-n", str(ranks), "train"]
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
     subprocess.run([*start, *command.split(), *files], cwd=REPO, env=environment, check=True)
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Start a script on the nodes of a hostfile with the deepspeed launcher.
+# Start a command of megatron-tree, or a script, on the nodes of a hostfile with the deepspeed launcher.
 #
-# usage: bash launch/deepspeed_hostfile.sh --hostfile FILE [OPTION ...] SCRIPT [ARGUMENT ...]
+# usage: bash launch/deepspeed_hostfile.sh --hostfile FILE [OPTION ...] COMMAND [ARGUMENT ...]
 #
 #   --hostfile FILE        lines "HOST slots=RANKS", see configs/hostfile.example
 #   --master-addr ADDRESS  address of the first host as the others see it (default: found with ssh)
@@ -17,7 +17,7 @@
 # These variables are passed to the nodes if they are set: OMP_NUM_THREADS, DS_ACCELERATOR, TORCH_DISTRIBUTED_DEBUG, and
 # all that start with NCCL_, GLOO_, UCX_, CUDA_DEVICE_, MEGATRON_TREE_. If a node has several networks, name the
 # interface: NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes.
-# Example: GLOO_SOCKET_IFNAME=eth0 bash launch/deepspeed_hostfile.sh --hostfile hosts launch/train_gpt.py --help
+# Example: GLOO_SOCKET_IFNAME=eth0 bash launch/deepspeed_hostfile.sh --hostfile hosts train --help
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -43,8 +43,8 @@ while [ $# -gt 0 ]; do
         *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no script given: see bash launch/deepspeed_hostfile.sh --help"
-[ -f "$1" ] || die "no such script: $1"
+[ $# -gt 0 ] || die "no command given: see bash launch/deepspeed_hostfile.sh --help"
+find_program "$1"
 [ -n "$hostfile" ] || die "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"
 [ -f "$hostfile" ] || die "no such hostfile: $hostfile; configs/hostfile.example shows the format"
 names="$(tr -d '\0' <"$hostfile" | sed -E 's/#.*//; s/[[:space:]]+$//' | grep -anv '^$')" || names=""
@@ -91,6 +91,6 @@ for name in $(compgen -e | grep -E "$pattern" || true) ${exports[@]+"${exports[@
 done >"$DS_ENV_FILE"
 
 status=0
-run_group deepspeed "${options[@]}" "$@" || status=$?
+run_group deepspeed "${options[@]}" ${MODULE[@]+--module "${MODULE[@]}"} "$@" || status=$?
 rm -f "$DS_ENV_FILE"
 exit "$status"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Start a script on several ranks of this machine with the deepspeed launcher.
+# Start a command of megatron-tree, or a script, on several ranks of this machine with the deepspeed launcher.
 #
-# usage: bash launch/deepspeed_local.sh [-n RANKS] [--port PORT] [--log-level LEVEL] SCRIPT [ARGUMENT ...]
+# usage: bash launch/deepspeed_local.sh [-n RANKS] [--port PORT] [--log-level LEVEL] COMMAND [ARGUMENT ...]
 #
 #   -n, --ranks RANKS   number of ranks (default: the number of GPUs, or 2 without one)
 #   --port PORT         port of the rendezvous (default: a free one)
@@ -11,7 +11,7 @@
 # The script keeps these variables if you have set them: DS_ACCELERATOR, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME,
 # NCCL_SOCKET_IFNAME. Its exit status is that of the first rank that failed. Ctrl-C or SIGTERM ends all ranks; after
 # STOP_SECONDS (default: 5) they are killed, so set it higher if a training run needs time to write a checkpoint.
-# Example: bash launch/deepspeed_local.sh -n 4 launch/generate.py --help
+# Example: bash launch/deepspeed_local.sh -n 4 generate --help
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -29,8 +29,8 @@ while [ $# -gt 0 ]; do
         *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no script given: see bash launch/deepspeed_local.sh --help"
-[ -f "$1" ] || die "no such script: $1"
+[ $# -gt 0 ] || die "no command given: see bash launch/deepspeed_local.sh --help"
+find_program "$1"
 [ -z "$ranks" ] || [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "-n $ranks: the number of ranks must be a whole number from 1 up"
 
 use_environment
@@ -54,4 +54,4 @@ fi
 
 # deepspeed reads /job/hostfile by default, which would turn a local run into one on several nodes.
 run_group deepspeed --hostfile /dev/null/none --master_port "$port" ${ranks:+--num_gpus "$ranks"} \
-    --no_local_rank --log_level "$level" "$@"
+    --no_local_rank --log_level "$level" ${MODULE[@]+--module "${MODULE[@]}"} "$@"

@@ -18,7 +18,7 @@ import sys
 EXAMPLES = """\
 examples:
   python launch/emulate.py --nodes 4 --ranks-per-node 4 --latency 1ms --rate 1gbit -- my_script.py --my-option 3
-  python launch/emulate.py --nodes 2 -- -m megatron_tree.calibrate --out my_cluster.yaml
+  python launch/emulate.py --nodes 2 -- -m megatron_tree calibrate --out my_cluster.yaml
   python launch/emulate.py --nodes 8 --latency 20us --rate 5gbit --timeout 2min -- my_script.py
 """
 

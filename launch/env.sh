@@ -42,6 +42,16 @@ use_environment() {
     unset PYTHONHOME
 }
 
+# What Python runs: a command of megatron-tree, or a script. Sets MODULE to the options that the first one needs.
+# usage: find_program NAME
+find_program() {
+    MODULE=()
+    case "$1" in
+        train | generate | chat | serve | calibrate | bench) MODULE=(megatron_tree) ;;
+        *) [ -f "$1" ] || die "no such command or script: $1; the commands are train, generate, chat, serve, calibrate, bench" ;;
+    esac
+}
+
 # The processes with this mark in their environment (Linux), including those that have left the process group.
 marked_processes() {
     grep -lzsxF "MEGATRON_TREE_RUN_$1=1" /proc/[0-9]*/environ 2>/dev/null | sed -E 's|/proc/([0-9]+)/environ|\1|'

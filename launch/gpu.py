@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Says what `bench kernels` needs on a machine with a GPU, and what is missing; then runs it. `make gpu` calls this.
 
-usage: python3 launch/gpu.py [options of python -m megatron_tree.bench kernels]
+usage: python3 launch/gpu.py [options of megatron-tree bench kernels]
 
 It needs torch, triton and numpy, and what Triton compiles its launchers with: a C compiler and Python's headers. No
 other package has to be there, and nothing is installed.
@@ -41,7 +41,7 @@ def main() -> None:
         sys.exit("error: install what is MISSING and needed, or name another Python: make gpu PYTHON=...")
     sys.stdout.flush()
     path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "megatron_tree.bench", "kernels", *sys.argv[1:]]
+    command = [sys.executable, "-m", "megatron_tree", "bench", "kernels", *sys.argv[1:]]
     os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})
 
 

@@ -10,7 +10,7 @@
 #
 # All results go to runs/quickstart: train.jsonl, loss.png, checkpoints/, generate.json and, if the output is not a
 # terminal, the logs. It takes under 10 minutes on two cores, plus the downloads.
-# The two jobs are launch/train_gpt.py with configs/train/quickstart.yaml and launch/generate.py with
+# The two jobs are megatron-tree train with configs/train/quickstart.yaml and megatron-tree generate with
 # configs/generate/cpu.yaml, started with launch/deepspeed_local.sh.
 
 set -euo pipefail
@@ -91,11 +91,11 @@ if [ -z "$ranks" ]; then
 fi
 
 if [ "$train" = 1 ]; then
-    job training launch/train_gpt.py --config configs/train/quickstart.yaml --context-parallel-size "$ranks"
+    job training train --config configs/train/quickstart.yaml --context-parallel-size "$ranks"
     made training "$out/train.jsonl" "$out/loss.png"
 fi
 if [ "$generate" = 1 ]; then
-    job generation launch/generate.py --config configs/generate/cpu.yaml --check --json "$out/generate.json"
+    job generation generate --config configs/generate/cpu.yaml --check --json "$out/generate.json"
     made generation "$out/generate.json"
 fi
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Start a script on the nodes of a Slurm job, one task per rank. Submit it from the folder of the repository:
+# Start a command of megatron-tree, or a script, on the nodes of a Slurm job, one task per rank. Submit it from the
+# folder of the repository:
 #
-# usage: sbatch SLURM_OPTIONS launch/slurm_train.sh [--help] [--port PORT] SCRIPT [ARGUMENT ...]
-# usage: bash launch/slurm_train.sh [--help] [--port PORT] SCRIPT [ARGUMENT ...]        inside an allocation (salloc)
+# usage: sbatch SLURM_OPTIONS launch/slurm_train.sh [--help] [--port PORT] COMMAND [ARGUMENT ...]
+# usage: bash launch/slurm_train.sh [--help] [--port PORT] COMMAND [ARGUMENT ...]        inside an allocation (salloc)
 #
 #   --port PORT   port of the rendezvous on the first node (default: 20000 + job id modulo 20000)
 #
 # Slurm starts the ranks (srun), so neither ssh nor a hostfile is needed. --ntasks-per-node is the number of ranks per
 # node, one for each GPU. Request GPUs per node (--gpus-per-node): with --gpus-per-task a rank sees only its own GPU.
-# Three minutes before the time limit Slurm sends SIGUSR1 to all ranks. launch/train_gpt.py then finishes its step,
+# Three minutes before the time limit Slurm sends SIGUSR1 to all ranks. megatron-tree train then finishes its step,
 # writes a checkpoint and exits with 0. With --resume the next job continues from it. For a long training, submit
 #
 #   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 --job-name gpt --dependency singleton \
-#       launch/slurm_train.sh launch/train_gpt.py --config my.yaml --save /shared/gpt --save-interval 500 --resume
+#       launch/slurm_train.sh train --config my.yaml --save /shared/gpt --save-interval 500 --resume
 #
 # several times: jobs with the same name run one after another. Every node needs the repository and its environment at
 # the same path. If a node has several networks, set NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes. All
@@ -38,13 +39,13 @@ while [ $# -gt 0 ]; do
         *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no script given: see bash launch/slurm_train.sh --help"
+[ $# -gt 0 ] || die "no command given: see bash launch/slurm_train.sh --help"
 [ -n "${SLURM_JOB_ID:-}" ] || die "no Slurm job: submit this with sbatch, or allocate nodes with salloc first"
 for program in srun scontrol; do
     command -v "$program" >/dev/null || die "no $program found: is Slurm on this node's PATH?"
 done
 cd "$REPO"
-[ -f "$1" ] || die "no such script: $1"
+find_program "$1"
 use_environment
 
 mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?"not set by Slurm"}")
@@ -57,5 +58,5 @@ say "${SLURM_NTASKS:-?} ranks on ${SLURM_JOB_NODELIST}, rendezvous at $MASTER_AD
 # Every task becomes a rank. A rank that fails ends the others (--kill-on-bad-exit).
 rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec python -u "$@"'
 status=0
-run_group srun --kill-on-bad-exit=1 bash -c "$rank" rank "$@" || status=$?
+run_group srun --kill-on-bad-exit=1 bash -c "$rank" rank ${MODULE[@]+-m "${MODULE[@]}"} "$@" || status=$?
 exit "$status"

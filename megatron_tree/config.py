@@ -90,7 +90,7 @@ class TreeConfig:
 
     topology: str | None = None
     """The topology that the planner assumes: a name in configs/topology, or the path of a YAML file, for instance one
-    written by `python -m megatron_tree.calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo)."""
+    written by `megatron-tree calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo)."""
 
     memory_budget: int | None = None
     """Limit in bytes of a rank's communication buffers; schedules that need more are excluded. None: no limit."""

@@ -37,10 +37,10 @@ ORACLE_TOKENS = 4096  # at a time, in float64
 LSE_ALLOWED = 1e-4
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench decode --ranks 4 --seq-len 16k
-  python -m megatron_tree.bench decode --emulate 4x4 --latency 1ms --rate 1gbit --seq-len 128k
-  python -m megatron_tree.bench decode --emulate 4x4 --sweep seq-len ranks        what docs/benchmarks.md shows
-  python -m megatron_tree.bench decode --emulate 4x4 --dilate 10                  slow motion: many ranks on few cores
+  megatron-tree bench decode --ranks 4 --seq-len 16k
+  megatron-tree bench decode --emulate 4x4 --latency 1ms --rate 1gbit --seq-len 128k
+  megatron-tree bench decode --emulate 4x4 --sweep seq-len ranks        what docs/benchmarks.md shows
+  megatron-tree bench decode --emulate 4x4 --dilate 10                  slow motion: many ranks on few cores
 """
 
 

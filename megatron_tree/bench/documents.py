@@ -27,8 +27,8 @@ SWEEP_LENGTHS = tuple(1024 * n for n in (4, 16, 64))
 LONGEST = 100  # the longest document is 1 / LONGEST of the sequence, so there are about twice as many
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench documents --ranks 4 --seq-len 8k
-  python -m megatron_tree.bench documents --emulate 4x1 --seq-len 8k --kv-heads 16,4 --dilate 10
+  megatron-tree bench documents --ranks 4 --seq-len 8k
+  megatron-tree bench documents --emulate 4x1 --seq-len 8k --kv-heads 16,4 --dilate 10
 """
 
 

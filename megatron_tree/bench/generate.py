@@ -39,10 +39,10 @@ ALLOWED = 1e-3  # difference of a logit from the plain model's, as a fraction of
 LIMIT_S = 3600.0  # of one case: a ring over a slow network is slow
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
-  python -m megatron_tree.bench generate --emulate 4x1 --prompt-tokens 16k 64k --cache made-up   docs/benchmarks.md
-  python -m megatron_tree.bench generate --ranks 2 --model smollm2 --prompt-tokens 4k
-  python -m megatron_tree.bench generate --ranks 4 --model smollm2 --prompt-tokens 256 --weights sharded
+  megatron-tree bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
+  megatron-tree bench generate --emulate 4x1 --prompt-tokens 16k 64k --cache made-up   docs/benchmarks.md
+  megatron-tree bench generate --ranks 2 --model smollm2 --prompt-tokens 4k
+  megatron-tree bench generate --ranks 4 --model smollm2 --prompt-tokens 256 --weights sharded
       --queries split repeated
 """
 

@@ -27,10 +27,10 @@ from .supervised import FAILED, NOT_RUN, InThisProcess, NotHere, Outcome, Task, 
 
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench kernels --out docs/gpu-results/today --budget 540
-  python -m megatron_tree.bench kernels --only smoke decode --dtype fp16
-  python -m megatron_tree.bench kernels --device cpu
-  TRITON_INTERPRET=1 python -m megatron_tree.bench kernels --device cpu --dtype fp16 --tiny
+  megatron-tree bench kernels --out docs/gpu-results/today --budget 540
+  megatron-tree bench kernels --only smoke decode --dtype fp16
+  megatron-tree bench kernels --device cpu
+  TRITON_INTERPRET=1 megatron-tree bench kernels --device cpu --dtype fp16 --tiny
 """
 STAGES = {
     "smoke": "every kernel against dense attention in the same dtype",
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         "dtype": args.dtype,
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        "command": shlex.join(["python", "-m", "megatron_tree.bench", *args.argv]),
+        "command": shlex.join(["python", "-m", "megatron_tree", "bench", *args.argv]),
     }
     if gpu:
         about |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}

@@ -30,9 +30,9 @@ QUESTION = "What is the secret number of the lighthouse? Answer with the number.
 ANSWER_LIMIT_S = 3600.0
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench needle                                  what docs/inference.md shows; half an hour
-  python -m megatron_tree.bench needle --ranks 1 2 --lengths 1k --depths 50
-  python -m megatron_tree.bench needle --model /models/llama --lengths 8k 32k 128k --ranks 1 8
+  megatron-tree bench needle                                  what docs/inference.md shows; half an hour
+  megatron-tree bench needle --ranks 1 2 --lengths 1k --depths 50
+  megatron-tree bench needle --model /models/llama --lengths 8k 32k 128k --ranks 1 8
 """
 
 

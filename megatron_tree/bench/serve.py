@@ -31,9 +31,9 @@ LIMIT_S = 3600.0
 SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench serve                                   50 requests of 32 tokens, on one rank
-  python -m megatron_tree.bench serve --ranks 2 --prefill-chunk 256     as `launch/serve.py` runs prompts on two CPUs
-  python -m megatron_tree.bench serve --model smollm2 --requests 16
+  megatron-tree bench serve                                   50 requests of 32 tokens, on one rank
+  megatron-tree bench serve --ranks 2 --prefill-chunk 256     as `megatron-tree serve` runs prompts on two CPUs
+  megatron-tree bench serve --model smollm2 --requests 16
 """
 
 

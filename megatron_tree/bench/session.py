@@ -77,7 +77,7 @@ def _started(machines: Machines, how: Settings, lifetime_s: float) -> Iterator[t
 
 
 def calibrated(machines: Machines, how: Settings) -> Topology:
-    """The result of `python -m megatron_tree.calibrate` on these machines, its network level slowed by `dilate`."""
+    """The result of `megatron-tree calibrate` on these machines, its network level slowed by `dilate`."""
     with how._replace(dilate=1.0).start(machines, CALIBRATION_S + 30.0) as ranks:
         found = ranks.run(calibrate_on_rank, how, machines.label, timeout_s=CALIBRATION_S)[0]
     if machines.nodes == 1:

@@ -25,11 +25,11 @@ from .simulated import BYTES_PER_WORD, SHAPES, placed, training
 
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench simulate                         all parts; files in bench-results/simulate
-  python -m megatron_tree.bench simulate --out docs/images       as docs/paper.md and docs/planner.md show them
-  python -m megatron_tree.bench simulate bytes                   the table of bytes between nodes
-  python -m megatron_tree.bench simulate paper --topology gb200_nvl72 --max-ranks 1152
-  python -m megatron_tree.bench simulate pays --topology mine.yaml
+  megatron-tree bench simulate                         all parts; files in bench-results/simulate
+  megatron-tree bench simulate --out docs/images       as docs/paper.md and docs/planner.md show them
+  megatron-tree bench simulate bytes                   the table of bytes between nodes
+  megatron-tree bench simulate paper --topology gb200_nvl72 --max-ranks 1152
+  megatron-tree bench simulate pays --topology mine.yaml
 """
 LONG = 10 << 20  # tokens of the largest sequence
 FEWEST_TO_TRAIN = 64  # fewer ranks can't hold the longest sequence's queries, keys and values

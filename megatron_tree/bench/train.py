@@ -74,9 +74,9 @@ SWEEP_LENGTHS = tuple(1024 * n for n in (2, 4, 8))
 GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.bench train --ranks 4 --seq-len 2k
-  python -m megatron_tree.bench train --emulate 4x4 --kv-heads 16,4,2 --dilate 10
-  python -m megatron_tree.bench train --emulate 4x4 --sweep seq-len ranks --dilate 10     what docs/benchmarks.md shows
+  megatron-tree bench train --ranks 4 --seq-len 2k
+  megatron-tree bench train --emulate 4x4 --kv-heads 16,4,2 --dilate 10
+  megatron-tree bench train --emulate 4x4 --sweep seq-len ranks --dilate 10     what docs/benchmarks.md shows
 """
 
 

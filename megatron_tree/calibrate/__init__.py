@@ -1,4 +1,4 @@
-"""Measures a cluster and writes a topology for the planner: `python -m megatron_tree.calibrate --help`.
+"""Measures a cluster and writes a topology for the planner: `megatron-tree calibrate --help`.
 
 links.py times messages between ranks, compute.py the attention kernels; cluster.py makes a `plan.Topology` of them.
 backends.py finds the fastest backend of a GPU, for `kernels.fastest`.

@@ -81,7 +81,7 @@ def to_megatron(model: str, out: Path, *, dtype: str = "auto") -> list[str]:
     model_options = " ".join(megatron_lm_options(options))
     return [
         *lines,
-        f"train it further: launch/train_gpt.py --config {out / MODEL_FILE} --load {out} --data-path DIR --save DIR",
+        f"train it further: megatron-tree train --config {out / MODEL_FILE} --load {out} --data-path DIR --save DIR",
         f"in Megatron-LM:   pretrain_gpt.py {model_options} --load {out} --ckpt-format torch_dist",
     ]
 
@@ -94,7 +94,7 @@ def to_huggingface(
     tokenizer: str | None = None,
     vocab_size: int | None = None,
 ) -> list[str]:
-    """Convert a checkpoint of launch/train_gpt.py, of Megatron-LM or of `to_megatron` into a Transformers model folder.
+    """Convert a checkpoint of megatron-tree train, of Megatron-LM or of `to_megatron` into a Transformers model folder.
 
     Args:
         checkpoint: folder of --save, or of one checkpoint in it.
@@ -137,7 +137,7 @@ def to_huggingface(
     shutil.rmtree(unfinished, ignore_errors=True)
     words = _tokenizer_of(saved, tokenizer, like, rows)
     if words is None:
-        lines.append("no tokenizer is known: name its folder with --tokenizer, or serve.py can't read text")
+        lines.append("no tokenizer is known: name its folder with --tokenizer, or megatron-tree serve can't read text")
     else:
         words.save_pretrained(unfinished)
         if reference is None:
@@ -145,7 +145,7 @@ def to_huggingface(
             model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(unfinished)
     unfinished.rename(out)
-    return [*lines, f"serve it: launch/serve.py --model {out}"]
+    return [*lines, f"serve it: megatron-tree serve --model {out}"]
 
 
 def megatron_lm_options(options: dict[str, Any]) -> list[str]:
@@ -162,7 +162,7 @@ def megatron_lm_options(options: dict[str, Any]) -> list[str]:
 
 
 def arguments_of(options: dict[str, Any]) -> argparse.Namespace:
-    """Options of launch/train_gpt.py that build this model on one rank."""
+    """Options of megatron-tree train that build this model on one rank."""
     args = build_parser().parse_args([])
     alone = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)
     for name, value in {**options, **alone, "use_distributed_optimizer": False}.items():
@@ -216,7 +216,7 @@ def _check_like(needed: dict[str, Any], options: dict[str, Any], like: str) -> N
 def _copy_tokenizer(source: Path, target: Path) -> tuple[list[str], str | None]:
     """Returns: (lines to print, the new folder)."""
     if not _has_tokenizer(source):
-        line = f"{source} has no tokenizer: train_gpt.py takes bytes, unless {MODEL_FILE} names one (tokenizer_model)"
+        line = f"{source} has no tokenizer: training takes bytes, unless {MODEL_FILE} names one (tokenizer_model)"
         return [line], None
     open_tokenizer(str(source)).save_pretrained(target)
     return [], str(target)
@@ -236,7 +236,7 @@ def _tokenizer_of(saved: Saved, named: str | None, like: str | None, rows: int) 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokens of launch/train_gpt.py without --tokenizer-model: bytes, and 256 for the end of a document."""
+    """The tokens of megatron-tree train without --tokenizer-model: bytes, and 256 for the end of a document."""
     printed = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     words = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(printed)}, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -254,7 +254,7 @@ def _byte_of(char: str) -> int:
 def _write_options(path: Path, options: dict[str, Any]) -> None:
     import yaml
 
-    note = "# Options of launch/train_gpt.py for this model; lr, seq_length and bf16 are suggestions.\n"
+    note = "# Options of megatron-tree train for this model; lr, seq_length and bf16 are suggestions.\n"
     path.write_text(note + yaml.safe_dump(options, sort_keys=False))
 
 

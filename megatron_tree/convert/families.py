@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face models as options of launch/train_gpt.py, and back."""
+"""Configurations of Hugging Face models as options of megatron-tree train, and back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KNOWN = "llama (Llama, SmolLM, SmolLM2, TinyLlama), qwen2 (Qwen 2, Qwen 2.5) and
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """The options of launch/train_gpt.py that build the model of a Transformers configuration.
+    """The options of megatron-tree train that build the model of a Transformers configuration.
 
     Raises: ValueError that names what can't be converted, and what can.
     """

@@ -1,1 +1,1 @@
-"""`python -m megatron_tree.doctor`: reports what is installed, what a configuration would use, and what is missing."""
+"""`megatron-tree doctor`: reports what is installed, what a configuration would use, and what is missing."""

@@ -150,7 +150,7 @@ def place(topology: Topology, hosts: Sequence[Hashable]) -> Placement:
         raise ValueError(
             f"topology {topology.name!r} describes a single host, but the group's ranks are on {len(numbers)} hosts: "
             f"name one that joins hosts ({', '.join(known_topologies())}), or measure one with "
-            f"python -m megatron_tree.calibrate"
+            f"megatron-tree calibrate"
         )
     seen = [0] * len(numbers)
     units = []

@@ -1,1 +1,1 @@
-"""The programs launch/generate.py, chat.py and (http/) serve.py."""
+"""The programs megatron-tree generate, megatron-tree chat and (http/) megatron-tree serve."""

@@ -1,5 +1,5 @@
-"""Options of launch/generate.py and launch/chat.py, and those that they share with serve.py: the command line over a
-YAML file over the defaults. All are checked before any communication.
+"""Options of the commands generate and chat, and those that they share with serve: the command line over a YAML file
+over the defaults. All are checked before any communication.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ are prefilled with the sequence sharded, answers are decoded with tree_decode.
 EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
   the default model and text on 4 ranks, compared with the plain model on one rank
-    deepspeed --num_gpus 4 --no_local_rank launch/generate.py --check
+    bash launch/deepspeed_local.sh -n 4 generate --check
   your own text and question, sampling, an 8-bit cache, statistics written to a file
-    deepspeed --num_gpus 4 --no_local_rank launch/generate.py --prompt-file LICENSE --question "Who may use it?" \\
+    bash launch/deepspeed_local.sh -n 4 generate --prompt-file LICENSE --question "Who may use it?" \\
         --temperature 0.7 --top-p 0.9 --seed 1 --cache-dtype int8 --json figures.json
   a file of prompts, {"prompt": "..."} or {"messages": [...]} per line, 8 answers at a time; after a crash add --resume
-    deepspeed --num_gpus 4 --no_local_rank launch/generate.py --prompts in.jsonl --output out.jsonl --max-rows 8
+    bash launch/deepspeed_local.sh -n 4 generate --prompts in.jsonl --output out.jsonl --max-rows 8
   a model in a local folder, options from a file, one of them overridden
-    deepspeed --num_gpus 8 --no_local_rank launch/generate.py --config configs/generate/gpu.yaml \\
+    bash launch/deepspeed_local.sh -n 8 generate --config configs/generate/gpu.yaml \\
         --model /models/llama --max-new-tokens 64
 """
 
@@ -56,17 +56,17 @@ only new tokens are prefilled, with the sequence sharded. Ctrl-C stops an answer
 CHAT_EXAMPLES = """\
 examples:
   the default model on 4 ranks of this machine
-    bash launch/deepspeed_local.sh -n 4 launch/chat.py
+    bash launch/deepspeed_local.sh -n 4 chat
   a model in a local folder on 8 GPUs, sampled
-    deepspeed --num_gpus 8 --no_local_rank launch/chat.py --model /models/llama --temperature 0.7 --top-p 0.9
+    bash launch/deepspeed_local.sh -n 8 chat --model /models/llama --temperature 0.7 --top-p 0.9
   messages from a file, one per line (also where rank 0 has no terminal: several nodes, batch systems)
-    bash launch/deepspeed_local.sh -n 4 launch/chat.py --input messages.txt
+    bash launch/deepspeed_local.sh -n 4 chat --input messages.txt
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of launch/generate.py."""
-    parser = new_parser("generate.py", DESCRIPTION, EXAMPLES)
+    """The command line of megatron-tree generate."""
+    parser = new_parser("megatron-tree generate", DESCRIPTION, EXAMPLES)
     add = parser.add_argument
     add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
     add("--question", help=f"what to ask about it (default: {QUESTIONS[False]})")
@@ -88,8 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_chat_parser() -> argparse.ArgumentParser:
-    """The command line of launch/chat.py."""
-    parser = new_parser("chat.py", CHAT_DESCRIPTION, CHAT_EXAMPLES)
+    """The command line of megatron-tree chat."""
+    parser = new_parser("megatron-tree chat", CHAT_DESCRIPTION, CHAT_EXAMPLES)
     add = parser.add_argument
     add("--input", metavar="FILE", help="messages and commands, one per line (default: standard input if it is a pipe, "
         "else the terminal)")  # fmt: skip
@@ -150,10 +150,10 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
         add("--prefill", choices=PREFILLS, default="sharded", help="each rank runs its share of the prompt, or all "
             "of it")  # fmt: skip
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt per forward pass; bounds "
-        "the memory for activations (default: 2048; serve.py: 1024 for each rank, 128 on CPUs)")  # fmt: skip
+        "the memory for activations (default: 2048; megatron-tree serve: 1024 for each rank, 128 on CPUs)")  # fmt: skip
     add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged in decoding")
     add("--topology", metavar="NAME|YAML", help="network that 'auto' plans for: a name in configs/topology, or a file "
-        "from python -m megatron_tree.calibrate")  # fmt: skip
+        "from megatron-tree calibrate")  # fmt: skip
     add("--backend", choices=BACKENDS, default="auto", help="attention kernels")
     add("--cuda-graphs", action=SWITCH, default=False, help="capture decode steps in CUDA graphs and replay them (GPU)")
     add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per page of the cache")
@@ -179,7 +179,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Check all options of generate.py before any communication, and fill in defaults.
+    """Check all options of megatron-tree generate before any communication, and fill in defaults.
 
     Raises: ValueError that names the option, the value seen and the way out.
     """

@@ -1,4 +1,4 @@
-"""One run of launch/chat.py on one rank: rank 0 reads messages and announces what to do; all ranks answer together."""
+"""The command chat on one rank: rank 0 reads messages and announces what to do; all ranks answer together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of launch/generate.py on one rank: one answer, with figures and, if asked for, a check; or a file of them."""
+"""The command generate on one rank: one answer, with figures and, if asked for, a check; or a file of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launch/generate.py prints: progress of the prefill, and tables of the cache and of the times."""
+"""What megatron-tree generate prints: progress of the prefill, and tables of the cache and of the times."""
 
 from __future__ import annotations
 

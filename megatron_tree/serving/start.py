@@ -1,4 +1,4 @@
-"""What generate.py, chat.py and serve.py do first: join the process group, load the model, and distribute it."""
+"""What the commands generate, chat and serve do first: join the process group, load the model, and distribute it."""
 
 from __future__ import annotations
 

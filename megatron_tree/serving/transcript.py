@@ -43,7 +43,7 @@ class Transcript:
 
     def __init__(self, tokenizer, end_tokens, system: str | None = None):
         if not tokenizer.chat_template:
-            raise ValueError("the model's tokenizer has no chat template: ask it through generate.py")
+            raise ValueError("the model's tokenizer has no chat template: ask it through megatron-tree generate")
         self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.reset()

@@ -1,1 +1,1 @@
-"""What `launch/train_gpt.py` is made of: options, data, model, checkpoints, reports and the training loop."""
+"""What `megatron-tree train` is made of: options, data, model, checkpoints, reports and the training loop."""

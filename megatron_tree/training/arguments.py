@@ -1,4 +1,4 @@
-"""Options of `launch/train_gpt.py`, named as in Megatron-LM (the command line over a YAML file), and their checks."""
+"""Options of `megatron-tree train`, named as in Megatron-LM (the command line over a YAML file), and their checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; on a machine without an accelerator put
 DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
 
-  TRAIN="deepspeed --num_gpus 4 --no_local_rank launch/train_gpt.py --config configs/train/quickstart.yaml"
+  TRAIN="deepspeed --num_gpus 4 --no_local_rank --module megatron_tree train --config configs/train/quickstart.yaml"
   $TRAIN                                     tree attention over 4 ranks
   $TRAIN --cp-comm-type p2p                  the same run with the ring
   $TRAIN --context-parallel-size 1 --micro-batch-size 2
@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The command line. The defaults are those of a small model."""
     parser = _Parser(
-        prog="train_gpt.py",
+        prog="megatron-tree train",
         description="Train a small GPT with Megatron-core, the sequence sharded over ranks.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--grid-backward", type=parse_grid, metavar="AxB", help="another grid for the backward")
     add("--head-groups", type=int, metavar="N", help="KV heads are processed in N groups, overlapped")
     add("--topology", metavar="NAME|YAML", help="network for the planner: a name in configs/topology, or a file of "
-        "python -m megatron_tree.calibrate")  # fmt: skip
+        "megatron-tree calibrate")  # fmt: skip
     kernels = ["auto", "aten", "reference"]
     add("--attention-kernels", choices=kernels, default="auto", help="kernels under tree attention")
     add("--distributed-timeout-minutes", type=float, default=10.0, help="longest wait for other ranks")

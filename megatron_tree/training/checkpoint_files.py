@@ -3,7 +3,7 @@
     SAVE/iter_0000100/                       a checkpoint, with files.json: size and SHA-256 of each of its files
     SAVE/iter_0000100.unfinished/            one that is being written, or whose writer was killed
     SAVE/iter_0000100.replaced/              the previous one of the same iteration, until the new one is complete
-    SAVE/release/                            weights alone, of `python -m megatron_tree.convert` or Megatron-LM's tools
+    SAVE/release/                            weights alone, of `megatron-tree convert` or Megatron-LM's tools
     SAVE/latest_checkpointed_iteration.txt   the newest to load, as in Megatron-LM: a number or "release"
 
 `files.json` is written after all other files, and the folder renamed after that: a folder that is incomplete, or whose

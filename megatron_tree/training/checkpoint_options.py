@@ -58,7 +58,7 @@ class Saved(NamedTuple):
 
     folder: str
     options: dict[str, Any]
-    """Of launch/train_gpt.py."""
+    """Of megatron-tree train."""
     by_megatron_lm: bool
     has_optimizer: bool
     iteration: int
@@ -79,13 +79,13 @@ def options_to_save(args: argparse.Namespace) -> dict[str, Any]:
 def read_saved(checkpoint: str) -> Saved:
     """Read what is not sharded. The index must have been checked (`checkpoint_safety.check_index`).
 
-    Raises: ValueError if it is no checkpoint of a GPT that launch/train_gpt.py can build.
+    Raises: ValueError if it is no checkpoint of a GPT that megatron-tree train can build.
     """
     with weights_only():
         common = dist_checkpointing.load_common_state_dict(checkpoint)
     by_megatron_lm = "options" not in common
     if by_megatron_lm and not isinstance(common.get("args"), argparse.Namespace):
-        raise ValueError(f"{checkpoint} names no options of its model: neither train_gpt.py nor Megatron-LM wrote it")
+        raise ValueError(f"{checkpoint} names no options of its model: neither train nor Megatron-LM wrote it")
     options = _of_megatron_lm(common["args"], checkpoint) if by_megatron_lm else common["options"]
     options = {**MODEL, **VOCABULARY, **options}
     if options["kv_channels"] is None:
@@ -114,7 +114,7 @@ def _of_megatron_lm(args: argparse.Namespace, checkpoint: str) -> dict[str, Any]
     for name, allowed in PLAIN.items():
         if (value := getattr(args, name, allowed[0])) not in allowed:
             raise ValueError(
-                f"{checkpoint} holds a model of Megatron-LM with {name}={value!r}; launch/train_gpt.py and "
+                f"{checkpoint} holds a model of Megatron-LM with {name}={value!r}; megatron-tree train and "
                 f"megatron_tree.convert know {name}={allowed[0]!r} only: continue it in Megatron-LM"
             )
     given = {name: getattr(args, name) for name in (*MODEL, *LAYOUT, *RUN) if hasattr(args, name)}

@@ -60,7 +60,7 @@ class LossTooHigh(Exception):
 
 
 def run(args: argparse.Namespace) -> None:
-    """The life of one rank of launch/train_gpt.py. args: completed and checked options."""
+    """The life of one rank of megatron-tree train. args: completed and checked options."""
     with recorded_signals() as received:  # from here on a signal ends the run after a step, with a checkpoint
         device = start_on_own_device(60 * args.distributed_timeout_minutes)
         with megatron_on_cpu():

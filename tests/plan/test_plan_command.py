@@ -1,4 +1,4 @@
-"""`python -m megatron_tree.plan`: tables, the CSV, and what it says to wrong options."""
+"""`megatron-tree plan`: tables, the CSV, and what it says to wrong options."""
 
 import configparser
 import csv
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_tree.bench.weights import MODELS
 from megatron_tree.plan import topology
-from megatron_tree.plan.__main__ import EXAMPLES, main
+from megatron_tree.plan.command import EXAMPLES, main
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ["--topology", "ethernet", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--seq-len", "8k"]
@@ -176,8 +176,8 @@ def test_help_and_its_examples(capsys, tmp_path, monkeypatch):
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(MODELS["Llama 3.1 70B"]))
     for line in EXAMPLES.splitlines():
-        if line.startswith("  python -m megatron_tree.plan "):
-            assert main(shlex.split(line)[3:]) == 0
+        if line.startswith("  megatron-tree plan "):
+            assert main(shlex.split(line)[2:]) == 0
 
 
 def test_a_wheel_brings_the_topologies(monkeypatch, tmp_path):

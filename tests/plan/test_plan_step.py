@@ -8,7 +8,7 @@ import pytest
 
 from megatron_tree.bench.weights import MODELS
 from megatron_tree.plan import load_topology, place
-from megatron_tree.plan.__main__ import main
+from megatron_tree.plan.command import main
 from megatron_tree.plan.cost import placed_topology
 from megatron_tree.plan.decode import exchanges_queries, gathered, gathered_queries
 from megatron_tree.plan.model import ModelSizes

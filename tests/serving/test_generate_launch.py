@@ -1,7 +1,6 @@
-"""launch/generate.py: once as users run it, by the deepspeed launcher; its other paths on ranks of this process."""
+"""megatron-tree generate: once as users run it, by the deepspeed launcher; its other paths on ranks of this process."""
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -18,12 +17,12 @@ pytest.importorskip("transformers")
 
 import transformers
 from megatron_tree import launching
+from megatron_tree.serving import command
 from megatron_tree.serving.arguments import build_parser, check_arguments
 from support.hf_models import CONFIGS, SHAPE
 from support.ranks import run_distributed
 
 REPO = Path(__file__).parents[2]
-SCRIPT = REPO / "launch" / "generate.py"
 LAUNCHER = Path(sys.executable).parent / "deepspeed"
 HEADS = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
 TEXT = "the quick brown fox jumps over the lazy dog and runs on through the wood until the night falls\n" * 2
@@ -63,9 +62,10 @@ def _launch(ranks, *arguments, seconds=800):
         "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "LAUNCH_TEST_MARK": mark,
     }
-    command = [LAUNCHER, "--num_gpus", ranks, "--master_port", port, "--no_local_rank", SCRIPT, *arguments]
+    start = [LAUNCHER, "--num_gpus", ranks, "--master_port", port, "--no_local_rank"]
+    start += ["--module", "megatron_tree", "generate", *arguments]
     done = subprocess.run(
-        [str(part) for part in command], env=env, cwd=REPO, capture_output=True, text=True, timeout=seconds, check=False
+        [str(part) for part in start], env=env, cwd=REPO, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert not _processes_with(f"LAUNCH_TEST_MARK={mark}"), "processes are left"
     return done.returncode, done.stdout + done.stderr
@@ -121,11 +121,10 @@ def _runs(rank, world, batch, long, split, draft, check, mistakes):
     write = LayerPages.write
     LayerPages.write = lambda self, slots, k, v: write(self, slots, 3 * k, -3 * v)
     found.append(outcome(check))
-    sys.path.insert(0, str(SCRIPT.parent))
-    main, launching.RANK_0_FIRST_S = importlib.import_module("generate").main, 0.0
+    launching.RANK_0_FIRST_S = 0.0
     for argv in mistakes:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as output:
-            code = main([str(part) for part in argv])
+            code = command.generate([str(part) for part in argv])
         found.append((code, output.getvalue()))
     return found
 
@@ -218,19 +217,18 @@ def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):
 )
 def test_a_mistake_is_one_sentence(outcomes, number, sentence):
     """Another rank prints it only if the launcher does not end it first."""
-    for rank, name in enumerate(("generate.py", "generate.py: rank 1")):
+    for rank, name in enumerate(("megatron-tree generate", "megatron-tree generate: rank 1")):
         code, said = outcomes[0][rank][6 + number]
         assert code == 1 and said.startswith(f"{name}: ") and said.count("\n") == 1
         assert sentence in said
 
 
 def _main(argv, rank, monkeypatch):
-    """launch/generate.py's main as a launcher starts it on one of two ranks."""
+    """The command as a launcher starts it on one of two ranks."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(launching, "RANK_0_FIRST_S", 0.0)
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module("generate").main([str(part) for part in argv])
+    return command.generate([str(part) for part in argv])
 
 
 def test_a_bad_option_is_one_sentence(folder, monkeypatch, capsys):
@@ -238,8 +236,8 @@ def test_a_bad_option_is_one_sentence(folder, monkeypatch, capsys):
         assert _main(["--model", folder, "--context-parallel-size", 3], rank, monkeypatch) == 2
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(": --context-parallel-size 3 times")[0] for line in said] == [
-        "generate.py",
-        "generate.py: rank 1",  # if the launcher does not end it first
+        "megatron-tree generate",
+        "megatron-tree generate: rank 1",  # if the launcher does not end it first
     ]
 
 
@@ -272,7 +270,7 @@ def test_a_chat_in_a_terminal(tmp_path, weights):
 
     byte_model().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    script = ["bash", "launch/deepspeed_local.sh", "-n", "2", "launch/chat.py", "--model", str(tmp_path)]
+    script = ["bash", "launch/deepspeed_local.sh", "-n", "2", "chat", "--model", str(tmp_path)]
     pid, fd = pty.fork()
     if pid == 0:
         os.chdir(REPO)

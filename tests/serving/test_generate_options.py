@@ -1,4 +1,4 @@
-"""Options of launch/generate.py: what is refused before any rank communicates, and those of files."""
+"""Options of megatron-tree generate: what is refused before any rank communicates, and those of files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""launch/serve.py as users run it: two ranks under the deepspeed launcher, asked over HTTP, stopped by a signal."""
+"""megatron-tree serve as users run it: two ranks under the deepspeed launcher, asked over HTTP, stopped by a signal."""
 
 import concurrent.futures
 import contextlib
@@ -51,7 +51,7 @@ def _launched(*arguments, ranks=2):
         "STOP_SECONDS": "40",
         "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
     }
-    command = ["bash", REPO / "launch" / "deepspeed_local.sh", "-n", ranks, REPO / "launch" / "serve.py", *arguments]
+    command = ["bash", REPO / "launch" / "deepspeed_local.sh", "-n", ranks, "serve", *arguments]
     process = subprocess.Popen(
         [str(part) for part in command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -116,7 +116,7 @@ def _process_of(pid, rank):
     (found,) = [
         child
         for child in psutil.Process(pid).children(recursive=True)
-        if child.environ().get("RANK") == str(rank) and any(part.endswith("serve.py") for part in child.cmdline())
+        if child.environ().get("RANK") == str(rank) and "serve" in child.cmdline()
     ]
     return found
 
@@ -177,7 +177,7 @@ def test_a_bad_option_is_told_once(monkeypatch, capsys):
 
 def test_help_needs_no_launcher():
     done = subprocess.run(
-        [sys.executable, str(REPO / "launch" / "serve.py"), "--help"],
+        [sys.executable, "-m", "megatron_tree", "serve", "--help"],
         env=os.environ | {"PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,

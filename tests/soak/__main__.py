@@ -1,6 +1,6 @@
 """Half an hour of training and generation on an emulated cluster, in which ranks are lost: see docs/reliability.md.
 
-The ranks run launch/train_gpt.py and launch/generate.py in turns. Every few minutes one rank is killed, or stopped, or
+The ranks run the commands train and generate in turns. Every few minutes one rank is killed, or stopped, or
 paused for a third of the time limit; after some kills the newest checkpoint or output is damaged as well. The others
 must end with an error that names the lost rank (a pause harms nobody), and all ranks are restarted from the files on
 disk. A round of each kind runs undisturbed first, and every later loss and answer must equal that round's. Memory,

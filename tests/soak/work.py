@@ -12,7 +12,6 @@ from megatron_tree.training.checkpoint_files import MANIFEST
 
 from ..support.byte_tokens import byte_tokenizer
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "launch"
 SAVE_INTERVAL = 20
 PROMPT, ANSWER = (16, 400), (4, 48)  # tokens, at least and at most
 
@@ -23,13 +22,13 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _command(script: str, **options) -> list[str]:
+def _command(name: str, **options) -> list[str]:
     given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return [str(SCRIPTS / script), "--resume", *given]
+    return ["-m", "megatron_tree", name, "--resume", *given]
 
 
 class Training:
-    """launch/train_gpt.py on a small GPT, all ranks in one context-parallel group. A result: (step, loss)."""
+    """megatron-tree train on a small GPT, all ranks in one context-parallel group. A result: (step, loss)."""
 
     name, allowed, once = "train", 1e-6, False  # allowed: relative; once: no result twice in a round
 
@@ -45,7 +44,7 @@ class Training:
 
     def argv(self, folder: Path, number: int) -> list[str]:
         return _command(
-            "train_gpt.py", num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, seq_length=256,
+            "train", num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, seq_length=256,
             init_method_std=0.05, micro_batch_size=1, global_batch_size=2, context_parallel_size=self._ranks,
             cp_comm_type="tree", seed=self._seed, train_iters=self.total, lr=2e-3, data_path=self._text,
             data_suffix=".txt", save=folder / "checkpoints", save_interval=SAVE_INTERVAL, keep_checkpoints=2,
@@ -97,7 +96,7 @@ def _stamp(checkpoint: Path) -> tuple[Path, int]:
 
 
 class Generation:
-    """launch/generate.py on a file of prompts, the cache sharded over all ranks. A result: (id, tokens, logprobs)."""
+    """The command generate on a file of prompts, the cache sharded. A result: (id, tokens, logprobs)."""
 
     name, allowed, once = "generate", 1e-4, True  # allowed: nats; after a restart a row is batched with other rows
 
@@ -117,7 +116,7 @@ class Generation:
 
     def argv(self, folder: Path, number: int) -> list[str]:
         return _command(
-            "generate.py", model=self._model, prompts=self._prompts, output=folder / "answers.jsonl", max_rows=4,
+            "generate", model=self._model, prompts=self._prompts, output=folder / "answers.jsonl", max_rows=4,
             prefill_chunk=64, seed=self._seed, distributed_timeout_minutes=self._limit_s / 60,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Runs of the training loop of launch/train_gpt.py, one after another in ranks that a test starts once.
+"""Runs of the training loop of megatron-tree train, one after another in ranks that a test starts once.
 
 outcomes = run_distributed(train_all, 2, [(folder, "--context-parallel-size 2 --lr 1e-3")], fresh=True)[0]
 assert losses(folder) == ...

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_tree import kernels
-from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import command as bench
 from megatron_tree.bench import contenders
 from megatron_tree.bench import kernels as bench_kernels
 from megatron_tree.bench.kernel_cases import Case, Timing, inputs, truth_of, verify
@@ -50,7 +50,7 @@ def test_cpu_bench_checks_times_and_writes(tmp_path, small, capsys):
     assert {r["kind"] for r in rows} == {"fwd", "bwd", "decode"}
     assert {r["name"] for r in rows} >= {"ours, aten", "torch flash", "device copy", "matrix product"}
     told = json.loads((tmp_path / "results.json").read_text())
-    assert told["dtype"] == "fp32" and told["command"].startswith("python -m megatron_tree.bench kernels --device cpu")
+    assert told["dtype"] == "fp32" and told["command"].startswith("megatron-tree bench kernels --device cpu")
     assert [case["status"] for case in told["cases"]] == ["done"] * 3
     assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
 

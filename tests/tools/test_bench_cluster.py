@@ -10,7 +10,7 @@ import torch
 
 from megatron_tree import kernels
 from megatron_tree.attention import autograd
-from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import command as bench
 from megatron_tree.bench import decode, runs, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, attention_flops, visible_pairs
 from megatron_tree.bench.measurements import Measurement, plots

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import command as bench
 from megatron_tree.bench import documents
 from megatron_tree.layout import spread_documents
 from support.assumed_links import assume_links

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from megatron_tree.attention import decode
-from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import command as bench
 from megatron_tree.bench import needle
 from support.assumed_links import assume_links
 from support.hf_models import SHAPE

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import command as bench
 from megatron_tree.bench import rivals, torch_ring
 from support.assumed_links import assume_links
 from support.emulation import emulated

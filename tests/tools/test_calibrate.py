@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_tree.bench import contenders
 from megatron_tree.bench.kernel_cases import Case
-from megatron_tree.calibrate import __main__ as command
 from megatron_tree.calibrate import calibrate, compute, links
+from megatron_tree.calibrate import command as command
 from megatron_tree.calibrate.backends import keep_fastest
 from megatron_tree.emulate import Cluster
 from megatron_tree.kernels import fastest
@@ -142,7 +142,7 @@ def test_wrong_command_lines(argv, said, monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_command_line_with_a_launcher(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["-m", "megatron_tree.calibrate", "--out", "found.yaml", "--flops", "5e9"]
+    options = ["-m", "megatron_tree", "calibrate", "--out", "found.yaml", "--flops", "5e9"]
     env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run([*launcher, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr

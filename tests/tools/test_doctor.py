@@ -1,4 +1,4 @@
-"""`python -m megatron_tree.doctor`: its text, its exit status, and that its fusions are what Megatron takes."""
+"""`megatron-tree doctor`: its text, its exit status, and that its fusions are what Megatron takes."""
 
 import importlib.metadata
 import json
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_tree.doctor import configuration, machine
-from megatron_tree.doctor.__main__ import EXAMPLES, main
+from megatron_tree.doctor.command import EXAMPLES, main
 from megatron_tree.integrations.megatron import fusions as megatron_fusions
 
 REPO = Path(__file__).resolve().parents[2]
@@ -204,16 +204,16 @@ def test_decoding_has_its_own_plan(capsys):
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_help_and_examples(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor", "--help"])
+    monkeypatch.setattr(sys, "argv", ["megatron-tree", "doctor", "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("megatron_tree.doctor", run_name="__main__")
+        runpy.run_module("megatron_tree", run_name="__main__")
     assert ended.value.code == 0
     assert EXAMPLES.splitlines()[1] in capsys.readouterr().out
 
 
 def test_every_example_runs(capsys):
     pytest.importorskip("megatron.core")
-    examples = [line.split("doctor", 1)[1] for line in EXAMPLES.splitlines() if line.startswith("  python -m ")]
+    examples = [line.split("doctor", 1)[1] for line in EXAMPLES.splitlines() if line.startswith("  megatron-tree ")]
     assert len(examples) >= 4
     for example in examples:
         assert run(capsys, *shlex.split(example))[0] == 0, example

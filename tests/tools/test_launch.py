@@ -243,20 +243,18 @@ def test_slurm_says_what_is_missing(rank_script, slurm):
     assert "submit from the repository's folder" in output
     status, output = _run("launch/slurm_train.sh", "no/such.py", **slurm)
     assert status == 1
-    assert "no such script: no/such.py" in output
+    assert "no such command or script: no/such.py" in output
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["deepspeed_local.sh"], "no script given"),
-        (["deepspeed_local.sh", "no/such.py"], "no such script: no/such.py"),
-        (["deepspeed_local.sh", "-n", "0", "launch/generate.py"], "-n 0: the number of ranks"),
-        (["deepspeed_hostfile.sh", "launch/generate.py"], "no hostfile given"),
-        (["deepspeed_hostfile.sh", "--hostfile", "no/such", "launch/generate.py"], "no such hostfile: no/such"),
-        (["deepspeed_hostfile.sh", "--hostfile", "LICENSE", "launch/generate.py"], "LICENSE, line 2: "),
+        (["deepspeed_local.sh"], "no command given"),
+        (["deepspeed_local.sh", "no/such.py"], "no such command or script: no/such.py"),
+        (["deepspeed_local.sh", "-n", "0", "generate"], "-n 0: the number of ranks"),
+        (["deepspeed_hostfile.sh", "--hostfile", "no/such", "generate"], "no such hostfile: no/such"),
+        (["deepspeed_hostfile.sh", "--hostfile", "LICENSE", "generate"], "LICENSE, line 2: "),
         (["quickstart.sh", "--ranks", "x"], "--ranks x: must be a whole number"),
-        (["quickstart.sh", "--train-only", "--generate-only"], "exclude each other"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -267,7 +265,7 @@ def test_mistakes_are_explained(command, message):
 
 
 def test_no_environment_is_explained(tmp_path):
-    status, output = _run("launch/deepspeed_local.sh", "launch/generate.py", VIRTUAL_ENV=str(tmp_path))
+    status, output = _run("launch/deepspeed_local.sh", "generate", VIRTUAL_ENV=str(tmp_path))
     assert status == 1
     assert "run 'bash launch/setup.sh' first" in output
 
@@ -285,16 +283,20 @@ import os, pathlib, sys
 if os.environ["RANK"] == "0":
     pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text("{}")
 """
+COMMANDS = "import runpy, sys; runpy.run_path(f'launch/{sys.argv.pop(1)}.py', run_name='__main__')"
 
 
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the launch scripts in a folder of their own, with an empty set-up."""
-    (tmp_path / "launch").mkdir()
+    for name in ("launch", "megatron_tree"):
+        (tmp_path / name).mkdir()
     for path in (REPO / "launch").glob("*.sh"):
         shutil.copy(path, tmp_path / "launch")
     (tmp_path / "launch" / "setup.sh").write_text("echo nothing to install\n")
-    (tmp_path / "launch" / "train_gpt.py").write_text(TRAIN)
+    (tmp_path / "megatron_tree" / "__init__.py").touch()
+    (tmp_path / "megatron_tree" / "__main__.py").write_text(COMMANDS)
+    (tmp_path / "launch" / "train.py").write_text(TRAIN)
     (tmp_path / "launch" / "generate.py").write_text(GENERATE)
     return tmp_path
 
@@ -314,7 +316,7 @@ def test_quickstart_does_both_jobs(copy):
 
 @pytest.mark.slow
 def test_quickstart_names_the_failing_step(copy):
-    (copy / "launch" / "train_gpt.py").write_text("raise SystemExit('no cake left')\n")
+    (copy / "launch" / "train.py").write_text("raise SystemExit('no cake left')\n")
     status, output = _run("launch/quickstart.sh", "--ranks", 2, cwd=copy)
     assert status == 1
     report = output[output.index("quickstart failed") :]
@@ -325,7 +327,7 @@ def test_quickstart_names_the_failing_step(copy):
 
 @pytest.mark.slow
 def test_quickstart_does_not_believe_a_job_that_wrote_nothing(copy):
-    (copy / "launch" / "train_gpt.py").write_text("")
+    (copy / "launch" / "train.py").write_text("")
     status, output = _run("launch/quickstart.sh", "--ranks", 1, "--train-only", cwd=copy)
     assert status == 1
     assert "runs/quickstart/train.jsonl was not written" in output
@@ -333,7 +335,7 @@ def test_quickstart_does_not_believe_a_job_that_wrote_nothing(copy):
 
 @pytest.mark.slow
 def test_quickstart_can_be_interrupted(copy):
-    (copy / "launch" / "train_gpt.py").write_text(RANK_SCRIPT.replace("sys.argv[1]", "'sleep'"))
+    (copy / "launch" / "train.py").write_text(RANK_SCRIPT.replace("sys.argv[1]", "'sleep'"))
     process = _start("launch/quickstart.sh", "--ranks", 2, cwd=copy)
     seen = 0
     for line in process.stdout:

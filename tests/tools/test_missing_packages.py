@@ -24,16 +24,16 @@ else:
 TRAINING = ("--config", "configs/train/quickstart.yaml")
 SLOW = pytest.mark.slow  # they import deepspeed or transformers first
 PROGRAMS = [  # module, extra, program and options
-    ("tqdm", "launch", "megatron_tree.bench", "decode", "--ranks", "2", "--seq-len", "1k"),
-    ("transformers", "hf", "megatron_tree.bench", "generate"),
-    ("megatron", "megatron", "megatron_tree.convert", "to-megatron", "a", "b"),
-    ("yaml", "launch", "megatron_tree.plan", "--topology", "ethernet"),
-    ("yaml", "launch", "megatron_tree.doctor", "--topology", "ethernet", "--for", "functions", SLOW),
-    ("fastapi", "serve", "launch/serve.py", SLOW),
-    ("deepspeed", "deepspeed", "launch/generate.py", SLOW),
-    ("transformers", "hf", "launch/chat.py"),
-    ("megatron", "megatron", "launch/train_gpt.py", *TRAINING),
-    ("yaml", "launch", "launch/train_gpt.py", *TRAINING, SLOW),
+    ("tqdm", "launch", "megatron_tree", "bench", "decode", "--ranks", "2", "--seq-len", "1k"),
+    ("transformers", "hf", "megatron_tree", "bench", "generate"),
+    ("megatron", "megatron", "megatron_tree", "convert", "to-megatron", "a", "b"),
+    ("yaml", "launch", "megatron_tree", "plan", "--topology", "ethernet"),
+    ("yaml", "launch", "megatron_tree", "doctor", "--topology", "ethernet", "--for", "functions", SLOW),
+    ("fastapi", "serve", "megatron_tree", "serve", SLOW),
+    ("deepspeed", "deepspeed", "megatron_tree", "generate", SLOW),
+    ("transformers", "hf", "megatron_tree", "chat"),
+    ("megatron", "megatron", "megatron_tree", "train", *TRAINING),
+    ("yaml", "launch", "megatron_tree", "train", *TRAINING, SLOW),
     ("deepspeed", "deepspeed", "launch/train_hf.py"),
     ("accelerate", "hf", "launch/train_trainer.py", SLOW),
     ("megatron", "megatron", "launch/megatron_lm.py", "launch/gpu.py", SLOW),
@@ -64,7 +64,7 @@ def test_one_sentence_names_the_extra(module, extra, command):
 
 
 def test_the_doctor_without_megatron_core_reports_all_the_rest():
-    done = run_without("megatron", "megatron_tree.doctor")
+    done = run_without("megatron", "megatron_tree", "doctor")
     assert done.returncode == 1 and not done.stderr
     assert "!  megatron-core" in done.stdout and "pip install 'megatron_tree[megatron]'" in done.stdout
     assert "\nattention kernels\n" in done.stdout and "\nplan\n" in done.stdout

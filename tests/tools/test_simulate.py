@@ -1,4 +1,4 @@
-"""`python -m megatron_tree.bench simulate`: its files, the paper's formulas in the planner's costs, docs/paper.md."""
+"""`megatron-tree bench simulate`: its files, the paper's formulas in the planner's costs, docs/paper.md."""
 
 import csv
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tree.bench import crossing, paper, pays, prompts, simulate, simulated
-from megatron_tree.bench.__main__ import main
+from megatron_tree.bench.command import main
 from megatron_tree.plan import load_topology
 
 REPO = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megatron_tree.bench import __main__ as bench
+from megatron_tree.bench import command as bench
 from support.emulation import emulated
 from tests.soak import checks
 from tests.soak.soak import Fault, Incarnation, Result, Sample, Survivor

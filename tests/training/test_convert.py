@@ -1,4 +1,4 @@
-"""python -m megatron_tree.convert: weights of Hugging Face models in and out of Megatron's checkpoints."""
+"""megatron-tree convert: weights of Hugging Face models in and out of Megatron's checkpoints."""
 
 import subprocess
 import sys
@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file
 
 import transformers
-from megatron_tree.convert.__main__ import main
 from megatron_tree.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
+from megatron_tree.convert.command import main
 from megatron_tree.convert.families import config_of, options_of
 from support.ranks import run_distributed
 from support.training_runs import REPO, losses, records, train_all, write_text
@@ -248,7 +248,7 @@ def test_trained_further_and_served(tmp_path):
 
 
 def convert(*words):
-    command = [sys.executable, "-m", "megatron_tree.convert", *map(str, words)]
+    command = [sys.executable, "-m", "megatron_tree", "convert", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=800)
 
 
@@ -258,12 +258,12 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     model_of("smollm2").save_pretrained(tmp_path / "hf")
     done = convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert f"launch/train_gpt.py --config {tmp_path / 'out' / 'model.yaml'} --load {tmp_path / 'out'}" in done.stdout
+    assert f"megatron-tree train --config {tmp_path / 'out' / 'model.yaml'} --load {tmp_path / 'out'}" in done.stdout
     assert "--num-layers 2 --hidden-size 72 " in done.stdout
-    assert "hf has no tokenizer: train_gpt.py takes bytes" in done.stdout
+    assert "hf has no tokenizer: training takes bytes" in done.stdout
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release\n"
     assert main(["to-huggingface", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
-    assert f"launch/serve.py --model {tmp_path / 'back'}" in capsys.readouterr().out
+    assert f"megatron-tree serve --model {tmp_path / 'back'}" in capsys.readouterr().out
     for words, message in (
         (["to-huggingface", "hf", "new"], "hf has no checkpoint: name a folder that --save wrote, or one checkpoint"),
         (["to-huggingface", "out", "back"], "back exists: name another folder to write, or delete it"),
@@ -281,5 +281,5 @@ def test_help_has_examples(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert "python -m megatron_tree.convert to-megatron" in text
+    assert "megatron-tree convert to-megatron" in text
     assert "twice the weights" in text

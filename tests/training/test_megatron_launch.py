@@ -1,8 +1,7 @@
-"""launch/train_gpt.py through the real deepspeed launcher: same losses in every layout, resuming, and failing."""
+"""megatron-tree train through the real deepspeed launcher: same losses in every layout, resuming, and failing."""
 
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ for package in ("megatron.core", "deepspeed", "yaml", "tqdm", "matplotlib", "psu
     pytest.importorskip(package)
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "launch" / "train_gpt.py"
+COMMAND = ("megatron_tree", "train")
 RANKS = 2
 ITERS = 6
 TINY = (
@@ -40,7 +39,8 @@ def command(folder, text, *options):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    start = [str(launcher), "--num_gpus", str(RANKS), "--master_port", str(port), "--no_local_rank", str(SCRIPT)]
+    start = [str(launcher), "--num_gpus", str(RANKS), "--master_port", str(port), "--no_local_rank"]
+    start += ["--module", *COMMAND]
     return [sys.executable, *start, *TINY, "--data-path", str(text), "--output-dir", str(folder), *options]
 
 
@@ -85,7 +85,7 @@ def assert_same_losses(actual, expected, rel=1e-5):
     assert actual == {step: pytest.approx(expected[step], rel=rel, abs=0) for step in actual}
 
 
-@pytest.mark.supports("launch/train_gpt.py", with_="layouts give the same losses; checkpoints resume in another layout")
+@pytest.mark.supports("megatron-tree train", with_="layouts give the same losses; checkpoints resume in another layout")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_layouts_agree_and_runs_resume(tmp_path, text):
@@ -177,7 +177,7 @@ def test_a_signal_to_one_rank_ends_all_well(tmp_path, text):
     """As a scheduler starts ranks, without a launcher: all end with status 0 and a checkpoint, and the run goes on."""
     place = {**environment(), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     options = f"--context-parallel-size 2 --lr-decay-iters 9 --save {tmp_path / 'c'} --resume".split()
-    start = [sys.executable, str(SCRIPT), *TINY, "--data-path", str(text), "--output-dir", str(tmp_path), *options]
+    start = [sys.executable, "-m", *COMMAND, *TINY, "--data-path", str(text), "--output-dir", str(tmp_path), *options]
 
     def ranks(*more):
         with socket.socket() as s:
@@ -216,7 +216,7 @@ def test_sigterm_to_the_launch_script_leaves_a_checkpoint(tmp_path, text):
         str(ROOT / "launch" / "deepspeed_local.sh"),
         "-n",
         "2",
-        str(SCRIPT),
+        "train",
         *TINY,
         "--data-path",
         str(text),
@@ -249,5 +249,7 @@ def test_without_a_launcher_it_says_how_to_start(monkeypatch, capsys):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert runpy.run_path(str(SCRIPT))["main"]([]) == 2
+    from megatron_tree.training.command import train
+
+    assert train([]) == 2
     assert "WORLD_SIZE, MASTER_PORT not set: start this program with the deepspeed launcher" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""launch/train_gpt.py continues checkpoints in the form in which Megatron-LM writes them."""
+"""megatron-tree train continues checkpoints in the form in which Megatron-LM writes them."""
 
 import argparse
 import shutil
@@ -44,7 +44,7 @@ def as_megatron_lm(ours, target, **changed):
 
 
 @pytest.mark.slow
-@pytest.mark.supports("Megatron-LM's checkpoints in launch/train_gpt.py", with_="torch_dist; cp = 2")
+@pytest.mark.supports("Megatron-LM's checkpoints in megatron-tree train", with_="torch_dist; cp = 2")
 def test_they_are_continued(tmp_path):
     """Weights, optimizer and schedule go on as if train_gpt.py had written them; what differs is refused by name."""
     text, kept = write_text(tmp_path / "text"), tmp_path / "kept"
@@ -71,7 +71,7 @@ def test_they_are_continued(tmp_path):
     assert losses(tmp_path / "same") == {step: losses(tmp_path / "whole")[step] for step in (4, 5, 6)}, "bit for bit"
     assert "its data and its random states are not continued" in Path(tmp_path / "same.txt").read_text()
     assert (
-        "with num_experts=4; launch/train_gpt.py and megatron_tree.convert know num_experts=None" in outcomes["experts"]
+        "with num_experts=4; megatron-tree train and megatron_tree.convert know num_experts=None" in outcomes["experts"]
     )
     assert "with normalization='LayerNorm'" in outcomes["layernorm"]
     assert "norm_epsilon=1e-05, but" in outcomes["epsilon"]

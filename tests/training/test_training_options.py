@@ -1,4 +1,4 @@
-"""Options of launch/train_gpt.py: from files and the command line, and what is refused before any rank talks."""
+"""Options of megatron-tree train: from files and the command line, and what is refused before any rank talks."""
 
 import importlib.util
 
@@ -57,7 +57,7 @@ def test_absent_file_is_named():
 
 
 @pytest.mark.refuses(
-    "launch/train_gpt.py: options that do not fit each other or the ranks", when="before any rank talks"
+    "megatron-tree train: options that do not fit each other or the ranks", when="before any rank talks"
 )
 @pytest.mark.parametrize(
     ("options", "message"),

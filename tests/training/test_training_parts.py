@@ -1,4 +1,4 @@
-"""Parts of launch/train_gpt.py that need no ranks: text, microbatches, learning rates, reports, signals."""
+"""Parts of megatron-tree train that need no ranks: text, microbatches, learning rates, reports, signals."""
 
 import argparse
 import json

@@ -1,1 +1,1 @@
-"""The program behind launch/serve.py: an HTTP server that speaks OpenAI's API, over the scheduler of all ranks."""
+"""The program behind megatron-tree serve: an HTTP server that speaks OpenAI's API, over the scheduler of all ranks."""

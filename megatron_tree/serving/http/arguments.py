@@ -1,4 +1,4 @@
-"""Options of launch/serve.py: the command line over a YAML file over the defaults, checked before any communication."""
+"""Options of the command serve: the command line over a YAML file over the defaults, checked first."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Serve a language model over HTTP with OpenAI's API, the KV cache of every reques
 EXAMPLES = """\
 examples (the deepspeed launcher starts the ranks; so does launch/deepspeed_local.sh, also without GPUs):
   the default model on 2 ranks, for programs on this machine
-    bash launch/deepspeed_local.sh -n 2 launch/serve.py
+    bash launch/deepspeed_local.sh -n 2 serve
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 16}'
   a model in a local folder on 8 GPUs, for other machines, with a key
-    deepspeed --num_gpus 8 --no_local_rank launch/serve.py --model /models/llama --host 0.0.0.0 \\
+    deepspeed --num_gpus 8 --no_local_rank --module megatron_tree serve --model /models/llama --host 0.0.0.0 \\
         --api-key-file key.txt --max-rows 16 --max-model-len 131072
   options from a file, a free port
-    bash launch/deepspeed_local.sh -n 2 launch/serve.py --config serve.yaml --port 0
+    bash launch/deepspeed_local.sh -n 2 serve --config serve.yaml --port 0
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of launch/serve.py."""
-    parser, switch = new_parser("serve.py", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
+    """The command line of megatron-tree serve."""
+    parser, switch = new_parser("megatron-tree serve", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
     add_model_options(parser, prefill=False)
     parser.set_defaults(prefill_chunk=None)
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use for the "

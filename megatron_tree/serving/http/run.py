@@ -1,4 +1,4 @@
-"""One run of launch/serve.py on one rank: load, shard, serve until a signal, shut down in order."""
+"""One run of megatron-tree serve on one rank: load, shard, serve until a signal, shut down in order."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ EXAMPLES = """\
 examples:
   DS_ACCELERATOR=cpu deepspeed --num_gpus 4 --no_local_rank --module megatron_tree.calibrate --out laptop.yaml
   deepspeed --hostfile hostfile --no_local_rank --module megatron_tree.calibrate --out my_cluster.yaml
-  python launch/emulate.py --nodes 4 --ranks-per-node 4 -- -m megatron_tree.calibrate --out emulated.yaml --no-compute
+  python launch/emulate.py --nodes 4 --ranks-per-node 4 -- -m megatron_tree calibrate --out emulated.yaml --no-compute
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_tree.calibrate",
+        prog="megatron-tree calibrate",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -107,9 +107,3 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         exit_after_failure(rank, error)
     return 0
-
-
-if __name__ == "__main__":
-    from ..launching import leave
-
-    leave(main(sys.argv[1:]))

@@ -22,17 +22,17 @@ from .topology import Placement, Topology, known_topologies, load_topology, plac
 
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 16 --seq-len 1M --heads 32 --kv-heads 8 --head-dim 128
-  python -m megatron_tree.plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 2 --pass decode --heads 64 --kv-heads 8 --own-heads
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --csv plan.csv
-  python -m megatron_tree.plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --tp 8 --heads 64 --kv-heads 8 --pass backward
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 8 --pass forward --json
-  python -m megatron_tree.plan --topology dgx_h100 --nodes 4 --seq-len 1M --model my-model/config.json
+  megatron-tree plan --topology dgx_h100 --nodes 16 --seq-len 1M --heads 32 --kv-heads 8 --head-dim 128
+  megatron-tree plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
+  megatron-tree plan --topology dgx_h100 --nodes 2 --pass decode --heads 64 --kv-heads 8 --own-heads
+  megatron-tree plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --csv plan.csv
+  megatron-tree plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
+  megatron-tree plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
+  megatron-tree plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
+  megatron-tree plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
+  megatron-tree plan --topology dgx_h100 --nodes 8 --tp 8 --heads 64 --kv-heads 8 --pass backward
+  megatron-tree plan --topology dgx_h100 --nodes 8 --pass forward --json
+  megatron-tree plan --topology dgx_h100 --nodes 4 --seq-len 1M --model my-model/config.json
 
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
 """
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_tree.plan",
+        prog="megatron-tree plan",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -320,7 +320,3 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(file, [name for name in rows[0] if name != "rivals"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

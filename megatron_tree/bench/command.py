@@ -7,7 +7,6 @@ import importlib
 import sys
 
 from ..emulate import Unavailable
-from ..launching import explain_missing
 from .results import WrongResult
 
 COMMANDS = {
@@ -24,10 +23,7 @@ COMMANDS = {
 
 def main(argv: list[str]) -> int:
     """Run one benchmark; 0 if its results were correct and its files are written."""
-    if argv[:1] == ["soak"]:
-        print("bench soak: it is a test now: python -m tests.soak, in a checkout of the repository", file=sys.stderr)
-        return 1
-    parser = argparse.ArgumentParser(prog="python -m megatron_tree.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megatron-tree bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     chosen = next((name for name in argv if not name.startswith("-")), None)
     for name, text in COMMANDS.items():
@@ -46,8 +42,3 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    with explain_missing("bench"):
-        sys.exit(main(sys.argv[1:]))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.convert to-megatron path/to/SmolLM2-135M runs/smollm2
-  deepspeed --num_gpus 4 --no_local_rank launch/train_gpt.py --config runs/smollm2/model.yaml --load runs/smollm2 \\
+  megatron-tree convert to-megatron path/to/SmolLM2-135M runs/smollm2
+  bash launch/deepspeed_local.sh -n 4 train --config runs/smollm2/model.yaml --load runs/smollm2 \\
       --context-parallel-size 4 --data-path my_texts --data-suffix .txt --save runs/tuned
-  python -m megatron_tree.convert to-huggingface runs/tuned runs/tuned-hf
-  bash launch/deepspeed_local.sh -n 4 launch/serve.py --model runs/tuned-hf
+  megatron-tree convert to-huggingface runs/tuned runs/tuned-hf
+  bash launch/deepspeed_local.sh -n 4 serve --model runs/tuned-hf
 
 Families: Llama (also SmolLM and SmolLM2), Qwen 2 and 2.5, Qwen 3 (dense). Weights are not changed: there and back
 they are equal bit for bit. It runs in one process on the CPU; memory: twice the weights.
@@ -23,7 +23,7 @@ they are equal bit for bit. It runs in one process on the CPU; memory: twice the
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_tree.convert",
+        prog="megatron-tree convert",
         description="Convert weights between Hugging Face models and checkpoints of Megatron's GPTModel.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     types = ("auto", "float32", "bfloat16")
     command.add_argument("--dtype", choices=types, default="auto", help="of the weights; auto: as they are")
     command = commands.add_parser("to-huggingface", help="a checkpoint -> a Transformers model folder")
-    command.add_argument("checkpoint", type=Path, help="folder of train_gpt.py's or Megatron-LM's --save (torch_dist)")
+    command.add_argument("checkpoint", type=Path, help="folder of --save, ours or Megatron-LM's (torch_dist)")
     command.add_argument("out", type=Path, help="folder to make")
     command.add_argument("--like", metavar="MODEL", help="model folder whose config.json and tokenizer are used")
     command.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: as the checkpoint says)")
@@ -47,13 +47,9 @@ def main(argv: list[str]) -> int:
     """Returns: the exit status."""
     args = vars(build_parser().parse_args(argv))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # weights are copied, nothing is computed
-    from ..launching import explain_missing, quiet
+    from transformers.utils import logging
 
-    quiet()
-    with explain_missing("megatron_tree.convert"):
-        from transformers.utils import logging
-
-        from .checkpoints import to_huggingface, to_megatron
+    from .checkpoints import to_huggingface, to_megatron
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -61,11 +57,7 @@ def main(argv: list[str]) -> int:
     try:
         lines = command(**args)
     except (ValueError, OSError) as error:
-        print(f"megatron_tree.convert: {error}", file=sys.stderr)
+        print(f"megatron-tree convert: {error}", file=sys.stderr)
         return 2
     print("\n".join([f"wrote {args['out']}", *lines]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

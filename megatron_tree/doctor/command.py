@@ -14,11 +14,11 @@ from .findings import Section, as_json, as_text, missing
 
 EXAMPLES = """\
 examples:
-  python -m megatron_tree.doctor
-  python -m megatron_tree.doctor --cp 16 --tp 4 --heads 64 --kv-heads 8 --seq-len 262144 --topology dgx_h100
-  python -m megatron_tree.doctor --cp 8 --cp-comm-type a2a+tree --hierarchical-context-parallel-sizes 2 4
-  python -m megatron_tree.doctor --for deepspeed --cp 4 --dtype fp16
-  python -m megatron_tree.doctor --for functions --json
+  megatron-tree doctor
+  megatron-tree doctor --cp 16 --tp 4 --heads 64 --kv-heads 8 --seq-len 262144 --topology dgx_h100
+  megatron-tree doctor --cp 8 --cp-comm-type a2a+tree --hierarchical-context-parallel-sizes 2 4
+  megatron-tree doctor --for deepspeed --cp 4 --dtype fp16
+  megatron-tree doctor --for functions --json
 
 In the first column, ! marks what is required but missing, - what works but could be better. The exit status is 1 if
 anything is marked !, 2 if the options contradict one another.
@@ -63,7 +63,7 @@ def examine(args: argparse.Namespace) -> list[Section]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_tree.doctor",
+        prog="megatron-tree doctor",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -102,7 +102,3 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: by backend)",
     )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""The console command: `megatron-tree COMMAND`, or `python -m megatron_tree COMMAND` for launchers, on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """What a command runs."""
+
+    function: str
+    """module:function below this package; takes the arguments, returns the exit status."""
+    help: str
+    on_ranks: bool = False
+    """Whether a launcher may start it on several ranks."""
+
+
+COMMANDS = {
+    "train": Command("training.command:train", "train a GPT with Megatron-core and context parallelism", True),
+    "generate": Command("serving.command:generate", "ask a model about a long text, or answer a file of prompts", True),
+    "chat": Command("serving.command:chat", "chat with a model in the terminal", True),
+    "serve": Command("serving.command:serve", "serve a model over HTTP with OpenAI's API", True),
+    "convert": Command("convert.command:main", "Hugging Face weights to a Megatron checkpoint, and back"),
+    "plan": Command("plan.command:main", "what a call, a pass or a decode step sends, computes and takes"),
+    "doctor": Command("doctor.command:main", "what is installed, what would run, what is missing"),
+    "calibrate": Command("calibrate.command:main", "measure a cluster, and write its topology for the planner", True),
+    "bench": Command("bench.command:main", "benchmarks, which check their results first"),
+}
+USAGE = "usage: megatron-tree COMMAND [options]      megatron-tree COMMAND --help"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command, and end the process with its exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print("\n".join([USAGE, "", *(f"  {name:<10} {command.help}" for name, command in COMMANDS.items())]))
+        print("\nOn several ranks: torchrun --nproc-per-node 4 -m megatron_tree COMMAND [options], or")
+        print("deepspeed --num_gpus 4 --no_local_rank --module megatron_tree COMMAND [options]")
+        sys.exit(0)
+    if name not in COMMANDS:
+        print(f"{USAGE}\nmegatron-tree: {name!r} is no command, only {', '.join(COMMANDS)} are", file=sys.stderr)
+        sys.exit(2)
+    from .launching import explain_missing, leave, quiet
+
+    command = COMMANDS[name]
+    quiet()
+    with explain_missing(f"megatron-tree {name}"):
+        module, _, function = command.function.partition(":")
+        status = getattr(importlib.import_module(f".{module}", __package__), function)(rest)
+    leave(status) if command.on_ranks else sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
