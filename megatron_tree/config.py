@@ -78,8 +78,8 @@ class TreeConfig:
     grid_backward: tuple[int, int] | None = None
     """The backward's grid. None: same as `grid`; if both are None the planner chooses."""
 
-    head_groups: int | None = None
-    """Number of groups of KV heads that are gathered, computed and reduced one after another, so that communication
+    head_chunks: int | None = None
+    """Number of chunks of KV heads that are gathered, computed and reduced one after another, so that communication
     overlaps compute and buffers stay small; it must divide the number of KV heads. None: the planner chooses."""
 
     ulysses_size: int | None = None
@@ -137,14 +137,14 @@ class TreeConfig:
         for name in ("grid", "grid_backward"):
             object.__setattr__(self, name, self._checked_grid(name, getattr(self, name)))
         for name, what in (
-            ("head_groups", "integer that divides the KV heads"),
+            ("head_chunks", "integer that divides the KV heads"),
             ("ulysses_size", "integer that divides the ranks"),
             ("memory_budget", "number of bytes"),
         ):
             object.__setattr__(self, name, check_positive(name, getattr(self, name), what))
-        if self.head_groups is not None and self.schedule == "ring":
+        if self.head_chunks is not None and self.schedule == "ring":
             raise ValueError(
-                f"head_groups={self.head_groups} has no meaning with schedule='ring': leave one of the two out"
+                f"head_chunks={self.head_chunks} has no meaning with schedule='ring': leave one of the two out"
             )
         if self.topology is not None and not isinstance(self.topology, str):
             raise ValueError(f"topology={self.topology!r} must be a name or the path of a YAML file, or None")

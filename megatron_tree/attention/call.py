@@ -91,7 +91,7 @@ class AttnArgs:
             ulysses_size=1 if config.ulysses_size is None and with_lse else config.ulysses_size,
             grid=config.grid,
             grid_backward=config.grid_backward,
-            head_groups=config.head_groups,
+            head_chunks=config.head_chunks,
             memory_budget=config.memory_budget,
         )
         if world > 1 and comm.group_rank(self.group) == 0:

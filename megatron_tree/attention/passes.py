@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..merge import bits_float, float_bits, merge_sinks, state_dtype
 from ..plan import HeadSplit, PassPlan
-from ..plan.pipeline import run_groups
+from ..plan.pipeline import run_chunks
 from .call import AttnCall
 from .cast import cast_bwd, cast_fwd
 from .grid import grid_bwd, grid_fwd
@@ -50,7 +50,7 @@ def forward(
             out, lse = merge_sinks(out, lse, sinks)  # one more term of F: (4)
         out, lse = out.to(q.dtype), lse.contiguous()
         return out, lse, Kept(q, k, v, lse)
-    groups = run_groups([run.exchanged(i, q, k, v, sinks, with_lse) for i in range(run.heads.groups)])
+    groups = run_chunks([run.exchanged(i, q, k, v, sinks, with_lse) for i in range(run.heads.groups)])
     results, kept = zip(*groups)
     out, *lse = (run.exchange.joined(list(parts), q.shape[1]) for parts in zip(*results))
     lse = bits_float(lse[0], state_dtype(q.dtype))[..., 0].transpose(1, 2).contiguous() if lse else None
@@ -67,7 +67,7 @@ def backward(
         grads = run.of_slices(dout, delta, kept)
         return *grads, None if sinks is None else _sink_grads(sinks, kept.lse, delta)
     exchange = run.exchange
-    grads, deltas = zip(*run_groups([run.exchanged(i, dout, delta, kept) for i in range(exchange.groups)]))
+    grads, deltas = zip(*run_chunks([run.exchanged(i, dout, delta, kept) for i in range(exchange.groups)]))
     dq, dk, dv = (list(parts) for parts in zip(*grads))
     own, dtype = exchange.own, state_dtype(dout.dtype)
     dsinks = None
@@ -94,10 +94,10 @@ class _Pass:
         self.exchange: HeadExchange | None = None
         h, h_kv, *_ = call.shape
         if self.cell.heads is None:
-            self.heads = Heads(h, h_kv, plan.head_groups)
+            self.heads = Heads(h, h_kv, plan.head_chunks)
         else:
             split, rows = HeadSplit.of(h, h_kv, self.cell.heads.size), (call.queries.rows, call.keys.rows)
-            self.heads = self.exchange = HeadExchange(split, plan.head_groups, self.cell.heads, rows)
+            self.heads = self.exchange = HeadExchange(split, plan.head_chunks, self.cell.heads, rows)
         self.own_pair = dict(q_segments=self.cell.own_queries, k_segments=self.cell.own_keys)
 
     def spec(self, i: int) -> AttnSpec:
@@ -136,7 +136,7 @@ class _Forward(_Pass):
             own = lambda: (whole()[0][:, :, queries], whole()[1][:, queries])  # noqa: E731
             yield from self.attend(*shares, own, self.cell, call, self.spec(i))
 
-        run_groups([group(i) for i in range(heads.groups)])
+        run_chunks([group(i) for i in range(heads.groups)])
         return whole()
 
     def exchanged(self, i: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool) -> Generator:
@@ -181,7 +181,7 @@ class _Backward(_Pass):
             share = kept.part(queries, kv)
             yield from self.attend(dout[:, :, queries], *share, delta[:, queries], own, self.cell, call, self.spec(i))
 
-        run_groups([group(i) for i in range(heads.groups)])
+        run_chunks([group(i) for i in range(heads.groups)])
         return whole()
 
     def exchanged(self, i: int, dout: Tensor, delta: Tensor, kept: Kept) -> Generator:

@@ -23,7 +23,7 @@ from ..config import AttnSpec, TreeConfig, check_pair
 from ..layout import Segment, in_chunks
 from ..merge import StateReducer, merge_into, pack_state, state_dtype, unpack_state
 from ..plan import CallSizes, check_grid, grids, plan_prefill_grid
-from ..plan.pipeline import run_groups
+from ..plan.pipeline import run_chunks
 from .call import neighbours
 from .grid import Gather, State
 from .head_shares import by_owner, heads_of, own_heads, start_gather_heads
@@ -194,7 +194,7 @@ class PrefillCall:
     """Of the column's heads."""
     backend: kernels.Backend
     wire: torch.dtype
-    head_groups: int
+    head_chunks: int
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
     head_dim_v: int
 
@@ -205,7 +205,7 @@ class PrefillCall:
         key_rows, k_segments = chunk.keys(cell.row)
         return cls(
             queries=queries, row=cell.row, key_rows=key_rows, q_segments=q_segments, k_segments=k_segments, spec=spec,
-            head_groups=cell.head_groups, **options,
+            head_chunks=cell.head_chunks, **options,
         )  # fmt: skip
 
     def run(self, q: Tensor, k: Tensor, v: Tensor | None) -> State:
@@ -213,13 +213,13 @@ class PrefillCall:
 
         q [b, n, h, d]; k, v [b, s_local, h_kv, d or d_v] of this rank. v None: values begin keys, or expand makes both.
         """
-        if self.head_groups == 1:
-            return run_groups([self._group(q, k, v, self.spec)])[0]
-        heads, groups = Heads(q.shape[2], k.shape[2], self.head_groups), []
+        if self.head_chunks == 1:
+            return run_chunks([self._group(q, k, v, self.spec)])[0]
+        heads, groups = Heads(q.shape[2], k.shape[2], self.head_chunks), []
         for i in range(heads.groups):
             share = q[:, :, heads.queries(i)], k[:, :, heads.kv(i)], v[:, :, heads.kv(i)]
             groups.append(self._group(*share, heads.spec(i, self.spec)))
-        outs, lses = zip(*run_groups(groups))
+        outs, lses = zip(*run_chunks(groups))
         return torch.cat(outs, 2), torch.cat(lses, 1)
 
     def _group(self, q: Tensor, k: Tensor, v: Tensor | None, spec: AttnSpec) -> Generator[None, None, State]:
@@ -283,13 +283,13 @@ class Cell(NamedTuple):
 
     column: comm.Team
     row: comm.Team
-    head_groups: int
+    head_chunks: int
 
     @classmethod
     def on(
         cls, grid: tuple[int, int], sizes: CallSizes, num_heads_kv: int, group, device: torch.device, config: TreeConfig
     ) -> Cell:
-        """The cell for a chunk of these sizes, nested and in head groups as planned; num_heads_kv may be divided."""
+        """The cell for a chunk of these sizes, nested and in head chunks as planned; num_heads_kv may be divided."""
         net, world = GroupTopology.over_cache(group, device, config), comm.group_size(group)
         of_grids = tuple(sizes if other == grid else None for other in grids(world))
         plan = plan_prefill_grid(of_grids, num_heads_kv=num_heads_kv, topology=net.topology, placement=net.placement)
@@ -303,7 +303,7 @@ class Cell(NamedTuple):
                 transport = GroupTopology.of(group, device, config).transport
             return comm.Team(group, ranks, transport, config.timeout_s, (name, *plan.arrangement))
 
-        return cls(team("column", at.column), team("row", at.row), plan.head_groups)
+        return cls(team("column", at.column), team("row", at.row), plan.head_chunks)
 
 
 def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:

@@ -65,11 +65,11 @@ def cast_plan(
     sizes: CallSizes,
     arrangement: Arrangement,
     split: HeadSplit,
-    groups: int,
+    chunks: int,
     backward: bool,
     mask: Mask,
 ) -> PassPlan:
-    """One pass of the cast, pipelined over head groups."""
+    """One pass of the cast, pipelined over head chunks."""
     u = arrangement.u
     sizes = sizes.split(split) if u > 1 else sizes
     row_bytes = sizes.kv / u / max(1, mask.keys.rows)  # of a KV row, with the heads of this rank
@@ -79,11 +79,11 @@ def cast_plan(
     found = flows(placed, arrangement, mask)
     part = 1 / len(found)
     for x, flow in found:
-        there, home = exchanges(placed, arrangement, sizes, groups, backward, x, sent, part)
+        there, home = exchanges(placed, arrangement, sizes, chunks, backward, x, sent, part)
         casts = []
         for rows in (flow.sent, flow.returned if backward else Counter()):
             stage = [
-                Phase(i, flow.messages[i], n * row_bytes / groups, placed.behind(x, i)) for i, n in rows.items() if n
+                Phase(i, flow.messages[i], n * row_bytes / chunks, placed.behind(x, i)) for i, n in rows.items() if n
             ]
             busy = placed.busy(stage, None if placed.direct else 1, posted=False)
             casts.append([busy | ({} if placed.direct else {"gather": max(busy.values())})] if busy else [])
@@ -92,16 +92,16 @@ def cast_plan(
         probes.append([there, casts[0], casts[1], home])
         most = max(most, flow.received)
     launch = placed.topology.overhead_s
-    alive = min(groups, 2) / groups
-    buffers = most * row_bytes * (alive * (2 if backward else 1) + (sizes.widening / groups if backward else 0))
-    packing = packing_seconds(placed, sizes, groups, backward) if u > 1 else 0.0
+    alive = min(chunks, 2) / chunks
+    buffers = most * row_bytes * (alive * (2 if backward else 1) + (sizes.widening / chunks if backward else 0))
+    packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
         time_s=seconds_of_pass(
-            probes, groups, own, (compute - own) / groups + launch, together=u == 1, packing=packing
+            probes, chunks, own, (compute - own) / chunks + launch, together=u == 1, packing=packing
         ),
         compute_s=compute,
         bytes_per_level=tuple(sent),
-        steps=groups * (1 + backward + 2 * (u > 1)),
-        peak_bytes=round(buffers + (exchange_buffers(sizes, groups, backward) if u > 1 else 0)),
+        steps=chunks * (1 + backward + 2 * (u > 1)),
+        peak_bytes=round(buffers + (exchange_buffers(sizes, chunks, backward) if u > 1 else 0)),
     )
-    return PassPlan(schedule="cast", arrangement=arrangement, head_groups=groups, cost=cost)
+    return PassPlan(schedule="cast", arrangement=arrangement, head_chunks=chunks, cost=cost)

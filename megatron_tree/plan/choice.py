@@ -11,8 +11,8 @@ from .plans import PassPlan, Reduction
 
 BASELINES = ("allreduce", "ring")
 TIE = 1.01  # predicted times that differ by less count as equal
-MAX_HEAD_GROUPS = 16
-SMALL = 1 << 24  # buffers of so many bytes are not worth another head group
+MAX_HEAD_CHUNKS = 16
+SMALL = 1 << 24  # buffers of so many bytes are not worth another head chunk
 
 Candidate = TypeVar("Candidate", PassPlan, Reduction)
 
@@ -69,15 +69,15 @@ def _order(passes: Sequence[Candidate], placed: PlacedTopology) -> tuple[int, fl
     return baselines, sum(c.cost.bytes_per_level[placed.top] for c in passes), sum(round(c.cost.bytes) for c in passes)
 
 
-def choose_head_groups(variants: list[PassPlan], budget: int | None) -> PassPlan:
-    """Among plans that differ in head groups only: the smallest buffers within `TIE` of the best time. Of
-    small ones the fewest groups, since every group calls the kernels once more."""
+def choose_head_chunks(variants: list[PassPlan], budget: int | None) -> PassPlan:
+    """Among plans that differ in head chunks only: the smallest buffers within `TIE` of the best time. Of
+    small ones the fewest chunks, since every chunk calls the kernels once more."""
     fitting = [v for v in variants if fits(v, budget)]
     if not fitting:
         return min(variants, key=lambda v: v.cost.peak_bytes)
     least = min(v.cost.time_s for v in fitting)
     same = [v for v in fitting if v.cost.time_s <= TIE * least]
-    return min(same, key=lambda v: (max(v.cost.peak_bytes, SMALL), v.head_groups))
+    return min(same, key=lambda v: (max(v.cost.peak_bytes, SMALL), v.head_chunks))
 
 
 def fits(candidate: Candidate, budget: int | None) -> bool:

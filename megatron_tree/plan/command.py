@@ -26,7 +26,7 @@ examples:
   megatron-tree plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
   megatron-tree plan --topology dgx_h100 --nodes 2 --pass decode --heads 64 --kv-heads 8 --own-heads
   megatron-tree plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --csv plan.csv
-  megatron-tree plan --topology mine.yaml --nodes 2 --grid 4x4 --head-groups 2
+  megatron-tree plan --topology mine.yaml --nodes 2 --grid 4x4 --head-chunks 2
   megatron-tree plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
   megatron-tree plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
   megatron-tree plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedule", default="auto", help=f"{names} (default auto)")
     add("--grid", type=_grid, help="pin the grid, for instance 4x16")
     add("--grid-backward", type=_grid, help="pin the backward's grid")
-    add("--head-groups", type=parse_count, help="pin the number of head groups")
+    add("--head-chunks", type=parse_count, help="pin the number of head chunks")
     add("--memory-budget", type=parse_bytes, help="of a rank's communication buffers, for instance 2GB")
     add("--ulysses-size", type=parse_count, help="pin the number of ranks that exchange heads")
     add("--all", action="store_true", help="print every candidate (default: the chosen one, the fastest, the rivals)")
@@ -187,12 +187,12 @@ def _model(args, topology: Topology, hosts: list[int]) -> None:
         return
     print(f"a decode step of {args.model} on {len(hosts)} ranks of {topology.name}; batch {args.batch}, {args.seq_len} "
           f"tokens each, {args.dtype}; predicted")  # fmt: skip
-    rows = [["", "weights", "head groups", "weights read", "cache read", "sent", "reading", "time"]]
+    rows = [["", "weights", "head chunks", "weights read", "cache read", "sent", "reading", "time"]]
     fastest = min(cost.time_s for cost in costs)
     for cost in costs:
         figures = map(format_bytes, (cost.weight_bytes, cost.cache_bytes, cost.sent_bytes))
         times = map(format_seconds, (cost.read_s, cost.time_s))
-        rows.append(["*" * (cost.time_s == fastest), cost.way, str(cost.head_groups), *figures, *times])
+        rows.append(["*" * (cost.time_s == fastest), cost.way, str(cost.head_chunks), *figures, *times])
     _print_rows(rows)
 
 
@@ -234,7 +234,7 @@ def _training(
         ulysses_size=args.ulysses_size,
         grid=args.grid,
         grid_backward=args.grid_backward,
-        head_groups=args.head_groups,
+        head_chunks=args.head_chunks,
         memory_budget=args.memory_budget,
     )
     tables = {
@@ -300,11 +300,11 @@ def _print_rows(rows: list[list[str]]) -> None:
 
 def _values(e: Entry, topology: Topology) -> dict:
     """A candidate in plain values; those that it doesn't have are None."""
-    found = {"schedule": e.candidate.schedule, "heads": None, "grid": None, "inner": None, "head_groups": None}
+    found = {"schedule": e.candidate.schedule, "heads": None, "grid": None, "inner": None, "head_chunks": None}
     if isinstance(e.candidate, PassPlan):
         pairs = dict(heads=e.candidate.arrangement.heads, grid=e.candidate.grid, inner=e.candidate.inner)
         found |= {name: "x".join(map(str, pair)) for name, pair in pairs.items()}
-        found["head_groups"] = e.candidate.head_groups
+        found["head_chunks"] = e.candidate.head_chunks
     cost, levels = e.cost, (f"bytes_over_{level.name}" for level in topology.levels)
     found |= {"across": getattr(e.candidate, "across", None), "time_s": cost.time_s, "compute_s": cost.compute_s}
     found |= dict(zip(levels, cost.bytes_per_level)) | {"steps": cost.steps, "peak_bytes": cost.peak_bytes}

@@ -1,4 +1,4 @@
-"""The order in which the stages of head groups run: while one group is computed, others are on their way.
+"""The order in which the stages of head chunks run: while one group is computed, others are on their way.
 
 A group is a generator. Up to its end it yields six times, or fewer:
 
@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 _ORDER = (0, 1, 2, 0, -1, -2)  # in one round: which groups, counted from the round's own, go on by one stage
 
 
-def run_groups(groups: Sequence[Generator]) -> list:
+def run_chunks(groups: Sequence[Generator]) -> list:
     """Run all groups through their stages; returns their results."""
     ended: dict[int, object] = {}
 

@@ -13,7 +13,7 @@ from ..config import DECODE_SCHEDULES, SCHEDULES, check_choice
 from ..units import format_bytes, format_seconds
 from .arrangement import Arrangement, HeadSplit
 from .cast import Mask, cast_plan
-from .choice import MAX_HEAD_GROUPS, Candidate, choose, choose_head_groups, choose_pair
+from .choice import MAX_HEAD_CHUNKS, Candidate, choose, choose_head_chunks, choose_pair
 from .cost import PlacedTopology, placed_topology
 from .decode import StepSizes, reductions
 from .plans import (
@@ -68,7 +68,7 @@ def plan_training(
     ulysses_size: int | None = None,
     grid: tuple[int, int] | None = None,
     grid_backward: tuple[int, int] | None = None,
-    head_groups: int | None = None,
+    head_chunks: int | None = None,
     memory_budget: int | None = None,
 ) -> TrainingPlan:
     """The plan of one attention call and its gradient over `world` ranks.
@@ -77,8 +77,8 @@ def plan_training(
     grid and nesting is a candidate, forward and backward on their own; u is the same for both, since the backward uses
     what the forward has exchanged. The fastest by prediction wins, both passes together. Times within 1 % of it count
     as equal: then a ring is taken last, and the one wins that sends the fewest bytes over the outermost level, then the
-    one that sends the fewest bytes overall. Of the numbers of head groups within 1 % of a grid's best time, the one
-    with the smallest buffers is taken; buffers below 16 MiB count as equal, then the fewest groups win.
+    one that sends the fewest bytes overall. Of the numbers of head chunks within 1 % of a grid's best time, the one
+    with the smallest buffers is taken; buffers below 16 MiB count as equal, then the fewest chunks win.
 
     Args:
         shape: heads and their sizes on one rank.
@@ -92,15 +92,15 @@ def plan_training(
         ulysses_size: pinned u; None: any that divides the ranks, but 1 with a pinned grid or the ring.
         grid, grid_backward: pinned grids (a, b) of world / u ranks; `grid` also applies to the backward unless
             `grid_backward` is given.
-        head_groups: pinned number of head groups; it must divide the KV heads of a rank.
+        head_chunks: pinned number of head chunks; it must divide the KV heads of a rank.
         memory_budget: limit in bytes of a rank's communication buffers; None: no limit.
 
     Raises: ValueError for contradictory options, and if no schedule fits the budget.
     """
     placed = _placed(world, topology, placement)
     check_choice("schedule", schedule, SCHEDULES)
-    if schedule == "ring" and (grid or grid_backward or head_groups):
-        raise ValueError("grid, grid_backward and head_groups have no meaning with schedule='ring': leave them out")
+    if schedule == "ring" and (grid or grid_backward or head_chunks):
+        raise ValueError("grid, grid_backward and head_chunks have no meaning with schedule='ring': leave them out")
     if schedule == "cast" and (grid or grid_backward or mask is None):
         raise ValueError("schedule='cast' has no grid and needs the mask: leave grid and grid_backward out")
     if ulysses_size is None and (schedule == "ring" or grid or grid_backward):
@@ -115,12 +115,12 @@ def plan_training(
         causal=causal,
         visible=visible,
     )
-    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_groups, memory_budget, mask)
+    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask)
     splits = weigh.head_placements(ulysses_size)
     grids_of = [weigh.grids(heads, schedule) for heads in splits]
     rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
     options = rings_of if schedule == "ring" else grids_of
-    if schedule == "auto" and not (grid or grid_backward or head_groups):
+    if schedule == "auto" and not (grid or grid_backward or head_chunks):
         mixed = [[[*of_pass, *ring] for of_pass, ring in zip(*both)] for both in zip(grids_of, rings_of) if both[1][0]]
         options = [*grids_of, *mixed]
     chosen = choose_pair(options, placed, memory_budget)
@@ -148,32 +148,32 @@ class _Weigher:
     shape: Shape
     sizes: CallSizes
     pinned: tuple[tuple[int, int] | None, tuple[int, int] | None]
-    head_groups: int | None
+    head_chunks: int | None
     budget: int | None
     mask: Mask | None
 
     def head_placements(self, ulysses_size: int | None) -> list[tuple[int, int]]:
         """(across nodes, inside a node) of the ranks that exchange heads, the smallest u first."""
-        placed, groups = self.placed, self.head_groups or 1
+        placed, chunks = self.placed, self.head_chunks or 1
         if ulysses_size is None:
             divisors = (n for n in range(1, min(placed.world, self.shape.num_heads) + 1) if placed.world % n == 0)
-            sizes = [u for u in divisors if u == 1 or self._split(u).n % groups == 0]
+            sizes = [u for u in divisors if u == 1 or self._split(u).n % chunks == 0]
         else:
             sizes = [ulysses_size]
         return [heads for u in sizes for heads in head_splits(u, placed.nodes, placed.block)]
 
     def grids(self, heads: tuple[int, int], schedule: str) -> list[list[PassPlan]]:
-        """Of forward and backward: every grid and nesting, and the cast, in the best number of head groups."""
+        """Of forward and backward: every grid and nesting, and the cast, in the best number of head chunks."""
         u, found = heads[0] * heads[1], []
         split, cells, block = self._split(u), self.placed.world // u, self.placed.block
-        groups = [n for n in range(1, MAX_HEAD_GROUPS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
-        if self.head_groups:
+        chunks = [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
+        if self.head_chunks:
             divisors = [n for n in range(1, split.n + 1) if split.n % n == 0]
-            if self.head_groups not in divisors:
+            if self.head_chunks not in divisors:
                 raise ValueError(
-                    f"head_groups={self.head_groups} must divide num_heads_kv={split.n}: choose one of {divisors}"
+                    f"head_chunks={self.head_chunks} must divide num_heads_kv={split.n}: choose one of {divisors}"
                 )
-            groups = [self.head_groups]
+            chunks = [self.head_chunks]
         for backward, (name, pinned) in enumerate(zip(("grid", "grid_backward"), self.pinned)):
             if pinned is not None:
                 check_grid(pinned, cells, name, u)
@@ -185,11 +185,11 @@ class _Weigher:
                 if not (casts and schedule == "cast")
             )
             call = self.placed, self.sizes
-            weighed = [[grid_plan(*call, a, split, n, bool(backward)) for n in groups] for a in arrangements]
+            weighed = [[grid_plan(*call, a, split, n, bool(backward)) for n in chunks] for a in arrangements]
             if casts:
                 row = Arrangement(heads, (1, cells), (1, block // heads[1]), block)
-                weighed.append([cast_plan(*call, row, split, n, bool(backward), self.mask) for n in groups])
-            found.append([choose_head_groups(variants, self.budget) for variants in weighed])
+                weighed.append([cast_plan(*call, row, split, n, bool(backward), self.mask) for n in chunks])
+            found.append([choose_head_chunks(variants, self.budget) for variants in weighed])
         return found
 
     def rings(self, heads: tuple[int, int], *, alone: bool) -> list[list[PassPlan]]:

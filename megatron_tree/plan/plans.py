@@ -60,8 +60,8 @@ class PassPlan:
     """"grid", "cast" or "ring"."""
     arrangement: Arrangement
     """Who exchanges heads, and the grid of those that then hold the same heads. A ring of n ranks is a grid (1, n)."""
-    head_groups: int
-    """KV heads are processed in this many groups; one group's communication overlaps another's compute."""
+    head_chunks: int
+    """KV heads are processed in this many chunks; one chunk's communication overlaps another's compute."""
     cost: Cost
 
     @property
@@ -89,7 +89,7 @@ class PassPlan:
         elif rest > 1 or not parts:
             inside = f" ({_by(self.inner)} inside a node)" if self.inner != (1, 1) else ""
             parts.append(f"grid {_by(self.grid)}{inside}")
-        return ", ".join(parts) + f" in {self.head_groups} head groups" * (self.head_groups > 1)
+        return ", ".join(parts) + f" in {self.head_chunks} head chunks" * (self.head_chunks > 1)
 
     @property
     def _exchanging(self) -> str:

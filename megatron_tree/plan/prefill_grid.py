@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .arrangement import Arrangement, HeadSplit
-from .choice import MAX_HEAD_GROUPS, choose, choose_head_groups
+from .choice import MAX_HEAD_CHUNKS, choose, choose_head_chunks
 from .cost import placed_topology
 from .plans import PassPlan, grids, inner_grids
 from .sizes import STATISTIC, CallSizes
@@ -53,21 +53,21 @@ def chunk_sizes(
 def plan_prefill_grid(
     sizes: tuple[CallSizes | None, ...], *, num_heads_kv: int = 1, topology: Topology, placement: Placement
 ) -> PassPlan:
-    """The grid of a chunk, its nesting and its head groups, by the rule of `plan_training`.
+    """The grid of a chunk, its nesting and its head chunks, by the rule of `plan_training`.
 
     Ranks that share memory gather through it only if all of them do: there p x 1 or 1 x p is taken, whichever sends
     fewer bytes, unless another grid is the only one.
 
     Args:
         sizes: of the chunk on each grid of `grids(world)`, in this order; None: it can't run on this one.
-        num_heads_kv: KV heads that may be gathered in groups.
+        num_heads_kv: KV heads that may be gathered in chunks.
         topology, placement: the machine, and the group's ranks in it.
     """
     placed, split = placed_topology(topology, placement), HeadSplit.of(1, 1, 1)
     allowed = [(grid, size) for grid, size in zip(grids(placed.world), sizes, strict=True) if size is not None]
 
-    def plan(arrangement: Arrangement, size: CallSizes, groups: int = 1) -> PassPlan:
-        return grid_plan(placed, size, arrangement, split, groups, backward=False, own_first=False)
+    def plan(arrangement: Arrangement, size: CallSizes, chunks: int = 1) -> PassPlan:
+        return grid_plan(placed, size, arrangement, split, chunks, backward=False, own_first=False)
 
     if placed.shared:
         ends = [(grid, size) for grid, size in allowed if 1 in grid] or allowed
@@ -76,5 +76,5 @@ def plan_prefill_grid(
     size_of = dict(allowed)
     nested = [Arrangement(_NO_HEADS, g, inner, placed.block) for g in size_of for inner in inner_grids(g, placed.block)]
     best = choose([plan(arrangement, size_of[arrangement.grid]) for arrangement in nested], placed, None, "prefill")
-    groups = [n for n in range(2, MAX_HEAD_GROUPS + 1) if num_heads_kv % n == 0] if placed.world > 1 else []
-    return choose_head_groups([best, *(plan(best.arrangement, size_of[best.grid], n) for n in groups)], None)
+    chunks = [n for n in range(2, MAX_HEAD_CHUNKS + 1) if num_heads_kv % n == 0] if placed.world > 1 else []
+    return choose_head_chunks([best, *(plan(best.arrangement, size_of[best.grid], n) for n in chunks)], None)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .arrangement import Arrangement, HeadSplit
 from .cost import Clock, Phase, PlacedTopology
-from .pipeline import run_groups
+from .pipeline import run_chunks
 from .plans import Cost, PassPlan
 from .sizes import CallSizes
 
@@ -93,13 +93,13 @@ def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]]
     ]
 
 
-def exchange_buffers(sizes: CallSizes, groups: int, backward: bool) -> float:
-    """Bytes sent and received by exchanges under way, and the joined tensors that stand beside their groups."""
+def exchange_buffers(sizes: CallSizes, chunks: int, backward: bool) -> float:
+    """Bytes sent and received by exchanges under way, and the joined tensors that stand beside their chunks."""
     before, after = sizes.exchanged(backward)
-    return 2 * (min(groups, 3) * before + min(groups, 2) * after) / groups + (after if backward else before + after)
+    return 2 * (min(chunks, 3) * before + min(chunks, 2) * after) / chunks + (after if backward else before + after)
 
 
-def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], groups: int, backward: bool) -> float:
+def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], chunks: int, backward: bool) -> float:
     """Bytes of gathered, partial and received tensors, and of the kernels' results."""
     a, b = grid
     if a == b == 1:
@@ -110,21 +110,21 @@ def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], groups: int, backward
     gathered = a * down * column + b * along * row
     partial = a * up * column + b * back * row
     results = a * queries * column + queries * row + b * keys * (row + (row and column))
-    alive = min(groups, 2) / groups
-    return alive * (gathered + partial) + partial / groups + (results / groups + queries + keys) * sizes.widening
+    alive = min(chunks, 2) / chunks
+    return alive * (gathered + partial) + partial / chunks + (results / chunks + queries + keys) * sizes.widening
 
 
 def exchanges(
     placed: PlacedTopology,
     arrangement: Arrangement,
     sizes: CallSizes,
-    groups: int,
+    chunks: int,
     backward: bool,
     x: int,
     sent: list[float],
     part: float,
 ) -> tuple[list[dict], list[dict]]:
-    """Stages of one group's exchange of heads before and after attention, at position x; adds `part` of all groups'
+    """Stages of one chunk's exchange of heads before and after attention, at position x; adds `part` of all chunks'
     bytes to `sent`."""
     u = arrangement.u
     if u == 1:
@@ -133,7 +133,7 @@ def exchanges(
     shares = [size / u for size in sizes.exchanged(backward)]
     for level, n, _ in peers:
         sent[level] += part * n * sum(shares)
-    there, home = (_stages(placed, [[(peers, share / groups)]], "exchange") for share in shares)
+    there, home = (_stages(placed, [[(peers, share / chunks)]], "exchange") for share in shares)
     return there, home
 
 
@@ -142,14 +142,14 @@ def grid_plan(
     sizes: CallSizes,
     arrangement: Arrangement,
     split: HeadSplit,
-    groups: int,
+    chunks: int,
     backward: bool,
     *,
     own_first: bool = True,
 ) -> PassPlan:
-    """One pass on an arrangement, pipelined over head groups.
+    """One pass on an arrangement, pipelined over head chunks.
 
-    own_first: whether a rank's own queries meet its own keys while the first group is gathered.
+    own_first: whether a rank's own queries meet its own keys while the first chunk is gathered.
     """
     u, (a, b) = arrangement.u, arrangement.grid
     sizes = sizes.split(split) if u > 1 else sizes
@@ -158,59 +158,59 @@ def grid_plan(
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
     own = compute / (a * b) if own_first else 0.0
-    rest = (compute - own) / groups + (placed.topology.overhead_s if placed.world > 1 else 0.0)
+    rest = (compute - own) / chunks + (placed.topology.overhead_s if placed.world > 1 else 0.0)
     for x, row, column, part in peers_of(placed, arrangement):
-        gathers = [row.stages(along / groups, reduce=False), column.stages(down / groups, reduce=False)]
-        reduces = [column.stages(up / groups, reduce=True), row.stages(back / groups, reduce=True)]
-        there, home = exchanges(placed, arrangement, sizes, groups, backward, x, sent, part)
+        gathers = [row.stages(along / chunks, reduce=False), column.stages(down / chunks, reduce=False)]
+        reduces = [column.stages(up / chunks, reduce=True), row.stages(back / chunks, reduce=True)]
+        there, home = exchanges(placed, arrangement, sizes, chunks, backward, x, sent, part)
         stages = (_stages(placed, gathers, "gather"), _stages(placed, reduces, "reduce"))
         probes.append([there, *stages, home])
         steps = max(steps, max(map(len, gathers)) + max(map(len, reduces)) + 2 * (u > 1))
         for peers, share in (stage for collective in gathers + reduces for stage in collective):
             for level, n, _ in peers:
-                sent[level] += part * groups * n * share
-    buffers = _grid_buffers(sizes, arrangement.grid, groups, backward)
-    packing = packing_seconds(placed, sizes, groups, backward) if u > 1 else 0.0
+                sent[level] += part * chunks * n * share
+    buffers = _grid_buffers(sizes, arrangement.grid, chunks, backward)
+    packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
-        time_s=seconds_of_pass(probes, groups, own, rest, together=u == 1, packing=packing),
+        time_s=seconds_of_pass(probes, chunks, own, rest, together=u == 1, packing=packing),
         compute_s=compute,
         bytes_per_level=tuple(sent),
-        steps=groups * steps,
-        peak_bytes=round(buffers + (exchange_buffers(sizes, groups, backward) if u > 1 else 0)),
+        steps=chunks * steps,
+        peak_bytes=round(buffers + (exchange_buffers(sizes, chunks, backward) if u > 1 else 0)),
     )
-    return PassPlan(schedule="grid", arrangement=arrangement, head_groups=groups, cost=cost)
+    return PassPlan(schedule="grid", arrangement=arrangement, head_chunks=chunks, cost=cost)
 
 
 def _network_seconds(stages: list[list[dict]]) -> float:
     return sum(max(stage.values()) for collective in stages for stage in collective)
 
 
-def packing_seconds(placed: PlacedTopology, sizes: CallSizes, groups: int, backward: bool) -> float:
-    """Seconds in which a rank packs one group's heads for the exchange, and again those of its results: everything is
+def packing_seconds(placed: PlacedTopology, sizes: CallSizes, chunks: int, backward: bool) -> float:
+    """Seconds in which a rank packs one chunk's heads for the exchange, and again those of its results: everything is
     read and written once before its exchange, and once after it."""
-    return 2 * sum(sizes.exchanged(backward)) / groups / placed.topology.memory_bandwidth
+    return 2 * sum(sizes.exchanged(backward)) / chunks / placed.topology.memory_bandwidth
 
 
 def seconds_of_pass(
-    probes: list[list[list[dict]]], groups: int, own: float, rest: float, *, together: bool, packing: float = 0.0
+    probes: list[list[list[dict]]], chunks: int, own: float, rest: float, *, together: bool, packing: float = 0.0
 ) -> float:
     """Seconds of a pass on the slowest of the probes.
 
-    probes: of each probe the stages of a group's exchange, gathers, reductions and exchange back. own, rest: seconds of
-    attention on the own share (all groups), and on what is gathered (one group). together: whether the own share is
-    computed at once. packing: seconds of one group before its exchange, and again after it.
+    probes: of each probe the stages of a chunk's exchange, gathers, reductions and exchange back. own, rest: seconds of
+    attention on the own share (all chunks), and on what is gathered (one chunk). together: whether the own share is
+    computed at once. packing: seconds of one chunk before its exchange, and again after it.
     """
     clock = Clock()
     there, gathers, reductions, home = max(probes, key=_network_seconds)
 
-    def group(i: int) -> Generator:
+    def chunk(i: int) -> Generator:
         clock.compute(packing)
         exchange = clock.start(there)
         yield
         clock.wait(exchange)
         gather = clock.start(gathers)
         yield
-        clock.compute(own * (i == 0) if together else own / groups)
+        clock.compute(own * (i == 0) if together else own / chunks)
         clock.wait(gather)
         yield
         clock.compute(rest)
@@ -224,7 +224,7 @@ def seconds_of_pass(
         yield
         clock.wait(back)
 
-    run_groups([group(i) for i in range(groups)])
+    run_chunks([chunk(i) for i in range(chunks)])
     return clock.now
 
 
@@ -259,7 +259,7 @@ def ring_plan(
         time += 2 * packing_seconds(placed, sizes, 1, backward)
         steps, buffers = steps + 2, buffers + exchange_buffers(sizes, 1, backward)
     cost = Cost(time_s=time, compute_s=compute, bytes_per_level=tuple(sent), steps=steps, peak_bytes=round(buffers))
-    return PassPlan(schedule="ring", arrangement=arrangement, head_groups=1, cost=cost)
+    return PassPlan(schedule="ring", arrangement=arrangement, head_chunks=1, cost=cost)
 
 
 @lru_cache(maxsize=1 << 10)

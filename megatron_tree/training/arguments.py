@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--grid", type=parse_grid, metavar="AxB", help="queries gathered over A ranks, KV over B; A*B = "
         "context-parallel-size; default: planned")  # fmt: skip
     add("--grid-backward", type=parse_grid, metavar="AxB", help="another grid for the backward")
-    add("--head-groups", type=int, metavar="N", help="KV heads are processed in N groups, overlapped")
+    add("--head-chunks", type=int, metavar="N", help="KV heads are processed in N chunks, overlapped")
     add("--topology", metavar="NAME|YAML", help="network for the planner: a name in configs/topology, or a file of "
         "megatron-tree calibrate")  # fmt: skip
     kernels = ["auto", "aten", "reference"]
@@ -261,8 +261,8 @@ def _context_parallel(args: argparse.Namespace) -> Iterator[str]:
             yield f"{grid} has no effect with {cp_size if cp == 1 else kinds}"
         if math.prod(shape) != places:
             yield f"{grid} must have {places} places, one for each rank of the tree ({tree_size})"
-    if args.head_groups is not None and kv_heads % args.head_groups:
-        yield f"head_groups={args.head_groups} must divide the {kv_heads} KV heads of a rank"
+    if args.head_chunks is not None and kv_heads % args.head_chunks:
+        yield f"head_chunks={args.head_chunks} must divide the {kv_heads} KV heads of a rank"
     if args.topology is not None:
         load_topology(args.topology)
 

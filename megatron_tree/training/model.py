@@ -134,7 +134,7 @@ def _block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
 
 def tree_config(args: argparse.Namespace) -> TreeConfig:
     """The options that are given, over the file in $MEGATRON_TREE_CONFIG. Raises: ValueError if they don't fit."""
-    given = {name: getattr(args, name) for name in ("grid", "grid_backward", "head_groups", "topology")}
+    given = {name: getattr(args, name) for name in ("grid", "grid_backward", "head_chunks", "topology")}
     given["backend"] = None if args.attention_kernels == "auto" else args.attention_kernels
     given = {name: value for name, value in given.items() if value is not None}
     return replace(default_config(), **given, timeout_s=60.0 * args.distributed_timeout_minutes)

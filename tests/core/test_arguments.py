@@ -35,7 +35,7 @@ def _numpy_integers(rank, world):
     given, lengths = [kind(5), kind(3)], [5, 3]
     rows = shard_positions(n, rank, world, given)
     options = dict(window_size=(kind(3), kind(0)), dropout_p=0.0, alibi_slopes=make_slopes(4), layout=given)
-    config = TreeConfig(head_groups=kind(2), memory_budget=kind(1 << 30), grid=(kind(2), kind(1)))
+    config = TreeConfig(head_chunks=kind(2), memory_budget=kind(1 << 30), grid=(kind(2), kind(1)))
     out = tree_attn_func(*(x[:, rows] for x in (q, k, v)), cp_group=group, config=config, **options)
     truth = oracle(q, k, v, dout, window_size=(3, 0), alibi_slopes=make_slopes(4))[0]
     assert (out - truth[:, rows]).abs().max() < 1e-12
@@ -74,8 +74,8 @@ def test_what_is_no_integer(bad):
     with pytest.raises(ValueError, match="layout=.*must give 1 lengths"):
         shard_positions(4, 0, 1, [bad])
     if bad is not None:
-        with pytest.raises(ValueError, match="head_groups=.*must be a positive integer"):
-            TreeConfig(head_groups=bad)
+        with pytest.raises(ValueError, match="head_chunks=.*must be a positive integer"):
+            TreeConfig(head_chunks=bad)
 
 
 def _list_of_lengths(rank, world):

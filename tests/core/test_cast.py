@@ -45,7 +45,7 @@ def _masks(rank, world, transport):
         dict(window_size=(0, 0), sinks=True),
     ]
     layouts = ["zigzag", tuple(range(1, world + 1)), (0,) * (world - 1) + (9,)]
-    options = [dict(), dict(ulysses_size=world), dict(head_groups=2, ulysses_size=1), dict(ulysses_size=1)]
+    options = [dict(), dict(ulysses_size=world), dict(head_chunks=2, ulysses_size=1), dict(ulysses_size=1)]
     if world == 4:
         options.append(dict(ulysses_size=2))
     for i, (mask, layout) in enumerate(itertools.product(masks, layouts)):

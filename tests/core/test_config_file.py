@@ -19,14 +19,14 @@ def written(folder, text):
 
 def test_every_field(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("levels: []")
-    text = "schedule: grid\ngrid: 2x4\ngrid_backward: [4, 2]\nhead_groups: 2\nulysses_size: 1\ntopology: mine.yaml\n"
+    text = "schedule: grid\ngrid: 2x4\ngrid_backward: [4, 2]\nhead_chunks: 2\nulysses_size: 1\ntopology: mine.yaml\n"
     text += "memory_budget: 2GB\ntransport: direct\nbackend: aten\ncomm_dtype: fp32\ntimeout_s: 20\ncheck: always\n"
     monkeypatch.setenv("MEGATRON_TREE_CONFIG", written(tmp_path, text + "deterministic: true\n"))
     assert default_config() == TreeConfig(
         schedule="grid",
         grid=(2, 4),
         grid_backward=(4, 2),
-        head_groups=2,
+        head_chunks=2,
         ulysses_size=1,
         topology=str(tmp_path / "mine.yaml"),
         memory_budget=2_000_000_000,
@@ -49,7 +49,7 @@ def test_without_a_file_or_with_an_empty_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("shedule: ring", "tree.yaml': unknown key 'shedule': choose from schedule, grid, grid_backward, head_groups"),
+        ("shedule: ring", "tree.yaml': unknown key 'shedule': choose from schedule, grid, grid_backward, head_chunks"),
         ("3: ring", "unknown key 3: choose from"),
         ("schedule: rnig", "tree.yaml': schedule='rnig' is unknown: choose one of 'auto', 'grid', 'cast', 'ring'"),
         ("schedule: [ring]", r"schedule=\['ring'\] is unknown"),

@@ -116,7 +116,7 @@ OPTIONS = [
     {},
     dict(ulysses_size=1, schedule="cast"),
     dict(schedule="ring"),
-    dict(schedule="grid", head_groups=1),
+    dict(schedule="grid", head_chunks=1),
     dict(comm_dtype="fp32", transport="builtin"),
 ]
 

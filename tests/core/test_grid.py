@@ -1,4 +1,4 @@
-"""The nested grid in real processes: hosts in any order, every nesting, head groups, both transports."""
+"""The nested grid in real processes: hosts in any order, every nesting, head chunks, both transports."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ PLACES = {  # host of every rank
 
 
 def _nested(rank, world, hosts, transport):
-    """Every grid x nesting x head groups against the oracle; returns the worst error and how many were nested."""
+    """Every grid x nesting x head chunks against the oracle; returns the worst error and how many were nested."""
     inputs = make_inputs(4 * world, (8, 4))
     truth = oracle(*inputs)
     plan_training, worst, nested = attend.plan_training, 0.0, 0
@@ -34,7 +34,7 @@ def _nested(rank, world, hosts, transport):
         placement = place(default_topology("gloo"), comm.hosts(dist.group.WORLD))
         cases = [(grid, inner) for grid in grids(world) for inner in inner_grids(grid, placement.block)]
         for i, (grid, inner) in enumerate(cases):
-            head_groups = 1 + 3 * (i % 2)
+            head_chunks = 1 + 3 * (i % 2)
 
             def pinned(*args, inner=inner, **kwargs):
                 plan = plan_training(*args, **kwargs)
@@ -46,7 +46,7 @@ def _nested(rank, world, hosts, transport):
 
             attend.plan_training = pinned
             try:
-                config = TreeConfig(grid=grid, head_groups=head_groups, transport=transport, timeout_s=30)
+                config = TreeConfig(grid=grid, head_chunks=head_chunks, transport=transport, timeout_s=30)
                 worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
             finally:
                 attend.plan_training = plan_training
@@ -71,7 +71,7 @@ def _uneven(rank, world):
     truth = oracle(*inputs)
     with Hosts((0, 0, 1, 1)):
         return largest(
-            worst_error(*run_one(inputs, layout, TreeConfig(grid=grid, head_groups=2), {}), truth)
+            worst_error(*run_one(inputs, layout, TreeConfig(grid=grid, head_chunks=2), {}), truth)
             for grid in grids(world)
         )
 
@@ -82,7 +82,7 @@ def test_uneven_shares_on_nested_grids():
 
 def _low_precision(rank, world, dtype):
     with Hosts((0, 0, 1, 1)):
-        return low_precision(world, dtype, [(grid, TreeConfig(grid=grid, head_groups=2)) for grid in grids(world)])
+        return low_precision(world, dtype, [(grid, TreeConfig(grid=grid, head_chunks=2)) for grid in grids(world)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -120,7 +120,7 @@ def test_decode_over_hosts(place):
 
 
 BAD = [
-    (dict(head_groups=3), r"head_groups=3 must divide num_heads_kv=4"),
+    (dict(head_chunks=3), r"head_chunks=3 must divide num_heads_kv=4"),
     (dict(grid_backward=(3, 2)), r"grid_backward=\(3, 2\) has 6 cells but cp_group has 2 ranks"),
     (dict(memory_budget=10), "memory_budget=10 bytes is too small for the forward's communication buffers"),
     (dict(topology="moon"), "topology 'moon' is unknown: name one of .*dgx_h100"),

@@ -54,7 +54,7 @@ class Placed:
                 found.append(next(c for c in placed if c.schedule == schedule))
             else:
                 like = next(c for c in placed if (c.schedule, c.grid) == (chosen.schedule, chosen.grid))
-                found.append(dataclasses.replace(like, head_groups=chosen.head_groups))
+                found.append(dataclasses.replace(like, head_chunks=chosen.head_chunks))
         return dataclasses.replace(plan, forward=found[0], backward=found[1])
 
 
@@ -72,7 +72,7 @@ def _placements(rank, world, hosts, transport):
             n = HeadSplit.of(*heads, u).n
             groups = max(g for g in range(1, 3) if n % g == 0)
             options = [
-                dict(head_groups=groups),
+                dict(head_chunks=groups),
                 dict(schedule="ring"),
                 dict(grid=(1, world // u), grid_backward=(world // u, 1)),
             ]
@@ -179,7 +179,7 @@ def _traffic(rank, world, heads):
     found = {}
     for u in (2, 4):
         for cells in grids(world // u):
-            config = TreeConfig(ulysses_size=u, grid=cells, head_groups=1)
+            config = TreeConfig(ulysses_size=u, grid=cells, head_chunks=1)
             with comm.record() as forward:
                 out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
             with comm.record() as backward:

@@ -43,7 +43,7 @@ def _errors(rank, world):
     group, errors = dist.group.WORLD, {}
     q, k, v, _ = make_inputs(SEQ, HEADS)
     rows = shard_positions(SEQ, rank, world, "zigzag")
-    others = {"Ulysses": TreeConfig(ulysses_size=2), "head groups": TreeConfig(grid=(world, 1), head_groups=3)}
+    others = {"Ulysses": TreeConfig(ulysses_size=2), "head chunks": TreeConfig(grid=(world, 1), head_chunks=3)}
     for name, mask in MASKS.items():
         wanted = _truth(q, k, mask)
         for kind, config in (*configs(world), *others.items()):

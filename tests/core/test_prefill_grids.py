@@ -22,7 +22,7 @@ from support.rounding import error, rounding
 B, H, H_KV, D, D_V, ROWS = 2, 4, 2, 8, 6, 10  # rows: queries of a rank
 
 
-def _prefill_over_hosts(rank, world, hosts, transport, head_groups):
+def _prefill_over_hosts(rank, world, hosts, transport, head_chunks):
     """Every grid and nesting on hosts in any order: the worst error, and how many were nested."""
     q, k, v = decode_inputs(1, 59, 59, (8, 4), dtype=torch.float32)
     placement, worst, planned = place(default_topology("gloo"), hosts), [], prefill.plan_prefill_grid
@@ -33,7 +33,7 @@ def _prefill_over_hosts(rank, world, hosts, transport, head_groups):
 
             def pinned(*args, inner=inner, **kwargs):
                 plan = planned(*args, **kwargs)
-                return replace(plan, arrangement=plan.arrangement._replace(inner=inner), head_groups=head_groups)
+                return replace(plan, arrangement=plan.arrangement._replace(inner=inner), head_chunks=head_chunks)
 
             cache, row = cache_of(rank, world, options, 4)
             with mock.patch.object(prefill, "plan_prefill_grid", pinned):
@@ -47,7 +47,7 @@ def _prefill_over_hosts(rank, world, hosts, transport, head_groups):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "transport", "head_groups"),
+    ("hosts", "transport", "head_chunks"),
     [
         ((0, 1, 1, 0), "direct", 4),
         ((0, 1, 1, 0), "builtin", 1),
@@ -58,8 +58,8 @@ def _prefill_over_hosts(rank, world, hosts, transport, head_groups):
         ),
     ],
 )
-def test_prefill_on_nested_grids(hosts, transport, head_groups):
-    for worst, nested in run_distributed(_prefill_over_hosts, len(hosts), hosts, transport, head_groups, timeout=300):
+def test_prefill_on_nested_grids(hosts, transport, head_chunks):
+    for worst, nested in run_distributed(_prefill_over_hosts, len(hosts), hosts, transport, head_chunks, timeout=300):
         assert worst < rounding(59) and (nested > 0) == (hosts != (0, 0, 0, 1))
 
 

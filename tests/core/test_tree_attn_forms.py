@@ -176,7 +176,7 @@ def _dropout(rank, world):
         mask = dict(mask)
         sinks = make_sinks(4) if mask.pop("sinks", False) else None
         truth = truth_of(*inputs, sinks=sinks, dropout_p=0.3, **mask)
-        several = [("2 head groups", TreeConfig(head_groups=2, schedule="grid"))]
+        several = [("2 head chunks", TreeConfig(head_chunks=2, schedule="grid"))]
         for label, config in [*configs(world), *several]:
 
             def call(q, k, v, sinks, config=config, mask=mask):
@@ -203,7 +203,7 @@ def _ulysses(rank, world, size, transport):
     rest = world // size
     schedules = [TreeConfig(ulysses_size=size), TreeConfig(ulysses_size=size, schedule="ring")]
     schedules += [
-        TreeConfig(ulysses_size=size, grid=(rest, 1), head_groups=1),
+        TreeConfig(ulysses_size=size, grid=(rest, 1), head_chunks=1),
         TreeConfig(ulysses_size=size, grid=(1, rest)),
     ]
     for (name, (sizes, mask)), config in itertools.product(forms.items(), schedules):

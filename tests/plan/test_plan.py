@@ -164,13 +164,13 @@ def test_a_hidden_network_is_crossed_less():
     assert plan.forward.cost.bytes_per_level[1] == min(across) and plan.forward.inner != (1, 1)
 
 
-def test_head_groups_overlap_communication_and_bound_memory():
-    one, four = (training(16, MHA, grid=(4, 4), head_groups=n) for n in (1, 4))
+def test_head_chunks_overlap_communication_and_bound_memory():
+    one, four = (training(16, MHA, grid=(4, 4), head_chunks=n) for n in (1, 4))
     assert four.forward.cost.time_s < one.forward.cost.time_s
     assert four.forward.cost.bytes == one.forward.cost.bytes
     assert four.forward.cost.peak_bytes < 0.55 * one.forward.cost.peak_bytes
     auto = training(16, MHA, grid=(4, 4))
-    assert auto.forward.head_groups in (1, 2, 4, 8, 16) and auto.forward.cost.time_s <= 1.01 * four.forward.cost.time_s
+    assert auto.forward.head_chunks in (1, 2, 4, 8, 16) and auto.forward.cost.time_s <= 1.01 * four.forward.cost.time_s
 
 
 @given(
@@ -196,9 +196,9 @@ def test_pipeline_bounds(groups, gather, reduce, own, compute):
 def test_pinned_options_are_honoured():
     plan = training(16, GQA4, grid=(4, 4))
     assert plan.forward.grid == plan.backward.grid == (4, 4) and "as asked for" in plan.reason
-    plan = training(16, GQA4, grid=(4, 4), grid_backward=(2, 8), head_groups=2)
+    plan = training(16, GQA4, grid=(4, 4), grid_backward=(2, 8), head_chunks=2)
     assert (plan.forward.grid, plan.backward.grid) == ((4, 4), (2, 8))
-    assert plan.forward.head_groups == plan.backward.head_groups == 2
+    assert plan.forward.head_chunks == plan.backward.head_chunks == 2
     plan = training(16, GQA4, schedule="ring")
     assert plan.forward.schedule == plan.backward.schedule == "ring"
     nested = training(16, GQA4, ETHERNET, [n // 4 for n in range(16)], grid=(4, 4))
@@ -213,8 +213,8 @@ def test_pinned_options_are_honoured():
         (dict(schedule="tree"), "schedule='tree' is unknown: choose one of 'auto', 'grid', 'cast', 'ring'"),
         (dict(grid=(3, 5)), r"grid=\(3, 5\) has 15 cells but cp_group has 16 ranks: choose 1x16, 2x8"),
         (dict(grid_backward=(3, 5)), r"grid_backward=\(3, 5\) has 15 cells"),
-        (dict(head_groups=3), r"head_groups=3 must divide num_heads_kv=8: choose one of \[1, 2, 4, 8\]"),
-        (dict(schedule="ring", head_groups=2), "have no meaning with schedule='ring'"),
+        (dict(head_chunks=3), r"head_chunks=3 must divide num_heads_kv=8: choose one of \[1, 2, 4, 8\]"),
+        (dict(schedule="ring", head_chunks=2), "have no meaning with schedule='ring'"),
         (dict(memory_budget=1000), r"memory_budget=1000 bytes is too small .* needs is \d+ bytes"),
     ],
 )
@@ -240,11 +240,11 @@ def test_the_ring_hides_what_takes_less():
     assert short.time_s == pytest.approx(shifts.time_s + short.compute_s / 8), "all compute but the last share's is"
 
 
-def test_head_groups_keep_buffers_small_where_they_cost_no_time():
+def test_head_chunks_keep_buffers_small_where_they_cost_no_time():
     computing = dataclasses.replace(ETHERNET, flops=1e9)  # compute hides everything
-    assert training(16, MHA, computing, ulysses_size=1).forward.head_groups == 16
+    assert training(16, MHA, computing, ulysses_size=1).forward.head_chunks == 16
     starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # messages cost more than what they carry
-    assert training(16, MHA, starting).forward.head_groups == 1
+    assert training(16, MHA, starting).forward.head_chunks == 1
 
 
 def windowed(window, seq_len, shape, world=64, hosts=8, **options):
@@ -272,8 +272,8 @@ def test_a_window_layer_sends_as_much_at_any_length(shape, window, megabytes):
     assert sent[1] < 0.05 * (alone.forward.cost.bytes + alone.backward.cost.bytes)
 
 
-def test_pinned_head_groups_leave_out_what_they_do_not_divide():
-    plan = training(8, Shape(4, 4, 64, 64), head_groups=4)
-    assert plan.forward.head_groups == 4 and plan.forward.ulysses_size == 1
-    with pytest.raises(ValueError, match="head_groups=4 must divide num_heads_kv=2: choose one of"):
-        training(8, Shape(4, 4, 64, 64), head_groups=4, ulysses_size=2)
+def test_pinned_head_chunks_leave_out_what_they_do_not_divide():
+    plan = training(8, Shape(4, 4, 64, 64), head_chunks=4)
+    assert plan.forward.head_chunks == 4 and plan.forward.ulysses_size == 1
+    with pytest.raises(ValueError, match="head_chunks=4 must divide num_heads_kv=2: choose one of"):
+        training(8, Shape(4, 4, 64, 64), head_chunks=4, ulysses_size=2)

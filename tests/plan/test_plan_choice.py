@@ -62,7 +62,7 @@ def test_a_ring_of_one_rank_costs_as_much_as_ulysses(topology, world):
     hosts = [n // 8 for n in range(world)]
     ring, grid = (
         training(world, MHA, topology, hosts, seq_len=1 << 16, ulysses_size=world, **options)
-        for options in (dict(schedule="ring"), dict(head_groups=1))
+        for options in (dict(schedule="ring"), dict(head_chunks=1))
     )
     for one, other in ((ring.forward, grid.forward), (ring.backward, grid.backward)):
         assert (one.grid, other.grid) == ((1, 1), (1, 1))
@@ -73,7 +73,7 @@ def test_a_ring_of_one_rank_costs_as_much_as_ulysses(topology, world):
 
 
 def test_the_memory_budget_excludes_candidates():
-    starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # few head groups are fast, and take more memory
+    starting = dataclasses.replace(ETHERNET, overhead_s=1.0)  # few head chunks are fast, and take more memory
     free = training(16, MHA, starting)
     budget = max(free.forward.cost.peak_bytes, free.backward.cost.peak_bytes) - 1
     tight = training(16, MHA, starting, memory_budget=budget)
@@ -82,7 +82,7 @@ def test_the_memory_budget_excludes_candidates():
 
 
 def test_the_ring_is_the_last_resort():
-    one = Shape(1, 1, 128, 128)  # nothing to divide into head groups
+    one = Shape(1, 1, 128, 128)  # nothing to divide into head chunks
     kv = 2 * 1024 * 128 * 2
     least = 2 * (2 * kv + 3 * kv)  # the backward's KV and its gradient twice each, and two fp32 dq, dk, dv
     plan = training(16, one, memory_budget=least)

@@ -70,18 +70,18 @@ def test_tensor_parallel_ranks_share_the_heads(capsys, kv_heads, each):
 
 
 def test_pins(capsys):
-    pins = ["--pass", "forward", "--grid", "2x2", "--head-groups", "2"]
+    pins = ["--pass", "forward", "--grid", "2x2", "--head-chunks", "2"]
     assert main([*SMALL, *pins]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("*")]
-    assert "grid 2x2" in line and "in 2 head groups" in line
+    assert "grid 2x2" in line and "in 2 head chunks" in line
 
 
 def test_the_budget_marks_what_is_too_large(capsys, tmp_path):
     call = [*SMALL, "--pass", "backward", "--csv", str(tmp_path / "plan.csv")]
-    assert main([*call, "--head-groups", "1"]) == 0
+    assert main([*call, "--head-chunks", "1"]) == 0
     largest = max(int(row["peak_bytes"]) for row in csv.DictReader((tmp_path / "plan.csv").open()))
     capsys.readouterr()
-    assert main([*call, "--head-groups", "1", "--all", "--memory-budget", str(largest - 1)]) == 0
+    assert main([*call, "--head-chunks", "1", "--all", "--memory-budget", str(largest - 1)]) == 0
     assert "beyond --memory-budget" in capsys.readouterr().out
 
 

@@ -100,7 +100,7 @@ def configs(draw, world, heads):
         config["grid_backward"] = draw(st.sampled_from(grids(world // u)))
     if kind != "ring" and draw(st.booleans()):
         local = HeadSplit.of(h, h_kv, u).n
-        config["head_groups"] = draw(st.sampled_from([n for n in range(1, local + 1) if local % n == 0]))
+        config["head_chunks"] = draw(st.sampled_from([n for n in range(1, local + 1) if local % n == 0]))
     config["transport"] = draw(st.sampled_from(["auto", "direct", "builtin"]))
     config["comm_dtype"] = draw(st.sampled_from(["auto", "fp32"]))
     return config
@@ -180,7 +180,7 @@ REFUSED = {  # what must be refused: (items of the mask, items of the config)
     "dropout_p=1.0": ({"dropout_p": 1.0, "dropout_seed": 1}, {}),
     "dropout_seed=None": ({"dropout_p": 0.5, "dropout_seed": None}, {}),
     "cells": ({}, {"grid": (7, 1)}),
-    "head_groups=7": ({}, {"head_groups": 7}),
+    "head_chunks=7": ({}, {"head_chunks": 7}),
     "ulysses_size=5": ({}, {"ulysses_size": 5}),
     "softmax_scale=inf": ({"softmax_scale": float("inf")}, {}),
 }

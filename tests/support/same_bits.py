@@ -28,7 +28,7 @@ def bits(rank, world, dtype, times, deterministic):
     inputs = [x.chunk(world, 1)[rank] for x in make_inputs(32 * world, (4, 2), d=16, d_v=16, dtype=dtype)]
     schedules = {"tree": dict(grid=(world, 1)), "KV gather": dict(grid=(1, world)), "ring": dict(schedule="ring")}
     if world == 4:
-        schedules["grid 2x2"] = dict(grid=(2, 2), head_groups=2)
+        schedules["grid 2x2"] = dict(grid=(2, 2), head_chunks=2)
     for name, options in schedules.items():
         config = TreeConfig(**options, deterministic=deterministic)
         leaves = [x.clone().requires_grad_() for x in inputs[:3]] + [make_sinks(4).to(dtype).requires_grad_()]

@@ -85,7 +85,7 @@ def test_absent_file_is_named():
         ),
         ("--grid 2x1", "grid=2x1 has no effect with context_parallel_size=1"),
         ("--context-parallel-size 4 --grid-backward 2x1", "grid_backward=2x1 must have 4 places"),
-        ("--head-groups 3", "head_groups=3 must divide the 8 KV heads of a rank"),
+        ("--head-chunks 3", "head_chunks=3 must divide the 8 KV heads of a rank"),
         ("--topology moon", "topology 'moon' is unknown: name one of "),
         ("--context-parallel-size 4 --grid 2x2 --cp-comm-type p2p", "grid=2x2 has no effect with cp_comm_type=p2p"),
         (
@@ -133,11 +133,11 @@ def test_windows_are_written_as_in_megatron_lm(written, tmp_path):
 
 
 def test_options_win_over_the_file_of_tree_attention(tmp_path, monkeypatch):
-    (tmp_path / "tree.yaml").write_text("grid: 2x2\nbackend: reference\nhead_groups: 2\ntimeout_s: 5\n")
+    (tmp_path / "tree.yaml").write_text("grid: 2x2\nbackend: reference\nhead_chunks: 2\ntimeout_s: 5\n")
     monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "tree.yaml"))
     args = parse_arguments(["--context-parallel-size", "4", "--grid", "4x1", "--distributed-timeout-minutes", "2"])
     check_arguments(args, 4)
-    assert tree_config(args) == TreeConfig(grid=(4, 1), backend="reference", head_groups=2, timeout_s=120.0)
+    assert tree_config(args) == TreeConfig(grid=(4, 1), backend="reference", head_chunks=2, timeout_s=120.0)
     (tmp_path / "other.yaml").write_text("shedule: ring\n")
     monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "other.yaml"))
     with pytest.raises(ValueError, match="unknown key 'shedule': choose from schedule, grid"):

@@ -46,7 +46,7 @@ def tree_config_for(
     Raises: ValueError for any other `cp_comm_type`.
     """
     base, cp_size = tree_config if tree_config is not None else default_config(), math.prod(cp_sizes)
-    ring = dict(schedule="ring", grid=None, grid_backward=None, head_groups=None)
+    ring = dict(schedule="ring", grid=None, grid_backward=None, head_chunks=None)
     if cp_comm_type is None or cp_comm_type == "tree":
         return base
     if cp_comm_type == "p2p":
