@@ -1,7 +1,8 @@
 """Tree Attention for Megatron-core and DeepSpeed: exact attention over a sequence sharded across ranks."""
 
-from .attention.cached import tree_decode, tree_prefill
+from .attention.cached import tree_decode
 from .attention.functional import tree_attn_func, tree_attn_varlen_func
+from .attention.prefill import tree_prefill
 from .attention.sequences import dispatch_documents, shard_sequence, unshard_sequence
 from .config import AttnSlice, TreeConfig
 from .errors import CommError, TreeError

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.prefill import why_not
+from ..attention.prefill_cell import why_not
 from ..attention.topology import GroupTopology
 from ..kernels import ACCELERATORS
 from ..plan import chunk_sizes, grids, plan_prefill_grid

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..attention.cached import tree_prefill
 from ..attention.head_shares import slice_of
+from ..attention.prefill import tree_prefill
 from ..attention.step import DecodeStep
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..attention.topology import GroupTopology

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.attention.cached import tree_decode, tree_prefill
+from megatron_tree import tree_decode, tree_prefill
 from megatron_tree.attention.spec import make_spec
 from megatron_tree.cache import ShardedCache, chunks
 from megatron_tree.cache.forward import ForwardPass, forward_pass

@@ -30,9 +30,9 @@ ATTENTION = (
     {"validate", "spec", "slices", "topology", "derivatives", "precision"},
     {"call", "finite"},
     {"grid", "cast", "ring", "heads", "head_shares", "decode_ring", "token_shares"},
-    {"passes", "decode", "prefill"},
+    {"passes", "decode", "prefill_cell"},
     {"autograd", "step"},
-    {"functional", "cached", "sequences"},
+    {"functional", "cached", "prefill", "sequences"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving", "convert"}
