@@ -187,12 +187,12 @@ def _model(args, topology: Topology, hosts: list[int]) -> None:
         return
     print(f"a decode step of {args.model} on {len(hosts)} ranks of {topology.name}; batch {args.batch}, {args.seq_len} "
           f"tokens each, {args.dtype}; predicted")  # fmt: skip
-    rows = [["", "weights", "head chunks", "weights read", "cache read", "sent", "reading", "time"]]
+    rows = [["", "weights", "head groups", "weights read", "cache read", "sent", "reading", "time"]]
     fastest = min(cost.time_s for cost in costs)
     for cost in costs:
         figures = map(format_bytes, (cost.weight_bytes, cost.cache_bytes, cost.sent_bytes))
         times = map(format_seconds, (cost.read_s, cost.time_s))
-        rows.append(["*" * (cost.time_s == fastest), cost.way, str(cost.head_chunks), *figures, *times])
+        rows.append(["*" * (cost.time_s == fastest), cost.way, str(cost.head_groups), *figures, *times])
     _print_rows(rows)
 
 
