@@ -38,8 +38,8 @@ ptx:             ## all Triton tests on what is compiled for sm_80 and sm_90, ex
 soak:            ## half an hour of training and generation on an emulated cluster, in which ranks are lost
 	PYTHONPATH=. python -m tests.soak
 
-mutants:         ## plant faults in copies of the package, one at a time, and see whether the tests find them: an hour
-	OMP_NUM_THREADS=1 python tests/mutate.py
+mutants:         ## change merge.py and layout/ in hundreds of places, one at a time; which changes do the tests miss? pip install mutmut
+	OMP_NUM_THREADS=1 python -m mutmut run && python -m mutmut results
 
 gpu:             ## ten minutes on a machine with a GPU: checks and times every kernel; OUT=, PYTHON=, BUDGET=, ARGS=
 	$(PYTHON) launch/gpu.py --out "$(OUT)" --budget $(BUDGET) $(ARGS)
