@@ -38,7 +38,7 @@ def _dispatched(rank, world):
             tree.MegatronRunner(model)
 
 
-@pytest.mark.refuses("dispatched documents with Mamba layers", when="use_dispatched_documents")
-@pytest.mark.refuses("MegatronRunner with a MambaModel", when="it is made")
+@pytest.mark.refuses("Mamba layers", when="use_dispatched_documents is called")
+@pytest.mark.refuses("a MambaModel", when="MegatronRunner is made")
 def test_what_recurrent_layers_can_not_take():
     run_distributed(_dispatched, 1)

@@ -250,7 +250,7 @@ def gpt_model(*, options=None, core=None, **attributes):
 
 
 def refuses(feature, message, **arguments):
-    return refused(f"MegatronRunner: {feature}", arguments, message, when="the runner is made")
+    return refused(feature, arguments, message, when="MegatronRunner is made")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_runner_refuses_a_model(arguments, message):
         tree.MegatronRunner(gpt_model(**arguments))
 
 
-@pytest.mark.refuses("MegatronRunner: core attention that is not tree attention", when="the runner is made")
+@pytest.mark.refuses("core attention that is not tree attention", when="MegatronRunner is made")
 def test_runner_refuses_other_models():
     groups = types.SimpleNamespace(tp=Group(1), cp=Group(1))
     other = DotProductAttention(config(), 1, AttnMaskType.causal, "self", pg_collection=groups)

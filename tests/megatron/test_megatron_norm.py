@@ -87,7 +87,7 @@ def test_fused_norms_stay():
     assert tree.use_sequence_parallel_norm(fused) is fused
 
 
-@pytest.mark.refuses("use_sequence_parallel_norm of a single layer's spec", when="it is called")
+@pytest.mark.refuses("a single layer's spec", when="use_sequence_parallel_norm is called")
 def test_a_layer_spec_is_refused():
     with pytest.raises(ValueError, match="pass a block spec"):
         tree.use_sequence_parallel_norm(get_gpt_layer_local_spec(normalization="RMSNorm"))
