@@ -1,6 +1,6 @@
 """Tree Attention for Megatron-core and DeepSpeed: exact attention over a sequence sharded across ranks."""
 
-from .attention.cached import tree_decode
+from .attention.decode import tree_decode
 from .attention.functional import tree_attn_func, tree_attn_varlen_func
 from .attention.prefill import tree_prefill
 from .attention.sequences import dispatch_documents, shard_sequence, unshard_sequence

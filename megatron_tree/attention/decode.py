@@ -1,123 +1,134 @@
-"""Decoding over a sharded KV cache: a few replicated queries, one reduction per step."""
+"""Decoding over a KV cache that is sharded across ranks: attention of a few replicated queries. No gradients.
+
+Ranks send queries and partial results, not the cache. `tree_decode` is one call; the layers of a model's step share a
+`DecodeStep`, which checks and plans what they have in common once. Bad input raises errors as in functional.py.
+"""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .. import comm, kernels
-from ..config import AttnSpec
-from ..merge import merge_sinks, state_dtype
-from ..plan import DecodePlan, Placement
-from .decode_ring import decode_ring
-from .head_shares import gather_heads, slice_of
+from .. import comm
+from ..config import TreeConfig, default_config
+from ..kernels import KVCache, SharedPages
+from .decode_call import DecodeCall, DecodeOptions
+from .precision import autocast
+
+TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once
+_NOTHING = contextlib.nullcontext()
 
 
-def project(out: Tensor, projection: Tensor) -> Tensor:
-    """out [b, s, h, d_v] with the matrix of every head, [h, d, d_v], applied: [b, s, h, d]."""
-    return torch.einsum("bshv,hdv->bshd", out, projection)
+@comm.outside_graphs
+def tree_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    *,
+    cp_group,
+    head_dim_v: int | None = None,
+    cache_seqlens: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    cache_positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    shared: Sequence[SharedPages] = (),
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_shares: Sequence[int] | None = None,
+    schedule: str = "auto",
+    config: TreeConfig | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of a few queries over a KV cache sharded across ranks. Collective over cp_group; no gradients.
+
+    Args:
+        q: [b, s_q, h, d], the same on every rank.
+        k_cache, v_cache: [b, s_local, h_kv, d] and [b, s_local, h_kv, d_v]: this rank's slots, in any order; s_local
+            may differ between ranks and may be 0. The keys of the new tokens must already be in one rank's cache.
+        cp_group: the process group over which the cache is sharded, or a 1-D DeviceMesh; None for one rank.
+        head_dim_v: with v_cache=None: the first head_dim_v numbers of a key are its value (latent attention).
+        cache_seqlens: int [b], how many leading slots of this rank's shard are valid; default: all.
+        q_positions, cache_positions: int64 [b, s_q] or [s_q], and [b, s_local] or [s_local]. A query sees a slot if
+            0 <= the slot's position <= the query's, within the window; -1 hides a slot (padding). Needed for s_q > 1
+            and for windows; without them every query sees every valid slot.
+        block_table: int32 [b, n]: k_cache and v_cache are then pages [pages, page_size, h_kv, d] and [.., d_v], and row
+            i's slots are those of the pages block_table[i], in order: s_local = n * page_size. Needs cache_seqlens.
+        k_scale, v_scale: fp32 [pages, page_size, h_kv], for pages in int8 or fp8 (`cache.quantize`).
+        shared: `kernels.SharedPages` that rows begin with, on this rank, before those of block_table: all queries see
+            them, and they are read once for all their rows. cache_seqlens and positions are of block_table's slots.
+        softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
+        alibi_slopes: as in `tree_attn_func`, of all heads; with positions.
+        head_shares: query heads of every rank of cp_group, in rank order, for weights that are split over these ranks.
+            q, sinks and the results are then those of this rank's heads (possibly none), and q is gathered. If every
+            rank computes the queries of all heads, q may have them all; sinks and results stay local.
+        schedule: "auto", "allreduce" (the paper's Algorithm 3), "allgather", "butterfly", "scatter", "two_level"
+            (inside nodes first), "ring" (baseline).
+        config: `TreeConfig`; backend, topology, transport, memory_budget, timeout_s, check and deterministic are used.
+        return_lse: also return lse [b, h, s_q], fp32, natural log.
+
+    Under torch.autocast q and the caches are cast as for torch's scaled_dot_product_attention, but for pages in 8 bits.
+    A cache in another dtype is copied in every call.
+
+    Returns: out [b, s_q, h, d_v] in q's dtype (and lse), bit-identical on all ranks that return a head.
+    Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
+        respond.
+    """
+    outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
+    cache = KVCache(
+        k_cache, v_cache, k_scale, v_scale, head_dim_v, cache_seqlens, q_positions, cache_positions, block_table, shared
+    )
+    options = DecodeOptions(
+        comm.process_group(cp_group), config or default_config(), softmax_scale, window_size, softcap, alibi_slopes,
+        head_shares, schedule,
+    )  # fmt: skip
+    with comm.collective_call("tree_decode", options.cp_group, options.config) as call, outside, torch.no_grad():
+        out, lse = DecodeCall.planned(call, q, cache, options, sinks).run(q, cache, sinks)
+    return (out, lse) if return_lse else out
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeCall:
-    """A decode call that is checked and planned, for any tensors of these shapes.
+class DecodeStep:
+    """The decode calls of a step's layers. No table, length, position or slope is written to between them.
 
-    q [b, s_q, h, d] with the heads of all ranks; every rank's k, v [b, s_local, h_kv, d], or pages of them.
-    The results may be projected, head by head. That is linear, so partial results can be, too: then the ranks merge
-    what is projected, which may be narrower.
+    A call is checked, compared among the ranks and planned unless an earlier one had everything on which this depends:
+    shapes, dtypes and devices, options, and the very tensors that say which slots the queries see.
     """
 
-    visible: kernels.Visible
-    spec: AttnSpec
-    group: object
-    plan: DecodePlan
-    transport: str
-    placement: Placement
-    backend: kernels.Backend
-    timeout_s: float
-    rows: tuple[int, int]
-    """(b, s_q)."""
-    num_heads: int
-    """Of this rank, ..."""
-    head_shares: tuple[int, ...] | None
-    """... and of every rank, if there are several and each has some of q's heads; so has its result."""
-    exchanges_queries: bool
-    """How heads are gathered, see `comm.gather_rows`."""
-    head_dim_v: int
-    merged_dim: int
-    """Numbers of a result that is merged: head_dim_v, or, if partial results are projected, what that gives."""
-    latent: bool
-    """v begins k."""
-    dtype: torch.dtype
-    device: torch.device
-    block_table: Tensor | None
-    shared: Sequence[kernels.SharedPages]
+    def __init__(self):
+        self._known: dict[tuple, DecodeCall] = {}
 
-    @functools.cached_property
-    def _merges_own(self) -> bool:
-        """Whether each rank merges the results of its own heads only."""
-        return self.head_shares is not None and self.plan.schedule == "scatter"
+    def decode(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        options: DecodeOptions,
+        *,
+        sinks: Tensor | None = None,
+        projection: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`tree_decode`: out [b, s_q, h, d_v] in q's dtype and lse [b, h, s_q].
 
-    @functools.cached_property
-    def _reducer(self) -> comm.Reducer:
-        shares, width = self.head_shares, self.merged_dim + 1
-        shape = (*self.rows, self.num_heads if shares is None else sum(shares), width)
-        if self._merges_own:
-            shape = (sum(shares), *self.rows, width)
-        return comm.prepare_reduction(
-            shape,
-            state_dtype(self.dtype),
-            self.device,
-            self.group,
-            "own_share" if self._merges_own else self.plan.schedule,
-            transport=self.transport,
-            timeout_s=self.timeout_s,
-            order=self.placement.order,
-            block=self.placement.block,
-            across=self.plan.across,
-            shares=shares if self._merges_own else (),
-        )
-
-    def run(self, q, k, v, sinks, k_scale=None, v_scale=None, projection=None) -> tuple[Tensor, Tensor]:
-        """out [b, s_q, h, d_v] of q's dtype and lse [b, h, s_q], fp32, the same bits on every rank that has a head.
-
-        projection: see `DecodeStep.decode`.
+        projection: [h, d_out, d_v] in q's dtype, for this rank's heads or for all heads on every rank: out is
+            [b, s_q, h, d_out], each head's result times its matrix. With all heads' the ranks merge projected
+            results if the planner predicts that to be faster.
         """
-        shares, group, backend = self.head_shares, self.group, self.backend
-        paged = None if self.block_table is None else kernels.PagedKV(self.block_table, k_scale, v_scale)
-        if self.plan.schedule == "ring" and comm.group_size(group) > 1:
-            q = self._all_heads(q)
-            options = dict(group=group, order=self.placement.order, backend=backend, timeout_s=self.timeout_s)
-            options.update(visible=self.visible, spec=self.spec, paged=paged, latent=self.latent)
-            state = decode_ring(q, k, v, **options)
-        else:
-            # receives are posted before the local attention, so that gloo announces the buffers to the senders then
-            reduction, q = self._reducer.start(), self._all_heads(q)
-            state = backend.attn_decode(q, k, v, visible=self.visible, spec=self.spec, paged=paged, shared=self.shared)
-            if self.merged_dim != self.head_dim_v:
-                partial = project(state[..., : self.head_dim_v].to(self.dtype), projection)
-                state, projection = torch.cat((partial, state[..., self.head_dim_v :]), -1), None
-            state = reduction.finish(state.permute(2, 0, 1, 3) if self._merges_own else state)
-        if self._merges_own:
-            state = state.permute(1, 2, 0, 3)
-        elif shares is not None:
-            state = state[:, :, slice_of(shares, comm.group_rank(group))]
-        out, lse = state.narrow(-1, 0, self.merged_dim), state.select(-1, self.merged_dim).transpose(1, 2)
-        if sinks is not None:
-            out, lse = merge_sinks(out, lse, sinks)
-        out = out.to(self.dtype)
-        if projection is not None:
-            if len(projection) != self.num_heads:
-                projection = projection[slice_of(shares, comm.group_rank(group))]
-            out = project(out, projection)
-        return out, lse
-
-    def _all_heads(self, q: Tensor) -> Tensor:
-        if self.head_shares is None:
-            return q
-        messages = {"transport": self.transport, "timeout_s": self.timeout_s, "exchanged": self.exchanges_queries}
-        return gather_heads(q, self.head_shares, self.group, **messages)
+        of_layer = (q, *cache[:4], sinks, projection)
+        kinds = [x if x is None else (x.shape, x.dtype, x.device) for x in of_layer]
+        key = (*kinds, cache[4:], options)  # tensors in here are compared by identity, and kept with the key
+        no_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+        with comm.collective_call("tree_decode", options.cp_group, options.config) as call, no_grad:
+            planned = self._known.get(key)
+            if planned is not None:
+                call.repeat(planned.agreement)
+            else:
+                planned = DecodeCall.planned(call, q, cache, options, sinks, projection)
+                if options.config.check in TRUSTING:
+                    self._known[key] = planned
+            return planned.run(q, cache, sinks, projection)

@@ -16,41 +16,39 @@ from torch import Tensor
 
 from .. import comm, kernels
 from ..config import AttnSpec
+from ..kernels import KVCache
 
 
 def decode_ring(
-    q, k, v, *, visible: kernels.Visible, spec: AttnSpec, group, order: tuple[int, ...], backend: kernels.Backend,
-    timeout_s: float, paged: kernels.PagedKV | None = None, latent: bool = False,
+    q: Tensor, cache: KVCache, spec: AttnSpec, backend: kernels.Backend, *, group, order: tuple[int, ...],
+    timeout_s: float,
 ) -> Tensor:  # fmt: skip
     """The packed state [b, s_q, h, d_v + 1] of q [b, s_q, h, d] over every rank's cache: p - 1 shifts of the cache.
 
-    The ranks' states are merged in rank order, so all ranks get the same bits. latent: v begins k and is not sent.
+    The ranks' states are merged in rank order, so all ranks get the same bits.
     """
     shift = functools.partial(comm.start_shift, group=group, order=order, timeout_s=timeout_s)
     p, at = len(order), order.index(comm.group_rank(group))
-    if paged is not None:
-        k, v, visible = _gathered(q, k, v, visible, paged)
-    q_positions = visible.q_positions
+    cache = _dense(cache, q.dtype)
+    q_positions = cache.q_positions
     if q_positions is None:
         q_positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-    width = v.shape[-1]
-    shard = _Shard.of(k, None if latent else v, visible)
-    rooms = _TwoRooms(*(x for x in (shard.k, shard.v) if x is not None))
+    shard = _Shard.of(cache)
+    buffers = _TwoBuffers(*(x for x in (shard.k, shard.v) if x is not None))
     header = shift(shard.header, torch.empty_like(shard.header)).wait()
     states: dict[int, Tensor] = {}
     for step in range(p):
         transfers: list[comm.Transfer] = []
         if step < p - 1:
-            arriving = rooms.shard(step, header)
+            arriving = buffers.shard(step, header)
             pairs = itertools.zip_longest(shard.tensors, arriving.tensors)
             transfers = [shift(send, receive) for send, receive in pairs]
             if step < p - 2:
                 following = shift(header, torch.empty_like(header))
-        seen = kernels.Visible()
+        held = KVCache(shard.k, shard.v, head_dim_v=cache.head_dim_v)
         if shard.positions is not None:
-            seen = kernels.Visible(q_positions=q_positions, k_positions=shard.positions)
-        values = shard.k[..., :width] if latent else shard.v
-        states[order[at - step]] = backend.attn_decode(q, shard.k, values, visible=seen, spec=spec)
+            held = held._replace(q_positions=q_positions, k_positions=shard.positions)
+        states[order[at - step]] = backend.attn_decode(q, held, spec)
         for transfer in transfers:
             transfer.wait()
         if step < p - 1:
@@ -58,6 +56,18 @@ def decode_ring(
         if step < p - 2:
             header = following.wait()
     return kernels.merge_packed(torch.stack([states[rank] for rank in range(p)]))
+
+
+def _dense(cache: KVCache, dtype: torch.dtype) -> KVCache:
+    """A paged cache as one [b, longest row, ...], to be sent whole."""
+    if cache.block_table is None:
+        return cache
+    rows = [cache.row(i, dtype) for i in range(len(cache.block_table))]
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    k = pad([row.k[0] for row in rows])
+    v = None if cache.v is None else pad([row.v[0] for row in rows])
+    positions = None if cache.k_positions is None else cache.k_positions[:, : k.shape[1]]
+    return KVCache(k, v, None, None, cache.head_dim_v, cache.lengths, cache.q_positions, positions)
 
 
 @dataclass(frozen=True)
@@ -70,11 +80,11 @@ class _Shard:
     positions: Tensor | None
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor | None, visible: kernels.Visible) -> _Shard:
+    def of(cls, cache: KVCache) -> _Shard:
         """This rank's: slots beyond a row's length get position -1, and zeros since NaN may lie there."""
-        positions = visible.k_positions
-        if visible.lengths is not None:
-            beyond = torch.arange(k.shape[1], device=k.device) >= visible.lengths[:, None]
+        k, v, positions = cache.k, cache.v, cache.k_positions
+        if cache.lengths is not None:
+            beyond = torch.arange(k.shape[1], device=k.device) >= cache.lengths[:, None]
             if positions is None:
                 positions = torch.zeros(k.shape[:2], dtype=torch.int64, device=k.device)
             positions = positions.masked_fill(beyond, -1)
@@ -91,32 +101,22 @@ class _Shard:
         return [x for x in (self.k, self.v, self.positions) if x is not None]
 
 
-class _TwoRooms:
+class _TwoBuffers:
     """Two buffers, for the current shard and the arriving one, used in turn; they grow for longer shards."""
 
     def __init__(self, *like: Tensor):
         self._like = like
-        self._rooms = [[x.new_empty(0) for x in self._like] for _ in range(2)]
+        self._buffers = [[x.new_empty(0) for x in self._like] for _ in range(2)]
 
     def shard(self, step: int, header: Tensor) -> _Shard:
-        """Room for the shard of this header, where the shard of two steps ago was."""
+        """Buffers for the shard of this header, where the shard of two steps ago was."""
         length, with_positions = header.tolist()
-        rooms, views = self._rooms[step % 2], []
+        buffers, views = self._buffers[step % 2], []
         for i, like in enumerate(self._like):
             shape = (like.shape[0], length, *like.shape[2:])
-            if rooms[i].numel() < math.prod(shape):
-                rooms[i] = like.new_empty(math.prod(shape))
-            views.append(rooms[i][: math.prod(shape)].view(shape))
+            if buffers[i].numel() < math.prod(shape):
+                buffers[i] = like.new_empty(math.prod(shape))
+            views.append(buffers[i][: math.prod(shape)].view(shape))
         batch, device = self._like[0].shape[0], self._like[0].device
         positions = torch.empty(batch, length, dtype=torch.int64, device=device) if with_positions else None
         return _Shard(views[0], views[1] if len(views) > 1 else None, positions)
-
-
-def _gathered(q, k, v, visible: kernels.Visible, paged: kernels.PagedKV):
-    """A paged cache as one [b, longest row, ...], to be sent whole."""
-    lengths = [None] * q.shape[0] if visible.lengths is None else visible.lengths.tolist()
-    rows = [kernels.gather_row(k, v, paged, i, n, q.dtype) for i, n in enumerate(lengths)]
-    k, v = (torch.nn.utils.rnn.pad_sequence([row[i][0] for row in rows], batch_first=True) for i in (0, 1))
-    if visible.k_positions is not None:
-        visible = visible._replace(k_positions=visible.k_positions[:, : k.shape[1]])
-    return k, v, visible

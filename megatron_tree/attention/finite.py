@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import comm, kernels
+from .. import comm
 from ..config import TreeConfig
-from ..kernels import Visible
+from ..kernels import KVCache
 from ..layout import Sharding, sequences_of
 
 
@@ -28,7 +28,7 @@ def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: S
         _check_finite(rank, name, x, used)
 
 
-def check_finite_cache(config: TreeConfig, cp_group, q, k_cache, v_cache, sinks, visible: Visible, paged=None) -> None:
+def check_finite_cache(config: TreeConfig, cp_group, q: Tensor, cache: KVCache, sinks: Tensor | None) -> None:
     """`check_finite_shares` for a cache. Slots beyond cache_seqlens, in pages not owned and at position -1 may contain
     anything. For pages the index in the message is [row, slot, head, column]; slots count along the row's pages."""
     if config.check != "finite":
@@ -36,15 +36,11 @@ def check_finite_cache(config: TreeConfig, cp_group, q, k_cache, v_cache, sinks,
     rank = comm.group_rank(cp_group)
     _check_finite(rank, "q", q)
     _check_finite(rank, "sinks", sinks)
-    for row in range(q.shape[0]):
-        length = None if visible.lengths is None else int(visible.lengths[row])
-        if paged is None:
-            found = (None if x is None else x[row : row + 1, :length] for x in (k_cache, v_cache))
-        else:
-            found = kernels.gather_row(k_cache, v_cache, paged, row, length, q.dtype)
-        for name, x in zip(("k_cache", "v_cache"), found):
-            used = None if visible.k_positions is None else visible.k_positions[row : row + 1, : x.shape[1]] >= 0
-            _check_finite(rank, name, x, used, row)
+    for i in range(q.shape[0]):
+        row = cache.row(i, q.dtype)
+        used = None if row.k_positions is None else row.k_positions >= 0
+        _check_finite(rank, "k_cache", row.k, used, i)
+        _check_finite(rank, "v_cache", row.v, used, i)
 
 
 def _check_finite(rank: int, name: str, x: Tensor | None, used: Tensor | None = None, first_row: int = 0) -> None:

@@ -23,7 +23,8 @@ from .precision import autocast
 from .prefill_cell import Cell, Chunk, PrefillCall
 from .spec import make_spec
 from .topology import GroupTopology
-from .validate import check_cache, check_latents, check_runs, check_segments, check_sinks, values_of
+from .validate import check_latents, check_runs, check_segments, check_sinks
+from .validate_cache import check_cache
 
 
 @comm.outside_graphs
@@ -79,8 +80,8 @@ def tree_prefill(
         head_shares = check_head_shares(head_shares, q, cp_group)
         whole = all_heads_of(q, head_shares)
         if expand is None:
-            v_cache = values_of(k_cache, v_cache, head_dim_v)
-            check_cache(whole, k_cache, v_cache)
+            check_cache(whole, cache := kernels.KVCache(k_cache, v_cache, head_dim_v=head_dim_v))
+            v_cache = cache.values
         else:
             check_latents(q, k_cache, v_cache, head_dim_v)
             if isinstance(outside, torch.autocast):
@@ -97,7 +98,7 @@ def tree_prefill(
         backend = kernels.choose(whole, k_like, v_like, spec, config.backend)
         if not in_torch(cp_group, backend):
             check_tangents(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
-        check_finite_cache(config, cp_group, q, k_cache, v_cache, sinks, kernels.Visible())
+        check_finite_cache(config, cp_group, q, kernels.KVCache(k_cache, None if latent else v_cache), sinks)
         net = GroupTopology.of(cp_group, q.device, config)
         gathers_heads = not has_all_heads(q, head_shares)
         num_keys = chunk.num_keys if grid[1] > 1 else None

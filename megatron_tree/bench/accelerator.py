@@ -69,7 +69,7 @@ class Accelerator:
     def seconds(self, name: str, args, options) -> float:
         """Duration of one call: from the shard's bytes for decoding, from the visible pairs' flops for training."""
         if name == "attn_decode":
-            return kv_bytes(*args[1:3]) / self.speed.memory_bandwidth
+            return kv_bytes(args[1].k, args[1].values) / self.speed.memory_bandwidth
         q, _, v = args[1:4] if name == "attn_bwd" else args[:3]
         pairs = visible_pairs(options["q_segments"], options["k_segments"], options["spec"])
         return attention_flops(pairs * q.shape[0] * q.shape[2], q.shape[3], v.shape[3], name) / self.speed.flops
@@ -114,6 +114,7 @@ def _copy(result):
 
 def _key(name: str, args, options) -> tuple:
     q, k = args[1:3] if name == "attn_bwd" else args[:2]
+    k = k.k if name == "attn_decode" else k
     segments = options.get("q_segments"), options.get("k_segments")
     return name, (tuple(q.shape), tuple(k.shape)), segments, _sample(q), _sample(k)
 

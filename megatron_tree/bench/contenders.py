@@ -12,7 +12,7 @@ from torch.utils.benchmark import Timer
 
 from .. import kernels
 from ..config import AttnSpec
-from ..kernels import Visible
+from ..kernels import KVCache
 from ..kernels.libraries import LIBRARIES
 from ..layout import Segment
 from .kernel_cases import PAGE, Case, Timing, in_pages, inputs, truth_of, verify
@@ -28,8 +28,8 @@ def ours(case: Case, backends, given) -> Calls:
     q, k, v, _ = given
     spec = AttnSpec(softmax_scale=case.d**-0.5)
     if case.kind == "decode":
-        pages = in_pages(k, v, PAGE, case.eight_bits) if case.cache.startswith("paged") else (k, v, None)
-        call = functools.partial(kernels.attn_decode, q, *pages[:2], visible=Visible(), spec=spec, paged=pages[2])
+        cache = in_pages(k, v, PAGE, case.eight_bits) if case.cache.startswith("paged") else KVCache(k, v)
+        call = functools.partial(kernels.attn_decode, q, cache, spec)
         return {f"ours, {b}": functools.partial(call, backend=b) for b in backends}
     whole, calls = (Segment(0, 0, case.s),), {}
     segments = dict(q_segments=whole, k_segments=whole, spec=spec)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import comm, energy, kernels
-from ..attention.cached import tree_decode
+from ..attention.decode import tree_decode
 from ..config import AttnSpec, TreeConfig
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
@@ -107,8 +107,8 @@ class DecodeBench:
         """The local attention alone, all ranks at once: the slowest rank's median."""
         if self.settings.compute == "modelled":
             return kv_bytes(self.k, self.v) / self.settings.emulated_speed.memory_bandwidth
-        options = dict(visible=kernels.Visible(), spec=self.spec, backend=self.settings.backend)
-        call = lambda: kernels.attn_decode(self.q, self.k, self.v, **options)  # noqa: E731
+        cache = kernels.KVCache(self.k, self.v)
+        call = lambda: kernels.attn_decode(self.q, cache, self.spec, self.settings.backend)  # noqa: E731
         return time_together(call, self.meeting, self.rank, steps=3)
 
     @staticmethod

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from .. import kernels
-from ..attention.cached import tree_decode
+from ..attention.decode import tree_decode
 from ..attention.functional import tree_attn_func
 from ..config import AttnSpec, TreeConfig
-from ..kernels import PagedKV, Visible
+from ..kernels import KVCache
 from ..layout import Segment, shard_positions
 from .contenders import Emit, clock
 from .kernel_cases import Case, Timing, inputs, rounding
@@ -92,7 +92,7 @@ def _truth(case: Case, given, rows) -> list[torch.Tensor]:
     call = dict(q_segments=whole, k_segments=whole, spec=spec, backend="reference")
     out, lse = kernels.attn_fwd(q, k, v, **call)
     grads = kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **call)
-    token = kernels.attn_decode(q[:, :1], k, v, visible=Visible(), spec=spec, backend="reference")
+    token = kernels.attn_decode(q[:, :1], KVCache(k, v), spec, backend="reference")
     return [*(x[:, rows] for x in (out, *grads)), token[..., :-1]]
 
 
@@ -106,7 +106,7 @@ def check_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
     q, k, v, _ = inputs(case, device, dtype)
     lengths = torch.full((case.b,), case.s, device=device)
     spec = AttnSpec(softmax_scale=case.d**-0.5)
-    call = functools.partial(kernels.attn_decode, q, k, v, visible=Visible(lengths=lengths), spec=spec, backend=backend)
+    call = functools.partial(kernels.attn_decode, q, KVCache(k, v, lengths=lengths), spec, backend=backend)
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -174,7 +174,7 @@ def _long_cache(elements: int, backend: str, device, dtype) -> None:
     q = torch.zeros(1, 1, 1, 128, device=device, dtype=dtype)
     q[..., 0], k[0, -1, 0, 0], v[0, -1, 0, 5] = 30.0, 30.0, 7.0
     spec = AttnSpec(softmax_scale=1.0)
-    state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec, backend=backend)
+    state = kernels.attn_decode(q, KVCache(k, v), spec, backend=backend)
     _need("decoding", state[0, 0, 0, 5], 7.0)
     segments = dict(q_segments=(Segment(0, s - 1, 1),), k_segments=(Segment(0, 0, s),))
     _need("forward", kernels.attn_fwd(q, k, v, **segments, spec=spec, backend=backend)[0][0, 0, 0, 5], 7.0)
@@ -189,9 +189,8 @@ def _many_pages(elements: int, backend: str, device, dtype) -> None:
     q = torch.zeros(1, 1, 2, 128, device=device, dtype=dtype)
     q[..., 0], k[-1, 99, :, 0], v[-1, 99, :, 5] = 30.0, 30.0, 7.0
     table = torch.tensor([[0, n // 2, n - 1]], dtype=torch.int32, device=device)
-    seen = Visible(lengths=torch.tensor([2 * size + 100], device=device))
-    call = dict(visible=seen, spec=AttnSpec(softmax_scale=1.0), paged=PagedKV(table))
-    state = kernels.attn_decode(q, k, v, **call, backend=backend)
+    cache = KVCache(k, v, lengths=torch.tensor([2 * size + 100], device=device), block_table=table)
+    state = kernels.attn_decode(q, cache, AttnSpec(softmax_scale=1.0), backend=backend)
     for head in range(2):
         _need("pages", state[0, 0, head, 5], 7.0)
 

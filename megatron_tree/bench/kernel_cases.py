@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import kernels
 from ..cache.pages import LayerPages, quantize
 from ..config import AttnSpec
-from ..kernels import PagedKV, Visible
+from ..kernels import KVCache
 from ..layout import Segment
 from .measure import relative_error
 from .results import WrongResult
@@ -92,8 +92,8 @@ def inputs(case: Case, device, dtype) -> list[Tensor]:
     return [q, k, k[..., : case.d_v] if case.cache == "latent" else v, dout]
 
 
-def in_pages(k: Tensor, v: Tensor, page_size: int, stored: torch.dtype | None) -> tuple[Tensor, Tensor, PagedKV]:
-    """k and v [b, s, h_kv, d] as pages in random order, in their dtype or in 8 bits, and their block table.
+def in_pages(k: Tensor, v: Tensor, page_size: int, stored: torch.dtype | None) -> KVCache:
+    """k and v [b, s, h_kv, d] as pages in random order, in their dtype or in 8 bits, with their block table.
 
     A page more than the table has is there, and nobody should read it.
     """
@@ -103,7 +103,7 @@ def in_pages(k: Tensor, v: Tensor, page_size: int, stored: torch.dtype | None) -
     pages.reserve(len(order) + 1, k, v)
     slots = order[:, None] * page_size + torch.arange(page_size, device=k.device)
     pages.write(slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
-    return pages.k, pages.v, pages.paged(order.view(b, -1).int())
+    return pages.kv_cache(order.view(b, -1).int())
 
 
 def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
         k, v = k.double() * k_scale[..., None], v.double() * v_scale[..., None]
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     if case.kind == "decode":
-        state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec, backend="reference")
+        state = kernels.attn_decode(q, KVCache(k, v), spec, backend="reference")
         return {"out": state[..., : case.d_v]}
     whole = (Segment(0, 0, case.s),)
     options = dict(q_segments=whole, k_segments=whole, spec=spec, backend="reference")

@@ -16,7 +16,7 @@ from .. import energy, kernels
 from ..cache.pages import quantize
 from ..config import AttnSpec, Dropout
 from ..dropout import keep_weights
-from ..kernels import Visible
+from ..kernels import KVCache
 from ..layout import Segment, positions_of, sequences_of
 from .kernel_cases import RULE, in_pages
 from .results import WrongResult
@@ -152,18 +152,17 @@ def decoding_inputs(case: Decoding, dtype: torch.dtype, device) -> tuple[Tensor,
 def run_decoding(case: Decoding, given: tuple[Tensor, ...], backend: str) -> Tensor:
     """The packed state; Triton's in three splits, which are merged."""
     q, k, v, lengths = given
-    s_q, pages = case.num_queries, None
-    if case.page_size:
-        k, v, pages = in_pages(k, v, case.page_size, case.stored)
-    visible = Visible(lengths)
+    s_q = case.num_queries
+    cache = in_pages(k, v, case.page_size, case.stored) if case.page_size else KVCache(k, v)
+    cache = cache._replace(lengths=lengths)
     if s_q > 1:
-        visible = Visible(lengths, _last_positions(lengths, s_q), torch.arange(CACHED, device=q.device).expand(3, -1))
-    call = dict(visible=visible, spec=case.spec, paged=pages)
+        positions = torch.arange(CACHED, device=q.device).expand(3, -1)
+        cache = cache._replace(q_positions=_last_positions(lengths, s_q), k_positions=positions)
     if backend != "triton":
-        return kernels.attn_decode(q, k, v, **call, backend=backend)
+        return kernels.attn_decode(q, cache, case.spec, backend=backend)
     from ..kernels.triton import attn_decode
 
-    return attn_decode(q, k, v, **call, num_splits=3)
+    return attn_decode(q, cache, case.spec, num_splits=3)
 
 
 def check_decoding(case: Decoding, dtype: torch.dtype, device, backend: str) -> float:

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..attention.decode import DecodeStep
+from ..attention.decode_call import DecodeOptions
 from ..attention.head_shares import slice_of
 from ..attention.prefill import tree_prefill
-from ..attention.step import DecodeStep
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..attention.topology import GroupTopology
 from ..comm import Team, collective_call
 from ..config import TreeConfig, default_config
+from ..kernels import KVCache
 from . import Append, ShardedCache, View
 from .chunks import ChunkPlan, plan_chunk
 from .latent import LatentHeads
@@ -238,38 +240,41 @@ class ForwardPass:
         *,
         config,
         attention_chunk_size: int | None = None,
+        sinks: Tensor | None = None,
         **options,
     ) -> Tensor:
         pages, kind = self.store.layers[layer], self.store.kind_of[layer]
-        num_queries, k, v = q.shape[1], pages.k, pages.v
+        num_queries, projection = q.shape[1], None
+        cache = KVCache(pages.k, pages.v, pages.k_scale, pages.v_scale)
         # most of the keys are new: as many are made as there are queries
         expands = latent is not None and self.head_shares is None and self.end <= 2 * num_queries
         if expands and latent.pays_to_expand(num_queries):
-            k, v = latent.expand(self._held(layer, q.dtype))
+            cache = KVCache(*latent.expand(self._held(layer, q.dtype)))
         elif latent is not None:
-            options.update(head_dim_v=latent.rank, projection=latent.values)
-            q, k, v = latent.absorb(q), k if pages.joined else self._held(layer, q.dtype), None
+            q, projection = latent.absorb(q), latent.values
+            cache = KVCache(pages.k if pages.joined else self._held(layer, q.dtype), None, head_dim_v=latent.rank)
         config = config or self.default_config
         by_position = options.get("window_size", (-1, -1)) != (-1, -1) or options.get("alibi_slopes") is not None
         by_position = by_position or attention_chunk_size is not None
-        if k is pages.k:
+        if cache.k is pages.k:
             if (seen := self.seen.get((kind, by_position, id(visible)))) is None:
                 seen = visible, self._seen(kind, num_queries, visible, by_position, config, paged=True)
                 self.seen[kind, by_position, id(visible)] = seen
-            options.update(seen[1], k_scale=pages.k_scale, v_scale=pages.v_scale)
+            cache = KVCache(*cache[:5], **seen[1])
         else:
-            options.update(self._seen(kind, num_queries, visible, by_position, config, paged=False))
-            if "cache_positions" in options:
-                options["cache_positions"] = options["cache_positions"][:, : k.shape[1]]
-        options.update(schedule=self.schedule, config=config)
+            cache = cache._replace(**self._seen(kind, num_queries, visible, by_position, config, paged=False))
+            if cache.k_positions is not None:
+                cache = cache._replace(k_positions=cache.k_positions[:, : cache.k.shape[1]])
+        call = dict(options=DecodeOptions(config=config, schedule=self.schedule, **options), sinks=sinks)
+        call.update(projection=projection)
         if attention_chunk_size is None:
-            return self.step.decode(q, k, v, **options)[0]
-        return self._decode_in_chunks(q, k, v, attention_chunk_size, visible, **options)
+            return self.step.decode(q, cache, **call)[0]
+        return self._decode_in_chunks(q, cache, attention_chunk_size, visible, **call)
 
     def _seen(
         self, kind: int, num_queries: int, visible: Tensor | None, by_position: bool, config: TreeConfig, *, paged: bool
     ) -> dict:
-        """What a decode step's queries see in layers of a kind, as options of `DecodeStep.decode`.
+        """What a decode step's queries see in layers of a kind, as fields of a `KVCache`.
 
         by_position: whether a window or slopes need positions. paged: whether keys are read from pages.
         """
@@ -279,7 +284,7 @@ class ForwardPass:
             if view.shared and visible is None and reads_shared:
                 seen["shared"], view = view.shared, view.rest
             seen["block_table"] = view.block_table
-        seen["cache_seqlens"], device = view.lengths, view.lengths.device
+        seen["lengths"], device = view.lengths, view.lengths.device
         if visible is not None and visible.shape[1] != self.end:
             raise ValueError(
                 f"attention_mask {list(visible.shape)} must cover all {self.end} slots: "
@@ -293,9 +298,9 @@ class ForwardPass:
         if visible is not None:
             shown = visible.gather(1, positions.clamp(max=self.end - 1))
             positions = torch.where(shown, positions, -1)
-        return {**seen, "q_positions": queries, "cache_positions": positions}
+        return {**seen, "q_positions": queries, "k_positions": positions}
 
-    def _decode_in_chunks(self, q, k, v, size: int, visible, *, q_positions, cache_positions, **options) -> Tensor:
+    def _decode_in_chunks(self, q, cache: KVCache, size: int, visible, **call) -> Tensor:
         """Each query sees keys of its own chunk of `size` tokens: a call for queries up to where some row's ends."""
         n = q.shape[1]
         padding = [0] * len(self.rows) if visible is None else (visible.cumsum(1) == 0).sum(1).tolist()
@@ -304,9 +309,8 @@ class ForwardPass:
         parts = []
         for i, end in itertools.pairwise(cuts):
             begin = [(start + i) // size * size + hidden for start, hidden in zip(starts, padding)]
-            outside = cache_positions < torch.tensor(begin, device=q.device)[:, None]
-            positions = dict(
-                q_positions=q_positions[:, i:end], cache_positions=cache_positions.masked_fill(outside, -1)
-            )
-            parts.append(DecodeStep().decode(q[:, i:end], k, v, **positions, **options)[0])
+            outside = cache.k_positions < torch.tensor(begin, device=q.device)[:, None]
+            positions = cache.q_positions[:, i:end], cache.k_positions.masked_fill(outside, -1)
+            part = cache._replace(q_positions=positions[0], k_positions=positions[1])
+            parts.append(DecodeStep().decode(q[:, i:end], part, **call)[0])
         return torch.cat(parts, 1)

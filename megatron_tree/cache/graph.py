@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..attention.step import TRUSTING
+from ..attention.decode import TRUSTING
 from ..config import TreeConfig
 from ..kernels import ACCELERATORS
 from .forward import appended

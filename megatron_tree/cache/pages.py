@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import PagedKV, gather_row
+from ..kernels import KVCache
 
 GROWTH = 8  # a full pool grows by 1/GROWTH of its size: at most that much memory is spare
 CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -137,19 +137,18 @@ class LayerPages:
             pages = pages.view(_bits(pages))
             pages[destinations] = pages[sources]
 
-    def paged(self, block_table: Tensor) -> PagedKV:
-        """This layer's pages with the rows' block table, as the kernels take them."""
-        return PagedKV(block_table, self.k_scale, self.v_scale)
+    def kv_cache(self, block_table: Tensor, **seen) -> KVCache:
+        """The rows of a block table as the kernels take them; seen: other fields of `KVCache`."""
+        v = None if self.joined else self.v
+        return KVCache(self.k, v, self.k_scale, self.v_scale, block_table=block_table, **seen)
 
     def row(self, block_table: Tensor, row: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The first `length` tokens of a row: k [1, length, h_kv, d], v [1, length, h_kv, d_v] in dtype.
 
         Latents: k [1, length, 1, r + rotary head_dim], None.
         """
-        k, v = gather_row(self.k, self.k if self.joined else self.v, self.paged(block_table), row, length, dtype)
-        if self.latent:
-            return (k if self.joined else torch.cat((k, v), -1)), None
-        return k, v
+        k, v, *_ = self.kv_cache(block_table).row(row, dtype, length)
+        return (torch.cat((k, v), -1), None) if self.latent and not self.joined else (k, v)
 
     @property
     def bytes_of_a_token(self) -> int:

@@ -7,7 +7,7 @@ import statistics
 import torch
 
 from ..config import AttnSpec
-from ..kernels import Visible, attn_decode, attn_fwd
+from ..kernels import KVCache, attn_decode, attn_fwd
 from ..layout import Segment
 from .links import now
 
@@ -23,7 +23,7 @@ def memory_bandwidth(device: torch.device) -> float:
     q = torch.randn(1, 1, _HEADS, _HEAD_DIM).to(device, torch.bfloat16)
     k, v = (torch.randn(1, slots, _KV_HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(2))
     spec = AttnSpec(softmax_scale=_HEAD_DIM**-0.5)
-    return (k.nbytes + v.nbytes) / _median_s(lambda: attn_decode(q, k, v, visible=Visible(), spec=spec), device)
+    return (k.nbytes + v.nbytes) / _median_s(lambda: attn_decode(q, KVCache(k, v), spec), device)
 
 
 def flops(device: torch.device) -> float:

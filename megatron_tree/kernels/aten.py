@@ -17,8 +17,8 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..merge import NEG_INF, empty_state, merge_into, state_dtype
 from .blocks import DIAGONAL, FULL, MASKED, Block, split
-from .masks import Visible, visible
-from .paged import PagedKV, begins, decode_masked
+from .kv_cache import KVCache, begins, decode_masked
+from .masks import window_mask
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -113,9 +113,9 @@ def _together(blocks: tuple[Block, ...], q: Tensor, k: Tensor, v: Tensor) -> lis
     return joined
 
 
-def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
+def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     """See `Backend.attn_decode`."""
-    return decode_masked(attn_masked, q, k, v, visible=visible, spec=spec, paged=paged)
+    return decode_masked(attn_masked, q, cache, spec)
 
 
 def attn_masked(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ def _mask(block: Block, q: Tensor, spec: AttnSpec) -> Tensor | None:
         return None
     q_pos = torch.arange(block.q_pos, block.q_pos + block.q_len, device=q.device)
     k_pos = torch.arange(block.k_pos, block.k_pos + block.k_len, device=q.device)
-    return _additive(visible(q_pos, k_pos, spec), q.dtype)[None, None]
+    return _additive(window_mask(q_pos, k_pos, spec), q.dtype)[None, None]
 
 
 def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -20,10 +19,9 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..log import say_once
 from . import fastest, ranges
+from .kv_cache import KVCache, decode_shared
 from .libraries import LIBRARIES, Library
-from .masks import Visible
 from .maxima import LargestLogits
-from .paged import PagedKV, SharedPages, decode_shared
 
 ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices: Triton's kernels are the default there
 
@@ -58,28 +56,17 @@ class Backend:
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         return derive(dout, q, k, v, lse, delta, **call)
 
-    def attn_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        visible: Visible,
-        spec: AttnSpec,
-        paged: PagedKV | None = None,
-        shared: Sequence[SharedPages] = (),
-    ) -> Tensor:
+    def attn_decode(self, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
         """Partial attention of few queries over a shard of the KV cache: the packed state, ready to be sent.
 
-        Args: q [b, s_q, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], any strides, or pages of them with `paged`,
-        which says where the rows are; `visible` says what a query sees, and spec's causality and window apply to
-        positions only. shared: pages that come before those of `paged`, read once for all their rows.
+        Args: q [b, s_q, h, d] and the cache's tensors, any strides. spec's causality and window
+        apply to positions only.
         Returns: fp32 (float64 for float64) [b, s_q, h, d_v + 1]: out, then lse.
         """
         assert spec.dropout is None, "dropout is for training"
         decode = self.module.attn_decode
-        own = decode(q, k, v, visible=visible, spec=spec, paged=paged)
-        return decode_shared(decode, q, k, v, own, shared=shared, spec=spec, paged=paged)
+        state = decode(q, cache, spec)
+        return decode_shared(decode, q, cache, spec, state) if cache.shared else state
 
     def check_pages(self, k: Tensor) -> None:
         """Raise ``ValueError`` for pages k [pages, page_size, h_kv, d] that this backend can't read."""
@@ -97,7 +84,7 @@ def choose(
     """The backend for a call with tensors like these. "auto" logs what it chose and why.
 
     flowing_lse: it is for the backward of a loss that uses lse itself. decodes: it is for `Backend.attn_decode`;
-    masked: with a mask (`Visible.needs_mask`). Raises ``ValueError`` when a named backend can't take the call.
+    masked: with a mask (`KVCache.needs_mask`). Raises ``ValueError`` when a named backend can't take the call.
     """
     inputs = (q, k, v, spec, flowing_lse, masked, decodes)
     if backend != "auto":
@@ -165,9 +152,7 @@ def attn_bwd(
     return chosen.attn_bwd(dout, q, k, v, lse, delta, q_segments=q_segments, k_segments=k_segments, spec=spec)
 
 
-def attn_decode(
-    q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None, shared=(), backend: str = "auto"
-) -> Tensor:
+def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, backend: str = "auto") -> Tensor:
     """`Backend.attn_decode` of a shard on its own: choose, and call."""
-    chosen = choose(q, k, v, spec, backend, masked=visible.needs_mask(paged is not None), decodes=True)
-    return chosen.attn_decode(q, k, v, visible=visible, spec=spec, paged=paged, shared=shared)
+    chosen = choose(q, cache.k, cache.values, spec, backend, masked=cache.needs_mask, decodes=True)
+    return chosen.attn_decode(q, cache, spec)

@@ -18,8 +18,7 @@ from torch import Tensor
 from ..config import AttnSpec
 from . import aten
 from .blocks import DIAGONAL
-from .masks import Visible
-from .paged import PagedKV
+from .kv_cache import KVCache
 
 
 class Library(NamedTuple):
@@ -57,7 +56,7 @@ class Library(NamedTuple):
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         return aten.attn_bwd(dout, q, k, v, lse, delta, **call, block_bwd=self._block_bwd)
 
-    def attn_decode(self, q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
+    def attn_decode(self, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
         """`unsupported` refuses it."""
         raise AssertionError("a library does not decode")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..merge import NEG_INF, state_dtype
 from .blocks import FULL, Block, split
-from .masks import visible
+from .masks import window_mask
 
 QUERIES, KEYS = 256, 1024  # rows of a tile
 
@@ -70,5 +70,5 @@ def _largest(q: Tensor, k: Tensor, tile: Block, spec: AttnSpec) -> Tensor:
     if tile.kind != FULL:
         q_pos = torch.arange(tile.q_pos, tile.q_pos + tile.q_len, device=q.device)
         k_pos = torch.arange(tile.k_pos, tile.k_pos + tile.k_len, device=q.device)
-        s = s.masked_fill(~visible(q_pos, k_pos, spec), NEG_INF)
+        s = s.masked_fill(~window_mask(q_pos, k_pos, spec), NEG_INF)
     return s.amax((0, 3, 4)).flatten()

@@ -16,8 +16,8 @@ from ..config import AttnSpec
 from ..dropout import keep_weights
 from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, empty_state, state_dtype
-from .masks import Visible, alibi_bias, distances, visible
-from .paged import PagedKV, decode_masked
+from .kv_cache import KVCache, decode_masked
+from .masks import alibi_bias, distances, window_mask
 
 STRIP = 256  # query rows at a time
 DROPOUT_STRIP = 64  # with dropout: its mask takes several int64 words per pair
@@ -37,7 +37,7 @@ def attn_fwd(
     """See `Backend.attn_fwd`; out_dtype changes nothing."""
     pairs = _Pairs(q, k, q_segments, k_segments, spec)
     q, (k, v) = _blank(pairs.q_seq, q)[0], _blank(pairs.k_seq, k, v)
-    return _attend(q, k, v, spec, pairs.visible, pairs.bias, pairs.dropout_weights if spec.dropout else None)
+    return _attend(q, k, v, spec, pairs.mask, pairs.bias, pairs.dropout_weights if spec.dropout else None)
 
 
 def attn_masked(
@@ -50,9 +50,9 @@ def attn_masked(
     return _attend(q, k, v, spec, of_rows(keep), of_rows(bias))
 
 
-def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
+def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     """See `Backend.attn_decode`."""
-    return decode_masked(attn_masked, q, k, v, visible=visible, spec=spec, paged=paged)
+    return decode_masked(attn_masked, q, cache, spec)
 
 
 def _attend(
@@ -99,7 +99,7 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
         q_i, dout_i = q[:, rows].to(dtype), dout[:, rows].to(dtype)
         lse_i, delta_i = (x[..., rows].unflatten(1, group).unsqueeze(-1).to(dtype) for x in (lse, delta))
         logits = _logits(q_i, k, spec)
-        s = _hidden(logits, pairs.visible(rows), pairs.bias(rows))
+        s = _hidden(logits, pairs.mask(rows), pairs.bias(rows))
         p = torch.exp(s - torch.where(lse_i == NEG_INF, -NEG_INF, lse_i))  # [b, n, g, q, k]
         dout_i, q_i = (x.unflatten(2, group) for x in (dout_i, q_i))
         dropped, dp = p, torch.einsum("bqngd,bknd->bngqk", dout_i, v)
@@ -143,10 +143,10 @@ class _Pairs:
             sequences_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
         )
 
-    def visible(self, rows: slice) -> Tensor:
+    def mask(self, rows: slice) -> Tensor:
         """bool [rows, s_k]."""
         q_seq = self.q_seq[rows, None]
-        return visible(self.q_pos[rows], self.k_pos, self.spec) & (q_seq == self.k_seq) & (q_seq >= 0)
+        return window_mask(self.q_pos[rows], self.k_pos, self.spec) & (q_seq == self.k_seq) & (q_seq >= 0)
 
     def bias(self, rows: slice) -> Tensor | None:
         """What ALiBi adds to logits, [1 or b, h, rows, s_k]; None where it is off."""

@@ -1,22 +1,9 @@
 """A decode step of a whole model on N ranks: what each way to share weights and cache reads, sends and takes.
 
-All ways share the cache's tokens. They differ in the weights:
-
-    whole weights     every rank has all weights; the ranks merge what they attend to
-    tensor parallel   K ranks share the weights, K a divisor of the KV heads; N / K such groups share the tokens
-    sharded           all N ranks share the weights: K head groups of N / K neighbours, which share the tokens; queries
-                      are gathered inside a head group, and every rank gets the results of its own heads; MLA's
-                      projections into latents are split, too, and what they give is gathered, where that is faster
-    repeated          as sharded, but each rank of a head group computes all of its queries, so that none are gathered
-                      (`init_inference(queries="repeated")`)
-    Helix             the same (arXiv 2507.07120), but with MLA latents are merged; we merge the values made of partial
-                      latents where that is faster (here, and in the two ways in which ranks have all heads)
-    DCP               as sharded, but states are merged by an all-gather of lse and a reduce-scatter of the outputs
-                      (vLLM's decode context parallelism)
-
-With fewer KV heads than ranks, or MLA (one KV head), only the last four divide all of the weights by N. Layers are
-added up: a layer reads its weights and the rank's share of its cache at `memory_bandwidth`, and its messages follow one
-after another. Activations, norms, Python and overlap of any kind are not counted.
+All ways share the cache's tokens; they differ in the weights (`WAYS`). With fewer KV heads than ranks, or MLA (one KV
+head), only those that split the weights over all ranks divide all of them by N. Layers are added up: a layer reads its
+weights and the rank's share of its cache at `memory_bandwidth`, and its messages follow one after another. Activations,
+norms, Python and overlap of any kind are not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +19,37 @@ from .model import ModelSizes
 from .planner import plan_decode
 from .topology import Topology, place
 
-WAYS = ("whole weights", "tensor parallel", "sharded", "repeated", "Helix", "DCP")
+
+class Way(NamedTuple):
+    """A way to share weights and cache. K head groups, K a divisor of the KV heads, hold different heads; the ranks of
+    a head group share the tokens."""
+
+    name: str
+    head_groups: bool = True
+    """Whether there are head groups; else all ranks have all heads."""
+    splits_weights: bool = True
+    """All ranks share the weights; else the K head groups do. A rank gets the results of its own heads then."""
+    repeats_queries: bool = False
+    """Each rank of a head group computes all of its queries, so that none are gathered."""
+    splits_latents: bool = False
+    """MLA's projections into latents are split, too, and what they give is gathered, where that is faster."""
+    merges_values: bool = False
+    """With MLA values made of partial latents are merged, not latents, where that is faster."""
+    gathers_lse: bool = False
+    """States are merged by an all-gather of lse and a reduce-scatter of the outputs."""
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Way("whole weights", head_groups=False, splits_weights=False, merges_values=True),
+        Way("tensor parallel", splits_weights=False, merges_values=True),
+        Way("sharded", splits_latents=True),
+        Way("repeated", repeats_queries=True, splits_latents=True, merges_values=True),
+        Way("Helix", repeats_queries=True),  # arXiv 2507.07120
+        Way("DCP", gathers_lse=True),  # vLLM's decode context parallelism
+    )
+}
 
 
 class StepCost(NamedTuple):
@@ -66,7 +83,8 @@ def plan_step(
         batch: rows of the step. seq_len: tokens of each row's cache.
         bytes_per_word: of weights, cache and activations.
     """
-    return [_Step(model, topology, tuple(hosts), batch, seq_len, bytes_per_word).cost(way) for way in WAYS]
+    step = _Step(model, topology, tuple(hosts), batch, seq_len, bytes_per_word)
+    return [step.cost(way) for way in WAYS.values()]
 
 
 def splits_latents(
@@ -100,60 +118,58 @@ class _Step(NamedTuple):
     seq_len: int
     bytes_per_word: int
 
-    def cost(self, way: str) -> StepCost:
+    def cost(self, way: Way) -> StepCost:
         model, world, word = self.model, len(self.hosts), self.bytes_per_word
-        groups = 1 if way == "whole weights" else math.gcd(world, model.num_heads_kv)
-        split = {"whole weights": 1, "tensor parallel": groups}.get(way, world)
-        queries = groups if way in ("repeated", "Helix") else split
-        # neighbours share a product's weights, or a head group's tokens
-        weights_of = self._placed(self.hosts[:split])
-        ours = way in ("sharded", "repeated")
-        latents = [(model.shared / 2, model.shared / model.hidden_size / 2)] * 2 if ours else []
-        latents = latents if splits_latents(weights_of, latents, word, self.batch) else []
-        layer = model.queries / queries + model.keys / groups + model.shared / (world if latents else 1)
-        layer += (model.output + model.mlp + model.experts_read(self.batch)) / split
+        groups = math.gcd(world, model.num_heads_kv) if way.head_groups else 1
+        split = world if way.splits_weights else groups
+        weights_of = self._placed(self.hosts[:split])  # neighbours share a product's weights, or a head group's tokens
+        tokens_of = self.hosts[: world // groups] if way.splits_weights else self.hosts[::groups]
+        latents = [(model.shared / 2, model.shared / model.hidden_size / 2)] * 2
+        if not way.splits_latents or not splits_latents(weights_of, latents, word, self.batch):
+            latents = []
         cache = self.batch * self.seq_len * model.num_heads_kv * model.cache * model.layers * word / world
-
-        tokens_of = self.hosts[::groups] if split < world else self.hosts[: world // groups]
-        layers = [summed(weights_of, self.batch * model.hidden_size * word)] * 2
         messages, more = self._attention(way, tokens_of, groups, cache / model.layers)
-        layers += messages
-        weights = (model.layers * (layer + more) + model.lm_head / split) * word
-        layers += [gathered(weights_of, self.batch * columns / world * word) for _, columns in latents]
-        ends = gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)  # the logits
+        messages += [summed(weights_of, self.batch * model.hidden_size * word)] * 2
+        messages += [gathered(weights_of, self.batch * columns / world * word) for _, columns in latents]
+        logits = gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)
+        time, sent = (model.layers * sum(of_layer) + end for of_layer, end in zip(zip(*messages), logits))
+
+        layer = model.queries / (groups if way.repeats_queries else split) + model.keys / groups
+        layer += model.shared / (world if latents else 1) + more
+        layer += (model.output + model.mlp + model.experts_read(self.batch)) / split
+        weights = (model.layers * layer + model.lm_head / split) * word
         read = (weights + cache) / self.topology.memory_bandwidth
-        time, sent = (model.layers * sum(part) + end for part, end in zip(zip(*layers), ends))
-        return StepCost(way, groups, weights, cache, sent, read, read + time)
+        return StepCost(way.name, groups, weights, cache, sent, read, read + time)
 
     def _attention(
-        self, way: str, hosts: tuple[int, ...], groups: int, kv_bytes: float
+        self, way: Way, hosts: tuple[int, ...], groups: int, kv_bytes: float
     ) -> tuple[list[tuple[float, float]], float]:
         """(seconds, bytes sent) of the messages of one layer's attention among the ranks that share the tokens; and
-        words of weights that are read to make values of all heads' partial latents, and not only of own results."""
+        words of weights that are read to make values of all heads' partial latents, and not only of local results."""
         model, n, placed = self.model, len(hosts), self._placed(hosts)
         heads = self.batch * model.num_heads / groups  # rows of a state
         share = heads / n * self.bytes_per_word
-        if way == "DCP":
-            return [gathered(placed, share * model.head_dim), gathered(placed, heads * 4),
-                    gathered(placed, share * model.head_dim_v)], 0  # fmt: skip
-        own = way in ("sharded", "repeated", "Helix")
-        plans = functools.partial(
+        if way.gathers_lse:
+            parts = (share * model.head_dim, heads * 4, share * model.head_dim_v)
+            return [gathered(placed, part) for part in parts], 0
+        plan_of = functools.partial(
             plan_decode,
             n,
             rows=math.ceil(heads),
             kv_bytes=round(kv_bytes),
             topology=self.topology,
             placement=placed.placement,
-            own_heads=own,
+            own_heads=way.splits_weights,
         )
-        plan, more = plans(head_dim_v=model.head_dim_v), 0.0
-        if model.values and way not in ("sharded", "Helix"):
-            values, others = plans(head_dim_v=model.value_dim), model.values * (1 - 1 / n) if own else 0.0
+        plan, more = plan_of(head_dim_v=model.head_dim_v), 0.0
+        if model.values and way.merges_values:
+            values, others = plan_of(head_dim_v=model.value_dim), model.values * (1 - 1 / n) * way.splits_weights
             if projects_first(placed, plan, values, others * self.bytes_per_word):
                 plan, more = values, others
-        merged = plan.cost.time_s - plan.cost.compute_s, plan.cost.bytes
-        asked = [gathered_queries(placed, share * model.head_dim)] if way == "sharded" else []
-        return [merged, *asked], more
+        messages = [(plan.cost.time_s - plan.cost.compute_s, plan.cost.bytes)]
+        if way.splits_weights and not way.repeats_queries:
+            messages.append(gathered_queries(placed, share * model.head_dim))
+        return messages, more
 
     def _placed(self, hosts: tuple[int, ...]) -> PlacedTopology:
         return placed_topology(self.topology, place(self.topology, list(hosts)))

@@ -8,7 +8,7 @@ from megatron_tree import TreeConfig, energy, tree_decode
 from megatron_tree.cache import ShardedCache, quantize, sharded
 from megatron_tree.cache.beginnings import common_beginnings
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import PagedKV, SharedPages, Visible, attn_decode, backends
+from megatron_tree.kernels import KVCache, SharedPages, attn_decode, backends
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 
@@ -70,9 +70,7 @@ CASES = [
 @pytest.mark.parametrize(("backend", "dtype", "stored"), CASES, ids=str)
 def test_states_are_exact(backend, dtype, stored, s_q):
     q, k, v, scales, exact, rows, lengths = _pages(s_q, dtype, stored)
-    check(
-        q, k, v, scales, exact, rows, lengths, lambda *args, **options: attn_decode(*args, backend=backend, **options)
-    )
+    check(q, k, v, scales, exact, rows, lengths, lambda *args: attn_decode(*args, backend))
 
 
 def check(q, k, v, scales, exact, rows, lengths, decode):
@@ -87,8 +85,8 @@ def check(q, k, v, scales, exact, rows, lengths, decode):
         if s_q > 1:
             slots = torch.arange(block_table.shape[1] * PAGE).expand(5, -1)
             positions = (counts[:, None] - s_q + torch.arange(s_q), slots)
-        visible, paged = Visible(counts, *positions), PagedKV(block_table, *scales)
-        state = decode(q, k, v, visible=visible, spec=spec, paged=paged, shared=more)
+        seen = (None, counts, *(positions or (None, None)), block_table, more)
+        state = decode(q, KVCache(k, v, *(scales or (None, None)), *seen), spec)
         errors.append(largest((error(state[..., :-1], out), error(state[..., -1], lse.transpose(1, 2)))))
     limit = rounding(max(lengths), torch.promote_types(q.dtype, torch.float32))
     assert errors[1] <= 2 * errors[0] + limit and errors[1] < 0.05
@@ -114,9 +112,9 @@ def _forks(rank, world, tokens):
     view, pages, read = cache.view(0, rows, "cpu"), cache.layers[0], []
     decode = backends.Backend.attn_decode
 
-    def watched(self, *args, visible, shared=(), **options):
-        read.append(int(visible.lengths.sum()) + sum(4 * table.shape[1] for _, table in shared))
-        return decode(self, *args, visible=visible, shared=shared, **options)
+    def watched(self, q, cache, spec):
+        read.append(int(cache.lengths.sum()) + sum(4 * table.shape[1] for _, table in cache.shared))
+        return decode(self, q, cache, spec)
 
     backends.Backend.attn_decode = watched
     outs = []

@@ -15,7 +15,7 @@ from megatron_tree.cache.forward import ForwardPass, forward_pass
 from megatron_tree.cache.latent import LatentHeads
 from megatron_tree.comm import traffic
 from megatron_tree.config import TreeConfig
-from megatron_tree.kernels import Visible, attn_decode
+from megatron_tree.kernels import KVCache, attn_decode
 from megatron_tree.plan import grids, load_topology, place, plan_decode, plan_prefill_grid, save_topology
 from support.ranks import largest, run_distributed
 from support.rounding import rounding
@@ -73,14 +73,15 @@ def test_backends_take_keys_of_576_that_hold_their_values(backend, dtype):
     random = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 3, 8, 576, generator=random), torch.randn(2, 130, 1, 576, generator=random)
     positions = torch.arange(130).expand(2, -1)
-    visible = Visible(torch.tensor([130, 57]), torch.tensor([[56, 80, 129], [3, 56, 56]]), positions)
-    found = {}
+    seen = dict(lengths=torch.tensor([130, 57]), q_positions=torch.tensor([[56, 80, 129], [3, 56, 56]]))
+    seen["k_positions"], found = positions, {}
     for name, type_ in (("exact", torch.float64), (backend, dtype), ("dense", dtype)):
         keys = k.to(type_)
-        values = keys[..., :512] if name == backend else keys[..., :512].clone()
+        values, head_dim_v = (None, 512) if name == backend else (keys[..., :512].clone(), None)
+        cache = KVCache(keys, values, head_dim_v=head_dim_v, **seen)
         name_of = "reference" if name != backend else backend
         spec = make_spec(q.to(type_), True, 0.07, (-1, -1), 0.0)
-        found[name] = attn_decode(q.to(type_), keys, values, visible=visible, spec=spec, backend=name_of).double()
+        found[name] = attn_decode(q.to(type_), cache, spec, backend=name_of).double()
     error, allowed = ((found[x] - found["exact"]).abs().max() for x in (backend, "dense"))
     assert error <= 2 * allowed + 1e-6 * found["exact"].abs().max()
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_tree import TreeConfig, kernels, tree_decode
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import PagedKV, Visible
+from megatron_tree.kernels import KVCache
 from megatron_tree.kernels.triton.decode import SPLIT_KEYS
 from megatron_tree.layout import Segment
 from megatron_tree.merge import merge_sinks, unpack_state
@@ -155,13 +155,11 @@ def test_splits_of_triton_do_not_depend_on_the_batch(paged):
         call = dict(spec=AttnSpec(softmax_scale=0.25, deterministic=deterministic), backend="triton")
         found = []
         for i, wide in ((slice(0, 4), pages), (slice(0, 1), pages), (slice(1, 2), 5)):  # row 1: a table of its length
-            seen = Visible(lengths=lengths[i])
+            cache = KVCache(k[i], v[i], lengths=lengths[i])
             if paged:
                 of_pages = [x.flatten(0, 1).unflatten(0, (-1, 64)) for x in (k, v)]
-                call["paged"] = PagedKV(table[i, :wide].contiguous())
-                found.append(kernels.attn_decode(q[i], *of_pages, visible=seen, **call))
-            else:
-                found.append(kernels.attn_decode(q[i], k[i], v[i], visible=seen, **call))
+                cache = KVCache(*of_pages, lengths=lengths[i], block_table=table[i, :wide].contiguous())
+            found.append(kernels.attn_decode(q[i], cache, **call))
         return found
 
     together, first, second = states(True)

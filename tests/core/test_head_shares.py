@@ -7,7 +7,6 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, comm, tree_decode, tree_prefill
 from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
-from megatron_tree.kernels import gather_row
 from megatron_tree.layout import Segment
 from megatron_tree.plan import grids
 from support.attention import make_slopes
@@ -155,7 +154,7 @@ def _prefill(rank, world, page_size):
             grid = {0: middle, 7: (1, world), 37: middle, 38: (world, 1)}[begin] if heads_kv == 1 else (world, 1)
             out = tree_prefill(
                 queries if begin in (7, 37) else own(queries, shares, rank, 2),  # all heads, or those of this rank
-                *gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, held, q.dtype),
+                *pages.row(view.block_table, 0, held, q.dtype),
                 cp_group=dist.group.WORLD,
                 shares=[[(begin, end - begin)]],
                 key_segments=cache.key_segments(

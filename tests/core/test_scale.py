@@ -7,7 +7,7 @@ import torch
 
 from megatron_tree import kernels
 from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.kernels import PagedKV, Visible
+from megatron_tree.kernels import KVCache
 from megatron_tree.kernels.triton import decode as triton_decode
 from megatron_tree.kernels.triton import host
 from megatron_tree.kernels.triton import merge as triton_merge
@@ -75,9 +75,9 @@ def test_strides_beyond_32_bits_in_training_kernels(dim):
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "row", "head"])
 def test_strides_beyond_32_bits_in_the_decode_kernel(dim):
     q, k, v = randn(4, 1, 4, 16), randn(4, 4, 4, 16, seed=1), randn(4, 4, 4, 16, seed=2)
-    seen = Visible(lengths=torch.tensor([4, 3, 2, 4]))
-    near = triton_decode.attn_decode(q, k, v, visible=seen, spec=WHOLE["spec"])
-    far = triton_decode.attn_decode(q, spread(k, dim), spread(v, dim), visible=seen, spec=WHOLE["spec"])
+    cache = KVCache(k, v, lengths=torch.tensor([4, 3, 2, 4]))
+    near = triton_decode.attn_decode(q, cache, WHOLE["spec"])
+    far = triton_decode.attn_decode(q, cache._replace(k=spread(k, dim), v=spread(v, dim)), WHOLE["spec"])
     assert torch.equal(near, far)
 
 
@@ -90,15 +90,13 @@ def test_pages_beyond_32_bits(dim, stored):
     scales = [randn(4, 16, 4, seed=3 + i).abs() / 40 for i in range(2)] if stored == torch.int8 else [None, None]
     table = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32)
     positions = torch.arange(64).reshape(2, 32)
-    seen = Visible(lengths=torch.tensor([30, 18]), q_positions=torch.tensor([[29], [60]]), k_positions=positions)
-    call = dict(spec=AttnSpec(softmax_scale=0.5, window_size=(9, -1)))
-    near = triton_decode.attn_decode(q, k, v, visible=seen, paged=PagedKV(table, *scales), **call)
+    seen = dict(lengths=torch.tensor([30, 18]), q_positions=torch.tensor([[29], [60]]))
+    spec = AttnSpec(softmax_scale=0.5, window_size=(9, -1))
+    near = triton_decode.attn_decode(q, KVCache(k, v, *scales, **seen, k_positions=positions, block_table=table), spec)
+    seen |= dict(k_positions=spread(positions, 0, 3 * FAR), block_table=spread(table, 0, 3 * FAR))
     far_scales = [x if x is None or dim else spread(x, 0) for x in scales]
-    far_seen = seen._replace(k_positions=spread(positions, 0, 3 * FAR))
-    far = [spread(x, dim) for x in (k, v)]
-    far_pages = PagedKV(spread(table, 0, 3 * FAR), *far_scales)
-    found = triton_decode.attn_decode(q, *far, visible=far_seen, paged=far_pages, **call)
-    assert torch.equal(near, found)
+    far = KVCache(*(spread(x, dim) for x in (k, v)), *far_scales, **seen)
+    assert torch.equal(near, triton_decode.attn_decode(q, far, spec))
 
 
 def test_merging_states_beyond_32_bits():
@@ -168,7 +166,8 @@ def test_decode_at_millions_of_positions(left, backend):
     call = dict(spec=AttnSpec(softmax_scale=0.5, window_size=(left, -1)), backend=backend)
 
     def state(offset):
-        return kernels.attn_decode(q, k, v, visible=Visible(None, q_positions + offset, k_positions + offset), **call)
+        cache = KVCache(k, v, q_positions=q_positions + offset, k_positions=k_positions + offset)
+        return kernels.attn_decode(q, cache, **call)
 
     for offset in (*OFFSETS, 1 << 40):
         assert torch.equal(state(offset), state(0)), offset

@@ -6,7 +6,7 @@ import torch
 from megatron_tree import energy, kernels
 from megatron_tree.bench.kernel_cases import Case
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import Visible, fastest
+from megatron_tree.kernels import KVCache, fastest
 from megatron_tree.layout import Segment
 
 pytestmark = [
@@ -30,10 +30,9 @@ def test_long_decode(s):
     q = torch.randn(1, 1, 16, 128, device="cuda", dtype=torch.bfloat16, generator=g)
     k, v = torch.randn(2, 1, s, 2, 128, device="cuda", dtype=torch.bfloat16, generator=g)
     spec = AttnSpec(softmax_scale=128**-0.5)
-    state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec)
-    out, lse = kernels.attn_decode(
-        *(x.float() for x in (q, k, v)), visible=Visible(), spec=spec, backend="reference"
-    ).split((128, 1), -1)
+    state = kernels.attn_decode(q, KVCache(k, v), spec)
+    cache = KVCache(k.float(), v.float())
+    out, lse = kernels.attn_decode(q.float(), cache, spec, backend="reference").split((128, 1), -1)
     assert (state[..., :-1] - out).abs().max() < 1e-2 * out.abs().max()
     assert (state[..., -1:] - lse).abs().max() < 1e-4
 
@@ -45,7 +44,7 @@ def test_decode_of_wide_heads(head_dim, s_q, dtype):
     q = torch.randn(1, s_q, 16, head_dim, device="cuda", dtype=dtype, generator=g)
     k, v = torch.randn(2, 1, 3000, 2, head_dim, device="cuda", dtype=dtype, generator=g)
     spec = AttnSpec(softmax_scale=head_dim**-0.5)
-    state = kernels.attn_decode(q, k, v, visible=Visible(), spec=spec)
+    state = kernels.attn_decode(q, KVCache(k, v), spec)
     out, _ = energy.attention(*(x.double() for x in (q, k, v)), spec=spec)
     assert (state[..., :-1] - out).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2) * out.abs().max()
 
@@ -57,9 +56,9 @@ def test_bits_do_not_depend_on_the_batch_or_the_run():
     k, v = torch.randn(2, 8, 20_000, 4, 128, device="cuda", dtype=torch.bfloat16, generator=g)
     lengths = torch.tensor([20_000, 1, 1024, 0, 777, 19_999, 5000, 64], device="cuda")
     spec = AttnSpec(softmax_scale=128**-0.5, deterministic=True)
-    together = kernels.attn_decode(q, k, v, visible=Visible(lengths=lengths), spec=spec)
+    together = kernels.attn_decode(q, KVCache(k, v, lengths=lengths), spec)
     for i in (slice(n, n + 1) for n in range(8)):
-        alone = kernels.attn_decode(q[i], k[i], v[i], visible=Visible(lengths=lengths[i]), spec=spec)
+        alone = kernels.attn_decode(q[i], KVCache(k[i], v[i], lengths=lengths[i]), spec)
         assert torch.equal(alone, together[i])
     q, k, v, dout = torch.randn(4, 2, 1000, 8, 128, device="cuda", dtype=torch.bfloat16, generator=g)
     whole = dict(q_segments=(Segment(0, 0, 1000),), k_segments=(Segment(0, 0, 1000),), spec=spec, backend="triton")

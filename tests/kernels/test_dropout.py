@@ -10,7 +10,7 @@ import torch
 
 from megatron_tree import dropout, energy, kernels
 from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.kernels import Visible
+from megatron_tree.kernels import KVCache
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
 from support.states import merged
 
@@ -224,6 +224,6 @@ def test_dispatch_says_why():
     with pytest.raises(ValueError, match=r"backend='aten' can't take dropout: use backend='auto' or 'reference'"):
         kernels.choose(q, k, v, spec, "aten")
     with pytest.raises(AssertionError, match="dropout is for training"):
-        kernels.attn_decode(q[:, :1], k, v, visible=Visible(), spec=spec)
+        kernels.attn_decode(q[:, :1], KVCache(k, v), spec)
     with pytest.raises(AssertionError, match="keep_weights"):
         energy.attention(q, k, v, spec=spec)

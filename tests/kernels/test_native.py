@@ -10,7 +10,7 @@ import torch
 from megatron_tree import energy, kernels
 from megatron_tree.cache import quantize
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import PagedKV, Visible, aten, native, reference
+from megatron_tree.kernels import KVCache, aten, native, reference
 from support.attention import distances, make_slopes, slopes_of
 from support.decoding import decode_inputs
 from support.rounding import assert_near, error, rounding
@@ -37,8 +37,7 @@ def paged(x, size, seed=0):
 
 
 def forms(q, k, v, seed=0):
-    """(name, keys, values, options of attn_decode, bool [b, s_q, n] or None, options of AttnSpec and `distance`) of
-    everything that decoding allows."""
+    """(name, cache, bool [b, s_q, n] or None, options of AttnSpec and `distance`) of all that decoding allows."""
     b, s_q, n = q.shape[0], q.shape[1], k.shape[1]
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, n + 1, (b,), generator=g)
@@ -47,17 +46,17 @@ def forms(q, k, v, seed=0):
     slots[:, ::7] = -1
     q_positions = torch.randint(n // 2, n, (b, s_q), generator=g)
     within = torch.arange(n) < lengths[:, None, None]
-    seen = Visible(lengths, q_positions, slots)
     for size in (16, 5):
         (pk, table), (pv, _) = paged(k, size), paged(v, size)
         keep = within.expand(b, s_q, n)
-        yield f"pages of {size}", pk, pv, dict(visible=Visible(lengths), paged=PagedKV(table)), keep, {}
-    yield "dense", k, v, dict(visible=Visible()), None, {}
+        yield f"pages of {size}", KVCache(pk, pv, lengths=lengths, block_table=table), keep, {}
+    yield "dense", KVCache(k, v), None, {}
     slopes = slopes_of(0.1 * make_slopes(q.shape[2], b))
     for more in ({}, dict(window_size=(n // 3, 0)), dict(softcap=4.0), dict(alibi_slopes=slopes, softcap=4.0)):
         spec = AttnSpec(softmax_scale=1.0, **more)
         keep = energy.visible(q_positions, slots, spec) & (slots >= 0)[:, None] & within
-        yield f"positions {more}", k, v, dict(visible=seen), keep, more | dict(distance=distances(q_positions, slots))
+        cache = KVCache(k, v, lengths=lengths, q_positions=q_positions, k_positions=slots)
+        yield f"positions {more}", cache, keep, more | dict(distance=distances(q_positions, slots))
 
 
 def worst(state, out, lse):
@@ -75,13 +74,12 @@ def test_exact(shape, dtype):
     heads, d, d_v, s_q = SHAPES[shape]
     for n in (1, 63, 1500):
         q, k, v = decode_inputs(2, s_q, n, heads, d, d_v, dtype=dtype)
-        for name, keys, values, options, keep, more in forms(q, k, v):
+        for name, cache, keep, more in forms(q, k, v):
             distance = more.pop("distance", None)
             spec = AttnSpec(softmax_scale=d**-0.5, **more)
             exact = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, distance=distance)
             errors = [
-                worst(kernels.attn_decode(q, keys, values, spec=spec, backend=backend, **options), *exact)
-                for backend in ("native", "reference")
+                worst(kernels.attn_decode(q, cache, spec, backend), *exact) for backend in ("native", "reference")
             ]
             assert all(ours <= 2 * theirs + rounding(n) for ours, theirs in zip(*errors)), (name, n, errors)
 
@@ -98,8 +96,8 @@ def test_eight_bits(dtype):
         exact = energy.attention(q.double(), *stored, spec=spec, keep=keep)
         (pk, table), *others = (paged(x, 16) for x in (k, v, k_scale, v_scale))
         pv, *scales = (pages for pages, _ in others)
-        pages = PagedKV(table, *scales)
-        state = kernels.attn_decode(q, pk, pv, visible=Visible(lengths), spec=spec, paged=pages, backend="native")
+        cache = KVCache(pk, pv, *scales, lengths=lengths, block_table=table)
+        state = kernels.attn_decode(q, cache, spec, backend="native")
         assert_near(state[..., :-1], exact[0], 200)
         assert_near(state[..., -1], exact[1].transpose(1, 2), 200)
 
@@ -113,9 +111,9 @@ def test_every_number_of_a_narrow_type(dtype):
     narrow = dtype if dtype.itemsize == 2 else torch.float32
     q, scales = torch.ones(len(v), 1, 1, 16, dtype=narrow), torch.ones(len(v), 1, 1)
     table = torch.arange(len(v), dtype=torch.int32)[:, None]
-    pages = PagedKV(table, *((scales, scales) if dtype.itemsize == 1 else ()))
-    seen, spec = Visible(torch.ones(len(v), dtype=torch.int64)), AttnSpec(softmax_scale=1.0)
-    out = native.attn_decode(q, k, v, visible=seen, spec=spec, paged=pages)[:, 0, 0, :16]
+    seen = dict(lengths=torch.ones(len(v), dtype=torch.int64), block_table=table)
+    cache = KVCache(k, v, *((scales, scales) if dtype.itemsize == 1 else ()), **seen)
+    out = native.attn_decode(q, cache, AttnSpec(softmax_scale=1.0))[:, 0, 0, :16]
     torch.testing.assert_close(out, v.float()[:, 0, 0], rtol=0, atol=0, equal_nan=True)
 
 
@@ -124,14 +122,14 @@ def test_nan_is_not_lost():
     for n, which in itertools.product((1, 5, 100), "kv"):
         q, k, v = decode_inputs(1, 1, n, dtype=torch.float32)
         (k if which == "k" else v)[0, n // 2, 0, 3] = float("nan")
-        state = native.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0))
+        state = native.attn_decode(q, KVCache(k, v), AttnSpec(softmax_scale=1.0))
         assert state[0, 0, :2].isnan().any(-1).all() and state[0, 0, 2:].isfinite().all()
 
 
 @pytest.mark.parametrize("memory", ["heads first", "every second element", "head_dim first"])
 def test_any_strides(memory):
     q, k, v = decode_inputs(3, 2, 70, (6, 3), 24, 24, dtype=torch.float32)
-    state = native.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=0.2))
+    state = native.attn_decode(q, KVCache(k, v), AttnSpec(softmax_scale=0.2))
 
     def moved(x):
         if memory == "every second element":
@@ -139,7 +137,7 @@ def test_any_strides(memory):
         order = (0, 2, 1, 3) if memory == "heads first" else (3, 0, 1, 2)
         return x.permute(order).contiguous().permute([order.index(i) for i in range(4)])
 
-    again = native.attn_decode(*map(moved, (q, k, v)), visible=Visible(), spec=AttnSpec(softmax_scale=0.2))
+    again = native.attn_decode(moved(q), KVCache(moved(k), moved(v)), AttnSpec(softmax_scale=0.2))
     assert torch.equal(state, again)
 
 
@@ -153,14 +151,14 @@ def test_the_same_bits_for_any_batch_and_number_of_threads(monkeypatch):
     try:
         for n in (1, 3):
             torch.set_num_threads(n)
-            found.append(native.attn_decode(q, k, v, visible=Visible(lengths), spec=spec))
-            found.append(native.attn_decode(q, pk, pv, visible=Visible(lengths), spec=spec, paged=PagedKV(table)))
+            found.append(native.attn_decode(q, KVCache(k, v, lengths=lengths), spec))
+            found.append(native.attn_decode(q, KVCache(pk, pv, lengths=lengths, block_table=table), spec))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found[0], x) for x in found[1:])
     for i in range(3):
         n = int(lengths[i])
-        alone = native.attn_decode(*(x[i : i + 1] for x in (q, k[:, :n], v[:, :n])), visible=Visible(), spec=spec)
+        alone = native.attn_decode(q[i : i + 1], KVCache(*(x[i : i + 1, :n] for x in (k, v))), spec)
         assert torch.equal(alone, found[0][i : i + 1])
 
 
@@ -170,12 +168,12 @@ def test_narrower_vectors(options, monkeypatch):
     if "-mavx2" in options and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("this processor has no AVX2")
     q, k, v = decode_inputs(2, 3, 200, (14, 2), 20, 36, dtype=torch.bfloat16)
-    call = dict(visible=Visible(torch.tensor([200, 3])), spec=AttnSpec(softmax_scale=0.2, softcap=3.0))
-    usual = native.attn_decode(q, k, v, **call)
+    cache, spec = KVCache(k, v, lengths=torch.tensor([200, 3])), AttnSpec(softmax_scale=0.2, softcap=3.0)
+    usual = native.attn_decode(q, cache, spec)
     _with_options(monkeypatch, *options)
-    assert_near(native.attn_decode(q, k, v, **call), usual, 200)
+    assert_near(native.attn_decode(q, cache, spec), usual, 200)
     for x in ([k, v], [k.float(), v.float()]):
-        other = native.attn_decode(q.to(x[0].dtype), *x, **call)
+        other = native.attn_decode(q.to(x[0].dtype), cache._replace(k=x[0], v=x[1]), spec)
         assert_near(other, usual, 200)
 
 
@@ -194,7 +192,7 @@ def test_a_key_is_read_once(heads, s_q, monkeypatch):
     before = reads.value
     q, k, v = decode_inputs(2, s_q, 640, heads, 64, 128, dtype=torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # threads would count at the same time
-    native.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0))
+    native.attn_decode(q, KVCache(k, v), AttnSpec(softmax_scale=1.0))
     assert reads.value - before in ((k.numel() + v.numel()) // width for width in (8, 16))
 
 
@@ -206,10 +204,11 @@ def test_torch_reads_a_key_once(monkeypatch):
     )
     q, k, v = decode_inputs(2, 3, 50, (6, 2))
     slots, spec = torch.randperm(50).expand(2, -1), AttnSpec(softmax_scale=0.3)
-    seen = Visible(torch.tensor([50, 20]), torch.tensor([[49, 30, 10], [5, 19, 49]]), slots)
-    state = aten.attn_decode(q, k, v, visible=seen, spec=spec)
+    seen = dict(lengths=torch.tensor([50, 20]), q_positions=torch.tensor([[49, 30, 10], [5, 19, 49]]))
+    cache = KVCache(k, v, k_positions=slots, **seen)
+    state = aten.attn_decode(q, cache, spec)
     assert heads == [(2, 2)]
-    torch.testing.assert_close(state, reference.attn_decode(q, k, v, visible=seen, spec=spec), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, reference.attn_decode(q, cache, spec), rtol=1e-12, atol=1e-12)
 
 
 def test_without_a_compiler(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, kernels, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
-from megatron_tree.kernels import PagedKV, Visible, aten
+from megatron_tree.kernels import KVCache, aten
 from megatron_tree.layout import Segment, positions_of, sequences_of, shard_positions
 from support import extreme_values as edge
 from support.attention import configs
@@ -63,7 +63,7 @@ def test_kernels_at_the_edge(case, dtype, backend):
     assert edge.rounding(o.cpu(), out, of_out, dtype) <= limit
     for name, x, want, magnitude in zip("qkv", (sums[0], *(torch.cat(x, 1) for x in sums[1:])), grads, of_grads):
         assert edge.rounding(x.cpu(), want, magnitude, dtype) <= limit, f"d{name}"
-    state = kernels.attn_decode(on[0][:, -1:], *on[1:3], visible=Visible(), spec=spec, backend=backend).cpu()
+    state = kernels.attn_decode(on[0][:, -1:], KVCache(*on[1:3]), spec, backend=backend).cpu()
     assert edge.lse_error(state[..., -1].transpose(1, 2), lse[..., -1:], backend, dtype) <= LSE_LIMIT
     assert edge.rounding(state[..., :-1], out[:, -1:], of_out[:, -1:], dtype) <= limit
 
@@ -111,8 +111,8 @@ def test_the_decode_kernel_at_the_edge(case, dtype):
     keep = energy.visible(positions, positions, spec)
     out, lse, *_ = edge.truth(q, k, v, dout, spec, keep)
     of_out = edge.magnitudes(q, k, v, dout, spec, keep)[0]
-    seen = Visible(None, positions[None], positions[None])
-    state = kernels.attn_decode(q, k, v, visible=seen, spec=spec, backend="native")
+    cache = KVCache(k, v, q_positions=positions[None], k_positions=positions[None])
+    state = kernels.attn_decode(q, cache, spec, backend="native")
     assert edge.lse_error(state[..., -1].transpose(1, 2), lse) <= LSE_LIMIT
     assert edge.rounding(state[..., :-1], out, of_out, torch.float32) <= edge.allowed(q, k, spec, torch.float32)
 
@@ -131,16 +131,16 @@ def test_kernels_decode_over_padding(paged, backend):
     keep = energy.visible(q_positions, slots, spec) & ~hidden[:, None]
     out, lse = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep)
     k[hidden], v[hidden] = NAN, NAN
-    visible, pages = Visible(lengths, q_positions, slots), None
+    table = None
     if paged:
         table = torch.randperm(14)[:12].reshape(4, 3).to(torch.int32)
         whole = [torch.full((14, size, *x.shape[2:]), NAN) for x in (k, v)]
         for x, own in zip(whole, (k, v)):
             x[table.long()] = own.unflatten(1, (3, size))
         k, v = whole
-        pages = PagedKV(table.to(device))
-    call = dict(visible=Visible(*(x.to(device) for x in visible)), spec=spec, paged=pages, backend=backend)
-    state = kernels.attn_decode(*(x.to(device) for x in (q, k, v)), **call).cpu()
+    tensors = (k, v, None, None, None, lengths, q_positions, slots, table)
+    cache = KVCache(*(None if x is None else x.to(device) for x in tensors))
+    state = kernels.attn_decode(q.to(device), cache, spec, backend=backend).cpu()
     assert edge.lse_error(state[..., -1].transpose(1, 2), lse) <= LSE_LIMIT
     sees = keep.any(-1)
     assert not state[..., :-1][~sees].any() and (state[..., -1][~sees] == NEG_INF).all()

@@ -72,7 +72,7 @@ from megatron_tree.bench.contenders import ours
 from megatron_tree.bench.kernel_cases import Case, inputs
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.kernels import PagedKV, Visible, backends
+from megatron_tree.kernels import KVCache, backends
 from megatron_tree.kernels.triton import decode, host
 from megatron_tree.layout import Segment
 
@@ -85,9 +85,9 @@ spec, cache = AttnSpec(softmax_scale=0.1), torch.zeros(2, 70000, 2, 64, dtype=to
 q = torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16)
 counts = []
 for n in (16384, 16385, 17000, 20011, 33333, 64000, 70000):
-    decode.attn_decode(q, cache[:, :n], cache[:, :n], visible=Visible(), spec=spec)
+    decode.attn_decode(q, KVCache(cache[:, :n], cache[:, :n]), spec)
     k = cache[:, :n].clone()  # another allocation: other strides
-    decode.attn_decode(q, k, k, visible=Visible(lengths=torch.tensor([n, 3])), spec=spec)
+    decode.attn_decode(q, KVCache(k, k, lengths=torch.tensor([n, 3])), spec)
     counts.append(len(compiled))
 print(counts)
 """
@@ -100,7 +100,7 @@ for dtype in (torch.int8, torch.float8_e4m3fn):
     for n in (64, 100, 1001):
         k, scale = torch.zeros(n, 16, 2, 64, dtype=dtype), torch.zeros(n, 16, 2)
         table = torch.zeros(3, n // 2, dtype=torch.int32)
-        decode.attn_decode(q, k, k, visible=Visible(lengths), spec=spec, paged=PagedKV(table, scale, scale))
+        decode.attn_decode(q, KVCache(k, k, scale, scale, lengths=lengths, block_table=table), spec)
         counts.append(len(compiled))
 print(counts)
 """
@@ -139,7 +139,7 @@ triton.JITFunction.run = run_and_note
 for dtype in (torch.float32, torch.bfloat16):
     for s_q, heads in ((1, 8), (8, 8), (1, 128)):
         q, k = torch.zeros(1, s_q, heads, 256, dtype=dtype), torch.zeros(1, 1000, 1, 256, dtype=dtype)
-        decode.attn_decode(q, k, k, visible=Visible(), spec=AttnSpec(softmax_scale=0.1))
+        decode.attn_decode(q, KVCache(k, k), AttnSpec(softmax_scale=0.1))
 print(json.dumps(used))
 """
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron_tree import energy, merge
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import PagedKV, Visible
+from megatron_tree.kernels import KVCache
 from megatron_tree.kernels.triton import decode, host, merge_packed
 from support.attention import distances
 from support.rounding import assert_near
@@ -32,7 +32,7 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
     s = 192
     q, k, v, _ = inputs(s_q, s, heads, d, d_v)
     g = torch.Generator().manual_seed(1)
-    pages, visible = None, {}
+    seen = {}
     spec = AttnSpec(
         softmax_scale=d**-0.5,
         window_size=(30 if case == "window" else -1, -1),
@@ -41,15 +41,15 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
     )
     keep, distance = torch.ones(2, s_q, s, dtype=torch.bool, device=DEVICE), None
     if "lengths" in case:
-        visible["lengths"] = torch.tensor([0, 130], device=DEVICE)
-        keep &= (torch.arange(s, device=DEVICE) < visible["lengths"][:, None])[:, None]
+        seen["lengths"] = torch.tensor([0, 130], device=DEVICE)
+        keep &= (torch.arange(s, device=DEVICE) < seen["lengths"][:, None])[:, None]
     if "positions" in case or case == "window":
         k_positions = torch.stack([torch.randperm(s, generator=g) for _ in range(2)]).to(DEVICE)
         k_positions[0, :5] = -1
-        visible["q_positions"] = torch.arange(100, 100 + s_q, device=DEVICE).expand(2, -1)
-        visible["k_positions"] = k_positions
-        keep &= energy.visible(visible["q_positions"], k_positions, spec) & (k_positions >= 0)[:, None]
-        distance = distances(visible["q_positions"], k_positions)
+        seen["q_positions"] = torch.arange(100, 100 + s_q, device=DEVICE).expand(2, -1)
+        seen["k_positions"] = k_positions
+        keep &= energy.visible(seen["q_positions"], k_positions, spec) & (k_positions >= 0)[:, None]
+        distance = distances(seen["q_positions"], k_positions)
     exact, scales = [x.double() for x in (q, k, v)], ()
     if "int8" in case:
         scales = [x.abs().amax(-1) / 127 for x in (k, v)]
@@ -57,9 +57,8 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
         exact[1:] = [x.double() * scale.double()[..., None] for x, scale in zip((k, v), scales)]
     if "paged" in case:
         (k, table), (v, _) = paged(k, 32, 2), paged(v, 32, 2)
-        pages = PagedKV(table, *(paged(x, 32, 2)[0] for x in scales))
-    options = dict(visible=Visible(**visible), spec=spec, paged=pages)
-    state = decode.attn_decode(q, k, v, **options, num_splits=num_splits)
+        seen["block_table"], scales = table, [paged(x, 32, 2)[0] for x in scales]
+    state = decode.attn_decode(q, KVCache(k, v, *scales, **seen), spec, num_splits)
     out, lse = energy.attention(*exact, spec=spec, keep=keep, distance=distance)
     lse = lse.transpose(1, 2)
     assert_near(state[..., :-1], out, s)
@@ -75,9 +74,9 @@ def test_latents(s_q, heads):
     pages, table = paged(k, 32, 2)
     spec, slots = AttnSpec(softmax_scale=0.04), torch.arange(96, device=DEVICE)
     q_positions = (lengths - s_q)[:, None] + torch.arange(s_q, device=DEVICE)
-    visible = Visible(lengths, q_positions, slots.expand(2, -1))
+    seen = dict(lengths=lengths, q_positions=q_positions, k_positions=slots.expand(2, -1), block_table=table)
     assert host.unsupported(q, k, k[..., :512], spec, flowing_lse=False, masked=True, decodes=True) is None
-    state = decode.attn_decode(q, pages, pages[..., :512], visible=visible, spec=spec, paged=PagedKV(table))
+    state = decode.attn_decode(q, KVCache(pages, None, head_dim_v=512, **seen), spec)
     keep = slots <= q_positions[..., None]
     out, lse = energy.attention(q.double(), k.double(), k[..., :512].double(), spec=spec, keep=keep)
     dense, _ = energy.attention(q, k, k[..., :512], spec=spec, keep=keep)
@@ -127,11 +126,11 @@ def test_strided_lengths_tables_and_scales():
     scales = [x.abs().amax(-1) / 127 for x in (k, v)]
     k, v = ((x / s[..., None]).round().to(torch.int8) for x, s in zip((k, v), scales))
     (k, table), (v, _), *scales = paged(k, 32, 2), paged(v, 32, 2), *(paged(s, 32, 2)[0] for s in scales)
-    dense = dict(visible=Visible(lengths.clone()), spec=spec, paged=PagedKV(table, *scales))
-    expected = decode.attn_decode(q, k, v, **dense)
-    strided = PagedKV(table.t().contiguous().t(), *(s.transpose(0, 2).contiguous().transpose(0, 2) for s in scales))
+    dense = KVCache(k, v, *scales, lengths=lengths.clone(), block_table=table)
+    scales = [s.transpose(0, 2).contiguous().transpose(0, 2) for s in scales]
+    strided = KVCache(k, v, *scales, lengths=lengths, block_table=table.t().contiguous().t())
     assert strided.block_table.stride(1) != 1 and strided.k_scale.stride(2) != 1
-    assert torch.equal(decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, paged=strided), expected)
+    assert torch.equal(decode.attn_decode(q, strided, spec), decode.attn_decode(q, dense, spec))
 
 
 def test_a_growing_cache_makes_its_arguments_once():
@@ -139,12 +138,12 @@ def test_a_growing_cache_makes_its_arguments_once():
     q, k, v, _ = inputs(1, 192)
     made = []
     for n in (64, 65, 130, 192):
-        decode.attn_decode(q, k[:, :n], v[:, :n], visible=Visible(), spec=AttnSpec(softmax_scale=0.25))
+        decode.attn_decode(q, KVCache(k[:, :n], v[:, :n]), AttnSpec(softmax_scale=0.25))
         made.append(decode._fixed.cache_info().misses)
     assert made == made[:1] * 4
 
 
 def test_nobody_decodes():
     q, k, v, _ = inputs(1, 192, batch=0)
-    state = decode.attn_decode(q, k, v, visible=Visible(), spec=AttnSpec(softmax_scale=1.0), num_splits=3)
+    state = decode.attn_decode(q, KVCache(k, v), AttnSpec(softmax_scale=1.0), num_splits=3)
     assert state.shape == (0, 1, 4, 17)

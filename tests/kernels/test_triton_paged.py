@@ -8,8 +8,8 @@ import torch
 from megatron_tree import TreeConfig, energy, kernels, tree_decode
 from megatron_tree.cache import ShardedCache, quantize
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import PagedKV, SharedPages, Visible
-from megatron_tree.kernels.paged import decode_shared
+from megatron_tree.kernels import KVCache, SharedPages
+from megatron_tree.kernels.kv_cache import decode_shared
 from megatron_tree.kernels.triton import decode
 from support.rounding import assert_near, error, rounding
 from support.triton_inputs import DEVICE, inputs, paged, skip_without
@@ -48,13 +48,13 @@ def check(
     (k, table), (v, _) = paged(as_bytes(k), page, 2), paged(as_bytes(v), page, 2)
     if stored is torch.float8_e4m3fn:
         k, v = k.view(stored), v.view(stored)
-    visible = Visible(lengths, q_positions, positions)
-    options = dict(visible=visible, spec=spec, paged=PagedKV(table, *scales))
-    state = decode.attn_decode(q, k, v, **options, num_splits=num_splits)
+    seen = dict(lengths=lengths, q_positions=q_positions, k_positions=positions, block_table=table)
+    cache = KVCache(k, v, *scales, **seen)
+    state = decode.attn_decode(q, cache, spec, num_splits)
     out, lse = energy.attention(*exact, spec=spec, keep=keep)
     lse = lse.transpose(1, 2)
     assert error(state[..., :-1], out) < limit and error(state[..., -1], lse) < limit
-    gathered = kernels.attn_decode(q, k, v, backend="reference", **options)
+    gathered = kernels.attn_decode(q, cache, spec, backend="reference")
     assert error(state[..., :-1], gathered[..., :-1]) < limit
 
 
@@ -110,11 +110,10 @@ def test_pages_that_rows_begin_with_are_read_once():
     (k, table), (v, _) = paged(k, 16, 2), paged(v, 16, 2)
     table[2, :4] = table[0, :4]
     lengths, spec = torch.tensor([96, 70, 80], device=DEVICE), AttnSpec(softmax_scale=0.25)
-    whole = decode.attn_decode(q, k, v, visible=Visible(lengths), spec=spec, paged=PagedKV(table))
-    rest, own = PagedKV(table.clone()), lengths.clone()
-    rest.block_table[[0, 2], :2] = table[[0, 2], 4:6]
-    own[[0, 2]] -= 64
-    state = decode.attn_decode(q, k, v, visible=Visible(own), spec=spec, paged=rest)
+    whole = decode.attn_decode(q, KVCache(k, v, lengths=lengths, block_table=table), spec)
     shared = [SharedPages(torch.tensor([0, 2], device=DEVICE), table[:1, :4])]
-    state = decode_shared(decode.attn_decode, q, k, v, state, shared=shared, spec=spec, paged=rest)
+    rest = KVCache(k, v, lengths=lengths.clone(), block_table=table.clone(), shared=shared)
+    rest.block_table[[0, 2], :2] = table[[0, 2], 4:6]
+    rest.lengths[[0, 2]] -= 64
+    state = decode_shared(decode.attn_decode, q, rest, spec, decode.attn_decode(q, rest, spec))
     assert_near(state, whole, 96)

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from megatron_tree import energy, tree_prefill
 from megatron_tree.cache import ShardedCache
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import gather_row
 from support.attention import distances, slopes_of
 
 
@@ -53,7 +52,7 @@ def prefill_chunk(cache, row, q, k, v, options, grid=None):
     given = torch.tensor(mine or [0])  # as a model does that has to run one token
     cache.write(0, append, k[:, given], v[:, given])
     view, pages = cache.view(0, [row], "cpu"), cache.layers[0]
-    keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
+    keys, values = pages.row(view.block_table, 0, int(view.lengths[0]), q.dtype)
     by_position = not options.keys().isdisjoint(("alibi_slopes", "attention_chunk_size"))
     gathers_keys = grid is not None and grid[1] > 1
     segments = cache.key_segments(append, 0, of_all_ranks=gathers_keys, by_position=by_position)

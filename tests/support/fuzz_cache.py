@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
 from megatron_tree.cache import CACHE_DTYPES, ShardedCache, quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
-from megatron_tree.kernels import gather_row
 from megatron_tree.plan import grids
 from support.attention import distances, make_slopes, slopes_of
 from support.decoding import same_everywhere
@@ -310,7 +309,7 @@ def _prefill(cache, model, ids, row, n, grid, options):
     mine = [p - first for start, count in append.shares[rank] for p in range(start, start + count)]
     cache.write(0, append, *(x[:, torch.tensor(mine or [0])] for x in (k, v)))
     view, pages = cache.view(0, [ids[row]], "cpu"), cache.layers[0]
-    keys, values = gather_row(pages.k, pages.v, pages.paged(view.block_table), 0, int(view.lengths[0]), q.dtype)
+    keys, values = pages.row(view.block_table, 0, int(view.lengths[0]), q.dtype)
     grid = (choices := grids(cache.book.world))[grid % len(choices)]
     segments = cache.key_segments(append, 0, of_all_ranks=grid[1] > 1, by_position=model.life.slopes)
     mine = torch.tensor(mine, dtype=torch.int64)

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives  # noqa: F401  registers w
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_tree.attention import validate
+from megatron_tree.attention import validate_cache
 from megatron_tree.cache.trace import _described, _reads_on_host
 from megatron_tree.kernels import native
 
@@ -105,7 +105,7 @@ class Tape(TorchDispatchMode):
             yield False
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(validate, "_once", unchecked))
+            stack.enter_context(mock.patch.object(validate_cache, "_once", unchecked))
             stack.enter_context(
                 mock.patch.object(native, "attn_decode", self._opaque("native.attn_decode", native.attn_decode))
             )

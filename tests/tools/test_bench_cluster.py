@@ -208,18 +208,18 @@ def test_help_has_examples(capsys):
 def test_the_accelerator_sleeps_and_replays():
     accelerator = Accelerator(Speed(memory_bandwidth=1e6, flops=1e12))
     q, k, v = (torch.randn(1, n, 2, 8) for n in (1, 64, 64))
-    call = dict(visible=kernels.Visible(), spec=AttnSpec(softmax_scale=1.0))
+    spec, cache = AttnSpec(softmax_scale=1.0), kernels.KVCache(k, v)
     before = kernels.Backend.attn_decode
     with accelerator.recording():
-        first = kernels.attn_decode(q, k, v, **call)
+        first = kernels.attn_decode(q, cache, spec)
     with accelerator.replaying():
         start = time.monotonic()
-        again = kernels.attn_decode(q, k.clone(), v, **call)
+        again = kernels.attn_decode(q, cache._replace(k=k.clone()), spec)
         assert time.monotonic() - start >= 2 * k.nbytes / 1e6
         again.zero_()  # a copy: the record stays
-        assert torch.equal(kernels.attn_decode(q, k, v, **call), first)
+        assert torch.equal(kernels.attn_decode(q, cache, spec), first)
         with pytest.raises(UnseenInput):
-            kernels.attn_decode(q, k + 1, v, **call)
+            kernels.attn_decode(q, cache._replace(k=k + 1), spec)
     assert kernels.Backend.attn_decode is before and len(accelerator.late) == 2
 
 

@@ -28,11 +28,11 @@ LAYERS = (
 # Inside attention/, from the bottom up: a call goes down and never climbs back.
 ATTENTION = (
     {"validate", "spec", "slices", "topology", "derivatives", "precision"},
-    {"call", "finite"},
+    {"call", "finite", "validate_cache"},
     {"grid", "cast", "ring", "heads", "head_shares", "decode_ring", "token_shares"},
-    {"passes", "decode", "prefill_cell"},
-    {"autograd", "step"},
-    {"functional", "cached", "prefill", "sequences"},
+    {"passes", "decode_call", "prefill_cell"},
+    {"autograd"},
+    {"functional", "decode", "prefill", "sequences"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving", "convert"}

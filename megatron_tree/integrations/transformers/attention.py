@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...attention.cached import tree_decode
+from ...attention.decode import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import collective_call, outside_graphs
 from ...config import AttnSlice, default_config

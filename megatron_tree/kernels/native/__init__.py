@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...compiled import NotCompiled, compiled
 from ...config import AttnSpec
-from ..masks import Visible
-from ..paged import PagedKV
+from ..kv_cache import KVCache
 
 CHUNK = 1024  # slots of a task
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
@@ -67,19 +66,18 @@ def check_pages(k: Tensor) -> None:
     """Pages of any size."""
 
 
-def attn_decode(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None = None) -> Tensor:
+def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     """See `Backend.attn_decode`."""
     b, s_q, h, d = q.shape
+    q, k, v = _unit_columns(q.float()), _unit_columns(cache.k), _unit_columns(cache.values)
     h_kv, d_v = v.shape[2:]
-    q = _unit_columns(q.float())
-    k, v = _unit_columns(k), _unit_columns(v)
-    table, k_scale, v_scale = paged or (None, None, None)
-    slots = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    table, k_scale, v_scale, slots = cache.block_table, cache.k_scale, cache.v_scale, cache.num_slots
     num_chunks = max(1, -(-slots // CHUNK))
     parts = torch.empty((b, num_chunks, s_q * h, d_v + 2))
     out = torch.empty((b, s_q, h, d_v + 1))
     table = None if table is None else _unit_columns(table)
-    lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in visible)
+    seen = (cache.lengths, cache.q_positions, cache.k_positions)
+    lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in seen)
     lengths = None if lengths is None else lengths.contiguous()
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
     tensors = (q, k, v, k_scale, v_scale, table, lengths, q_positions, k_positions, slopes, parts, out)

@@ -25,7 +25,7 @@ from .common import (
     lower,
     query_range,
     store_tile,
-    visible,
+    window_mask,
 )
 
 
@@ -88,7 +88,7 @@ def _dq_range(
         k_at = (k_pos + n + cols)[None, :]
         p, slope = _probabilities(s, lse2[:, None], q_pos[:, None], k_at, scale, softcap, slope2, SOFTCAP)
         if MASK:
-            ok = visible(q_pos[:, None], k_at, (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW)
+            ok = window_mask(q_pos[:, None], k_at, (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW)
             p = tl.where(ok, p, 0.0)
         if dropout is not None:
             dp = tl.where(kept(q_pos[:, None], k_at, dropout), dp * keep_weight, 0.0)
@@ -193,7 +193,7 @@ def _dkdv_range(
         q_at = (q_pos + n + cols)[None, :]
         p, slope = _probabilities(s, lse2[None, :], q_at, k_pos[:, None], scale, softcap, slope2, SOFTCAP)
         if MASK:
-            ok = visible(q_at, k_pos[:, None], in_k[:, None], left, right, CAUSAL, WINDOW)
+            ok = window_mask(q_at, k_pos[:, None], in_k[:, None], left, right, CAUSAL, WINDOW)
             p = tl.where(ok, p, 0.0)
         dropped = p
         if dropout is not None:

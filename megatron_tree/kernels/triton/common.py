@@ -115,8 +115,8 @@ def store_tile(
 
 
 @triton.jit
-def visible(q_pos, k_pos, in_range, left, right, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """`kernels.masks.visible` on broadcast positions, within `in_range`."""
+def window_mask(q_pos, k_pos, in_range, left, right, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """`kernels.masks.window_mask` on broadcast positions, within `in_range`."""
     ok = in_range
     if CAUSAL:
         ok = ok & (k_pos <= q_pos)

@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import AttnSpec
-from ..masks import Visible
-from ..paged import PagedKV
+from ..kv_cache import KVCache
 from . import common, configs, host
 from .common import LN2, LOG2E, alibi, cap_logits, dot, head_of
 from .merge import merge_states
@@ -203,37 +202,26 @@ def _unit_rows(positions: Tensor) -> Tensor:
 
 
 @host.on_its_device
-def attn_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    visible: Visible,
-    spec: AttnSpec,
-    paged: PagedKV | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
+def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None = None) -> Tensor:
     """See `Backend.attn_decode`. Pages hold 16 to 256 tokens, a power of two; others raise ``ValueError``.
 
     num_splits: default chosen to fill the GPU; with spec.deterministic one for every SPLIT_KEYS keys.
     """
-    if paged is not None:
-        check_pages(k)
-        paged = _addressable(paged)
-    q, k, v = (host.unit_last_stride(x) for x in (q, k, v))
-    if visible.k_positions is not None:
-        visible = visible._replace(k_positions=_unit_rows(visible.k_positions))
+    if cache.block_table is not None:
+        check_pages(cache.k)
+    q, k, v = (host.unit_last_stride(x) for x in (q, cache.k, cache.values))
     rows = ROWS[q.element_size()]
     if host.head_width(q.shape[-1], v.shape[-1]) > host.MAX_HEAD_DIM:
         rows = configs.latent_rows(host.arch(q.device))
         k, v = _head_in_parts(q.shape[2], rows, k, v)
+    cache = _addressable(cache, k, v)
     n = max(1, rows // (q.shape[2] // k.shape[2]))
     if q.shape[1] <= n:
-        return _launch(q, k, v, visible=visible, spec=spec, paged=paged, num_splits=num_splits)
+        return _launch(q, cache, spec, num_splits)
     states = []
     for some in (slice(i, i + n) for i in range(0, q.shape[1], n)):
-        seen = visible if visible.q_positions is None else visible._replace(q_positions=visible.q_positions[:, some])
-        states.append(_launch(q[:, some], k, v, visible=seen, spec=spec, paged=paged, num_splits=num_splits))
+        part = cache if cache.q_positions is None else cache._replace(q_positions=cache.q_positions[:, some])
+        states.append(_launch(q[:, some], part, spec, num_splits))
     return torch.cat(states, 1)
 
 
@@ -243,21 +231,20 @@ def _head_in_parts(num_heads: int, rows: int, k: Tensor, v: Tensor) -> tuple[Ten
     return k.expand(-1, -1, parts, -1), v.expand(-1, -1, parts, -1)
 
 
-def _addressable(paged: PagedKV) -> PagedKV:
-    """The same with strides that the kernel can address."""
-    table, k_scale, v_scale = paged
+def _addressable(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
+    """The cache with these keys and values, and strides of the other tensors that the kernel can address."""
+    k_scale, v_scale = cache.k_scale, cache.v_scale
     if k_scale is not None and k_scale.stride() != v_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
-    return PagedKV(_unit_rows(table), k_scale, v_scale)
+    k_positions, table = (None if x is None else _unit_rows(x) for x in (cache.k_positions, cache.block_table))
+    return cache._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_positions=k_positions, block_table=table)
 
 
-def _launch(q, k, v, *, visible: Visible, spec: AttnSpec, paged: PagedKV | None, num_splits: int | None) -> Tensor:
-    lengths, q_positions, k_positions = visible
-    table, k_scale, v_scale = paged or (None, None, None)
+def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -> Tensor:
+    k, v, k_scale, v_scale, _, lengths, q_positions, k_positions, table, _ = cache
     b, s_q, h, d = q.shape
     h_kv, e = k.shape[2], v.shape[-1]
-    page = k.shape[1] if paged else 0
-    num_keys = table.shape[1] * page if paged else k.shape[1]
+    page, num_keys = 0 if table is None else k.shape[1], cache.num_slots
     flags = (lengths is not None, k_positions is not None, k_scale is not None)
     fixed, blocks = _fixed(spec, h // h_kv, s_q, (d, e), page, flags, q.dtype, host.arch(q.device))
     num_slots = blocks * host.multiprocessors(q.device)

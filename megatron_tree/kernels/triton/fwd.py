@@ -21,7 +21,7 @@ from .common import (
     load_tile,
     lower,
     store_tile,
-    visible,
+    window_mask,
 )
 
 
@@ -51,7 +51,7 @@ def _fwd_range(
             s = s * factor - alibi(slope2, q_pos[:, None], (k_pos + n + cols)[None, :])
             factor = 1.0
         if MASK:
-            ok = visible(
+            ok = window_mask(
                 q_pos[:, None], (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, CAUSAL, WINDOW
             )
             s = tl.where(ok, s, float("-inf"))

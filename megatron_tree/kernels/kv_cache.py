@@ -1,0 +1,169 @@
+"""A shard of a KV cache as decode kernels read it; and decoding for backends without a decode kernel, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import AttnSpec
+from ..merge import merge_packed, pack_state, state_dtype
+from .masks import alibi_bias, distances, window_mask
+
+
+class SharedPages(NamedTuple):
+    """Pages that several rows begin with; `KVCache.block_table` has those that follow.
+
+    rows: int64 [m], numbers of the rows. block_table: int32 [1, n], whole pages that all queries see.
+    """
+
+    rows: Tensor
+    block_table: Tensor
+
+
+class KVCache(NamedTuple):
+    """One layer's keys and values on one rank, dense or in pages, and what the queries of a decode call see of them.
+
+    A query sees slot s of its row if s < lengths[row], and, with positions, if 0 <= the slot's position <= the
+    query's, within the window. Nothing given: it sees all slots.
+    """
+
+    k: Tensor
+    """[b, s, h_kv, d], or with a block_table pages [pages, page_size, h_kv, d]."""
+    v: Tensor | None
+    """[b, s, h_kv, d_v], or pages; None: the first head_dim_v numbers of a key are its value (latents)."""
+    k_scale: Tensor | None = None
+    """fp32 [pages, page_size, h_kv] for pages in 8 bits: a key is its scale times what is stored; v_scale likewise."""
+    v_scale: Tensor | None = None
+    head_dim_v: int | None = None
+    lengths: Tensor | None = None
+    """int [b]: valid leading slots of each row."""
+    q_positions: Tensor | None = None
+    """int64 [b, s_q], with k_positions."""
+    k_positions: Tensor | None = None
+    """int64 [b, s]; -1 hides a slot."""
+    block_table: Tensor | None = None
+    """int32 [b, n]: the pages of each row, in order; s = n * page_size."""
+    shared: Sequence[SharedPages] = ()
+    """Pages before those of block_table, read once for all their rows; lengths and positions leave them out."""
+
+    @property
+    def values(self) -> Tensor:
+        """v, or the view of k that holds the values."""
+        return self.k[..., : self.head_dim_v] if self.v is None else self.v
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a row."""
+        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether torch's kernels need a mask. Rows that are gathered from pages are cut to their lengths."""
+        return self.k_positions is not None or (self.lengths is not None and self.block_table is None)
+
+    def row(self, row: int, dtype: torch.dtype, length: int | None = None) -> KVCache:
+        """One row as a dense cache of its first `length` tokens, by default all valid ones; without shared pages.
+
+        Pages are gathered, in `dtype`, or viewed where they lie one after another.
+        """
+        if length is None:
+            length = self.num_slots if self.lengths is None else int(self.lengths[row])
+        some, q_positions, k_positions = slice(row, row + 1), self.q_positions, self.k_positions
+        if q_positions is not None:
+            q_positions, k_positions = q_positions[some], k_positions[some, :length]
+        if self.block_table is None:
+            k, v = (None if x is None else x[some, :length] for x in (self.k, self.v))
+        else:
+            k, v = self._gathered(row, length, dtype)
+        return KVCache(k, v, None, None, self.head_dim_v, None, q_positions, k_positions)
+
+    def _gathered(self, row: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        numbers = self.block_table[row, : -(-length // self.k.shape[1])]
+        if (numbers.diff() == 1).all():
+            first = int(numbers[0]) if len(numbers) else 0
+            numbers = slice(first, first + len(numbers))
+        found = []
+        for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            x = None if pages is None else _tokens(pages, numbers, length)
+            if scale is not None:
+                x = (x.float() * _tokens(scale, numbers, length)[..., None]).to(dtype)
+            found.append(None if x is None else x[None])
+        return tuple(found)
+
+    def mask(self, spec: AttnSpec) -> Tensor | None:
+        """Of a dense cache, bool [b, 1 or s_q, s]: what each query sees; None for everything."""
+        keep = None
+        if self.k_positions is not None:
+            keep = window_mask(self.q_positions, self.k_positions, spec) & (self.k_positions >= 0)[:, None]
+        if self.lengths is not None:
+            valid = (torch.arange(self.num_slots, device=self.k.device) < self.lengths[:, None])[:, None]
+            keep = valid if keep is None else keep & valid
+        return keep
+
+    def without_padding(self) -> KVCache:
+        """A dense cache up to its longest row, with zeros in slots of padding, beyond a row's length or at position -1:
+        NaN may lie there. A single row loses them: then its bits don't depend on how it was padded."""
+        k, v, lengths, positions = self.k, self.v, self.lengths, self.k_positions
+        if lengths is not None:
+            n = int(lengths.max()) if lengths.numel() else 0
+            k, v, positions = (None if x is None else x[:, :n] for x in (k, v, positions))
+            lengths = None if n == 0 or int(lengths.min()) == n else lengths
+        padding = None if positions is None else positions < 0
+        if lengths is not None:
+            beyond = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
+            padding = beyond if padding is None else padding | beyond
+        if padding is not None and padding.any():
+            if len(k) == 1:
+                kept, lengths = ~padding[0], None
+                k, v, positions = (None if x is None else x[:, kept] for x in (k, v, positions))
+            else:
+                k, v = (None if x is None else x.masked_fill(padding[..., None, None], 0) for x in (k, v))
+        return self._replace(k=k, v=v, lengths=lengths, k_positions=positions)
+
+
+def _tokens(pages: Tensor, numbers: Tensor | slice, length: int) -> Tensor:
+    """[length, ...] of pages [pages, page_size, ...]; torch can't index fp8 on every device, so its bytes are."""
+    if pages.dtype == torch.float8_e4m3fn:
+        return pages.view(torch.uint8)[numbers].view(pages.dtype).flatten(0, 1)[:length]
+    return pages[numbers].flatten(0, 1)[:length]
+
+
+def decode_shared(decode: Callable, q: Tensor, cache: KVCache, spec: AttnSpec, state: Tensor) -> Tensor:
+    """The states of whole rows, packed [b, s_q, h, d_v + 1], from `state`, that of what follows their shared pages.
+
+    Pages that rows share are read once: these rows' queries are so many queries of one row. decode: as
+    `Backend.attn_decode`.
+    """
+    for rows, table in cache.shared:
+        lengths = torch.full((1,), table.shape[1] * cache.k.shape[1], device=q.device)
+        pages = KVCache(*cache[:4], cache.head_dim_v, lengths, block_table=table)
+        of_pages = decode(q[rows].flatten(0, 1)[None], pages, spec).view(len(rows), *state.shape[1:])
+        state[rows] = merge_packed(torch.stack((of_pages, state[rows])))
+    return state
+
+
+def decode_masked(attn_masked: Callable, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
+    """`Backend.attn_decode` by attn_masked(q, k, v, keep=, spec=) -> state, the backend's attention under a mask; with
+    ALiBi also bias=.
+
+    Rows go one by one where they are gathered from pages, and where their bits may not depend on the batch as those of
+    torch's matrix products do.
+    """
+    if cache.block_table is not None or (spec.deterministic and q.shape[0] > 1):
+        rows = range(q.shape[0])
+        parts = [(q[i : i + 1], cache.row(i, q.dtype), spec.batch_row(i)) for i in rows]
+        return torch.cat([decode_masked(attn_masked, *part) for part in parts])
+    cache = cache.without_padding()
+    options = dict(keep=cache.mask(spec), spec=spec)
+    if spec.alibi_slopes is not None:
+        options["bias"] = alibi_bias(spec, distances(cache.q_positions, cache.k_positions), state_dtype(q.dtype))
+    return pack_state(*attn_masked(q, cache.k, cache.values, **options), state_dtype(q.dtype))
+
+
+def begins(v: Tensor, k: Tensor) -> bool:
+    """Whether values v are the first columns of keys k, in the same memory (latent attention)."""
+    same = v.data_ptr() == k.data_ptr() and v.shape[:-1] == k.shape[:-1] and v.stride() == k.stride()
+    return same and v.dtype == k.dtype and v.shape[-1] <= k.shape[-1]
