@@ -1,5 +1,6 @@
 """Everything that leaves this rank: the only caller of torch.distributed below the integrations.
 
+- call_record.py  the calls of a group on this rank: numbers, stamps, which ones still run
 - calls.py        one call that all ranks make together: check, agree, run
 - group.py        a process group, and what this process keeps about it
 - interop.py      torch.compile, DeviceMesh and DTensor

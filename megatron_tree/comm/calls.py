@@ -13,10 +13,11 @@ import torch.utils.checkpoint
 
 from ..config import TreeConfig
 from ..errors import CommError
+from .call_record import Call
 from .group import IN_PART, GroupState, wait_limit
 from .health.agreement import Signature, compare, digest_of, log_call
 from .health.reports import Report
-from .health.watchdog import MEANWHILE, CallToken, Watchdog
+from .health.watchdog import MEANWHILE, Watchdog
 
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
@@ -29,8 +30,7 @@ MAX_AGREED = 4096  # signatures that a group remembers
 
 def call_stamp(group) -> int:
     """What the messages of the group's current call, or else of its latest, carry; 0 before the first one."""
-    watchdog = GroupState.of(group).watchdog
-    return watchdog.stamp if watchdog else 0
+    return GroupState.of(group).calls.stamp
 
 
 def collective_call(name: str, group, config: TreeConfig) -> CollectiveCall:
@@ -63,7 +63,7 @@ class CollectiveCall:
         self._name, self._group, self._config = name, group, config
         self._state = GroupState.of(group)
         self._alone = self._state.size == 1 or IN_PART.get()
-        self._call: CallToken | None = None
+        self._call: Call | None = None
         self._runs = False
 
     def __enter__(self) -> CollectiveCall:
@@ -76,10 +76,9 @@ class CollectiveCall:
             elif self._call is None and isinstance(error, Exception):  # otherwise the ranks know: it comes from `agree`
                 _reject(self._group, self._name, error)
         if self._call is not None:
-            watchdog = self._state.watchdog
-            watchdog.leave(self._call)
+            self._state.calls.leave(self._call)
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
-                watchdog.settle(wait_limit(self._config.timeout_s))
+                self._state.watchdog.settle(wait_limit(self._config.timeout_s))
 
     def agree(self, *, changing: dict | None = None, of_batch: dict | None = None, **values) -> Agreement:
         """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
@@ -131,22 +130,22 @@ class CollectiveCall:
 
     def _begin(self, agreement: Agreement, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
         timeout_s = wait_limit(self._config.timeout_s)
-        watchdog = self._state.watchdog or Watchdog.of(self._group, timeout_s)
-        call = self._call = watchdog.begin(self._name, agreement.digest, meets=self._config.check != "never")
+        calls, watchdog = self._state.calls, self._state.watchdog or Watchdog.of(self._group, timeout_s)
+        call = self._call = calls.begin(self._name, agreement.digest, meets=self._config.check != "never")
         watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)
         request = functools.partial(compare, watchdog, Signature(self._name, agreement.values, timeout_s), call.number)
-        if watchdog.doubts:
-            compares, meanwhile, watchdog.doubts = True, False, False
+        if calls.doubts:
+            compares, meanwhile, calls.doubts = True, False, False
         if compares and meanwhile:
             watchdog.compare_meanwhile(call, request)
         elif compares:
             outcome = watchdog.store.run(request, timeout_s)
             if outcome is not None:
-                watchdog.doubt(call)
+                calls.doubt(call)
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
         else:
             call.compare = request
-        watchdog.join(call)
+        calls.join(call)
         if self._state.backend in UNSTAMPED and self._config.check != "never":
             log_call(watchdog, call)
         self._runs = True
@@ -190,6 +189,6 @@ def _reject(group, name: str, error: Exception) -> None:
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     with contextlib.suppress(CommError):  # the rank's own error says more
         watchdog = Watchdog.of(group)
-        call = watchdog.begin(name)
-        watchdog.leave(call)
+        call = watchdog.calls.begin(name)
+        watchdog.calls.leave(call)
         watchdog.reject(call, f"rank {dist.get_rank()} rejected its input: {kind}{error}")

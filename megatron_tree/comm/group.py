@@ -8,21 +8,19 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from .health.store import StoreClient
-    from .health.watchdog import Watchdog
-    from .shared import SharedMemory
+from .call_record import CallRecord
 
 
 @dataclass(eq=False)
 class GroupState:
     """What this process keeps about one process group; it is dropped with the group. `GroupState.of(group)` finds it.
 
-    Nothing in here refers to the group itself. Each field is written by the module named beside it, and by no other.
+    Nothing in here refers to the group itself. Each field is written by the module named beside it, and by no other;
+    what is `Any` is that module's own, and None until it makes it.
     """
 
     size: int
@@ -37,18 +35,20 @@ class GroupState:
     """work.py: tags of messages."""
     hosts: tuple[str, ...] | None = None
     """machines.py: the host of every rank, once asked."""
-    shared: SharedMemory | str | None = None
-    """shared/: the memory that the ranks share, or why there is none; None before they were asked."""
+    shared: Any = None
+    """shared/: its `SharedMemory`, or a text that says why there is none."""
     transports: dict[tuple[str, str], str] = field(default_factory=dict)
     """shared/: (type of a device, transport asked for) -> how small collectives travel."""
     topologies: dict[tuple, Any] = field(default_factory=dict)
     """attention/topology.py."""
     agreed: dict[tuple, int] = field(default_factory=dict)
     """calls.py: what all ranks have agreed on, or trust in -> its digest; the oldest first."""
-    watchdog: Watchdog | None = None
-    """health/watchdog.py."""
-    store: StoreClient | None = None
-    """health/store.py: of the default group alone."""
+    calls: CallRecord = field(default_factory=CallRecord)
+    """calls.py: the calls that this rank has made."""
+    watchdog: Any = None
+    """health/watchdog.py: its `Watchdog`."""
+    store: Any = None
+    """health/store.py: its `StoreClient`; of the default group alone."""
     region: str = ""
     """health/watchdog.py: the `monitored` region that the job is in; of the default group alone."""
     wait_limit_s: float = math.inf

@@ -9,7 +9,8 @@ import torch
 
 from ..config import default_config
 from ..errors import TreeError
-from . import backend, broadcast, group_rank, group_size
+from .collectives import broadcast
+from .group import backend, group_rank, group_size
 
 PACKET = 1024  # bytes of the first message; a usual decoding step needs no second one
 LENGTH = 8  # of them: the value's length

@@ -71,7 +71,7 @@ def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) 
 
 def _tag(state: GroupState, number: int) -> int:
     """Of messages of the group's current call. number: below TAGS; 0 for those that arrive in the order of sending."""
-    return number + TAGS * (state.watchdog.digest % CALLS if state.watchdog else 0)
+    return number + TAGS * (state.calls.digest % CALLS)
 
 
 def meet(op: str, group, timeout_s: float) -> None:
@@ -80,12 +80,13 @@ def meet(op: str, group, timeout_s: float) -> None:
     gloo's own collectives need that. They have no tags: those of different calls would exchange data, or end a process
     where lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (agreement.py).
     """
+    Watchdog.of(group, timeout_s)  # made within this call's time limit
     state = GroupState.of(group)
-    watchdog = state.watchdog or Watchdog.of(group, timeout_s)
-    has_met = IN_PART.get() or (watchdog.is_in_call and watchdog.met == watchdog.stamp)
-    if has_met or state.backend != "gloo" or not watchdog.meets:
+    calls = state.calls
+    has_met = IN_PART.get() or (calls.current is not None and calls.met == calls.stamp)
+    if has_met or state.backend != "gloo" or not calls.meets:
         return
-    watchdog.met, n = watchdog.stamp, state.size
+    calls.met, n = calls.stamp, state.size
     mail, nothing = Mail(op, group, range(n), timeout_s), torch.zeros(1, dtype=torch.uint8)
     steps = [1 << bit for bit in range((n - 1).bit_length())]
     arriving = [mail.receive(nothing.clone(), (state.rank - step) % n) for step in steps]

@@ -136,7 +136,7 @@ def _on_two_ranks(rank, world, options):
     it = Pair.of(cp_group=dist.group.WORLD, config=config, **options)
     Tape.begin()
     worst = _rows_come_and_go(it, 40)
-    return worst, Tape.made_after, comm.group.GroupState.of(dist.group.WORLD).watchdog._num_calls
+    return worst, Tape.made_after, comm.group.GroupState.of(dist.group.WORLD).calls.latest.number
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..call_record import Call
 from ..group import wait_limit
 from .reports import DIFFERENT_CALLS, Report
 from .store import set_first
-from .watchdog import CallToken, Watchdog
+from .watchdog import Watchdog
 
 ASK_AFTER_S = 0.3  # of waiting, after which ranks are asked that went on without a comparison
 SHOWN = 300  # characters of a value
@@ -130,15 +131,16 @@ def _clear(watchdog: Watchdog, store, number: int):
     yield
 
 
-def log_call(watchdog: Watchdog, call: CallToken) -> None:
+def log_call(watchdog: Watchdog, call: Call) -> None:
     """For collectives that carry no stamp: compare the calls afterwards, many at once.
 
     Ranks that differ raise a ``ValueError`` in one of the next calls. So do those that did not wait in a call that
     another rank rejected.
     """
-    watchdog.log.append(f"{watchdog.stamp & 0xFFFFFFFF:08x} {call.name}")
-    if len(watchdog.log) == LOGGED:
-        log, watchdog.log = watchdog.log, []
+    calls = watchdog.calls
+    calls.log.append(f"{calls.stamp & 0xFFFFFFFF:08x} {call.name}")
+    if len(calls.log) == LOGGED:
+        log, calls.log = calls.log, []
         first = call.number - LOGGED + 1
         watchdog.compare_meanwhile(call, lambda store: _compare_logs(watchdog, first, log, store))
 

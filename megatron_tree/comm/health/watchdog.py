@@ -13,23 +13,21 @@ import contextlib
 import copy
 import math
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...errors import CommError
+from ..call_record import Call
 from ..group import GroupState, backend, group_size, wait_limit
 from . import gloo
 from .reports import Report, Reports
 from .store import POLL_S, Request, StoreClient, set_first
 
-REMEMBERED = 8  # latest calls that this rank can be asked about, and may wait in
 MEANWHILE = 4  # calls that may go on while earlier ones are still compared
 ASK_S = 1.0  # of waiting in a call that was not compared, after which it is
 VERDICT_S = 0.5  # that a failed wait is kept back for a comparison that may explain it
@@ -37,31 +35,16 @@ REJECT_S = 5.0  # for the store to take note of a rejection
 EVERY_GROUP = object()
 
 
-@dataclass(eq=False)
-class CallToken:
-    """One call of a group, for the caller to hold: `Watchdog.begin` gives it."""
-
-    name: str
-    number: int
-    compare: Request | None = None
-    """Compares the call if another rank asks; None if it has been compared, or is being compared."""
-    rejected: bool = False
-    """Whether this rank has rejected the call itself."""
-
-    def __str__(self) -> str:
-        return f"{self.name}, call {self.number} of its group"
-
-
 class Watchdog:
-    """What this rank does in one group, for the other ranks to know; `Watchdog.of(group)` finds it.
+    """What this rank waits for in one group, and the errors that end its waits; `Watchdog.of(group)` finds it.
 
-    The main thread begins, joins and leaves calls, and says when it waits. `poll` runs in the store client's thread: it
-    sets `rejection`, and interrupts the wait.
+    The main thread says when it waits. `poll` runs in the store client's thread: it sets `rejection`, and interrupts
+    the wait.
     """
 
     def __init__(self, group, timeout_s: float):
         state = GroupState.of(group)
-        self.rank, self.world, self.ranks = state.rank, state.size, state.ranks
+        self.rank, self.world, self.ranks, self.calls = state.rank, state.size, state.ranks, state.calls
         self.store = StoreClient.here()
         self._prefix = f"megatron_tree/{group.group_name}"
         # a new group may have the name of a former one: count how many there were, the same number on every rank
@@ -75,23 +58,7 @@ class Watchdog:
         """Another rank's rejection of a call that this rank is in; it is raised instead of the error of the wait."""
         self.error: Exception | None = None
         """How the group failed; it can't be used any more."""
-        self.stamp = 0
-        """Of the call that this rank is in, or else of the latest: its number, and 32 bits of what was agreed."""
-        self.digest = 0
-        """The stamp in 32 bits."""
-        self.doubts = False
-        """Whether the latest call ended in an error that left the group usable: the ranks compare the next one."""
-        self.meets = True
-        """Whether collectives that carry no stamp are preceded by a meeting (work.py)."""
-        self.met = 0
-        """Stamp of the latest call in which the ranks have met."""
-        self.log: list[str] = []
-        """agreement.py: the latest calls, where they are compared afterwards."""
-        self._num_calls = 0
-        self._joined: deque[CallToken] = deque(maxlen=REMEMBERED)
         self._comparisons: deque[Future] = deque()
-        self._open: CallToken | None = None
-        self._last: CallToken | None = None
         self._polled: tuple[int, int] = (0, 0)
         self._wait: tuple[int, float, float] = (0, 0.0, 0.0)
         self._longest_wait_s = 0.0
@@ -122,41 +89,13 @@ class Watchdog:
             advice = "this group can't be used any more: create a new one, and end processes that hang"
             raise type(error)(f"{error} ({advice})")
 
-    def begin(self, name: str, digest: int = 0, *, meets: bool = True) -> CallToken:
-        """The token of the group's next call. digest: 32 bits of what its ranks agree on."""
-        self._num_calls += 1
-        self.meets = meets
-        self._set_stamp(self._num_calls << 32 | digest)
-        self._open = self._last = CallToken(name, self._num_calls)
-        return self._last
-
-    def _set_stamp(self, stamp: int) -> None:
-        self.stamp, self.digest = stamp, zlib.crc32(stamp.to_bytes(8, "little"))
-
-    @property
-    def is_in_call(self) -> bool:
-        """Whether this rank is in a call of the group."""
-        return self._open is not None
-
-    def doubt(self, call: CallToken) -> None:
-        """The call ended in an error that left the group usable."""
-        self.doubts = True
-        self._set_stamp(call.number << 32)
-
-    def join(self, call: CallToken) -> None:
-        """This rank runs the call: from now on it may wait in it, and can be asked about it."""
-        self._joined.append(call)
-
-    def reject(self, call: CallToken, error: str) -> None:
+    def reject(self, call: Call, error: str) -> None:
         """Ranks that are in this call, or come to it, raise a ``ValueError`` of this text; this one has left it."""
-        call.rejected = True
-        self.doubt(call)
-        if call in self._joined:
-            self._joined.remove(call)
+        self.calls.reject(call)
         with contextlib.suppress(CommError):  # the rank's own error says more
             self.store.run(lambda store: self._reject(store, call.number, error), REJECT_S)
 
-    def compare_meanwhile(self, call: CallToken, request: Request) -> None:
+    def compare_meanwhile(self, call: Call, request: Request) -> None:
         """Start to compare a call that this rank goes on with. If ranks differ, the waits of all of them end."""
 
         def compare(store):
@@ -175,14 +114,9 @@ class Watchdog:
                 raise self.fail(outcome)
         self.check_usable()
 
-    def leave(self, call: CallToken) -> None:
-        """The caller is done with the call, one way or another."""
-        self._open = None if self._open is call else self._open
-
     def where(self) -> str:
         """What this rank does, for messages: " in tree_attn_func, call 3 of its group, in step 5"."""
-        call = f" in {self._open}" if self._open else f" after {self._last}" if self._last else ""
-        return f"{call}{region()}"
+        return f"{self.calls.place()}{region()}"
 
     @contextlib.contextmanager
     def waits(self, on) -> Iterator[None]:
@@ -210,14 +144,15 @@ class Watchdog:
             self._is_overdue = True
             interrupt(self.waiting_on)
         # one operation where there is nothing new: hundreds of ranks may be waiting
-        seen = self.num_updates(store), self._joined[-1].number if self._joined else 0
+        joined = self.calls.joined()
+        seen = self.num_updates(store), joined[-1].number if joined else 0
         asked = []
         if seen[0] and seen != self._polled:
             self._polled = seen
             self._failure_seen = self._failure_seen or self.reports.exist(store)
             self.rejection = self.rejection or self.find_rejection(store)
-            asked = [x for x in list(self._joined) if x.compare and store.check([self.key("asked", x.number)])]
-        if self._waits_long() and (call := self._open) in list(self._joined) and call.compare and call not in asked:
+            asked = [x for x in joined if x.compare and store.check([self.key("asked", x.number)])]
+        if self._waits_long() and (call := self.calls.current) in joined and call.compare and call not in asked:
             asked.append(call)
         waiting_on = self.waiting_on
         if waiting_on is not None and (self._failure_seen or self.rejection is not None):
@@ -230,7 +165,7 @@ class Watchdog:
 
     def _waits_long(self) -> bool:
         """Whether the main thread waits in its call for longer than usual, perhaps for ranks that make another one."""
-        call, now = self._open, time.monotonic()
+        call, now = self.calls.current, time.monotonic()
         if call is None:
             return False
         number, began, latest = self._wait
@@ -251,7 +186,7 @@ class Watchdog:
 
     def find_rejection(self, store, *numbers: int) -> ValueError | None:
         """Another rank's rejection of a call that this rank has joined, or of one of `numbers`."""
-        for number in (*[x.number for x in list(self._joined)], *numbers):
+        for number in (*[x.number for x in self.calls.joined()], *numbers):
             if store.check([self.key("rejected", number)]):
                 return ValueError(store.get(self.key("rejected", number)).decode())
         return None

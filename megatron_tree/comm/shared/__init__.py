@@ -304,7 +304,7 @@ class SharedMemory:
             sent = sends * num_bytes * (world if op == _EXCHANGE else 1)
         note(f"shared {name}", world, sent)
         with self._in_use:
-            self._team.stamp = watchdog.stamp
+            self._team.stamp = watchdog.calls.stamp
             call = self._ref, op, source, x, out, num_bytes, parts
             code = self._collective(*call, 1)
             if code == _WAITING:
