@@ -89,8 +89,8 @@ class TreeConfig:
     exchange heads by itself with a named grid, with the ring, or with return_lse."""
 
     topology: str | None = None
-    """The topology that the planner assumes: a name in configs/topology, or the path of a YAML file, for instance one
-    written by `megatron-tree calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo)."""
+    """The topology that the planner assumes: a name (`megatron-tree plan --help` lists them), or the path of a YAML
+    file, for instance of `megatron-tree calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo)."""
 
     memory_budget: int | None = None
     """Limit in bytes of a rank's communication buffers; schedules that need more are excluded. None: no limit."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import reprlib
 from collections.abc import Hashable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ..files import read_yaml, whole_file
 
 TRANSPORTS = ("direct", "builtin", "shm")
 MAX_COUNT = 10**9
-_SHARE = "share/megatron_tree/topology"  # where a wheel puts the files of configs/topology
+TOPOLOGIES = Path(__file__).with_name("topologies")
+_DEFAULTS = {"gloo": "ethernet", "nccl": "dgx_h100"}  # backend -> file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,38 +181,23 @@ def place(topology: Topology, hosts: Sequence[Hashable]) -> Placement:
     return Placement(order, block, numbered)
 
 
-def _folder() -> Path | None:
-    """The folder of topology files: configs/topology of a checkout, else share/ of an installed wheel."""
-    root = Path(__file__).resolve().parents[2]
-    folders = [root / "configs" / "topology", root / _SHARE]
-    try:
-        files = importlib.metadata.files("megatron_tree") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    folders += [Path(f.locate()).parent for f in files if f.match(f"{_SHARE}/*.yaml")]
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
 def known_topologies() -> list[str]:
-    """Names for `load_topology`: the files in configs/topology."""
-    folder = _folder()
-    return sorted(path.stem for path in folder.glob("*.yaml")) if folder else []
+    """Names for `load_topology`: the files in `TOPOLOGIES`, to copy and edit."""
+    return sorted(path.stem for path in TOPOLOGIES.glob("*.yaml"))
 
 
 def load_topology(name_or_path: str | Path) -> Topology:
-    """Load a topology by its name in configs/topology, or from a YAML file. Raises ValueError with the faulty entry."""
+    """Load one of `known_topologies`, or a YAML file. Raises ValueError with the faulty entry."""
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
+        path = TOPOLOGIES / f"{name_or_path}.yaml"
         if str(name_or_path) not in known_topologies():
             raise ValueError(
                 f"topology {str(name_or_path)!r} is unknown: name one of {', '.join(known_topologies())}, or the path "
                 f"of a .yaml file"
             )
-        path = _folder() / f"{name_or_path}.yaml"
     try:
         content = read_yaml(path)
-    except ModuleNotFoundError:
-        raise ValueError(f"topology file {path}: reading it needs pyyaml; install megatron_tree[launch]") from None
     except ValueError as error:
         raise ValueError(f"topology file {error}") from None
     try:
@@ -256,40 +241,13 @@ def save_topology(topology: Topology, path: str | Path) -> None:
         part.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
-_DEFAULTS = {
-    "gloo": Topology(
-        name="ethernet",
-        transport="direct",
-        host_size=8,
-        overhead_s=30e-6,
-        memory_bandwidth=20e9,
-        flops=1e12,
-        levels=(
-            Level(name="loopback", size=8, latency_s=30e-6, bandwidth=3e9, port_bandwidth=3e9),
-            Level(name="ethernet", size=0, latency_s=60e-6, bandwidth=1.17e9, port_bandwidth=1.17e9),
-        ),
-    ),
-    "nccl": Topology(
-        name="dgx_h100",
-        transport="builtin",
-        host_size=8,
-        overhead_s=10e-6,
-        memory_bandwidth=2.7e12,
-        flops=480e12,
-        levels=(
-            Level(name="nvlink", size=8, latency_s=1e-6, bandwidth=450e9, port_bandwidth=450e9),
-            Level(name="infiniband", size=0, latency_s=5e-6, bandwidth=50e9, port_bandwidth=400e9),
-        ),
-    ),
-}
-
-
+@lru_cache
 def default_topology(backend: str) -> Topology:
-    """The topology assumed for a communication backend when the user names none; configs/topology has the same figures
-    with their sources. Raises ValueError for a backend without a default."""
+    """The topology assumed for a communication backend when the user names none. Raises ValueError for a backend
+    without a default."""
     if backend not in _DEFAULTS:
         raise ValueError(
             f"no topology is assumed for backend {backend!r}, only for {', '.join(_DEFAULTS)}: name one with "
             f"TreeConfig(topology=...)"
         )
-    return _DEFAULTS[backend]
+    return load_topology(_DEFAULTS[backend])

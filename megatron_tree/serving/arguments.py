@@ -152,8 +152,8 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt per forward pass; bounds "
         "the memory for activations (default: 2048; megatron-tree serve: 1024 for each rank, 128 on CPUs)")  # fmt: skip
     add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged in decoding")
-    add("--topology", metavar="NAME|YAML", help="network that 'auto' plans for: a name in configs/topology, or a file "
-        "from megatron-tree calibrate")  # fmt: skip
+    add("--topology", metavar="NAME|YAML", help="network that 'auto' plans for: a name in the help of megatron-tree "
+        "plan, or a file of megatron-tree calibrate")  # fmt: skip
     add("--backend", choices=BACKENDS, default="auto", help="attention kernels")
     add("--cuda-graphs", action=SWITCH, default=False, help="capture decode steps in CUDA graphs and replay them (GPU)")
     add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per page of the cache")

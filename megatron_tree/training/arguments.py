@@ -116,8 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
         "context-parallel-size; default: planned")  # fmt: skip
     add("--grid-backward", type=parse_grid, metavar="AxB", help="another grid for the backward")
     add("--head-chunks", type=int, metavar="N", help="KV heads are processed in N chunks, overlapped")
-    add("--topology", metavar="NAME|YAML", help="network for the planner: a name in configs/topology, or a file of "
-        "megatron-tree calibrate")  # fmt: skip
+    add("--topology", metavar="NAME|YAML", help="network for the planner: a name in the help of megatron-tree plan, "
+        "or a file of megatron-tree calibrate")  # fmt: skip
     kernels = ["auto", "aten", "reference"]
     add("--attention-kernels", choices=kernels, default="auto", help="kernels under tree attention")
     add("--distributed-timeout-minutes", type=float, default=10.0, help="longest wait for other ranks")

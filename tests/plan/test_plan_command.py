@@ -1,19 +1,16 @@
 """`megatron-tree plan`: tables, the CSV, and what it says to wrong options."""
 
-import configparser
 import csv
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from megatron_tree.bench.weights import MODELS
-from megatron_tree.plan import topology
 from megatron_tree.plan.command import EXAMPLES, main
+from megatron_tree.plan.topology import TOPOLOGIES
 
-REPO = Path(__file__).resolve().parents[2]
 SMALL = ["--topology", "ethernet", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--seq-len", "8k"]
 
 
@@ -172,21 +169,9 @@ def test_help_and_its_examples(capsys, tmp_path, monkeypatch):
         main(["--help"])
     assert EXAMPLES.splitlines()[1] in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text((REPO / "configs" / "topology" / "ethernet.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text((TOPOLOGIES / "ethernet.yaml").read_text())
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(MODELS["Llama 3.1 70B"]))
     for line in EXAMPLES.splitlines():
         if line.startswith("  megatron-tree plan "):
             assert main(shlex.split(line)[2:]) == 0
-
-
-def test_a_wheel_brings_the_topologies(monkeypatch, tmp_path):
-    parser = configparser.ConfigParser()
-    parser.read(REPO / "setup.cfg")
-    assert dict(parser["options.data_files"])["share/megatron_tree/topology"] == "configs/topology/*.yaml"
-    share = tmp_path / "share" / "megatron_tree" / "topology"
-    share.mkdir(parents=True)
-    (share / "ethernet.yaml").write_text((REPO / "configs" / "topology" / "ethernet.yaml").read_text())
-    monkeypatch.setattr(topology, "__file__", str(tmp_path / "megatron_tree" / "plan" / "topology.py"))
-    assert topology.known_topologies() == ["ethernet"]
-    assert topology.load_topology("ethernet") == topology.default_topology("gloo")

@@ -1,29 +1,22 @@
-"""Topologies: what a file must say, where ranks sit, and the defaults that need no file."""
+"""Topologies: what a file must say, where ranks sit, and the defaults."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from megatron_tree.plan import Level, Topology, default_topology, known_topologies, load_topology, place, save_topology
+from megatron_tree.plan.topology import TOPOLOGIES
 
-REPO = Path(__file__).resolve().parents[2]
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
 
 
 def test_every_file_loads_under_its_own_name():
     names = known_topologies()
     assert {"dgx_h100", "ethernet", "gb200_nvl72", "laptop", "mi300x", "rtx4090x2"} <= set(names)
-    assert names == sorted(path.stem for path in (REPO / "configs" / "topology").glob("*.yaml"))
     for name in names:
         topology = load_topology(name)
         assert topology.name == name
         assert all(outer.latency_s >= inner.latency_s for inner, outer in zip(topology.levels, topology.levels[1:]))
-
-
-@pytest.mark.parametrize(("backend", "name"), [("nccl", "dgx_h100"), ("gloo", "ethernet")])
-def test_a_default_is_what_the_file_says(backend, name):
-    assert default_topology(backend) == load_topology(name)
 
 
 def test_no_default_is_assumed_for_other_backends():
@@ -58,7 +51,7 @@ def test_save_and_load(tmp_path):
 )
 def test_a_file_is_checked(tmp_path, old, new, message):
     path = tmp_path / "mine.yaml"
-    text = (REPO / "configs" / "topology" / "ethernet.yaml").read_text()
+    text = (TOPOLOGIES / "ethernet.yaml").read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     if message is None:
@@ -71,7 +64,7 @@ def test_a_file_is_checked(tmp_path, old, new, message):
 
 def test_levels_must_be_a_list(tmp_path):
     path = tmp_path / "mine.yaml"
-    text = (REPO / "configs" / "topology" / "ethernet.yaml").read_text()
+    text = (TOPOLOGIES / "ethernet.yaml").read_text()
     path.write_text(text[: text.index("levels:")] + "levels: 3\n")
     with pytest.raises(ValueError, match="levels=3 must be a list, innermost level first"):
         load_topology(str(path))

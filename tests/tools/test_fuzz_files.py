@@ -26,7 +26,7 @@ from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.generation import generate
 from megatron_tree.launching import parse_with_config
 from megatron_tree.plan import known_topologies, load_topology
-from megatron_tree.plan.topology import place
+from megatron_tree.plan.topology import TOPOLOGIES, place
 from megatron_tree.serving import arguments as generate_arguments
 from megatron_tree.serving.batch import BatchOptions, read_requests, run_batch
 from megatron_tree.serving.http import arguments as serve_arguments
@@ -132,7 +132,7 @@ def _check_types(parser, args):
 @examples(24, 300)
 def test_topologies(tmp_path, seed, count):
     path = tmp_path / "net.yaml"
-    texts = [(REPO / "configs" / "topology" / f"{name}.yaml").read_text() for name in known_topologies()]
+    texts = [(TOPOLOGIES / f"{name}.yaml").read_text() for name in known_topologies()]
     for chance in chances(seed, count):
         text = chance.choice(texts)
         if chance.random() < 0.6:

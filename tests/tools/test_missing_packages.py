@@ -27,13 +27,10 @@ PROGRAMS = [  # module, extra, program and options
     ("tqdm", "launch", "megatron_tree", "bench", "decode", "--ranks", "2", "--seq-len", "1k"),
     ("transformers", "hf", "megatron_tree", "bench", "generate"),
     ("megatron", "megatron", "megatron_tree", "convert", "to-megatron", "a", "b"),
-    ("yaml", "launch", "megatron_tree", "plan", "--topology", "ethernet"),
-    ("yaml", "launch", "megatron_tree", "doctor", "--topology", "ethernet", "--for", "functions", SLOW),
     ("fastapi", "serve", "megatron_tree", "serve", SLOW),
     ("deepspeed", "deepspeed", "megatron_tree", "generate", SLOW),
     ("transformers", "hf", "megatron_tree", "chat"),
     ("megatron", "megatron", "megatron_tree", "train", *TRAINING),
-    ("yaml", "launch", "megatron_tree", "train", *TRAINING, SLOW),
     ("deepspeed", "deepspeed", "launch/train_hf.py"),
     ("accelerate", "hf", "launch/train_trainer.py", SLOW),
     ("megatron", "megatron", "launch/megatron_lm.py", "launch/gpu.py", SLOW),
@@ -81,7 +78,7 @@ def test_every_optional_package_has_its_extra():
     """Distributions of setup.cfg by the modules that they install."""
     setup = configparser.ConfigParser()
     setup.read(REPO / "setup.cfg")
-    modules = {"megatron-core": "megatron", "pyyaml": "yaml"}
+    modules = {"megatron-core": "megatron"}
     for extra, known in EXTRAS.items():
         names = [line.split(">")[0] for line in setup["options.extras_require"][extra].split()]
         assert {modules.get(name, name) for name in names} <= set(known), extra
