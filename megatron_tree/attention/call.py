@@ -83,7 +83,7 @@ class AttnArgs:
             seq_len_kv=self.keys.seq_len,
             bytes_per_word=q.element_size(),
             causal=self.spec.causal,
-            visible=_visible(self),
+            visible_fraction=_visible_fraction(self),
             mask=self._mask(),
             topology=net.topology,
             placement=net.placement,
@@ -224,7 +224,7 @@ def _rows_of_cast(
     return tuple(sent), tuple(lengths), join(arrived)
 
 
-def _visible(args: AttnArgs) -> float:
+def _visible_fraction(args: AttnArgs) -> float:
     """Fraction of (query, key) pairs within one document and the window, before the causal mask; of documents rounded
     to a power of two so that cached plans are reused."""
     layout, spec, share = args.queries.layout, args.spec, 1.0

@@ -152,7 +152,7 @@ class DocumentsBench(TrainBench):
             batch=1,
             seq_len=shares.seq_len,
             bytes_per_word=DTYPES[case.dtype].itemsize,
-            visible=layout.pairs / shares.seq_len**2,
+            visible_fraction=layout.pairs / shares.seq_len**2,
             mask=Mask(Visibility(None, 0), shares, shares) if isinstance(layout, Dispatched) else None,
             topology=topology,
             placement=place(topology, hosts),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config import DECODE_SCHEDULES, SCHEDULES, check_choice
+from ..config import DECODE_SCHEDULES, check_choice
 from ..units import format_bytes, format_seconds
 from .arrangement import Arrangement, HeadSplit
 from .cast import Mask, cast_plan
@@ -21,7 +21,6 @@ from .plans import (
     Cost,
     DecodePlan,
     PassPlan,
-    Reduction,
     Shape,
     TrainingPlan,
     check_grid,
@@ -30,24 +29,9 @@ from .plans import (
     inner_grids,
     rival_names,
 )
-from .sizes import CallSizes, backward_words, forward_words
+from .sizes import CallSizes
 from .topology import Placement, Topology
 from .training import grid_plan, ring_plan
-
-__all__ = [
-    "Cost",
-    "DecodePlan",
-    "PassPlan",
-    "Reduction",
-    "Shape",
-    "TrainingPlan",
-    "backward_words",
-    "check_grid",
-    "forward_words",
-    "grids",
-    "plan_decode",
-    "plan_training",
-]
 
 
 @lru_cache(maxsize=1024)
@@ -60,7 +44,7 @@ def plan_training(
     seq_len_kv: int | None = None,
     bytes_per_word: int,
     causal: bool = True,
-    visible: float = 1.0,
+    visible_fraction: float = 1.0,
     mask: Mask | None = None,
     topology: Topology,
     placement: Placement,
@@ -84,8 +68,8 @@ def plan_training(
         shape: heads and their sizes on one rank.
         batch, seq_len: of the call; seq_len is that of the whole sequence.
         seq_len_kv: of cross attention's keys; default seq_len.
-        visible: fraction of the (query, key) pairs within one document and the window, before the causal mask.
-        mask: who sees which keys; with it the cast is a candidate, too.
+        visible_fraction: of the (query, key) pairs within one document and the window, before the causal mask.
+        mask: who sees which keys; with it the cast is a candidate, too. The schedule "cast" needs it.
         bytes_per_word: of the inputs' dtype; messages use the same dtype.
         topology, placement: the machine, and the group's ranks in it.
         schedule: "auto", "grid", "cast" or "ring".
@@ -95,14 +79,10 @@ def plan_training(
         head_chunks: pinned number of head chunks; it must divide the KV heads of a rank.
         memory_budget: limit in bytes of a rank's communication buffers; None: no limit.
 
-    Raises: ValueError for contradictory options, and if no schedule fits the budget.
+    The options are those of `TreeConfig`, which has checked them. Raises: ValueError for a grid or head chunks that
+    don't fit the call, and if no schedule fits the budget.
     """
     placed = _placed(world, topology, placement)
-    check_choice("schedule", schedule, SCHEDULES)
-    if schedule == "ring" and (grid or grid_backward or head_chunks):
-        raise ValueError("grid, grid_backward and head_chunks have no meaning with schedule='ring': leave them out")
-    if schedule == "cast" and (grid or grid_backward or mask is None):
-        raise ValueError("schedule='cast' has no grid and needs the mask: leave grid and grid_backward out")
     if ulysses_size is None and (schedule == "ring" or grid or grid_backward):
         ulysses_size = 1
     sizes = CallSizes.of(
@@ -113,7 +93,7 @@ def plan_training(
         seq_len_kv=seq_len_kv,
         bytes_per_word=bytes_per_word,
         causal=causal,
-        visible=visible,
+        visible_fraction=visible_fraction,
     )
     weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask)
     splits = weigh.head_placements(ulysses_size)

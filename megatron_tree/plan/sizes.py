@@ -58,12 +58,12 @@ class CallSizes(NamedTuple):
         bytes_per_word: int,
         causal: bool,
         seq_len_kv: int | None = None,
-        visible: float = 1.0,
+        visible_fraction: float = 1.0,
     ) -> CallSizes:
         h, h_kv, d, d_v = shape
         seq_len_kv = seq_len if seq_len_kv is None else seq_len_kv
         tokens, tokens_kv = (batch * -(-s // world) for s in (seq_len, seq_len_kv))
-        pairs = visible * tokens * seq_len_kv * h / (2 if causal else 1)
+        pairs = visible_fraction * tokens * seq_len_kv * h / (2 if causal else 1)
         return cls(
             q=tokens * h * d * bytes_per_word,
             o=tokens * h * d_v * bytes_per_word,

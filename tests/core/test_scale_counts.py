@@ -16,7 +16,7 @@ from megatron_tree.kernels.triton import host
 from megatron_tree.kernels.triton import merge as triton_merge
 from megatron_tree.layout import Packed, Segment, gathered_segments, packed_layout, shard_positions, shard_segments
 from megatron_tree.plan import Shape, load_topology, place, plan_decode, plan_training
-from megatron_tree.plan.planner import backward_words, forward_words
+from megatron_tree.plan.sizes import backward_words, forward_words
 from support.rounding import rounding
 
 MILLION = 1 << 20

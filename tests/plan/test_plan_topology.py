@@ -1,13 +1,13 @@
 """Topologies: what a file must say, where ranks sit, and the defaults."""
 
-import dataclasses
-
 import pytest
 
 from megatron_tree.plan import Level, Topology, default_topology, known_topologies, load_topology, place, save_topology
 from megatron_tree.plan.topology import TOPOLOGIES
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
+TEXT = (TOPOLOGIES / "ethernet.yaml").read_text()
+LEVELS = TEXT[TEXT.index("levels:") :]
 
 
 def test_every_file_loads_under_its_own_name():
@@ -46,31 +46,21 @@ def test_save_and_load(tmp_path):
         ("bandwidth: 1.17e+9", "bandwidth: 0", "level 'ethernet': bandwidth=0.0 must be a positive number"),
         ("port_bandwidth: 3.0e+9", "port_bandwidth: 4.0e+9", "port_bandwidth=4e\\+09 must equal bandwidth=3e\\+09"),
         ("levels:", "levels: 3\nx:", "unknown entries"),
+        (LEVELS, "levels: 3\n", "levels=3 must be a list, innermost level first"),
+        (LEVELS, "levels: []\n", "levels is empty"),
         ("name: ethernet\n", "name: [\n", "topology file"),
     ],
 )
 def test_a_file_is_checked(tmp_path, old, new, message):
     path = tmp_path / "mine.yaml"
-    text = (TOPOLOGIES / "ethernet.yaml").read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
+    assert old in TEXT
+    path.write_text(TEXT.replace(old, new))
     if message is None:
         assert load_topology(str(path)) == ETHERNET
         return
     with pytest.raises(ValueError, match=message) as caught:
         load_topology(str(path))
     assert str(path) in str(caught.value)
-
-
-def test_levels_must_be_a_list(tmp_path):
-    path = tmp_path / "mine.yaml"
-    text = (TOPOLOGIES / "ethernet.yaml").read_text()
-    path.write_text(text[: text.index("levels:")] + "levels: 3\n")
-    with pytest.raises(ValueError, match="levels=3 must be a list, innermost level first"):
-        load_topology(str(path))
-    path.write_text(text[: text.index("levels:")] + "levels: []\n")
-    with pytest.raises(ValueError, match="levels is empty"):
-        load_topology(str(path))
 
 
 def test_unknown_names_and_files():
@@ -80,32 +70,22 @@ def test_unknown_names_and_files():
         load_topology("nowhere.yaml")
 
 
-def test_ranks_are_placed_by_their_hosts():
-    placed = place(DGX, ["n0"] * 8 + ["n1"] * 8)
-    assert placed.order == tuple(range(16)) and placed.block == 8 and placed.top == 1
-    assert placed.level(0, 7) == 0 and placed.level(0, 8) == 1 and placed.level(3, 3) == 0
-
-
-def test_ranks_need_not_be_dense():
-    placed = place(ETHERNET, [n % 4 for n in range(8)])
-    assert placed.order == (0, 4, 1, 5, 2, 6, 3, 7) and placed.block == 2
-    assert placed.level(0, 4) == 0 and placed.level(0, 1) == 1
-
-
-def test_uneven_hosts_do_not_nest():
-    placed = place(DGX, ["a"] * 3 + ["b"] * 5)
-    assert placed.block == 1 and placed.top == 1 and placed.level(0, 2) == 0 and placed.level(2, 3) == 1
-
-
-def test_one_host_has_nothing_to_nest():
-    placed = place(DGX, ["a"] * 8)
-    assert placed.block == 1 and placed.top == 0
-    assert place(DGX, ["a"]).order == (0,)
-
-
-def test_a_host_may_hold_more_ranks_than_the_topology_says():
-    placed = place(ETHERNET, ["a"] * 16 + ["b"] * 16)
-    assert placed.block == 16 and placed.level(0, 15) == 0
+@pytest.mark.parametrize(
+    ("topology", "hosts", "block", "order"),
+    [
+        (DGX, ["n0"] * 8 + ["n1"] * 8, 8, None),
+        (ETHERNET, [n % 4 for n in range(8)], 2, (0, 4, 1, 5, 2, 6, 3, 7)),
+        (DGX, ["a"] * 3 + ["b"] * 5, 1, None),
+        (DGX, ["a"] * 8, 1, None),
+        (ETHERNET, ["a"] * 16 + ["b"] * 16, 16, None),
+    ],
+    ids=["two hosts", "ranks in turn", "uneven hosts", "one host", "more ranks than host_size"],
+)
+def test_ranks_are_placed_by_their_hosts(topology, hosts, block, order):
+    placed, ranks = place(topology, hosts), range(len(hosts))
+    assert (placed.order, placed.block) == (order or tuple(ranks), block)
+    assert placed.top == int(len(set(hosts)) > 1)
+    assert all(placed.level(r, s) == (hosts[r] != hosts[s]) for r in ranks for s in ranks)
 
 
 def test_a_level_may_span_hosts():
@@ -144,9 +124,3 @@ def test_three_levels():
 def test_a_topology_of_one_host_refuses_several():
     with pytest.raises(ValueError, match="'laptop' describes a single host, but the group's ranks are on 2 hosts"):
         place(load_topology("laptop"), ["a", "b"])
-
-
-def test_placements_are_keys():
-    one, other = place(DGX, [0] * 8), place(DGX, ["x"] * 8)
-    assert one == other and hash(one) == hash(other) and one != place(DGX, [0] * 4)
-    assert dataclasses.replace(DGX, transport="direct") != DGX

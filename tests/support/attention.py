@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_tree import AttnSlice, TreeConfig, energy, shard_positions, tree_attn_func
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import shard_lengths
-from megatron_tree.plan.planner import grids
+from megatron_tree.plan import grids
 from support.ranks import largest
 
 
