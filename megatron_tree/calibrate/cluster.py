@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
-from ..plan import Level, Topology, default_topology
+from ..plan import Level, Topology
 from . import compute
 from .links import REPEATS, Links, Pair
 
@@ -57,51 +57,16 @@ def calibrate(
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(comm.hosts(dist.group.WORLD, timeout_s=timeout_s)):
         members.setdefault(host, []).append(rank)
-    hosts = list(members.values())
-    host_size = max(map(len, hosts))
-    say(f"{links.world} ranks on {len(hosts)} hosts, {comm.backend(dist.group.WORLD)} on {device.type}")
-
-    levels, overheads, table = [], [], []
-    inside = [(ranks[0], ranks[1]) for ranks in hosts if len(ranks) > 1][:_MAX_PAIRS]
-    across = list(itertools.pairwise(hosts))[:_MAX_PAIRS]
-    if inside:
-        say("inside a host")
-        latency_s, bandwidth, overhead_s = _measure_pairs(links, inside)
-        size = host_size if across else 0
-        levels.append(Level(name="host", size=size, latency_s=latency_s, bandwidth=bandwidth, port_bandwidth=bandwidth))
-        overheads.append(overhead_s)
-    if across:
-        say("between hosts")
-        latency_s, bandwidth, overhead_s = _measure_pairs(links, [(a[0], b[0]) for a, b in across])
-        say("between hosts, all ranks of a host at once")
-        port = bandwidth if host_size == 1 else max(bandwidth, _measure_ports(links, across, bandwidth))
-        levels.append(Level(name="network", size=0, latency_s=latency_s, bandwidth=bandwidth, port_bandwidth=port))
-        overheads.append(overhead_s)
-    for level, overhead_s in zip(levels, overheads):
-        table += [
-            (f"{level.name}: latency", f"{level.latency_s * 1e6:.0f} us"),
-            (f"{level.name}: bandwidth of one rank", f"{level.bandwidth / 1e9:.3g} GB/s"),
-            (f"{level.name}: bandwidth of a port", f"{level.port_bandwidth / 1e9:.3g} GB/s"),
-            (f"{level.name}: one more message", f"{overhead_s * 1e6:.0f} us"),
-        ]
-
+    hosts, backend = list(members.values()), comm.backend(dist.group.WORLD)
+    say(f"{links.world} ranks on {len(hosts)} hosts, {backend} on {device.type}")
+    levels, overhead_s, table = _measure_levels(links, hosts, say)
     transport, wake_s, shared_s = "builtin", 0.0, 0.0
-    if comm.backend(dist.group.WORLD) == "gloo" and device.type == "cpu":
-        ratio = 1.0
-        flat = (tuple(range(links.world)),)
-        nested = tuple(zip(*hosts)) if len(set(map(len, hosts))) == 1 else flat
-        for num_bytes, ranks in ((_SMALL_STATE, flat), (_LARGE_SHARE, nested)):
-            say(f"all-gather of {num_bytes >> 10} KiB from every rank, direct and built in")
-            direct, builtin = (links.gather(ranks, num_bytes, kind) for kind in ("direct", "builtin"))
-            ratio *= direct / builtin
-            row = f"{direct * 1e3:.3g} ms direct, {builtin * 1e3:.3g} ms built in"
-            table.append((f"all-gather, {num_bytes >> 10} KiB of each rank", row))
-        transport = "direct" if ratio < 1 else "builtin"
+    if backend == "gloo" and device.type == "cpu":
+        transport = _faster_transport(links, hosts, table, say)
         say("decode reductions, all ranks at once")
-        wake_s, shared_s = _measure_sharing(links, levels, hosts, max(overheads))
+        wake_s, shared_s = _measure_sharing(links, levels, hosts, overhead_s)
         table.append(("all ranks: wake up for a step", f"{wake_s * 1e6:.0f} us"))
         table.append(("all ranks: one message of any of them", f"{shared_s * 1e6:.0f} us"))
-
     if memory_bandwidth is None:
         say("attention of one query (decode)")
         memory_bandwidth = links.median(compute.memory_bandwidth(device))
@@ -116,8 +81,8 @@ def calibrate(
     topology = Topology(
         name=name,
         levels=tuple(levels),
-        host_size=host_size,
-        overhead_s=max(overheads),
+        host_size=max(map(len, hosts)),
+        overhead_s=overhead_s,
         shared_overhead_s=shared_s,
         wake_s=wake_s,
         memory_bandwidth=memory_bandwidth,
@@ -127,10 +92,52 @@ def calibrate(
     return Found(topology, tuple(table))
 
 
-def assumed_compute(backend: str) -> tuple[float, float]:
-    """(memory bandwidth in bytes/s, flop/s) of a backend's default topology."""
-    topology = default_topology(backend)
-    return topology.memory_bandwidth, topology.flops
+def _measure_levels(links: Links, hosts: list[list[int]], say) -> tuple[list[Level], float, list[tuple[str, str]]]:
+    """The levels inside a host and between hosts, as far as there are any; the seconds of one more message; the rows of
+    the table."""
+    host_size = max(map(len, hosts))
+    inside = [(ranks[0], ranks[1]) for ranks in hosts if len(ranks) > 1][:_MAX_PAIRS]
+    across = list(itertools.pairwise(hosts))[:_MAX_PAIRS]
+    levels, overheads, table = [], [], []
+
+    def add(name: str, size: int, latency_s: float, bandwidth: float, port: float, overhead_s: float) -> None:
+        level = Level(name=name, size=size, latency_s=latency_s, bandwidth=bandwidth, port_bandwidth=port)
+        levels.append(level)
+        overheads.append(overhead_s)
+        table.extend(
+            (f"{name}: {what}", value)
+            for what, value in (
+                ("latency", f"{latency_s * 1e6:.0f} us"),
+                ("bandwidth of one rank", f"{bandwidth / 1e9:.3g} GB/s"),
+                ("bandwidth of a port", f"{port / 1e9:.3g} GB/s"),
+                ("one more message", f"{overhead_s * 1e6:.0f} us"),
+            )
+        )
+
+    if inside:
+        say("inside a host")
+        latency_s, bandwidth, overhead_s = _measure_pairs(links, inside)
+        add("host", host_size if across else 0, latency_s, bandwidth, bandwidth, overhead_s)
+    if across:
+        say("between hosts")
+        latency_s, bandwidth, overhead_s = _measure_pairs(links, [(a[0], b[0]) for a, b in across])
+        say("between hosts, all ranks of a host at once")
+        port = bandwidth if host_size == 1 else max(bandwidth, _measure_ports(links, across, bandwidth))
+        add("network", 0, latency_s, bandwidth, port, overhead_s)
+    return levels, max(overheads), table
+
+
+def _faster_transport(links: Links, hosts: list[list[int]], table: list[tuple[str, str]], say) -> str:
+    """Which of "direct" and "builtin" is faster, a small and a large all-gather together; two rows of the table."""
+    flat, ratio = (tuple(range(links.world)),), 1.0
+    nested = tuple(zip(*hosts)) if len(set(map(len, hosts))) == 1 else flat
+    for num_bytes, ranks in ((_SMALL_STATE, flat), (_LARGE_SHARE, nested)):
+        say(f"all-gather of {num_bytes >> 10} KiB from every rank, direct and built in")
+        direct, builtin = (links.gather(ranks, num_bytes, kind) for kind in ("direct", "builtin"))
+        ratio *= direct / builtin
+        row = f"{direct * 1e3:.3g} ms direct, {builtin * 1e3:.3g} ms built in"
+        table.append((f"all-gather, {num_bytes >> 10} KiB of each rank", row))
+    return "direct" if ratio < 1 else "builtin"
 
 
 def _measure_pairs(links: Links, pairs: list[Pair]) -> tuple[float, float, float]:
@@ -157,7 +164,8 @@ def _measure_sharing(links: Links, levels: list[Level], hosts: list[list[int]], 
     host = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
     core = 1 << (p.bit_length() - 1)
     steps = [
-        levels[0].latency_s if all(host[r] == host[r ^ d] for r in range(core)) else latency_s for d in _powers(core)
+        levels[0].latency_s if all(host[r] == host[r ^ (1 << bit)] for r in range(core)) else latency_s
+        for bit in range(core.bit_length() - 1)
     ]
     steps += [latency_s] * (2 * (p > core))
     gather = links.reduce("allgather", latency_s) - latency_s
@@ -166,10 +174,6 @@ def _measure_sharing(links: Links, levels: list[Level], hosts: list[list[int]], 
     if p * shared_s < overhead_s:
         shared_s = 0.0
     return max(0.0, step - max(overhead_s, p * shared_s)), shared_s
-
-
-def _powers(core: int) -> list[int]:
-    return [1 << bit for bit in range(core.bit_length() - 1)]
 
 
 def _alone(links: Links, pair: Pair, *args, **kwargs) -> float:

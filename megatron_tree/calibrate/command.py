@@ -2,7 +2,7 @@
 
 Start it on the machines and with the ranks that you want to plan for:
 
-  deepspeed --hostfile hostfile --no_local_rank --module megatron_tree.calibrate --out my_cluster.yaml
+  deepspeed --hostfile hostfile --no_local_rank --module megatron_tree calibrate --out my_cluster.yaml
 
 Then pass TreeConfig(topology="my_cluster.yaml") or `--topology my_cluster.yaml`. Rank 0 writes the file. On GPUs, each
 machine also keeps which backend is fastest on them, for backend="auto". Calibration takes about a minute. Other load on
@@ -18,8 +18,8 @@ from pathlib import Path
 
 EXAMPLES = """\
 examples:
-  DS_ACCELERATOR=cpu deepspeed --num_gpus 4 --no_local_rank --module megatron_tree.calibrate --out laptop.yaml
-  deepspeed --hostfile hostfile --no_local_rank --module megatron_tree.calibrate --out my_cluster.yaml
+  torchrun --nproc-per-node 4 -m megatron_tree calibrate --out laptop.yaml
+  deepspeed --hostfile hostfile --no_local_rank --module megatron_tree calibrate --out my_cluster.yaml
   python launch/emulate.py --nodes 4 --ranks-per-node 4 -- -m megatron_tree calibrate --out emulated.yaml --no-compute
 """
 
@@ -31,14 +31,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the file to write")
-    parser.add_argument("--name", help="of the topology (default: the file's name)")
-    parser.add_argument(
-        "--no-compute", action="store_true", help="don't run kernels: use --memory-bandwidth and --flops, or defaults"
-    )
-    parser.add_argument("--memory-bandwidth", type=float, help="bytes/s of attention in decode (default: measured)")
-    parser.add_argument("--flops", type=float, help="flop/s of the attention kernels (default: measured)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a single wait (default: 300)")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.yaml", help="the file to write; its name is the topology's")
+    add("--no-compute", action="store_true", help="don't run kernels: write the default topology's figures for them")
+    add("--timeout", type=float, default=300.0, help="seconds of a single wait (default: 300)")
     return parser
 
 
@@ -48,10 +44,8 @@ def _check(args: argparse.Namespace, environ) -> None:
         raise ValueError(f"--out {args.out}: a topology file ends in .yaml")
     if not args.out.absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {args.out.absolute().parent}")
-    for option in ("memory_bandwidth", "flops", "timeout"):
-        value = getattr(args, option)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be positive")
+    if not 0 < args.timeout < float("inf"):
+        raise ValueError(f"--timeout {args.timeout:g}: must be positive")
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in environ]:
         raise ValueError(f"{', '.join(missing)} not set: start it with a launcher, on every rank\n\n{EXAMPLES}")
 
@@ -65,45 +59,46 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(f"calibrate: {error}", file=sys.stderr)
         return 2
+    from ..launching import exit_after_failure
+
+    try:
+        _run(args, rank)
+    except BaseException as error:
+        exit_after_failure(rank, error)
+    return 0
+
+
+def _run(args: argparse.Namespace, rank: int) -> None:
+    import torch.distributed as dist
 
     from ..comm.rendezvous import start_on_own_device
-    from ..launching import exit_after_failure
-    from ..plan import save_topology
-    from .cluster import assumed_compute, calibrate
+    from ..plan import default_topology, save_topology
+    from .cluster import calibrate
 
     def say(line: str) -> None:
         if rank == 0:
             print(line, flush=True)
 
-    try:
-        device = start_on_own_device(args.timeout)
-        memory_bandwidth, flops = args.memory_bandwidth, args.flops
-        if args.no_compute:
-            assumed = assumed_compute("nccl" if device.type == "cuda" else "gloo")
-            memory_bandwidth, flops = memory_bandwidth or assumed[0], flops or assumed[1]
-        found = calibrate(
-            device,
-            name=args.name or args.out.stem,
-            memory_bandwidth=memory_bandwidth,
-            flops=flops,
-            timeout_s=args.timeout,
-            say=say,
-        )
-        table = found.table
-        if device.type == "cuda" and not args.no_compute and os.environ.get("LOCAL_RANK", "0") == "0":
-            from .backends import keep_fastest
+    device = start_on_own_device(args.timeout)
+    assumed = default_topology("nccl" if device.type == "cuda" else "gloo") if args.no_compute else None
+    found = calibrate(
+        device,
+        name=args.out.stem,
+        memory_bandwidth=assumed and assumed.memory_bandwidth,
+        flops=assumed and assumed.flops,
+        timeout_s=args.timeout,
+        say=say,
+    )
+    table = found.table
+    if device.type == "cuda" and not args.no_compute and os.environ.get("LOCAL_RANK", "0") == "0":
+        from .backends import keep_fastest
 
-            say("forward and backward with each backend")
-            table += keep_fastest(device)
-        width = max(len(what) for what, _ in table)
-        say("\n" + "\n".join(f"{what:<{width}}  {value}" for what, value in table))
-        if rank == 0:
-            save_topology(found.topology, args.out)
-            say(f"\nwritten to {args.out}")
-        import torch.distributed as dist
-
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException as error:
-        exit_after_failure(rank, error)
-    return 0
+        say("forward and backward with each backend")
+        table += keep_fastest(device)
+    width = max(len(what) for what, _ in table)
+    say("\n" + "\n".join(f"{what:<{width}}  {value}" for what, value in table))
+    if rank == 0:
+        save_topology(found.topology, args.out)
+        say(f"\nwritten to {args.out}")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -39,26 +39,12 @@ def main(argv: list[str]) -> int:
 
 def examine(args: argparse.Namespace) -> list[Section]:
     """All findings for the options. Raises ValueError for options that contradict one another."""
-    wanted = configuration.Wanted(
-        cp=args.cp,
-        tp=args.tp,
-        heads=args.heads,
-        kv_heads=args.kv_heads or args.heads,
-        head_dim=args.head_dim,
-        head_dim_v=args.head_dim_v or args.head_dim,
-        seq_len=args.seq_len,
-        batch=args.batch,
-        dtype=args.dtype,
-        cp_comm_type=args.cp_comm_type,
-        hierarchical=tuple(args.hierarchical_context_parallel_sizes or ()) or None,
-        topology=args.topology,
-        backend=args.backend,
-        normalization=args.normalization,
-    )
+    args.kv_heads = args.kv_heads or args.heads
+    configuration.check(args)
     sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
     if args.purpose == "megatron":
-        sections += configuration.megatron(wanted)
-    return [*sections, configuration.kernels(wanted), configuration.plan(wanted, args.purpose)]
+        sections += configuration.megatron(args.cp, args.cp_comm_type)
+    return [*sections, configuration.kernels(args), configuration.plan(args)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,36 +55,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--for",
-        dest="purpose",
-        choices=machine.NEEDED,
-        default="megatron",
-        help="the framework (default megatron)",
-    )
+    add("--for", dest="purpose", choices=machine.NEEDED, default="megatron", help="the framework (default megatron)")
     add("--json", action="store_true", help="print JSON")
     add = parser.add_argument_group("the configuration").add_argument
     add("--cp", type=parse_count, default=8, help="context-parallel ranks (default 8)")
     add("--tp", type=parse_count, default=1, help="tensor-parallel ranks (default 1)")
     add("--heads", type=parse_count, default=32, help="query heads of the model (default 32)")
     add("--kv-heads", type=parse_count, help="KV heads of the model (default: as many as query heads)")
-    add("--head-dim", type=parse_count, default=128, help="of queries and keys (default 128)")
-    add("--head-dim-v", type=parse_count, help="of values (default: --head-dim)")
-    add(
-        "--seq-len",
-        "--seq-length",
-        type=parse_count,
-        default=131072,
-        help="tokens of the whole sequence (default 131072)",
-    )
-    add("--batch", type=parse_count, default=1, help="sequences of a micro-batch (default 1)")
+    add("--head-dim", type=parse_count, default=128, help="(default 128)")
+    add("--seq-len", type=parse_count, default=131072, help="tokens of the whole sequence (default 131072)")
     add("--dtype", choices=configuration.DTYPES, default="bf16", help="of q, k and v (default bf16)")
-    add("--normalization", choices=("LayerNorm", "RMSNorm"), default="RMSNorm", help="of the model (default RMSNorm)")
     add("--backend", choices=BACKENDS, default="auto", help="TreeConfig's backend (default auto)")
     add("--cp-comm-type", choices=CP_COMM_TYPES, default="tree", help="Megatron's option (default tree)")
     add("--hierarchical-context-parallel-sizes", type=parse_count, nargs=2, metavar=("U", "R"), help="for a2a+...")
-    add(
-        "--topology",
-        help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: by backend)",
-    )
+    add("--topology", help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: by backend)")
     return parser

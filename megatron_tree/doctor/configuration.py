@@ -1,9 +1,9 @@
-"""What a configuration would use, and why: Megatron's integration, fused kernels, attention kernels, the plan."""
+"""What a configuration, the options of the command line, would use, and why: Megatron's integration and fused kernels,
+attention kernels, the plan."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +13,6 @@ from ..launching import missing_package
 from ..plan import (
     Cost,
     Shape,
-    Topology,
     check_heads,
     default_topology,
     load_topology,
@@ -29,57 +28,35 @@ _ROWS = 16  # tokens of the tensors that a backend is chosen for; the choice doe
 _RUNS = {"a2a": "Ulysses", "a2a+tree": "Ulysses x tree", "a2a+p2p": "Ulysses x ring"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """A configuration, in Megatron's terms."""
-
-    cp: int
-    tp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    seq_len: int
-    batch: int
-    dtype: str
-    cp_comm_type: str
-    hierarchical: tuple[int, ...] | None
-    topology: str | None
-    backend: str
-    normalization: str
-
-    def __post_init__(self):
-        check_heads(self.heads, self.kv_heads, self.tp)
-        if self.cp > 1 and self.seq_len % (2 * self.cp):
-            raise ValueError(
-                f"--seq-len {self.seq_len} must be a multiple of 2 x --cp {self.cp}: every rank holds two chunks of "
-                "equal length"
-            )
-        sizes = self.hierarchical or ()
-        if self.cp > 1 and self.cp_comm_type.startswith("a2a+") and (len(sizes) != 2 or math.prod(sizes) != self.cp):
-            raise ValueError(
-                f"--cp-comm-type {self.cp_comm_type} needs --hierarchical-context-parallel-sizes U R with U x R = --cp "
-                f"{self.cp}"
-            )
-
-    @property
-    def ulysses(self) -> int:
-        """Number of ranks over which heads are split by all-to-all."""
-        if self.cp == 1 or not self.cp_comm_type.startswith("a2a"):
-            return 1
-        return self.cp if self.cp_comm_type == "a2a" else self.hierarchical[0]
-
-    @property
-    def shape(self) -> Shape:
-        """Heads of one rank during attention."""
-        return self.shape_over(self.tp * self.ulysses)
-
-    def shape_over(self, ranks: int) -> Shape:
-        """Heads of each of `ranks` ranks that share them."""
-        return Shape(self.heads, self.kv_heads, self.head_dim, self.head_dim_v or self.head_dim).over(ranks)
+def check(args) -> None:
+    """Raise ``ValueError`` for options that contradict one another."""
+    check_heads(args.heads, args.kv_heads, args.tp)
+    if args.cp > 1 and args.seq_len % (2 * args.cp):
+        raise ValueError(
+            f"--seq-len {args.seq_len} must be a multiple of 2 x --cp {args.cp}: every rank holds two chunks of "
+            "equal length"
+        )
+    sizes = args.hierarchical_context_parallel_sizes or ()
+    if args.cp > 1 and args.cp_comm_type.startswith("a2a+") and (len(sizes) != 2 or math.prod(sizes) != args.cp):
+        raise ValueError(
+            f"--cp-comm-type {args.cp_comm_type} needs --hierarchical-context-parallel-sizes U R with U x R = --cp "
+            f"{args.cp}"
+        )
 
 
-def megatron(wanted: Wanted) -> list[Section]:
+def _ulysses(args) -> int:
+    """Number of ranks over which heads are split by all-to-all."""
+    if args.cp == 1 or not args.cp_comm_type.startswith("a2a"):
+        return 1
+    return args.cp if args.cp_comm_type == "a2a" else args.hierarchical_context_parallel_sizes[0]
+
+
+def _shape(args, ranks: int) -> Shape:
+    """Heads of each of `ranks` ranks that share them."""
+    return Shape(args.heads, args.kv_heads, args.head_dim, args.head_dim).over(ranks)
+
+
+def megatron(cp: int, cp_comm_type: str) -> list[Section]:
     """Megatron's integration, and its fused kernels; only what is wrong if megatron-core can't be used."""
     try:
         from ..integrations.megatron import compat
@@ -87,43 +64,41 @@ def megatron(wanted: Wanted) -> list[Section]:
         version = compat.megatron_version()
         compat.attention_classes()
     except ImportError as error:
-        return [
-            Section("Megatron", [Finding("megatron-core", "unusable", missing_package(error) or str(error), MISSING)])
-        ]
-    return [_integration(wanted, version), _fusions(wanted)]
+        why = missing_package(error) or str(error)
+        return [Section("Megatron", [Finding("megatron-core", "unusable", why, MISSING)])]
+    return [_integration(cp, cp_comm_type, version), _fusions()]
 
 
-def _integration(wanted: Wanted, version: str) -> Section:
+def _integration(cp: int, cp_comm_type: str, version: str) -> Section:
     """How `cp_comm_type` selects tree attention in this megatron-core."""
     from ..integrations.megatron import compat
 
-    findings = [Finding("megatron-core", version, "has all that tree attention needs")]
-    patched = compat.is_patched()
-    flag = f"cp_comm_type {wanted.cp_comm_type!r}"
-    if wanted.cp == 1:
-        findings.append(
-            Finding(flag, "not used", "--cp 1: Megatron's own attention, which needs no context parallelism")
-        )
-    elif patched and wanted.cp_comm_type in TREE_CP_COMM_TYPES:
-        findings.append(Finding(flag, "works as it is", "this megatron-core is patched (patches/megatron-lm)"))
-    elif wanted.cp_comm_type in TREE_CP_COMM_TYPES:
-        way = "by install() in the program, --spec, or bash patches/apply.sh: docs/megatron-lm.md"
-        findings.append(Finding(flag, "needs one line", way))
-    else:
+    if cp == 1:
+        state, way = "not used", "--cp 1: Megatron's own attention, which needs no context parallelism"
+    elif cp_comm_type not in TREE_CP_COMM_TYPES:
+        state = "by the layer spec"
         way = "ours with --spec or use_tree_attention, else TransformerEngine's: docs/megatron-lm.md"
-        findings.append(Finding(flag, "by the layer spec", way))
+    elif compat.is_patched():
+        state, way = "works as it is", "this megatron-core is patched (patches/megatron-lm)"
+    else:
+        state = "needs one line"
+        way = "by install() in the program, --spec, or bash patches/apply.sh: docs/megatron-lm.md"
+    findings = [
+        Finding("megatron-core", version, "has all that tree attention needs"),
+        Finding(f"cp_comm_type {cp_comm_type!r}", state, way),
+    ]
     if compat.misreads_cp_comm_type_list():
         note = "this release reads it off by one entry; install() and the patch correct that"
         findings.append(Finding("a list in cp_comm_type", "needs install()", note))
     return Section("Megatron", findings)
 
 
-def _fusions(wanted: Wanted) -> Section:
+def _fusions() -> Section:
     """Megatron's fused kernels, and the options that enable them."""
     from ..integrations.megatron import fusions as megatron_fusions
 
     findings, needs = [], set()
-    for fusion in megatron_fusions.fusions(normalization=wanted.normalization):
+    for fusion in megatron_fusions.fusions(normalization="RMSNorm"):
         set_to = ", ".join(f"{name}={value}" for name, value in fusion.options.items())
         lacks = f"needs {' and '.join(fusion.needs)}" if fusion.needs else ""
         if megatron_fusions.GPU not in fusion.needs:
@@ -137,81 +112,58 @@ def _fusions(wanted: Wanted) -> Section:
     return Section("Megatron's fused kernels", findings)
 
 
-def kernels(wanted: Wanted) -> Section:
+def kernels(args) -> Section:
     """The backend of the attention kernels."""
-    device, dtype, shape = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[wanted.dtype], wanted.shape
-    q, k, v = (
-        torch.empty(1, _ROWS, heads, dim, dtype=dtype, device=device)
-        for heads, dim in (
-            (shape.num_heads, shape.head_dim),
-            (shape.num_heads_kv, shape.head_dim),
-            (shape.num_heads_kv, shape.head_dim_v),
-        )
+    device, shape = "cuda" if torch.cuda.is_available() else "cpu", _shape(args, args.tp * _ulysses(args))
+    q, k = (
+        torch.empty(1, _ROWS, heads, args.head_dim, dtype=DTYPES[args.dtype], device=device)
+        for heads in (shape.num_heads, shape.num_heads_kv)
     )
-    what = f"{shape.num_heads} heads, {shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {wanted.dtype}"
+    what = f"{shape.num_heads} heads, {shape.num_heads_kv} KV heads, head_dim {args.head_dim}, {args.dtype}"
     try:
-        choice = choose(q, k, v, AttnSpec(softmax_scale=shape.head_dim**-0.5), wanted.backend)
+        choice = choose(q, k, k, AttnSpec(softmax_scale=args.head_dim**-0.5), args.backend)
     except ValueError as error:
         return Section("attention kernels", [Finding(what, "refused", str(error), MISSING)])
-    slow = choice.name == "reference" and wanted.backend == "auto"
+    slow = choice.name == "reference" and args.backend == "auto"
     return Section("attention kernels", [Finding(what, choice.name, choice.reason, NOTE if slow else OK)])
 
 
-def _topology(wanted: Wanted) -> Topology:
-    if wanted.topology is not None:
-        return load_topology(wanted.topology)
-    return default_topology("nccl" if torch.cuda.is_available() else "gloo")
-
-
-def plan(wanted: Wanted, purpose: str) -> Section:
-    """The planned schedule and its predicted cost. `purpose`: a key of `machine.NEEDED`."""
-    findings, title = [], "plan"
-    topology = _topology(wanted)
+def plan(args) -> Section:
+    """The planned schedule and its predicted cost: of decoding for DeepSpeed, else of training."""
+    if args.topology is None:
+        topology = default_topology("nccl" if torch.cuda.is_available() else "gloo")
+    else:
+        topology = load_topology(args.topology)
     # Megatron numbers ranks by tensor parallelism first: neighbours in the tree are tp ranks apart.
-    hosts = [r * wanted.tp // topology.host_size for r in range(wanted.cp)]
-    placement, shape = place(topology, hosts), wanted.shape_over(wanted.tp)
-    source = "named" if wanted.topology else "assumed, since --topology names none"
-    findings.append(Finding("topology", topology.name, f"{source}; ranks on {len(set(hosts))} of its hosts"))
-    if wanted.ulysses > 1:
-        findings.append(
-            Finding("all-to-all", f"{wanted.ulysses} ranks", f"{_RUNS[wanted.cp_comm_type]}: heads are split")
+    hosts = [r * args.tp // topology.host_size for r in range(args.cp)]
+    network = dict(topology=topology, placement=place(topology, hosts))
+    source = "named" if args.topology else "assumed, since --topology names none"
+    findings = [Finding("topology", topology.name, f"{source}; ranks on {len(set(hosts))} of its hosts")]
+    if (ulysses := _ulysses(args)) > 1:
+        findings.append(Finding("all-to-all", f"{ulysses} ranks", f"{_RUNS[args.cp_comm_type]}: heads are split"))
+    if args.cp == 1:
+        return Section("plan", [*findings, Finding("tree", "1 rank", "nothing to exchange")])
+    shape, word = _shape(args, args.tp), DTYPES[args.dtype].itemsize
+    if args.purpose == "deepspeed":
+        kv_bytes = -(-args.seq_len // args.cp) * shape.num_heads_kv * 2 * args.head_dim * word
+        chosen = plan_decode(args.cp, rows=shape.num_heads, head_dim_v=args.head_dim, kv_bytes=kv_bytes, **network)
+        findings.append(_cost_finding("decode", chosen.schedule, chosen.cost))
+    else:
+        second = args.cp_comm_type.removeprefix("a2a+")
+        chosen = plan_training(
+            args.cp,
+            shape,
+            batch=1,
+            seq_len=args.seq_len,
+            bytes_per_word=word,
+            schedule="ring" if second == "p2p" else "auto",
+            ulysses_size=None if args.cp_comm_type == "tree" else ulysses,
+            grid=(1, args.cp) if second == "all_gather" else None,
+            **network,
         )
-    if wanted.cp == 1:
-        findings.append(Finding("tree", "1 rank", "nothing to exchange"))
-        return Section(title, findings)
-    word = DTYPES[wanted.dtype].itemsize
-    if purpose == "deepspeed":
-        shard = (
-            wanted.batch * -(-wanted.seq_len // wanted.cp) * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
-        )
-        decode = plan_decode(
-            wanted.cp,
-            rows=wanted.batch * shape.num_heads,
-            head_dim_v=shape.head_dim_v,
-            kv_bytes=shard * word,
-            topology=topology,
-            placement=placement,
-        )
-        findings.append(_cost_finding("decode", decode.schedule, decode.cost))
-        findings.append(Finding("why", "", decode.reason))
-        return Section(title, findings)
-    second = wanted.cp_comm_type.removeprefix("a2a+")
-    training = plan_training(
-        wanted.cp,
-        shape,
-        batch=wanted.batch,
-        seq_len=wanted.seq_len,
-        bytes_per_word=word,
-        topology=topology,
-        placement=placement,
-        schedule="ring" if second == "p2p" else "auto",
-        ulysses_size=None if second == wanted.cp_comm_type == "tree" else wanted.ulysses,
-        grid=(1, wanted.cp) if second == "all_gather" else None,
-    )
-    findings.append(_cost_finding("forward", str(training.forward), training.forward.cost))
-    findings.append(_cost_finding("backward", str(training.backward), training.backward.cost))
-    findings.append(Finding("why", "", training.reason))
-    return Section(title, findings)
+        findings.append(_cost_finding("forward", str(chosen.forward), chosen.forward.cost))
+        findings.append(_cost_finding("backward", str(chosen.backward), chosen.backward.cost))
+    return Section("plan", [*findings, Finding("why", "", chosen.reason)])
 
 
 def _cost_finding(name: str, value: str, cost: Cost) -> Finding:
