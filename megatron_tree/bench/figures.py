@@ -32,7 +32,7 @@ class Curve(NamedTuple):
     x: Sequence
     y: Sequence[float]
     predicted: Sequence[float | None] = ()
-    style: dict = {}  # noqa: RUF012  of matplotlib; without a colour that of COLOURS
+    style: dict = {}  # noqa: RUF012  of matplotlib; the colour is that of the name's first word in COLOURS
 
 
 class Panel(NamedTuple):
@@ -66,9 +66,9 @@ def draw(path: pathlib.Path, panels: list[list[Panel]], title: str) -> None:
 
 def _lines(ax, panel: Panel) -> None:
     for curve in panel.curves:
-        own = dict(color=COLOURS[curve.name], marker=".") if curve.name in COLOURS else {}
-        width = 2 if curve.name == "auto" else 1.2
-        (line,) = ax.plot(curve.x, curve.y, label=curve.name, **{"linewidth": width, **own, **curve.style})
+        colour = COLOURS.get(curve.name.partition(",")[0])
+        style = {"marker": ".", "color": colour, "linewidth": 2 if curve.name == "auto" else 1.2, **curve.style}
+        (line,) = ax.plot(curve.x, curve.y, label=curve.name, **style)
         if points := [(x, y) for x, y in zip(curve.x, curve.predicted) if y]:
             circles = dict(marker="o", mfc="none", mec=line.get_color(), linestyle="none", markersize=8)
             ax.plot(*zip(*points), label="predicted", **circles)
@@ -122,6 +122,18 @@ def figure(
         plt.close(whole)
     image = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE)
     image.save(path, format="png", optimize=True)
+
+
+def heat_map(ax, values, texts, *, limits: tuple[float, float], cmap, labels: tuple[str, str], ticks: tuple) -> None:
+    """Colours and a text for each of values [y][x]; labels and ticks: of x and of y."""
+    ax.imshow(values, origin="lower", aspect="auto", cmap=cmap, vmin=limits[0], vmax=limits[1], alpha=0.75)
+    for y, line in enumerate(texts):
+        for x, text in enumerate(line):
+            ax.text(x, y, text, ha="center", va="center", fontsize=7)
+    ax.set_xticks(range(len(ticks[0])), ticks[0])
+    ax.set_yticks(range(len(ticks[1])), ticks[1])
+    label(ax, *labels)
+    ax.grid(False)
 
 
 def label(ax, x: str, y: str) -> None:

@@ -5,15 +5,16 @@ Predicted by the cost model, forward and backward of one attention.
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import NamedTuple
 
 from ..files import whole_file
 from ..plan import Topology, load_topology
-from .figures import figure, grouped
+from .figures import figure, grouped, heat_map
 from .results import write_csv
-from .simulated import SHAPES, rival_seconds, training
+from .simulated import SHAPES, rival_seconds, tokens_text, training
 
 HIDDEN = 1.05  # compute hides communication where a pass takes at most this many times as long as its compute
 POWERS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -41,48 +42,54 @@ class Point(NamedTuple):
     a2a_p2p_s: float | None
     """None: the ranks are on one node."""
 
-    def seconds(self, rival: str) -> float | None:
-        """Of one of `RIVALS`."""
-        return dict(zip(RIVALS, self[-3:]))[rival]
+    def seconds(self, name: str) -> float | None:
+        """Of "auto", or one of `RIVALS`."""
+        return dict(zip(("auto", *RIVALS), (self.auto_s, *self[-3:])))[name]
+
+    def speed_up(self, rival: str) -> float | None:
+        """Of the planner's choice over a rival."""
+        return self.seconds(rival) and self.seconds(rival) / self.auto_s
+
+    def hidden(self, name: str) -> float:
+        """1.0 if compute hides the communication of "auto" or a rival, nan where there is none."""
+        seconds = self.seconds(name)
+        return math.nan if seconds is None else float(seconds <= HIDDEN * self.compute_s)
 
 
 def run(out: Path, topology: Topology | None) -> None:
-    """Write pays.csv and a picture per machine into `out`, and print where compute hides what.
+    """Write pays.csv and a picture per machine into `out`, and print the speed-ups.
 
     topology: one machine instead of those in `RANKS`.
     """
     machines = {name: load_topology(name) for name in RANKS} if topology is None else {topology.name: topology}
     rows = [point for machine in machines.values() for point in points(machine)]
-    out.mkdir(parents=True, exist_ok=True)
     write_csv(out / "pays.csv", rows)
-    for name, mine in grouped(rows, lambda row: row.topology).items():
+    for name, points_of_machine in grouped(rows, lambda row: row.topology).items():
         with whole_file(out / f"pays-{name}.png") as path:
-            draw(path, mine)
+            _draw(path, points_of_machine)
         print(f"{name}: speed-up of the planner's choice over " + ", ".join(RIVALS))
-        for case, of_case in grouped(mine, lambda row: row.case).items():
-            print(f"  {case:8} {'ranks':>6}  " + "  ".join(f"{_tokens(n):^16}" for n in TOKENS))
+        for case, of_case in grouped(points_of_machine, lambda row: row.case).items():
+            print(f"  {case:8} {'ranks':>6}  " + "  ".join(f"{tokens_text(n):^16}" for n in TOKENS))
             for ranks, line in grouped(of_case, lambda row: row.ranks).items():
-                cells = [" ".join(f"{_number(row, rival):>5}" for rival in RIVALS) for row in line]
+                cells = [" ".join(f"{_number(row.speed_up(rival)):>5}" for rival in RIVALS) for row in line]
                 print(f"  {'':8} {ranks:6}  " + " |".join(cells))
 
 
 def points(topology: Topology) -> list[Point]:
     """All shapes, numbers of ranks and lengths on one machine."""
-    found = []
-    for case in CASES:
-        for ranks in RANKS.get(topology.name, POWERS):
-            for seq_len in TOKENS:
-                plan = training(topology, ranks, SHAPES[case], seq_len)
-                both = plan.forward, plan.backward
-                rivals = (rival_seconds(plan, rival) for rival in RIVALS)
-                compute = sum(next(c for c in t if c.ulysses_size == 1).cost.compute_s for t in plan.candidates)
-                time_s, chosen = sum(p.cost.time_s for p in both), "; ".join(map(str, both))
-                found.append(Point(topology.name, case, ranks, seq_len, chosen, time_s, compute, *rivals))
-    return found
+    rows = []
+    for case, ranks, seq_len in itertools.product(CASES, RANKS.get(topology.name, POWERS), TOKENS):
+        plan = training(topology, ranks, SHAPES[case], seq_len)
+        both = plan.forward, plan.backward
+        compute_s = sum(next(c for c in t if c.ulysses_size == 1).cost.compute_s for t in plan.candidates)
+        time_s, chosen = sum(p.cost.time_s for p in both), "; ".join(map(str, both))
+        rivals = (rival_seconds(plan, rival) for rival in RIVALS)
+        rows.append(Point(topology.name, case, ranks, seq_len, chosen, time_s, compute_s, *rivals))
+    return rows
 
 
-def draw(path: Path, rows: list[Point]) -> None:
-    """A field for each shape and rival: speed-ups, and the lines beyond which compute hides communication."""
+def _draw(path: Path, rows: list[Point]) -> None:
+    """A map for each shape and rival: speed-ups, and the lines beyond which compute hides communication."""
     title = (
         f"Predicted on {rows[0].topology}: how many times faster the planner's choice is, forward and backward; "
         "32 heads of 128, causal, bf16\nAbove the solid line compute hides the communication of the planner's choice, "
@@ -90,54 +97,20 @@ def draw(path: Path, rows: list[Point]) -> None:
     )
     cases = grouped(rows, lambda row: row.case)
     with figure(path, len(cases), len(RIVALS), size=(4.6 * len(RIVALS), 3.6 * len(cases)), title=title) as axes:
-        for line, (case, mine) in zip(axes, cases.items()):
-            for ax, rival in zip(line, RIVALS):
-                _field(ax, mine, rival)
-                ax.set_title(f"than {rival}, {case}", fontsize=9, loc="left")
+        for ax, (case, rival) in zip(axes.flat, itertools.product(cases, RIVALS)):
+            lines = list(grouped(cases[case], lambda row: row.seq_len).values())
+            values = [[math.log2(row.speed_up(rival) or 1.0) for row in line] for line in lines]
+            texts = [[_number(row.speed_up(rival)) for row in line] for line in lines]
+            ticks = [row.ranks for row in lines[0]], [tokens_text(line[0].seq_len) for line in lines]
+            heat_map(ax, values, texts, limits=(-6, 6), cmap="PiYG", labels=("ranks", "tokens"), ticks=ticks)
+            ax.set_title(f"than {rival}, {case}", fontsize=9, loc="left")
+            for style, name in (("-", "auto"), (":", rival)):
+                hidden = [[row.hidden(name) for row in line] for line in lines]
+                if {0.0, 1.0} <= {x for line in hidden for x in line}:
+                    ax.contour(hidden, levels=[0.5], colors="k", linestyles=style, linewidths=1.8)
 
 
-def _field(ax, rows: list[Point], rival: str) -> None:
-    from matplotlib.colors import TwoSlopeNorm
-
-    ranks, lengths = (list(dict.fromkeys(row[i] for row in rows)) for i in (2, 3))
-    found = {(lengths.index(row.seq_len), ranks.index(row.ranks)): row for row in rows}
-    shape = range(len(lengths)), range(len(ranks))
-    colours = [[_log(found[y, x], rival) for x in shape[1]] for y in shape[0]]
-    ax.imshow(colours, origin="lower", aspect="auto", cmap="PiYG", norm=TwoSlopeNorm(0, -1, 6))
-    for (y, x), row in found.items():
-        ax.text(x, y, _number(row, rival), ha="center", va="center", fontsize=7)
-    for style, name in (("-", "auto"), (":", rival)):
-        for y, x in found:
-            here, below, left = (_hidden(found.get(at), name) for at in ((y, x), (y - 1, x), (y, x - 1)))
-            if {here, below} == {True, False}:
-                ax.plot((x - 0.5, x + 0.5), (y - 0.5, y - 0.5), "k" + style, linewidth=1.8)
-            if {here, left} == {True, False}:
-                ax.plot((x - 0.5, x - 0.5), (y - 0.5, y + 0.5), "k" + style, linewidth=1.8)
-    ax.set_xticks(shape[1], ranks)
-    ax.set_yticks(shape[0], map(_tokens, lengths))
-    ax.set_xlabel("ranks", fontsize=8)
-    ax.set_ylabel("tokens", fontsize=8)
-    ax.tick_params(labelsize=8)
-
-
-def _hidden(row: Point | None, name: str) -> bool | None:
-    """Whether compute hides the communication of "auto" or a rival; None where there is none."""
-    seconds = row and (row.auto_s if name == "auto" else row.seconds(name))
-    return seconds and seconds <= HIDDEN * row.compute_s
-
-
-def _log(row: Point, rival: str) -> float:
-    seconds = row.seconds(rival)
-    return 0.0 if seconds is None else min(6.0, math.log2(seconds / row.auto_s))
-
-
-def _number(row: Point, rival: str) -> str:
-    seconds = row.seconds(rival)
-    if seconds is None:
+def _number(ratio: float | None) -> str:
+    if ratio is None:
         return "-"
-    ratio = seconds / row.auto_s
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
-
-
-def _tokens(n: int) -> str:
-    return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}k"

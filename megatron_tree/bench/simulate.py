@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ..files import whole_file
 from ..plan import Shape, Topology, known_topologies, load_topology, plan_decode
-from . import crossing, paper, pays, prompts, weights
-from .figures import COLOURS, Curve, Panel, draw, grouped
+from . import paper, pays, predictions
+from .figures import Curve, Panel, draw, grouped
 from .results import write_csv
 from .simulated import BYTES_PER_WORD, SHAPES, placed, training
 
@@ -28,13 +27,14 @@ examples:
   megatron-tree bench simulate                         all parts; files in bench-results/simulate
   megatron-tree bench simulate --out docs/images       as docs/paper.md and docs/planner.md show them
   megatron-tree bench simulate bytes                   the table of bytes between nodes
-  megatron-tree bench simulate paper --topology gb200_nvl72 --max-ranks 1152
+  megatron-tree bench simulate paper --topology gb200_nvl72
   megatron-tree bench simulate pays --topology mine.yaml
 """
+PARTS = ("paper", "pays", "bytes", "prompts", "weights")
 LONG = 10 << 20  # tokens of the largest sequence
+RANKS = tuple(8 << i for i in range(10))
 FEWEST_TO_TRAIN = 64  # fewer ranks can't hold the longest sequence's queries, keys and values
-DECODE = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
-TRAINING = ("ring", "KV gather", "pure tree", "auto")
+PAPERS = Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
 
 
 class Point(NamedTuple):
@@ -60,51 +60,46 @@ class Point(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench simulate`."""
     add, names = parser.add_argument, ", ".join(known_topologies())
-    add("parts", nargs="*", metavar="PART", help="paper, pays, bytes, prompts or weights (default: all of them)")
+    add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all of them)")
     add("--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots")
     several = ", ".join(pays.RANKS)
     add("--topology", help=f"beyond the paper and of weights (default dgx_h100), and of pays ({several}): "
         f"{names}, or a .yaml file")  # fmt: skip
-    add("--max-ranks", type=int, default=4096, help="beyond the paper (default 4096)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Simulate, print the tables, and write CSV and plots into args.out."""
     if unknown := [part for part in args.parts if part not in PARTS]:
         raise ValueError(f"{unknown[0]!r} is unknown: choose {', '.join(PARTS)}")
-    if args.max_ranks < FEWEST_TO_TRAIN:
-        raise ValueError(f"--max-ranks {args.max_ranks}: at least {FEWEST_TO_TRAIN} ranks hold the longest sequence")
     topology = args.topology and load_topology(args.topology)
+    args.out.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(args.parts or PARTS):
         print("\n" * (number > 0), end="")
-        PARTS[part](args.out, topology, args.max_ranks)
+        if part == "paper":
+            _like_the_paper(args.out, topology or load_topology("dgx_h100"))
+        elif part == "pays":
+            pays.run(args.out, topology)
+        else:
+            predictions.run(part, args.out, topology)
     print(f"\nall files are in {args.out}")
 
 
-def _like_the_paper(out: Path, topology: Topology | None, max_ranks: int) -> None:
-    topology = topology or load_topology("dgx_h100")
-    rows = [*latency(), *memory(), *volume(), *tables(), *scale(topology, max_ranks)]
-    out.mkdir(parents=True, exist_ok=True)
+def _like_the_paper(out: Path, topology: Topology) -> None:
+    rows = [*latency(), *memory(), *volume(), *tables(), *scale(topology, RANKS)]
     write_csv(out / "simulate.csv", rows)
-    parts = grouped(rows, lambda row: row.part)
+    of = grouped(rows, lambda row: row.part)
     figures = {
-        "latency": (_latency_panels(parts["latency"]), "one decode step, 16 heads, DGX H100 nodes (paper: figure 3)"),
-        "memory": (_memory_panels(parts["memory"]), "memory of a decode step, two RTX 4090 (paper: figure 4)"),
-        "scale": (_scale_panels(parts["decode"], parts["training"]), f"{LONG >> 20}M tokens on {topology.name}, bf16"),
+        "latency": ("one decode step, 16 heads, DGX H100 nodes (paper: figure 3)", _latency_panels(of["latency"])),
+        "memory": (
+            "memory of a decode step, two RTX 4090; circles: formulas",
+            _memory_panels(of["memory"]),
+        ),
+        "scale": (f"{LONG >> 20}M tokens on {topology.name}, bf16", _scale_panels(of["decode"], of["training"])),
     }
-    for name, (panels, title) in figures.items():
+    for name, (title, panels) in figures.items():
         with whole_file(out / f"simulate-{name}.png") as path:
             draw(path, [panels], f"Simulated: {title}")
     _print(rows)
-
-
-PARTS = {
-    "paper": _like_the_paper,
-    "pays": lambda out, topology, _: pays.run(out, topology),
-    "bytes": lambda out, topology, _: crossing.run(out),
-    "prompts": lambda out, topology, _: prompts.run(out),
-    "weights": lambda out, topology, _: weights.run(out, topology),
-}
 
 
 def _decode(topology: Topology, ranks: int, shape: Shape, seq_len: int, schedule: str):
@@ -127,9 +122,6 @@ def _decode_points(
         yield Point(part, topology.name, ranks, seq_len, case, schedule, how, *costs, published)
 
 
-PAPERS = Shape(paper.HEADS, paper.HEADS, paper.HEAD_DIM, paper.HEAD_DIM)
-
-
 def latency() -> Iterator[Point]:
     """Figure 3: one decode step of 16 heads on 1 to 16 DGX H100 nodes; the paper's all-reduces and our own choice."""
     for nodes, seq_len in itertools.product(paper.NODES, paper.SEQ_LENS):
@@ -150,10 +142,8 @@ def volume() -> Iterator[Point]:
     """Section 6.3: bytes that a rank sends in one decode step; published: equations 10 and 14 (all in bf16)."""
     topology, hidden, seq_len = load_topology("dgx_h100"), paper.HEADS * paper.HEAD_DIM, 640_000
     for ranks in (8, 64, 128):
-        ring, tree = (
-            paper.ring_words(1, seq_len // ranks, hidden, ranks),
-            paper.tree_words(1, hidden, paper.HEADS, ranks),
-        )
+        ring = paper.ring_words(1, seq_len // ranks, hidden, ranks)
+        tree = paper.tree_words(1, hidden, paper.HEADS, ranks)
         yield from _decode_points("volume", topology, ranks, PAPERS, seq_len, "16 heads", ring=ring, allreduce=tree)
 
 
@@ -184,96 +174,90 @@ def tables() -> Iterator[Point]:
             yield Point(*of, published=published)
 
 
-def scale(topology: Topology, max_ranks: int) -> Iterator[Point]:
+def scale(topology: Topology, num_ranks: Iterable[int]) -> Iterator[Point]:
     """10M tokens on ever more ranks: a decode step, and from 64 on forward and backward of one attention."""
-    ranks = 8
-    while ranks <= max_ranks:
-        yield from _decode_points("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", DECODE)
+    decode = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
+    for ranks in num_ranks:
+        yield from _decode_points("decode", topology, ranks, SHAPES["GQA 4:1"], LONG, "GQA 4:1", decode)
         for case, shape in SHAPES.items() if ranks >= FEWEST_TO_TRAIN else ():
-            for schedule in TRAINING:
+            for schedule in ("ring", "kv_gather", "pure_tree", "auto"):
                 plan = training(topology, ranks, shape, LONG, schedule)
                 both = plan.forward.cost, plan.backward.cost
                 time_s, sent, outer = (sum(x) for x in zip(*((c.time_s, c.bytes, c.bytes_per_level[-1]) for c in both)))
                 how = f"{plan.forward}; {plan.backward}"
                 peak = max(c.peak_bytes for c in both)
                 yield Point("training", topology.name, ranks, LONG, case, schedule, how, time_s, sent, outer, peak)
-        ranks *= 2
 
 
-LABELS = {"allreduce": "the paper's all-reduces", "auto": "the planner's choice"}
-
-
-def _curve(rows: list[Point], x, y, name: str = "", **style) -> Curve:
-    """One schedule's curve, in its colour; x, y: row -> number."""
-    schedule = rows[0].schedule
-    style = {"color": COLOURS[schedule.replace(" ", "_").replace("KV", "kv")], "marker": ".", **style}
-    return Curve(name or schedule, [x(r) for r in rows], [y(r) for r in rows], style=style)
+def _panel(
+    rows: Iterable[Point],
+    x: tuple[str, Callable[[Point], float]],
+    y: tuple[str, Callable[[Point], float]],
+    name: Callable[[Point], str] = lambda r: r.schedule,
+    style: Callable[[Point], dict] = lambda r: {},
+    **options,
+) -> Panel:
+    """A curve for each name; x, y: label, and row -> number."""
+    curves = [
+        Curve(text, [x[1](r) for r in of], [y[1](r) for r in of], style=style(of[0]))
+        for text, of in grouped(rows, name).items()
+    ]
+    return Panel(x[0], y[0], curves, **options)
 
 
 def _latency_panels(rows: list[Point]) -> list[Panel]:
     """Figure 3: relative to the ring at the shortest sequence, and in milliseconds at the longest."""
     base = {r.ranks: r.time_s for r in rows if r.schedule == "ring" and r.seq_len == paper.SEQ_LENS[0]}
-    lines = grouped(rows, lambda r: (r.schedule, r.ranks))
-    left = []
-    for (schedule, gpus), of in lines.items():
-        style = dict(name=f"{schedule}, {gpus} GPUs", linewidth=0.6 + gpus / 60)
-        left.append(_curve(of, lambda r: r.seq_len / 1e6, lambda r: r.time_s / base[r.ranks], **style))
-    longest = grouped((r for r in rows if r.seq_len == paper.SEQ_LENS[-1]), lambda r: r.schedule)
-    right = [_curve(of, lambda r: r.ranks, lambda r: r.time_s * 1e3, LABELS.get(s, s)) for s, of in longest.items()]
+    relative = f"time relative to the ring at {paper.SEQ_LENS[0] // 1000}k tokens", lambda r: r.time_s / base[r.ranks]
+    name, style = lambda r: f"{r.schedule}, {r.ranks} GPUs", lambda r: dict(linewidth=0.6 + r.ranks / 60)
+    longest = [r for r in rows if r.seq_len == paper.SEQ_LENS[-1]]
+    step = f"ms per decode step at {paper.SEQ_LENS[-1] / 1e6:g}M tokens", lambda r: r.time_s * 1e3
     return [
-        Panel("tokens, millions", f"time relative to the ring at {paper.SEQ_LENS[0] // 1000}k tokens", left),
-        Panel("GPUs", f"ms per decode step at {paper.SEQ_LENS[-1] / 1e6:g}M tokens", right),
+        _panel(rows, ("tokens, millions", lambda r: r.seq_len / 1e6), relative, name, style),
+        _panel(longest, ("GPUs", lambda r: r.ranks), step),
     ]
 
 
 def _memory_panels(rows: list[Point]) -> list[Panel]:
-    """Figure 4: what a rank holds, and the paper's formulas."""
-    panels, hollow = [], dict(linestyle="none", marker="o", mfc="none", markersize=9)
-    for case, mine in grouped(rows, lambda r: r.case).items():
-        curves = []
-        for name, of in grouped(mine, lambda r: r.schedule).items():
-            curves.append(_curve(of, lambda r: r.seq_len / 1e3, lambda r: r.memory_bytes / 1e6, LABELS.get(name, name)))
-            if of[0].published:
-                formula = f"the paper's formula, {'ring' if name == 'ring' else 'tree'}"
-                curves.append(_curve(of, lambda r: r.seq_len / 1e3, lambda r: r.published / 1e6, formula, **hollow))
-        panels.append(Panel("tokens, thousands", f"MB on a GPU, {case}", curves, yscale="linear"))
+    """Figure 4: what a rank holds; circles: the paper's formulas."""
+    panels, x = [], ("tokens, thousands", lambda r: r.seq_len / 1e3)
+    circles = dict(linestyle="none", marker="o", mfc="none", markersize=9)
+    for case, of in grouped(rows, lambda r: r.case).items():
+        held = _panel(of, x, (f"MB on a GPU, {case}", lambda r: r.memory_bytes / 1e6), yscale="linear")
+        formulas = [r for r in of if r.published]
+        name = lambda r: f"{r.schedule}, formula"  # noqa: E731
+        held.curves.extend(_panel(formulas, x, ("", lambda r: r.published / 1e6), name, lambda r: circles).curves)
+        panels.append(held)
     return panels
 
 
 def _scale_panels(decode: list[Point], training: list[Point]) -> list[Panel]:
     """Decode and training at 10M tokens on ever more ranks."""
-    ranks = operator.attrgetter("ranks")
     ring = {(r.case, r.ranks): r.sent_bytes for r in training if r.schedule == "ring"}
-    steps = grouped(decode, lambda r: r.schedule).values()
-    times = grouped((r for r in training if r.case == "MHA"), lambda r: r.schedule).values()
-    sent = grouped((r for r in training if r.schedule == "auto"), lambda r: r.case).items()
-    share = lambda r: r.sent_bytes / ring[r.case, r.ranks]  # noqa: E731
-    ratios = [_curve(of, ranks, share, f"auto, {case}", color=None) for case, of in sent]
+    mha, auto = [r for r in training if r.case == "MHA"], [r for r in training if r.schedule == "auto"]
+    share = "bytes of the planner's grid / the ring's", lambda r: r.sent_bytes / ring[r.case, r.ranks]
+    ranks = "ranks", lambda r: r.ranks
     return [
-        Panel("ranks", "ms per decode step, GQA 4:1", [_curve(of, ranks, lambda r: r.time_s * 1e3) for of in steps]),
-        Panel("ranks", "s of one attention, both passes, MHA", [_curve(of, ranks, lambda r: r.time_s) for of in times]),
-        Panel("ranks", "bytes of the planner's grid / the ring's", ratios, yscale="linear"),
+        _panel(decode, ranks, ("ms per decode step, GQA 4:1", lambda r: r.time_s * 1e3)),
+        _panel(mha, ranks, ("s of one attention, both passes, MHA", lambda r: r.time_s)),
+        _panel(auto, ranks, share, lambda r: f"planner's, {r.case}", yscale="linear"),
     ]
 
 
 def _print(rows: list[Point]) -> None:
-    found = {(r.part, r.topology, r.ranks, r.seq_len, r.case, r.schedule): r for r in rows}
+    times = {(r.part, r.topology, r.ranks, r.seq_len, r.case, r.schedule): r.time_s for r in rows}
     print("simulated, not measured; published numbers from arXiv 2408.04093\n")
     print(f"{'tables 1 and 2, in seconds':28} {'tokens':>7}  {'published':^20}  {'simulated':^20}  ours")
     names = " ".join(f"{name:>6}" for name in ("tree", "ring", "ratio", " tree", "ring", "ratio", " auto"))
     print(f"{'':28} {'':>7}  {names}")
     for line in paper.TABLES:
-        tree, ring, auto = (
-            found["tables", line.topology, line.ranks, line.seq_len, line.model, s].time_s
-            for s in ("tree", "ring", "auto")
-        )
+        setup = "tables", line.topology, line.ranks, line.seq_len, line.model
+        tree, ring, auto = (times[*setup, s] for s in ("tree", "ring", "auto"))
         numbers = [line.tree[0], line.ring[0], line.ring[0] / line.tree[0], tree, ring, ring / tree, auto]
         text = " ".join(f"{n:6.2f}" + " " * (i in (2, 5)) for i, n in enumerate(numbers))
         print(f"{line.model + ', ' + str(line.ranks) + ' x ' + line.topology:28} {line.seq_len:>7}  {text}")
     print("\nring / paper's tree / ours, one decode step of 16 heads at 5.12M tokens:")
     for nodes in paper.NODES:
-        ring, tree, auto = (
-            found["latency", "dgx_h100", 8 * nodes, paper.SEQ_LENS[-1], f"{nodes} nodes", s].time_s * 1e3
-            for s in ("ring", "allreduce", "auto")
-        )
+        setup = "latency", "dgx_h100", 8 * nodes, paper.SEQ_LENS[-1], f"{nodes} nodes"
+        ring, tree, auto = (times[*setup, s] * 1e3 for s in ("ring", "allreduce", "auto"))
         print(f"  {8 * nodes:>4} GPUs: {ring:8.2f} ms / {tree:.3f} ms / {auto:.3f} ms")

@@ -28,8 +28,8 @@ def training(
     ranks_per_node: int | None = None,
     ulysses_size: int | None = None,
 ) -> TrainingPlan:
-    """The plan of one attention in bf16; schedule: also "KV gather" and "pure tree"."""
-    grid = {"KV gather": (1, ranks), "pure tree": (ranks, 1)}.get(schedule)
+    """The plan of one attention in bf16; schedule: also "kv_gather" and "pure_tree"."""
+    grid = {"kv_gather": (1, ranks), "pure_tree": (ranks, 1)}.get(schedule)
     return plan_training(
         ranks,
         shape,
@@ -51,8 +51,13 @@ def rival_seconds(plan: TrainingPlan, rival: str) -> float | None:
     Both passes exchange heads over the same ranks.
     """
     least: list[dict] = [{}, {}]
-    for found, table in zip(least, plan.candidates):
-        for candidate in table:
+    for by_heads, candidates in zip(least, plan.candidates):
+        for candidate in candidates:  # the fastest first
             if rival in rival_names(candidate):
-                found.setdefault(candidate.arrangement.heads, candidate.cost.time_s)  # the table has the fastest first
+                by_heads.setdefault(candidate.arrangement.heads, candidate.cost.time_s)
     return min((least[0][heads] + least[1][heads] for heads in least[0].keys() & least[1].keys()), default=None)
+
+
+def tokens_text(n: int) -> str:
+    """1M, 32k."""
+    return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}k"

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megatron_tree.bench.weights import MODELS
+from megatron_tree.bench.predictions import MODELS
 from megatron_tree.plan.command import EXAMPLES, main
 from megatron_tree.plan.topology import TOPOLOGIES
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_tree.bench.weights import MODELS
+from megatron_tree.bench.predictions import MODELS
 from megatron_tree.plan import load_topology, place
 from megatron_tree.plan.command import main
 from megatron_tree.plan.cost import placed_topology
