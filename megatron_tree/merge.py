@@ -22,20 +22,55 @@ from torch import Tensor
 
 NEG_INF = float("-inf")
 
+State = tuple[Tensor, Tensor]
+"""(out, lse)."""
+
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """What states of inputs of this dtype are kept in: float64 for float64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_state(shape, *, dtype: torch.dtype = torch.float32, device=None) -> tuple[Tensor, Tensor]:
+def empty_state(shape, *, dtype: torch.dtype = torch.float32, device=None) -> State:
     """The identity: out zeros of `shape` [..., s, h, d], lse -inf [..., h, s]."""
     *lead, s, h, _ = shape
     out = torch.zeros(shape, dtype=dtype, device=device)
     return out, torch.full((*lead, h, s), NEG_INF, dtype=dtype, device=device)
 
 
-def merge_into(acc: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor]) -> None:
+def round_state(state: State, dtype: torch.dtype) -> State:
+    """The same with out in `dtype`."""
+    out, lse = state
+    return out.to(dtype), lse
+
+
+def heads_of_state(state: State, heads: slice) -> State:
+    """Views of some heads."""
+    out, lse = state
+    return out[:, :, heads], lse[:, heads]
+
+
+def join_heads(states: list[State]) -> State:
+    """The state of several states' heads, one after another."""
+    if len(states) == 1:
+        return states[0]
+    outs, lses = zip(*states)
+    return torch.cat(outs, 2), torch.cat(lses, 1)
+
+
+def put_rows(state: State, rows: slice, part: State) -> None:
+    """Replace these rows of a state by the state `part`, in place."""
+    state[0][:, rows], state[1][..., rows] = part
+
+
+def copy_state(into: State, state: State) -> State:
+    """Copy a state into the memory of another, which is returned."""
+    for x, new in zip(into, state):
+        x.copy_(new)
+    return into
+
+
+def merge_into(acc: State, part: State) -> None:
     """Merge the state `part` into the state `acc`, in place."""
     (acc_out, acc_lse), (out, lse) = acc, part
     kept, joined, merged = _weights_of_two(acc_lse, lse.to(acc_lse.dtype))
@@ -44,7 +79,7 @@ def merge_into(acc: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor]) -> None:
     acc_lse.copy_(merged)
 
 
-def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
     """Add the sink leaf (score sinks [h], value 0), once in the whole tree."""
     kept, _, merged = _weights_of_two(lse, sinks.to(lse.dtype)[:, None])
     return out.to(lse.dtype) * _over_rows(kept), merged
@@ -139,7 +174,7 @@ def pack_state(out: Tensor, lse: Tensor, wire: torch.dtype) -> Tensor:
     return torch.cat((out.to(wire), float_bits(_over_rows(lse), wire)), -1)
 
 
-def unpack_state(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpack_state(packed: Tensor, dtype: torch.dtype) -> State:
     """(out [b, s, h, d], lse [b, h, s]) of what `pack_state` made of an lse of `dtype`; out keeps its dtype."""
     out, lse = _split(packed, dtype)
     return out, lse[..., 0].transpose(-1, -2)

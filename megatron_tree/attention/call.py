@@ -1,4 +1,4 @@
-"""One attention call: its arguments, its plan, and this rank's cell of the grid."""
+"""One attention call: its arguments, its plan, and this rank's place in it."""
 
 from __future__ import annotations
 
@@ -16,46 +16,9 @@ from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
+from .cell import Cell
+from .rows import TeamRows, VisibleRows
 from .topology import GroupTopology
-
-
-class Cast(NamedTuple):
-    """Which rows of keys travel between this rank and those with the same heads."""
-
-    team: comm.Team
-    sent: tuple[tuple[Segment, ...], ...]
-    """By rank of the team: segments of this rank's keys that its queries see; none for this rank itself."""
-    lengths: tuple[int, ...]
-    """By rank of the team: how many rows it sends here."""
-    arrived: tuple[Segment, ...]
-    """Segments of the rows that arrive, one rank's after another's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Rank (i, j) of the grid: row i gathers keys and values, column j gathers queries.
-
-    Segments say which rows of a tensor hold which positions. "all" and "other" describe a gathered tensor, with and
-    without this rank's own rows; "own" describes this rank's own tensor.
-    """
-
-    heads: comm.Team | None
-    """The ranks that exchange heads; None if each rank keeps all of its own."""
-    row: comm.Team
-    column: comm.Team
-    own_queries: tuple[Segment, ...]
-    own_keys: tuple[Segment, ...]
-    all_keys: tuple[Segment, ...]
-    other_keys: tuple[Segment, ...]
-    other_queries: tuple[Segment, ...]
-    own_key_rows: slice
-    own_query_rows: slice
-    key_rows: int
-    """Rows in which this rank's keys travel along the row."""
-    query_rows: int
-    """Rows in which its queries travel down the column."""
-    cast: Cast | None
-    """In the schedule "cast": which keys go to whom."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,33 +101,25 @@ class AttnCall(AttnArgs):
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
-        at, u = neighbours(self.order, self.rank, plan.arrangement), plan.arrangement.u
-        row, column = self._team("row", plan, at.row), self._team("column", plan, at.column)
-        key_at, query_at = row.order.index(self.rank), column.order.index(self.rank)
-        return Cell(
-            heads=self._team("heads", plan, tuple((r,) for r in at.holder)) if u > 1 else None,
-            row=row,
-            column=column,
-            own_queries=self.queries.segments(at.holder),
-            own_keys=self.keys.segments(at.holder),
-            all_keys=self.keys.segments(*at.row_holders),
-            other_keys=self.keys.segments(*at.row_holders, skip=key_at),
-            other_queries=self.queries.segments(*at.column_holders, skip=query_at),
-            own_key_rows=self.keys.rows_of(at.holder, at=key_at),
-            own_query_rows=self.queries.rows_of(at.holder, at=query_at),
-            key_rows=u * self.keys.rows,
-            query_rows=u * self.queries.rows,
-            cast=self._cast(plan) if plan.schedule == "cast" else None,
-        )
+        at = neighbours(self.order, self.rank, plan.arrangement)
+        if plan.schedule == "cast":
+            ranks, holders = self.ring(plan)
+            rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, self.spec.sees)
+            team = self._team("cast", plan, tuple((r,) for r in ranks))
+            keys = VisibleRows(team, self.keys.segments(at.holder), *rows)
+        else:
+            keys = TeamRows.of(self._team("row", plan, at.key_team), self.keys, at.key_holders)
+        queries = TeamRows.of(self._team("column", plan, at.query_team), self.queries, at.query_holders)
+        return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype)
+
+    def head_team(self, plan: PassPlan) -> comm.Team | None:
+        """The ranks that exchange heads with this one; None if each rank keeps all of its own."""
+        at = neighbours(self.order, self.rank, plan.arrangement)
+        return self._team("heads", plan, tuple((r,) for r in at.holder)) if plan.arrangement.u > 1 else None
 
     def ring(self, plan: PassPlan) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """The ranks of this rank's ring in their order, and the holder that each of them is."""
         return _ring(self.order, self.rank, plan.arrangement)
-
-    def _cast(self, plan: PassPlan) -> Cast:
-        ranks, holders = self.ring(plan)
-        rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, self.spec.sees)
-        return Cast(self._team("cast", plan, tuple((r,) for r in ranks)), *rows)
 
     def _team(self, name: str, plan: PassPlan, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
         return comm.Team(self.group, ranks, self.transport, self.config.timeout_s, (name, *plan.arrangement))
@@ -173,12 +128,14 @@ class AttnCall(AttnArgs):
 class Neighbours(NamedTuple):
     """Whom a rank works with. A holder: whose shards a rank has once heads are exchanged."""
 
-    row: tuple[tuple[int, ...], ...]
-    column: tuple[tuple[int, ...], ...]
+    key_team: tuple[tuple[int, ...], ...]
+    """The ranks of this rank's row of the grid, which gather keys together."""
+    query_team: tuple[tuple[int, ...], ...]
+    """The ranks of its column, which gather queries together."""
     holder: tuple[int, ...]
-    row_holders: tuple[tuple[int, ...], ...]
-    """In the order of what the row gathers."""
-    column_holders: tuple[tuple[int, ...], ...]
+    key_holders: tuple[tuple[int, ...], ...]
+    """In the order of what the key team gathers."""
+    query_holders: tuple[tuple[int, ...], ...]
 
 
 # What follows is the same in every layer and takes milliseconds among hundreds of ranks.
@@ -208,17 +165,17 @@ def _holders(order: tuple[int, ...], arrangement: Arrangement, positions) -> tup
 @functools.lru_cache(maxsize=64)
 def _rows_of_cast(
     holders: tuple[tuple[int, ...], ...],
-    own: int,
+    local: int,
     queries: Sharding,
     keys: Sharding,
     sees: Visibility,
 ) -> tuple[tuple[tuple[Segment, ...], ...], tuple[int, ...], tuple[Segment, ...]]:
-    """The fields of `Cast` but for its team, for the holder at index `own`."""
+    """sent, lengths and arriving of `VisibleRows`, for the holder at index `local`."""
     of_queries, of_keys = ([by_document(x.segments(holder)) for holder in holders] for x in (queries, keys))
     sent, lengths, arrived = [()] * len(holders), [0] * len(holders), []
-    for i in (i for i in range(len(holders)) if i != own):
-        sent[i] = visible_rows(of_queries[i], of_keys[own], sees)
-        for segment in visible_rows(of_queries[own], of_keys[i], sees):
+    for i in (i for i in range(len(holders)) if i != local):
+        sent[i] = visible_rows(of_queries[i], of_keys[local], sees)
+        for segment in visible_rows(of_queries[local], of_keys[i], sees):
             arrived.append(segment._replace(row=sum(lengths)))
             lengths[i] += segment.length
     return tuple(sent), tuple(lengths), join(arrived)

@@ -8,7 +8,8 @@ Prefills gather over a team: the whole group, or a column of a grid, whose heads
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,26 +59,41 @@ def gather_heads(q: Tensor, shares: tuple[int, ...], group, **messages) -> Tenso
     return comm.gather_rows(mine, shares, group, **messages).permute(1, 2, 0, 3)
 
 
-def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Callable[[], Tensor]:
-    """Start to gather q [b, s, h_local, d] of a team's ranks; what is returned waits for it and returns
-    [b, s, h, d], the heads of these ranks in rank order."""
+def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Here | GatheredHeads:
+    """Start to gather q [b, s, h_local, d] of a team's ranks; `wait()` of what is returned gives ([b, s, h, d],), the
+    heads of these ranks in rank order."""
     if has_all_heads(q, shares):
-        return lambda: q if team.size == len(shares) else q[:, :, heads_of(shares, team.order)]
+        return Here((q if team.size == len(shares) else q[:, :, heads_of(shares, team.order)],))
     q = q[:, :, : shares[comm.group_rank(team.group)]]
     if team.size == 1:
-        return lambda: q
+        return Here((q,))
     longest, mine = max(shares), q.permute(2, 0, 1, 3)
     if (missing := longest - mine.shape[0]) > 0:
         mine = F.pad(mine, (0, 0, 0, 0, 0, 0, 0, missing))
-    pending = comm.start_gather(mine.contiguous(), team)
+    return GatheredHeads(comm.start_gather(mine.contiguous(), team), shares, team.order)
 
-    def wait() -> Tensor:
-        whole = pending.wait()
-        if not _is_plain(shares, team.order):
-            whole = whole.index_select(0, _rows(shares, team.order, whole.device))
-        return whole.permute(1, 2, 0, 3)
 
-    return wait
+class Here(NamedTuple):
+    """What need not travel."""
+
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.tensors
+
+
+class GatheredHeads(NamedTuple):
+    """Heads on their way."""
+
+    pending: comm.Pending
+    shares: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        whole = self.pending.wait()
+        if not _is_plain(self.shares, self.order):
+            whole = whole.index_select(0, _rows(self.shares, self.order, whole.device))
+        return (whole.permute(1, 2, 0, 3),)
 
 
 def by_owner(state: Tensor, shares: tuple[int, ...], order: tuple[int, ...]) -> Tensor:

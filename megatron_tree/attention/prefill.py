@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import TreeConfig, check_positive, default_config
+from ..config import AttnSpec, TreeConfig, check_positive, default_config
 from ..layout import Segment
-from ..merge import merge_sinks
+from ..merge import State, join_heads, merge_sinks
 from ..plan import chunk_sizes
+from .cell import Cell, CellForward
 from .derivatives import check_tangents, in_torch
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
+from .heads import HeadChunk, head_chunks
 from .precision import autocast
-from .prefill_cell import Cell, Chunk, PrefillCall
+from .prefill_cell import LatentCell, PrefillGrid, PromptChunk
 from .spec import make_spec
 from .topology import GroupTopology
 from .validate import check_latents, check_runs, check_segments, check_sinks
@@ -91,7 +93,7 @@ def tree_prefill(
         rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
         check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
         size = check_positive("attention_chunk_size", attention_chunk_size)
-        chunk = Chunk(rank, check_runs(shares), check_segments(key_segments), size, head_shares)
+        chunk = PromptChunk(rank, check_runs(shares), check_segments(key_segments), size, head_shares)
         chunk.check(q.shape[1], k_cache.shape[1], world)
         grid = chunk.checked_grid(grid, world, num_heads_kv=k_cache.shape[2], expands=expand is not None)
         k_like, v_like = (k_cache, v_cache) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
@@ -133,16 +135,26 @@ def tree_prefill(
             sends_queries=head_shares is None or gathers_heads,
         )
         num_heads_kv = 1 if latent or head_shares is not None else k_cache.shape[2]
-        run = PrefillCall.on(
-            Cell.on(grid, sizes, num_heads_kv, cp_group, q.device, config),
-            chunk,
-            spec=spec,
-            backend=backend,
-            wire=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
-            expand=expand,
-            head_dim_v=v_like.shape[3],
-        )
-        out, lse = run.run(q, k_cache, None if latent else v_cache)
+        place = PrefillGrid.of(grid, sizes, num_heads_kv, cp_group, q.device, config)
+        queries, spec = chunk.queries(place.query_team, spec)
+        wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
+        cell = dict(queries=queries, keys=chunk.keys(place.key_team), backend=backend, wire=wire)
+        if latent:
+            cell, kv = LatentCell(**cell, expand=expand, head_dim_v=v_like.shape[3]), (k_cache,)
+        else:
+            cell, kv = Cell(**cell), (k_cache, v_cache)
+        out, lse = _attend(cell, spec, place.head_chunks, q, kv)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype)
+
+
+def _attend(cell: Cell, spec: AttnSpec, num_chunks: int, q: Tensor, kv: tuple[Tensor, ...]) -> State:
+    """The state of this rank's queries over the whole cache, without sinks; spec is of the cell's heads."""
+    if num_chunks == 1:
+        chunks = [HeadChunk.all(spec)]
+    else:
+        chunks = head_chunks(q.shape[2], kv[0].shape[2], num_chunks, spec)
+    chunks = [CellForward(cell, chunk, q, kv) for chunk in chunks]
+    comm.run_stages(chunks)
+    return join_heads([chunk.state for chunk in chunks])

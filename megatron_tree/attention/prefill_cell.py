@@ -1,76 +1,32 @@
-"""Attention of a chunk of a prompt over a sharded cache, on a grid of a x b ranks. No gradients.
+"""A chunk of a prompt over a sharded cache: where its queries and the keys are, and this rank's cell of a x b ranks.
 
-Rank (i, j) gathers the queries of its column and the keys of its row, and attends. The partial states are reduced down
-the column, so that every rank ends with those of its own queries. On p x 1 no key moves, so the traffic does not grow
-with the cache; on 1 x p no query moves, and nothing is left to be merged.
-
-KV heads go in groups: while one group is computed, the next group's gathers and the last group's reduction are under
-way (`plan/pipeline.py`).
+A rank gathers the queries of its column and the keys of its row, and attends. The partial states are reduced down the
+column, so that every rank ends with those of its own queries. On p x 1 no key moves, so the traffic does not grow with
+the cache; on 1 x p no query moves, and nothing is left to be merged.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import comm, kernels
+from .. import comm
 from ..config import AttnSpec, TreeConfig, check_pair
 from ..layout import Segment, in_chunks
-from ..merge import StateReducer, merge_into, pack_state, state_dtype, unpack_state
+from ..merge import State, merge_into, round_state, state_dtype
 from ..plan import CallSizes, check_grid, grids, plan_prefill_grid
-from ..plan.pipeline import run_chunks
 from .call import neighbours
-from .grid import Gather, State
-from .head_shares import by_owner, heads_of, own_heads, start_gather_heads
-from .heads import Heads
+from .cell import Cell
+from .head_shares import heads_of
+from .rows import HeadRows, Segments, TeamRows
 from .topology import GroupTopology
 
 EXPANDED = 4096  # latents whose keys and values exist at a time
-
-
-class ByTokens(NamedTuple):
-    """Every rank of a column has the queries of its own tokens."""
-
-    column: comm.Team
-    num_own: int
-    rows: int
-    """In which each rank's queries travel."""
-
-    def start_gather(self, q: Tensor) -> Callable[[], Tensor]:
-        """Gather q [b, n, h, d]; what is returned waits for the queries of the column [b, a * rows, h, d]."""
-        gather = Gather((q,), self.column, self.rows)
-        return lambda: gather.wait()[0]
-
-    def message(self, packed: Tensor) -> Tensor:
-        """Packed states of the column's queries [b, s, h, w], as they are reduced: an entry for each rank."""
-        return packed.transpose(0, 1)
-
-    def own(self, merged: Tensor) -> Tensor:
-        """This rank's entry, reduced, as [b, n, h, w]."""
-        return merged.transpose(0, 1)[:, : self.num_own]
-
-
-class ByHeads(NamedTuple):
-    """Every rank of a column has the queries of its own heads, or of all heads. Methods as of `ByTokens`."""
-
-    column: comm.Team
-    num_own: int
-    shares: tuple[int, ...]
-    """Heads of every rank of the group."""
-
-    def start_gather(self, q: Tensor) -> Callable[[], Tensor]:
-        return start_gather_heads(q, self.shares, self.column)
-
-    def message(self, packed: Tensor) -> Tensor:
-        return by_owner(packed, self.shares, self.column.order).flatten(0, 1)
-
-    def own(self, merged: Tensor) -> Tensor:
-        return own_heads(merged, self.num_own)
 
 
 def why_not(grid: tuple[int, int], *, shares_heads: bool, num_heads_kv: int, expands: bool) -> str | None:
@@ -86,7 +42,7 @@ def why_not(grid: tuple[int, int], *, shares_heads: bool, num_heads_kv: int, exp
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """Where a chunk's queries and the cache's keys are. Fields as the arguments of `tree_prefill`."""
 
     rank: int
@@ -145,31 +101,30 @@ class Chunk:
             raise ValueError(f"grid={grid}: key_segments must hold a list for each of the {world} ranks if b > 1")
         return grid
 
-    def queries(self, column: comm.Team, spec: AttnSpec) -> tuple[ByTokens | ByHeads, list[Segment], AttnSpec]:
-        """What a column gathers, its segments, and the call's mathematics for the heads of these."""
+    def queries(self, team: comm.Team, spec: AttnSpec) -> tuple[TeamRows | HeadRows, AttnSpec]:
+        """What a team gathers of the chunk's queries, and the call's mathematics for the heads of these."""
         if self.head_shares is not None:
-            gathered = ByHeads(column, self.head_shares[self.rank], self.head_shares)
-            spec = spec_of_heads(spec, heads_of(self.head_shares, column.order))
-            return gathered, self._one_after_another([_of_runs(runs) for runs in self.shares], 0), spec
+            segments = self._one_after_another([_of_runs(runs) for runs in self.shares], 0)
+            spec = spec_of_heads(spec, heads_of(self.head_shares, team.order))
+            return HeadRows(team, segments, self.head_shares), spec
         counts = self.num_queries
-        gathered = ByTokens(column, counts[self.rank], max(counts[r] for r in column.order))
-        segments = [_of_runs(self.shares[r]) for r in column.order]
-        return gathered, self._one_after_another(segments, gathered.rows), spec
+        rows = max(counts[r] for r in team.order)
+        return TeamRows(team, rows, self._one_after_another([_of_runs(self.shares[r]) for r in team.order], rows)), spec
 
-    def keys(self, row: comm.Team) -> tuple[int, list[Segment]]:
-        """Rows in which each rank's keys travel, and the segments of what a row gathers."""
-        of_row = [self._keys_of(rank) for rank in row.order]
-        rows = max(sum(segment.length for segment in segments) for segments in of_row)
-        return rows, self._one_after_another(of_row, rows)
+    def keys(self, team: comm.Team) -> TeamRows:
+        """What a team gathers of the cache's keys."""
+        of_ranks = [self._keys_of(rank) for rank in team.order]
+        rows = max(sum(segment.length for segment in segments) for segments in of_ranks)
+        return TeamRows(team, rows, self._one_after_another(of_ranks, rows))
 
     def _keys_of(self, rank: int) -> list[Segment]:
         return self.key_segments[rank] if self.knows_all_keys else self.key_segments
 
-    def _one_after_another(self, of_ranks: list[list[Segment]], rows: int) -> list[Segment]:
+    def _one_after_another(self, of_ranks: list[list[Segment]], rows: int) -> Segments:
         """Segments of several ranks' tensors one after another, `rows` rows for each, that end at chunks' ends."""
         size = self.attention_chunk_size
         cut = of_ranks if size is None else [in_chunks(segments, size) for segments in of_ranks]
-        return [s._replace(row=s.row + i * rows) for i, own in enumerate(cut) for s in own]
+        return tuple(s._replace(row=s.row + i * rows) for i, segments in enumerate(cut) for s in segments)
 
 
 def _of_runs(runs: list[tuple[int, int]]) -> list[Segment]:
@@ -179,89 +134,39 @@ def _of_runs(runs: list[tuple[int, int]]) -> list[Segment]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillCall:
-    """A checked and planned call, on this rank's cell of the grid."""
+class LatentCell(Cell):
+    """A cell whose values are part of its keys, or whose keys and values are made of latents."""
 
-    queries: ByTokens | ByHeads
-    row: comm.Team
-    key_rows: int
-    """Rows in which each rank's keys travel along the row."""
-    q_segments: list[Segment]
-    """Of the column's queries."""
-    k_segments: list[Segment]
-    """Of the row's keys."""
-    spec: AttnSpec
-    """Of the column's heads."""
-    backend: kernels.Backend
-    wire: torch.dtype
-    head_chunks: int
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
     head_dim_v: int
 
-    @classmethod
-    def on(cls, cell: Cell, chunk: Chunk, spec: AttnSpec, **options) -> PrefillCall:
-        """The call of a chunk on a cell; spec is of all heads, options are the other fields."""
-        queries, q_segments, spec = chunk.queries(cell.column, spec)
-        key_rows, k_segments = chunk.keys(cell.row)
-        return cls(
-            queries=queries, row=cell.row, key_rows=key_rows, q_segments=q_segments, k_segments=k_segments, spec=spec,
-            head_chunks=cell.head_chunks, **options,
-        )  # fmt: skip
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor | None) -> State:
-        """(out [b, n, h, d_v], lse [b, h, n]) of this rank's queries over the whole cache, without sinks.
-
-        q [b, n, h, d]; k, v [b, s_local, h_kv, d or d_v] of this rank. v None: values begin keys, or expand makes both.
-        """
-        if self.head_chunks == 1:
-            return run_chunks([self._group(q, k, v, self.spec)])[0]
-        heads, groups = Heads(q.shape[2], k.shape[2], self.head_chunks), []
-        for i in range(heads.groups):
-            share = q[:, :, heads.queries(i)], k[:, :, heads.kv(i)], v[:, :, heads.kv(i)]
-            groups.append(self._group(*share, heads.spec(i, self.spec)))
-        outs, lses = zip(*run_chunks(groups))
-        return torch.cat(outs, 2), torch.cat(lses, 1)
-
-    def _group(self, q: Tensor, k: Tensor, v: Tensor | None, spec: AttnSpec) -> Generator[None, None, State]:
-        column, dtype = self.queries.column, state_dtype(q.dtype)
-        yield
-        key_gather = Gather((k,) if v is None else (k, v), self.row, self.key_rows)  # latents travel once
-        query_gather = self.queries.start_gather(q)
-        yield
-        keys, queries = key_gather.wait(), query_gather()
-        del key_gather, query_gather
-        yield
-        out, lse = self._attend(queries, *keys, spec=spec)
-        del keys, queries
-        if column.size == 1:
-            return out, lse
-        packed = self.queries.message(pack_state(out, lse, self.wire))
-        reduction = comm.start_reduce_scatter(packed, column, StateReducer(self.wire, dtype))
-        del out, lse, packed
-        yield
-        reduction.advance()
-        yield
-        return unpack_state(self.queries.own(reduction.wait()), dtype)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor | None = None, *, spec: AttnSpec) -> State:
-        """`Backend.attn_fwd`; with expand over what it makes of k [b, s, 1, any], a part at a time."""
-        attn_fwd, options = self.backend.attn_fwd, dict(q_segments=self.q_segments, spec=spec)
+    def attend(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        q_segments: Segments,
+        k_segments: Segments,
+        spec: AttnSpec,
+        out_dtype: torch.dtype | None = None,
+    ) -> State:
+        """As `Cell.attend`, of kv = (k,); with expand over what it makes of k [b, s, 1, any], a part at a time."""
+        (k,), attend = kv, super().attend
         if self.expand is None:
-            return attn_fwd(q, k, k[..., : self.head_dim_v] if v is None else v, k_segments=self.k_segments, **options)
+            return attend(q, (k, k[..., : self.head_dim_v]), q_segments, k_segments, spec, out_dtype)
         state = None
-        for segments in _parts(self.k_segments):
-            keys, values = self.expand(torch.cat([k[:, s.row : s.row + s.length] for s in segments] or [k[:, :0]], 1))
+        for segments in _parts(k_segments):
+            made = self.expand(torch.cat([k[:, s.row : s.row + s.length] for s in segments] or [k[:, :0]], 1))
             ends = itertools.accumulate(s.length for s in segments)
             segments = [s._replace(row=end - s.length) for s, end in zip(segments, ends)]
-            out, lse = attn_fwd(q, keys, values, k_segments=segments, **options)
+            part = attend(q, made, q_segments, segments, spec)
             if state is None:
-                state = out.to(state_dtype(q.dtype)), lse
+                state = round_state(part, state_dtype(q.dtype))
             else:
-                merge_into(state, (out, lse))
+                merge_into(state, part)
         return state
 
 
-def _parts(segments: list[Segment]) -> list[list[Segment]]:
+def _parts(segments: Segments) -> list[list[Segment]]:
     """Segments in lists of at most EXPANDED rows, at least one list."""
     pieces = [
         s._replace(row=s.row + i, pos=s.pos + i, length=min(EXPANDED, s.length - i))
@@ -278,18 +183,19 @@ def _parts(segments: list[Segment]) -> list[list[Segment]]:
     return parts
 
 
-class Cell(NamedTuple):
+class PrefillGrid(NamedTuple):
     """Where this rank is on a grid."""
 
-    column: comm.Team
-    row: comm.Team
+    query_team: comm.Team
+    key_team: comm.Team
     head_chunks: int
 
     @classmethod
-    def on(
+    def of(
         cls, grid: tuple[int, int], sizes: CallSizes, num_heads_kv: int, group, device: torch.device, config: TreeConfig
-    ) -> Cell:
-        """The cell for a chunk of these sizes, nested and in head chunks as planned; num_heads_kv may be divided."""
+    ) -> PrefillGrid:
+        """The grid for a prompt's chunk of these sizes, nested and in head chunks as planned; num_heads_kv may be
+        divided."""
         net, world = GroupTopology.over_cache(group, device, config), comm.group_size(group)
         of_grids = tuple(sizes if other == grid else None for other in grids(world))
         plan = plan_prefill_grid(of_grids, num_heads_kv=num_heads_kv, topology=net.topology, placement=net.placement)
@@ -303,7 +209,7 @@ class Cell(NamedTuple):
                 transport = GroupTopology.of(group, device, config).transport
             return comm.Team(group, ranks, transport, config.timeout_s, (name, *plan.arrangement))
 
-        return cls(team("column", at.column), team("row", at.row), plan.head_chunks)
+        return cls(team("column", at.query_team), team("row", at.key_team), plan.head_chunks)
 
 
 def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:

@@ -15,6 +15,7 @@ from ..config import AttnSpec
 from ..merge import empty_state, merge_into, state_dtype
 from ..plan import PassPlan
 from .call import AttnCall
+from .cell import Kept
 
 
 class _Ring:
@@ -36,6 +37,26 @@ class _Ring:
     def segments(self, step: int) -> dict:
         """Own queries against the share that is here at this step."""
         return dict(q_segments=self.own, k_segments=self.call.keys.segments(self.holders[self.at - step]))
+
+
+class RingForward(comm.Stages):
+    """All heads of a pass in one chunk: `state`, of this rank's queries over the whole sequence."""
+
+    def __init__(self, call: AttnCall, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor):
+        self.args = q, k, v, call, spec
+
+    def attend(self) -> None:
+        self.state = ring_fwd(*self.args)
+
+
+class RingBackward(comm.Stages):
+    """All heads of a pass in one chunk: `grads` of this rank's rows."""
+
+    def __init__(self, call: AttnCall, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
+        self.args = dout, *kept, delta, call, spec
+
+    def attend(self) -> None:
+        self.grads = ring_bwd(*self.args)
 
 
 def ring_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall, spec: AttnSpec) -> tuple[Tensor, Tensor]:

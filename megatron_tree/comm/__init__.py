@@ -9,6 +9,7 @@
 - work.py         messages and collectives in progress, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; sums and broadcast
 - shared/         small collectives of the ranks of one host, through memory that they share
+- stages.py       the order in which gathers, computation and reductions of head chunks overlap
 - reductions.py   decode's reductions of one state per rank
 - own_share.py    those of which each rank gets its own part
 - wire.py         JSON values between ranks
@@ -39,6 +40,7 @@ from .machines import hosts
 from .own_share import by_owner
 from .reductions import Reducer, prepare_reduction
 from .shared import resolve_shared
+from .stages import Stages, run_stages
 from .team import Team, neighbours
 from .traffic import Sent, record
 from .work import Pending, Transfer, start_shift, wait_until
@@ -49,6 +51,7 @@ __all__ = [
     "Pending",
     "Reducer",
     "Sent",
+    "Stages",
     "Team",
     "Transfer",
     "all_reduce",
@@ -72,6 +75,7 @@ __all__ = [
     "record",
     "resolve_shared",
     "resolve_transport",
+    "run_stages",
     "shared_checks",
     "start_all_to_all",
     "start_all_to_all_v",

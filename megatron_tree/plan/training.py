@@ -8,13 +8,12 @@ exchange of heads sends a part of a share to each other rank of its team at once
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..comm.stages import Stages, run_stages
 from .arrangement import Arrangement, HeadSplit
 from .cost import Clock, Phase, PlacedTopology
-from .pipeline import run_chunks
 from .plans import Cost, PassPlan
 from .sizes import CallSizes
 
@@ -200,32 +199,45 @@ def seconds_of_pass(
     attention on the own share (all chunks), and on what is gathered (one chunk). together: whether the own share is
     computed at once. packing: seconds of one chunk before its exchange, and again after it.
     """
-    clock = Clock()
-    there, gathers, reductions, home = max(probes, key=_network_seconds)
-
-    def chunk(i: int) -> Generator:
-        clock.compute(packing)
-        exchange = clock.start(there)
-        yield
-        clock.wait(exchange)
-        gather = clock.start(gathers)
-        yield
-        clock.compute(own * (i == 0) if together else own / chunks)
-        clock.wait(gather)
-        yield
-        clock.compute(rest)
-        reduction = clock.start(reductions)
-        yield
-        clock.advance(reduction)
-        yield
-        clock.wait(reduction)
-        clock.compute(packing)
-        back = clock.start(home)
-        yield
-        clock.wait(back)
-
-    run_chunks([chunk(i) for i in range(chunks)])
+    clock, stages = Clock(), max(probes, key=_network_seconds)
+    local = [own * (i == 0) if together else own / chunks for i in range(chunks)]
+    run_stages([_PredictedChunk(clock, stages, seconds, rest, packing) for seconds in local])
     return clock.now
+
+
+class _PredictedChunk(Stages):
+    """A head chunk whose messages and computation take their predicted time."""
+
+    def __init__(self, clock: Clock, stages: list[list[dict]], local: float, rest: float, packing: float):
+        self.clock, self.local, self.rest, self.packing = clock, local, rest, packing
+        self.there, self.gathers, self.reductions, self.home = stages
+
+    def exchange(self) -> None:
+        self.clock.compute(self.packing)
+        self.sent = self.clock.start(self.there)
+
+    def gather(self) -> None:
+        self.clock.wait(self.sent)
+        self.sent = self.clock.start(self.gathers)
+
+    def receive(self) -> None:
+        self.clock.compute(self.local)
+        self.clock.wait(self.sent)
+
+    def attend(self) -> None:
+        self.clock.compute(self.rest)
+        self.sent = self.clock.start(self.reductions)
+
+    def advance(self) -> None:
+        self.clock.advance(self.sent)
+
+    def give_back(self) -> None:
+        self.clock.wait(self.sent)
+        self.clock.compute(self.packing)
+        self.sent = self.clock.start(self.home)
+
+    def collect(self) -> None:
+        self.clock.wait(self.sent)
 
 
 def ring_plan(

@@ -27,10 +27,13 @@ LAYERS = (
 )
 # Inside attention/, from the bottom up: a call goes down and never climbs back.
 ATTENTION = (
-    {"validate", "spec", "slices", "topology", "derivatives", "precision"},
-    {"call", "finite", "validate_cache"},
-    {"grid", "cast", "ring", "heads", "head_shares", "decode_ring", "token_shares"},
-    {"passes", "decode_call", "prefill_cell"},
+    {"validate", "spec", "slices", "topology", "derivatives", "precision", "heads", "head_shares", "token_shares"},
+    {"finite", "rows", "decode_ring", "validate_cache"},
+    {"cell"},
+    {"call"},
+    {"ring", "prefill_cell", "decode_call"},
+    {"exchanged"},
+    {"passes"},
     {"autograd"},
     {"functional", "decode", "prefill", "sequences"},
 )

@@ -1,0 +1,261 @@
+"""One cell of the grid: gather rows of queries and of keys, attend, return the results to the ranks they belong to.
+
+Training, the cast and prefill differ in the rows that travel (rows.py):
+
+    schedule    queries                            keys
+    grid        those of the column                those of the row
+    cast        this rank's                        those that this rank's queries see
+    prefill     the column's tokens, or its heads  those of the row
+
+A training pass computes the local pair, this rank's queries and keys, while others' rows are on their way. With the
+global lse and delta no softmax statistics are left to merge backward: gradients are sums.
+
+`CellForward` and `CellBackward` take one chunk of KV heads and its query heads through the stages of `comm.Stages`.
+States are opaque here: merge.py knows what is in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..config import AttnSpec
+from ..kernels import Backend
+from ..merge import (
+    State,
+    StateReducer,
+    SumReducer,
+    bits_float,
+    copy_state,
+    float_bits,
+    heads_of_state,
+    merge_into,
+    pack_state,
+    put_rows,
+    round_state,
+    state_dtype,
+    unpack_state,
+)
+from .heads import HeadChunk
+from .rows import HeadRows, Segments, TeamRows, VisibleRows
+
+Grads = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv, fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What a rank computes: the queries that arrive, against the keys that arrive."""
+
+    queries: TeamRows | HeadRows
+    keys: TeamRows | VisibleRows
+    backend: Backend
+    wire: torch.dtype
+    """The dtype in which partial outputs and gradients are sent."""
+
+    def local_dtype(self, dtype: torch.dtype, has_sinks: bool) -> torch.dtype:
+        """The dtype of a local state of inputs of `dtype`: theirs, unless something is merged into it."""
+        return state_dtype(dtype) if self.queries.travel or self.keys.travel or has_sinks else dtype
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, ...],
+        q_segments: Segments,
+        k_segments: Segments,
+        spec: AttnSpec,
+        out_dtype: torch.dtype | None = None,
+    ) -> State:
+        """The state of some queries over some keys; out in out_dtype if that is given."""
+        segments = dict(q_segments=q_segments, k_segments=k_segments)
+        state = self.backend.attn_fwd(q, *kv, **segments, spec=spec, out_dtype=out_dtype)
+        return state if out_dtype is None else round_state(state, out_dtype)
+
+
+class Kept(NamedTuple):
+    """What the backward needs: of this rank's heads, or of those that it has after an exchange."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    """[b, h, s], with sinks."""
+
+    def part(self, chunk: HeadChunk) -> Kept:
+        """The same of a chunk's heads."""
+        q, k, v = self.q[:, :, chunk.queries], self.k[:, :, chunk.kv], self.v[:, :, chunk.kv]
+        return Kept(q, k, v, self.lse[:, chunk.queries])
+
+
+class LocalState:
+    """The state of this rank's queries over its keys, which needs no message: of all chunks, computed by the first.
+
+    Chunks merge what other ranks' keys contribute into their heads of it, in place.
+    """
+
+    def __init__(self, cell: Cell, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype):
+        self._cell, self._pair = cell, (q, (k, v), cell.queries.local, cell.keys.local, spec, dtype)
+        self.state: State | None = None
+
+    def part(self, chunk: HeadChunk) -> State:
+        """Views of the chunk's heads."""
+        if self.state is None:
+            self.state = self._cell.attend(*self._pair)
+        return heads_of_state(self.state, chunk.queries)
+
+
+class LocalGrads:
+    """The same for the gradients of the local pair."""
+
+    def __init__(self, cell: Cell, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
+        self._cell, self._spec, self._pair = cell, spec, (dout, *kept, delta)
+        self.grads: Grads | None = None
+
+    def part(self, chunk: HeadChunk) -> Grads:
+        if self.grads is None:
+            segments = dict(q_segments=self._cell.queries.local, k_segments=self._cell.keys.local)
+            self.grads = self._cell.backend.attn_bwd(*self._pair, **segments, spec=self._spec)
+        dq, dk, dv = self.grads
+        return dq[:, :, chunk.queries], dk[:, :, chunk.kv], dv[:, :, chunk.kv]
+
+
+class CellForward(comm.Stages):
+    """The forward of a head chunk: `state`, of this rank's queries over the whole sequence.
+
+    Without `local` everything that arrives is computed at once, this rank's rows among it.
+    """
+
+    def __init__(
+        self, cell: Cell, chunk: HeadChunk, q: Tensor, kv: tuple[Tensor, ...], local: LocalState | None = None
+    ):
+        self.cell, self.chunk, self.local = cell, chunk, local
+        self.q, self.kv = q[:, :, chunk.queries], tuple(x[:, :, chunk.kv] for x in kv)
+        self.state: State | None = None
+        self.reduction = None
+
+    def gather(self) -> None:
+        keys = self.cell.keys.start_gather(*self.kv)
+        self.arriving = self.cell.queries.start_gather(self.q), keys
+
+    def receive(self) -> None:
+        if self.local is not None:
+            self.state = self.local.part(self.chunk)
+        queries, keys = self.arriving
+        kv, (q,) = keys.wait(), queries.wait()
+        self.arriving, self.arrived = None, (q, kv)
+
+    def attend(self) -> None:
+        cell, state = self.cell, self._state_of_arrived()
+        if cell.queries.travel:
+            reducer = StateReducer(cell.wire, state_dtype(self.q.dtype))
+            self.reduction = cell.queries.start_reduce(pack_state(*state, cell.wire), reducer)
+        else:
+            self.state = state
+
+    def _state_of_arrived(self) -> State:
+        """The state of all queries that have arrived."""
+        cell, spec, (queries, kv) = self.cell, self.chunk.spec, self.arrived
+        self.arrived = None
+        out_dtype = cell.wire if cell.queries.travel else None
+        if self.state is None:
+            return cell.attend(queries, kv, cell.queries.arriving, cell.keys.arriving, spec, out_dtype)
+        if cell.keys.others:
+            merge_into(self.state, cell.attend(self.q, kv, cell.queries.local, cell.keys.others, spec))
+        if not cell.queries.travel:
+            return self.state
+        state = cell.attend(queries, kv, cell.queries.others, cell.keys.arriving, spec, out_dtype)
+        put_rows(state, cell.queries.at, self.state)
+        return state
+
+    def advance(self) -> None:
+        if self.reduction is not None:
+            self.reduction.advance()
+
+    def give_back(self) -> None:
+        if self.reduction is not None:
+            packed = self.cell.queries.reduced(self.reduction, self.q.shape[1])
+            state, self.reduction = unpack_state(packed, state_dtype(self.q.dtype)), None
+            self.state = state if self.state is None else copy_state(self.state, state)
+
+
+class CellBackward(comm.Stages):
+    """The backward of a head chunk: `grads` of this rank's rows, from the global lse and delta [b, h, s]."""
+
+    def __init__(self, cell: Cell, chunk: HeadChunk, dout: Tensor, kept: Kept, delta: Tensor, local: LocalGrads):
+        self.cell, self.chunk, self.local, self.kept = cell, chunk, local, kept.part(chunk)
+        self.dout, self.delta = dout[:, :, chunk.queries], delta[:, chunk.queries]
+        self.grads: Grads | None = None
+        self.reductions: list[tuple] = []
+        """Rows, the reduction of their gradients, and this rank's part of them."""
+
+    def gather(self) -> None:
+        q, k, v, lse = self.kept
+        keys, of_queries = self.cell.keys.start_gather(k, v), (q, self.dout)
+        if self.cell.queries.travel:
+            statistics = torch.stack((lse, self.delta), -1).transpose(1, 2)
+            of_queries += (float_bits(statistics, q.dtype),)  # [b, s, h, words]
+        self.arriving = self.cell.queries.start_gather(*of_queries), keys
+
+    def receive(self) -> None:
+        self.grads = self.local.part(self.chunk)
+        queries, keys = self.arriving
+        kv, of_queries = keys.wait(), queries.wait()
+        self.arriving, self.arrived = None, (of_queries, kv)
+
+    def attend(self) -> None:
+        cell, (dq, *dkv) = self.cell, self.grads
+        all_dkv = self._of_local_queries() if cell.keys.travel else dkv
+        all_dq = self._of_other_queries(all_dkv) if cell.queries.travel else None
+        self.arrived = None  # gathered rows of at most two chunks exist at any time
+        reducer = SumReducer(cell.wire, state_dtype(self.dout.dtype))
+        if cell.queries.travel:
+            reduction = cell.queries.start_reduce(all_dq.to(cell.wire), reducer)
+            self.reductions.append((cell.queries, reduction, (dq,)))
+        del all_dq
+        if cell.keys.travel:
+            reduction = cell.keys.start_reduce(torch.cat([x.to(cell.wire) for x in all_dkv], -1), reducer)
+            self.reductions.append((cell.keys, reduction, dkv))
+
+    def _of_local_queries(self) -> list[Tensor]:
+        """dk and dv of all keys that have arrived, from this rank's queries, whose dq grows in place."""
+        cell, (dq, *dkv), (q, *_, lse), (_, kv) = self.cell, self.grads, self.kept, self.arrived
+        if cell.keys.others:
+            segments = dict(q_segments=cell.queries.local, k_segments=cell.keys.others)
+            call = dict(segments, spec=self.chunk.spec)
+            part, *all_dkv = cell.backend.attn_bwd(self.dout, q, *kv, lse, self.delta, **call)
+            dq += part
+        else:
+            all_dkv = [x.new_zeros(keys.shape) for x, keys in zip(dkv, kv)]
+        for x, local in zip(all_dkv, dkv):
+            cell.keys.put_local(x, local)
+        return all_dkv
+
+    def _of_other_queries(self, all_dkv: list[Tensor]) -> Tensor:
+        """dq of all queries that have arrived; what the others' add to the keys is added to all_dkv in place."""
+        cell, ((q, dout, bits), kv) = self.cell, self.arrived
+        lse, delta = bits_float(bits, self.delta.dtype).permute(3, 0, 2, 1)  # [b, h, rows] each
+        segments = dict(q_segments=cell.queries.others, k_segments=cell.keys.arriving)
+        all_dq, *parts = cell.backend.attn_bwd(dout, q, *kv, lse, delta, **segments, spec=self.chunk.spec)
+        cell.queries.put_local(all_dq, self.grads[0])
+        for total, part in zip(all_dkv, parts):
+            total += part
+        return all_dq
+
+    def advance(self) -> None:
+        for _, reduction, _ in self.reductions:
+            reduction.advance()
+
+    def give_back(self) -> None:
+        for rows, reduction, local in self.reductions:
+            rows.put_reduced(reduction, *local)
+        self.reductions.clear()
+
+
+def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """[h]: the gradient of sinks [h], from this rank's lse, with sinks, and delta."""
+    seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))
+    return -(seen * delta).sum((0, 2)).to(sinks.dtype)  # d2F/dsinks dzeta: (8)

@@ -1,0 +1,144 @@
+"""Passes that exchange heads for tokens before they attend, and results back after it (`TreeConfig.ulysses_size`)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import comm
+from ..merge import bits_float, float_bits, merge_sinks, state_dtype
+from ..plan import HeadSplit, PassPlan
+from .call import AttnCall
+from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
+from .heads import HeadChunk, HeadExchange
+from .ring import RingBackward, RingForward
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
+) -> tuple[Tensor, Tensor | None, Kept]:
+    """As `passes.forward`; what the backward needs is of the heads that this rank has after the exchange."""
+    run = _Pass(call, call.plan.forward)
+    chunks = [_ForwardChunk(run, chunk, q, k, v, sinks, with_lse) for chunk in run.chunks]
+    comm.run_stages(chunks)
+    out, *lse = (run.exchange.joined(list(parts), q.shape[1]) for parts in zip(*(chunk.results for chunk in chunks)))
+    lse = bits_float(lse[0], state_dtype(q.dtype))[..., 0].transpose(1, 2).contiguous() if lse else None
+    parts = zip(zip(*(chunk.kept for chunk in chunks)), (2, 2, 2, 1))
+    kept = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, axis) for tensors, axis in parts)
+    return out.to(q.dtype), lse, Kept(*kept)
+
+
+def backward(
+    dout: Tensor, delta: Tensor, kept: Kept, sinks: Tensor | None, call: AttnCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `passes.backward`; dout and delta are of this rank's tokens, with all heads."""
+    run = _Pass(call, call.plan.backward)
+    chunks = [_BackwardChunk(run, chunk, dout, delta, kept) for chunk in run.chunks]
+    comm.run_stages(chunks)
+    dq, dk, dv = (list(parts) for parts in zip(*(chunk.results for chunk in chunks)))
+    dsinks = None
+    if sinks is not None:  # of this rank's heads only
+        local = run.exchange.local
+        padded = F.pad(sinks, (0, max(0, local.stop - len(sinks))))
+        dsinks = torch.zeros_like(padded)
+        dsinks[local] = sink_grads(padded[local], kept.lse, torch.cat([chunk.delta for chunk in chunks], 1))
+        dsinks = dsinks[: len(sinks)]
+    dtype = state_dtype(dout.dtype)
+    q_rows, k_rows = (x.rows_of((call.rank,)).stop for x in (call.queries, call.keys))
+    dk, dv = (run.exchange.kv_summed(parts, k_rows, dtype) for parts in (dk, dv))
+    return run.exchange.joined(dq, q_rows), dk, dv, dsinks
+
+
+class _Pass:
+    def __init__(self, call: AttnCall, plan: PassPlan):
+        h, h_kv, *_ = call.shape
+        team = call.head_team(plan)
+        rows = call.queries.rows, call.keys.rows
+        self.exchange = HeadExchange(HeadSplit.of(h, h_kv, team.size), team, rows)
+        self.call, self.chunks = call, self.exchange.chunks(plan.head_chunks, call.spec)
+        self.cell = None if plan.schedule == "ring" else call.cell(plan)
+
+
+class _Chunk(comm.Stages):
+    """`inner` attends to a chunk of heads once they are exchanged; `results` come back."""
+
+    inner: comm.Stages
+
+    def __init__(self, run: _Pass, chunk: HeadChunk):
+        self.run, self.chunk = run, chunk
+
+    def receive(self) -> None:
+        self.inner.receive()
+
+    def attend(self) -> None:
+        self.inner.attend()
+
+    def advance(self) -> None:
+        self.inner.advance()
+
+    def collect(self) -> None:
+        self.results, self.leaving = self.leaving.heads(self.chunk.kv.stop - self.chunk.kv.start), None
+
+
+class _ForwardChunk(_Chunk):
+    def __init__(self, run: _Pass, chunk: HeadChunk, q: Tensor, k: Tensor, v: Tensor, sinks, with_lse: bool):
+        super().__init__(run, chunk)
+        self.qkv, self.sinks, self.with_lse = (q, k, v), sinks, with_lse
+
+    def exchange(self) -> None:
+        q, k, v = self.qkv
+        self.arriving = self.run.exchange.start_to_tokens(self.chunk, (q,), (k, v))
+
+    def gather(self) -> None:
+        self.qkv, self.arriving = self.arriving.tokens(), None
+        (q, k, v), cell = self.qkv, self.run.cell
+        if cell is None:
+            self.inner = RingForward(self.run.call, self.chunk.spec, q, k, v)
+        else:
+            dtype = cell.local_dtype(q.dtype, self.sinks is not None)
+            local = LocalState(cell, self.chunk.spec, q, k, v, dtype)
+            self.inner = CellForward(cell, HeadChunk.all(self.chunk.spec), q, (k, v), local)
+        self.inner.gather()
+
+    def give_back(self) -> None:
+        self.inner.give_back()
+        out, lse = self.inner.state
+        if self.sinks is not None:
+            first, count = self.run.exchange.local.start + self.chunk.queries.start, out.shape[2]
+            sinks = F.pad(self.sinks, (0, max(0, first + count - len(self.sinks))))[first : first + count]
+            out, lse = merge_sinks(out, lse, sinks)  # one more term of F: (4)
+        wire = self.run.call.wire_dtype
+        results = (out.to(wire),)
+        if self.with_lse:
+            results += (float_bits(lse.transpose(1, 2)[..., None], wire),)
+        self.kept, self.inner = Kept(*self.qkv, lse), None
+        self.leaving = self.run.exchange.start_to_heads(results)
+
+
+class _BackwardChunk(_Chunk):
+    def __init__(self, run: _Pass, chunk: HeadChunk, dout: Tensor, delta: Tensor, kept: Kept):
+        super().__init__(run, chunk)
+        self.dout, self.delta, self.kept = dout, delta, kept.part(chunk)
+
+    def exchange(self) -> None:
+        bits = float_bits(self.delta.transpose(1, 2)[..., None], self.dout.dtype)
+        self.arriving = self.run.exchange.start_to_tokens(self.chunk, (self.dout, bits))
+
+    def gather(self) -> None:
+        (self.dout, bits), self.arriving = self.arriving.tokens(), None
+        self.delta = bits_float(bits, self.delta.dtype)[..., 0].transpose(1, 2)
+        cell, args = self.run.cell, (self.dout, self.kept, self.delta)
+        if cell is None:
+            self.inner = RingBackward(self.run.call, self.chunk.spec, *args)
+        else:
+            self.inner = CellBackward(
+                cell, HeadChunk.all(self.chunk.spec), *args, LocalGrads(cell, self.chunk.spec, *args)
+            )
+        self.inner.gather()
+
+    def give_back(self) -> None:
+        self.inner.give_back()
+        dq, dk, dv = (x.to(self.run.call.wire_dtype) for x in self.inner.grads)
+        self.dout = self.kept = self.inner = None
+        self.leaving = self.run.exchange.start_to_heads((dq,), (dk, dv))
