@@ -17,14 +17,14 @@ import torch
 from .. import comm
 from ..config import DECODE_SCHEDULES, QUERIES, WEIGHTS, TreeConfig
 from ..emulate import network_bytes
-from ..integrations.transformers import models, plain
+from ..integrations.transformers import baseline, models
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
-from ..integrations.transformers.pieces import plan_pieces
+from ..integrations.transformers.layout_choice import choose_layout
 from ..integrations.transformers.rope import num_positions
 from ..integrations.transformers.runner import Runner
-from ..integrations.transformers.settled import settled
-from ..integrations.transformers.split import split_model
+from ..integrations.transformers.split_model import split_model
+from ..integrations.transformers.split_rules import plan_layout
 from ..units import parse_count
 from . import runs, session
 from .measure import Measured
@@ -149,7 +149,7 @@ def _check_model(args) -> None:
     if limit is not None and longest > limit:
         raise ValueError(f"--prompt-tokens and --new-tokens: {longest} exceed the {limit} positions of {args.model}")
     if args.cache == "made-up":
-        plain.cache_shape(config)
+        baseline.cache_shape(config)
 
 
 class Outcome(NamedTuple):
@@ -217,7 +217,7 @@ def on_rank(case: Case, how: Settings, topology: str, meeting: Meeting) -> list[
     runner = Runner(model, cache, chunk_size=case.chunk)
     held, prefill_s = case.seq_len - 1, None
     if case.cache == "made-up":
-        cache.rows = [plain.made_up_row(cache, model.config, held)]
+        cache.rows = [baseline.made_up_row(cache, model.config, held)]
     else:
         prefill_s = _prefill(runner, prompt[0, :held], meeting, rank)
     contender = _Contender(case, group, meeting, rank, model, prompt, truth)
@@ -255,9 +255,9 @@ class _Contender(NamedTuple):
     def outcome_of_sharded(self, queries: str, config: TreeConfig) -> Outcome:
         """`outcome` with the model's weights over all ranks, after the prompt has been run in this way, too."""
         case, group, rank, model = self.case, self.group, self.rank, self.model
-        layout = plan_pieces(model, case.machines.ranks, rank, repeat_queries=queries == "repeated")
+        layout = plan_layout(model, case.machines.ranks, rank, repeat_queries=queries == "repeated")
         options = {"device": model.device, "dtype": model.dtype, "config": config}
-        layout = settled(layout, model, group, queries=queries, **options)
+        layout = choose_layout(layout, model, group, queries=queries, **options)
         split_model(model, layout, group, timeout_s=LIMIT_S)
         neighbours = comm.neighbours(group, layout.heads.size, timeout_s=LIMIT_S)
         cache = TreeCache(model.config, cp_group=neighbours, head_shares=layout.heads.shares, tree_config=config)
@@ -297,11 +297,11 @@ def _plain(case: Case, model, prompt) -> tuple[Outcome, list[torch.Tensor]]:
     """Transformers' own model and cache on one rank, while the others wait; also returns the logits."""
     start, prefill_s = time.monotonic(), None
     if case.cache == "made-up":
-        cache = plain.made_up_plain(model.config, case.seq_len - 1)
+        cache = baseline.made_up_plain(model.config, case.seq_len - 1)
     else:
-        cache = plain.plain_prefill(model, prompt[0, :-1], case.chunk)
+        cache = baseline.plain_prefill(model, prompt[0, :-1], case.chunk)
         prefill_s = time.monotonic() - start
-    attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, plain.Clock()
+    attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, baseline.Clock()
     with PeakMemory() as peak:
         cpu = time.process_time()
         tokens, logits = models.plain_generate(
@@ -315,7 +315,7 @@ def _plain(case: Case, model, prompt) -> tuple[Outcome, list[torch.Tensor]]:
         )
         cpu = (time.process_time() - cpu) / case.new_tokens
     times = [after - before for before, after in itertools.pairwise(clock.times)]
-    return _outcome("plain", tokens, times, 0, None, peak, cpu, prefill_s, plain.plain_nbytes(cache), 0.0), logits
+    return _outcome("plain", tokens, times, 0, None, peak, cpu, prefill_s, baseline.plain_nbytes(cache), 0.0), logits
 
 
 def _outcome(schedule: str, tokens, times: list[float], sent: float, network, peak, cpu: float, *rest) -> Outcome:

@@ -19,8 +19,8 @@ from . import ShardedCache
 from .blocks import Forecast
 from .forward import ForwardPass, forward_pass
 from .graph import GraphedSteps
-from .own_tokens import OwnTokens
 from .packed import Packed
+from .weight_gathering import WeightGathering
 
 CHUNK_SIZE = 2048
 
@@ -37,8 +37,8 @@ class RowRunner:
             caller must not exceed it: see `free_tokens`.
         schedule: how partial attention is merged, see `tree_decode`.
         head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. Then all of them
-            run all tokens, each with its part of the weights, unless own_tokens gathers weights for a chunk.
-        own_tokens: of a model whose weights are split over ranks, those of all head groups.
+            run all tokens, each with its part of the weights, unless weight_gathering gathers weights for a chunk.
+        weight_gathering: of a model whose weights are split over ranks, those of all head groups.
         config: `TreeConfig`; its check, transport and timeout_s are used to compare prompts between ranks, and for
             the logits of a chunk that is sharded.
         cuda_graphs: whether steps of one token in each row are captured in CUDA graphs and replayed, see graph.py.
@@ -59,7 +59,7 @@ class RowRunner:
         capacity_tokens: int | None = None,
         schedule: str = "auto",
         head_shares: tuple[int, ...] | None = None,
-        own_tokens: OwnTokens | None = None,
+        weight_gathering: WeightGathering | None = None,
         config: TreeConfig | None = None,
         cuda_graphs: bool = False,
     ):
@@ -71,7 +71,7 @@ class RowRunner:
         self.store, self.cp_group, self.token_group = store, process_group(cp_group), process_group(token_group)
         self.device, self.vocab_size, self.max_positions = device, vocab_size, max_positions
         self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
-        self.head_shares, self.own_tokens, self.config = head_shares, own_tokens, config or default_config()
+        self.head_shares, self.weight_gathering, self.config = head_shares, weight_gathering, config or default_config()
         self._book = store.book
         self._graphs = GraphedSteps(self) if cuda_graphs else None
 
@@ -148,8 +148,8 @@ class RowRunner:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
-        with sharded=False or recurrent layers, are run on every rank; with own_tokens those for which fewer bytes move
-        that way. A failure removes the tokens of its chunk again; those of earlier chunks stay.
+        with sharded=False or recurrent layers, are run on every rank; with weight_gathering those for which fewer bytes
+        move that way. A failure removes the tokens of its chunk again; those of earlier chunks stay.
 
         Args:
             tokens: int64 [n], n >= 1.
@@ -271,7 +271,10 @@ class RowRunner:
     def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
         """Logits of the chunk's last token."""
         # ranks may wait in several groups: a rank that fails must end the waits in all of them
-        own, monitor = self.own_tokens, contextlib.nullcontext() if self.own_tokens is None else monitored("prefill")
+        own, monitor = (
+            self.weight_gathering,
+            contextlib.nullcontext() if self.weight_gathering is None else monitored("prefill"),
+        )
         with monitor, self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
             shares, owner = self._token_shares(forward)
             if own is not None:
@@ -283,8 +286,8 @@ class RowRunner:
 
     def _shares_tokens(self, num_tokens: int) -> bool:
         """Whether each rank runs its own tokens of a chunk, not all of them."""
-        if self.own_tokens is not None:
-            return self.own_tokens.plan(num_tokens).shares_tokens
+        if self.weight_gathering is not None:
+            return self.weight_gathering.plan(num_tokens).shares_tokens
         world = self._book.world
         shares = self.head_shares is None and not self.has_states
         return shares and world > 1 and num_tokens >= world * self._book.page_size
@@ -292,7 +295,7 @@ class RowRunner:
     @property
     def _place(self) -> Team | None:
         """With own tokens: the ranks at this rank's place of every head group."""
-        return None if self.own_tokens is None else self.own_tokens.place
+        return None if self.weight_gathering is None else self.weight_gathering.place
 
     def _token_shares(self, forward: ForwardPass) -> tuple[list[Tensor], int]:
         """(by rank the positions of the tokens that it runs, int64 [n], the rank with the last one)."""

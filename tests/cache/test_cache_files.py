@@ -18,9 +18,9 @@ from megatron_tree.cache.files import load_rows, model_fingerprint, save_rows
 from megatron_tree.comm import neighbours
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.generation import generate
-from megatron_tree.integrations.transformers.pieces import plan_pieces
 from megatron_tree.integrations.transformers.runner import Runner
-from megatron_tree.integrations.transformers.split import split_model
+from megatron_tree.integrations.transformers.split_model import split_model
+from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_models import plain, prompt, tiny_model
 
 LENGTH, NEW = 45, 8
@@ -98,7 +98,7 @@ def test_the_text_goes_on_on_another_number_of_ranks(tmp_path, family, writers, 
 def _of_head_groups(rank, world, folder, save):
     """Saves or loads with weights over all ranks: 2, 1, or 4 ranks are 2, 1, or 2 head groups."""
     model = tiny_model("llama")
-    fingerprint, layout = model_fingerprint(model), plan_pieces(model, world, rank)
+    fingerprint, layout = model_fingerprint(model), plan_layout(model, world, rank)
     model.set_attn_implementation("tree")
     split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
     cache = TreeCache(

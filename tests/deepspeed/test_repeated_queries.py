@@ -35,7 +35,7 @@ def _rows_of_queries(engine, config):
     if hasattr(attention, "kv_b_proj"):
         queries = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
         return len(queries.weight) / attention.qk_head_dim, config.num_attention_heads
-    d, groups = attention.head_dim, engine.module.own_tokens.head_groups
+    d, groups = attention.head_dim, engine.module.weight_gathering.head_groups
     if hasattr(attention, "q_proj"):
         rows = len(attention.q_proj.weight)
     else:
@@ -90,7 +90,7 @@ def _own_tokens(rank, world):
     for family in ("smollm2", "deepseek_v3"):
         want = tiny_model(family)(prompt(1, 229)).logits[0, -1]
         engine = _engine(family, prefill_chunk=200, queries="repeated")
-        engine.module.own_tokens.forced = True
+        engine.module.weight_gathering.forced = True
         runner = engine.new_runner()
         found = runner.prefill(runner.add(), prompt(1, 229)[0])
         worst.append((found - want).abs().max() / want.abs().max())

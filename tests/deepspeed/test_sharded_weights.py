@@ -187,14 +187,14 @@ def test_pieces_are_read_from_files(tmp_path):
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo2"])
 def test_pieces_of_other_forms_are_read(family, tmp_path):
-    from megatron_tree.integrations.transformers.pieces import plan_pieces
-    from megatron_tree.integrations.transformers.slices import empty_model, read_pieces
+    from megatron_tree.integrations.transformers.split_rules import plan_layout
+    from megatron_tree.integrations.transformers.weight_files import empty_model, read_pieces
 
     whole = _model(family)
     whole.save_pretrained(tmp_path)
     for rank in (0, 3):
         model = empty_model(tmp_path)
-        layout = plan_pieces(model, 4, rank)
+        layout = plan_layout(model, 4, rank)
         read_pieces(model, tmp_path, layout)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, layout.piece_of(name, whole.get_parameter(name))), name
@@ -202,8 +202,8 @@ def test_pieces_of_other_forms_are_read(family, tmp_path):
 
 def test_a_rank_has_memory_for_its_own_pieces_alone(tmp_path):
     import transformers
-    from megatron_tree.integrations.transformers.pieces import plan_pieces
-    from megatron_tree.integrations.transformers.slices import empty_model, read_pieces
+    from megatron_tree.integrations.transformers.split_rules import plan_layout
+    from megatron_tree.integrations.transformers.weight_files import empty_model, read_pieces
 
     config = transformers.LlamaConfig(
         hidden_size=512,
@@ -220,7 +220,7 @@ def test_a_rank_has_memory_for_its_own_pieces_alone(tmp_path):
     before = own_bytes()
     model = empty_model(tmp_path)
     assert {p.device.type for p in model.parameters()} == {"meta"} and own_bytes() - before < 0.2 * size
-    layout = plan_pieces(model, 4, 1)
+    layout = plan_layout(model, 4, 1)
     read_pieces(model, tmp_path, layout)
     assert own_bytes() - before < 0.45 * size
     for name, parameter in model.named_parameters():
@@ -301,10 +301,10 @@ def test_refusals():
 
 
 def test_more_ranks_than_heads_are_refused():
-    from megatron_tree.integrations.transformers.pieces import plan_pieces
+    from megatron_tree.integrations.transformers.split_rules import plan_layout
 
     with pytest.raises(ValueError, match="on 8 ranks: each takes at least one of the model's 4 query heads; start 4"):
-        plan_pieces(tiny_model("llama"), 8, 0)
+        plan_layout(tiny_model("llama"), 8, 0)
 
 
 def _operations(rank, world):

@@ -96,13 +96,13 @@ def _gathered(runner):
 
 def _sent(runner, forced):
     """Bytes that this rank sends, to run a chunk with its own tokens or not; by us and by Megatron's layers."""
-    runner.own_tokens.forced, runner.chunk_size = forced, LONG
+    runner.weight_gathering.forced, runner.chunk_size = forced, LONG
     row, all_reduce, summed = runner.add(), torch.distributed.all_reduce, []
     counted = lambda x, **options: summed.append(x.nbytes) or all_reduce(x, **options)  # noqa: E731
     with mock.patch("torch.distributed.all_reduce", counted), comm.record() as log:
         runner.prefill(row, text_of(LONG, 5))
     runner.remove(row)
-    world = runner.own_tokens.world
+    world = runner.weight_gathering.world
     return sum(x.bytes for x in log) + sum(summed) * 2 * (world - 1) // world
 
 
@@ -123,16 +123,19 @@ def _compare(rank, world, cases):
                 model = _cut_from(build_model(of_case).eval(), whole)
                 runner, errors, same = tree.MegatronRunner(model, block_size=PAGE, chunk_size=CHUNK), {}, True
                 for forced in (True, False):  # whether every rank runs its own tokens of a chunk
-                    runner.own_tokens.forced = forced
+                    runner.weight_gathering.forced = forced
                     got, held = _answers(runner)
                     for name, x in expected.items():
                         errors[name, forced] = float((x - got[name]).abs().max() / x.abs().max())
                         same = same and torch.equal(x.argmax(-1), got[name].argmax(-1))
-                runner.own_tokens.forced = None
+                runner.weight_gathering.forced = None
                 served, gathered = _scheduled(runner, rank), _gathered(runner)
-                sent = {forced: _sent(runner, forced) for forced in (True, False, None)}, runner.own_tokens.plan(LONG)
+                sent = (
+                    {forced: _sent(runner, forced) for forced in (True, False, None)},
+                    runner.weight_gathering.plan(LONG),
+                )
                 model.decoder.final_layernorm.weight.tensor_model_parallel = True  # of a kind that is unknown
-                assert tree.MegatronRunner(model).own_tokens is None
+                assert tree.MegatronRunner(model).weight_gathering is None
             on_every = sum(p.nbytes for name, p in whole.items() if any(x in name for x in ON_EVERY_RANK))
             of_all, own = (sum(p.nbytes for p in ps) - on_every for ps in (whole.values(), model.parameters()))
             results.append((errors, same and served in (None, tokens), own, of_all, held, gathered, sent))

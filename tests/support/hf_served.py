@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from megatron_tree import comm
 from megatron_tree.integrations import transformers as tree_hf
-from megatron_tree.integrations.transformers.pieces import ROUTERS, plan_pieces
-from megatron_tree.integrations.transformers.split import split_model
+from megatron_tree.integrations.transformers.split_model import split_model
+from megatron_tree.integrations.transformers.split_rules import ROUTERS, plan_layout
 from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt
 
@@ -78,7 +78,7 @@ def check_sharded(model):
     ids = prompt(1, 45)
     want = plain(model, ids, 3)
     model.set_attn_implementation("tree")
-    layout = plan_pieces(model, world, rank)
+    layout = plan_layout(model, world, rank)
     for name, parameter in model.named_parameters():
         whole = parameter.dim() == 1 or name in layout.of_first_rank  # norms and biases
         whole = whole or set(ROUTERS) & set(name.split("."))
@@ -86,8 +86,8 @@ def check_sharded(model):
     group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
     split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
     options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}
-    for model.own_tokens.forced in (False, True):
+    for model.weight_gathering.forced in (False, True):
         cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, block_size=2)
         result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, **options)
-        assert_logits(torch.stack(result.logits, 1), want[1], f"generate, forced={model.own_tokens.forced}")
+        assert_logits(torch.stack(result.logits, 1), want[1], f"generate, forced={model.weight_gathering.forced}")
         assert torch.equal(result.tokens, want[0])

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
-from megatron_tree.integrations.transformers.pieces import plan_pieces
+from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import SERVED, WHOLE, assert_logits, random_model, tiny_config
 from support.hf_models import hf_generate, plain, prompt
 from support.hf_served import check_sharded, check_trained
@@ -122,7 +122,7 @@ def test_weights_that_stay_whole_are_refused_by_name(name, what):
         model = AutoModelForCausalLM.from_config(tiny_config(name))
     for world in (2, 4):
         with pytest.raises(ValueError, match=what):
-            plan_pieces(model, world, 0)
+            plan_layout(model, world, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.generation.proposals import DraftModel, PromptLookup
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
-from megatron_tree.integrations.transformers.plain import cache_shape
+from megatron_tree.integrations.transformers.baseline import cache_shape
 from megatron_tree.plan.model import ModelSizes
 from support.hf_architectures import HYBRIDS, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers  # noqa: F401
 import transformers
-from megatron_tree.integrations.transformers import tiles, training
+from megatron_tree.integrations.transformers import token_tiles, training
 from support.hf_architectures import random_model
 from support.hf_models import prompt, tiny_model
 from support.rounding import assert_near, rounding
@@ -73,7 +73,7 @@ def test_experts_in_tiles(name):
 
 def test_second_derivatives_are_refused():
     rows, weight = torch.randn(5, 3, requires_grad=True), torch.randn(3, requires_grad=True)
-    out = tiles.rows_in_tiles(lambda x: (x * weight) ** 3, (rows,), [weight], 2)
+    out = token_tiles.rows_in_tiles(lambda x: (x * weight) ** 3, (rows,), [weight], 2)
     for x, gradient in zip((rows, weight), torch.autograd.grad(out.sum(), (rows, weight), create_graph=True)):
         with pytest.raises(ValueError, match="tiles have no second derivatives: leave out loss_tile"):
             torch.autograd.grad(gradient.sum(), x, retain_graph=True)
@@ -110,7 +110,7 @@ def test_nothing_has_all_tokens_and_the_vocabulary(family):
 
 def test_the_loss_of_long_shards_is_tiled_unless_it_is_forbidden(monkeypatch):
     model = tiny_model("llama")
-    monkeypatch.setattr(tiles, "ELEMENTS", 20 * model.config.vocab_size)
+    monkeypatch.setattr(token_tiles, "ELEMENTS", 20 * model.config.vocab_size)
     for tokens, options, deferred in ((10, {}, False), (11, {}, True), (11, {"loss_tile": 0}, False)):
         _, _, output = _gradients(tiny_model("llama"), options, tokens=tokens)
         assert (output.logits is None) == deferred
@@ -133,7 +133,7 @@ def test_other_uses_of_the_logits(monkeypatch):
     losses = []
     for elements in (2**26, 4):
         torch.manual_seed(1)
-        monkeypatch.setattr(tiles, "ELEMENTS", elements)
+        monkeypatch.setattr(token_tiles, "ELEMENTS", elements)
         losses.append(_gradients(_Biased(config), {})[0])
     assert losses[0] == pytest.approx(losses[1], rel=rounding(SUMS))
     with pytest.raises(ValueError, match="loss_tile=7: the model uses its logits in __add__"):

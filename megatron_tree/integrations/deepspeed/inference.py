@@ -5,7 +5,7 @@
 
 With weights="replicated" the ranks form a grid of sequence ranks x tensor-parallel ranks: rank = sequence rank *
 tp_size + tensor rank, so that tensor-parallel ranks, which communicate most, are neighbours; weights are replicated
-over the sequence ranks. With weights="sharded" all ranks share the weights and the cache (transformers/pieces.py).
+over the sequence ranks. With weights="sharded" all ranks share the weights and the cache (transformers/split_rules.py).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..transformers.architectures import has_states
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
+from ..transformers.layout_choice import choose_layout
 from ..transformers.models import load_model
-from ..transformers.pieces import plan_pieces
 from ..transformers.rope import num_positions
 from ..transformers.runner import CHUNK_SIZE, Runner
-from ..transformers.settled import settled
-from ..transformers.slices import empty_model, read_pieces
-from ..transformers.split import connect, split_model
+from ..transformers.split_model import connect, split_model
+from ..transformers.split_rules import plan_layout
+from ..transformers.weight_files import empty_model, read_pieces
 
 REFUSED = {
     "dtype": "pass dtype=",
@@ -170,7 +170,7 @@ def init_inference(
                 f"weights='sharded' splits weights and cache over all {world} ranks: leave sp_size={sp_size} and "
                 f"tp_size={tp_size} out"
             )
-        layout = plan_pieces(model, world, rank, repeat_queries=queries == "repeated")
+        layout = plan_layout(model, world, rank, repeat_queries=queries == "repeated")
     else:
         sp_size = _check_sizes(world, sp_size, tp_size, model_config)
     if split_latents is not None and not (layout and layout.gathered):
@@ -204,7 +204,7 @@ def init_inference(
     if layout is not None:
         left_open = {"queries": queries, "split_latents": split_latents}
         device = torch.device(get_accelerator().current_device_name())
-        layout = settled(layout, model, _token_group(), device=device, dtype=dtype, config=tree, **left_open)
+        layout = choose_layout(layout, model, _token_group(), device=device, dtype=dtype, config=tree, **left_open)
         sp_size, tp_size = layout.heads.size, world
         sp_group = neighbours(_token_group(), sp_size, timeout_s=timeout_s)
         cache_options |= {"head_shares": layout.heads.shares, "weights_group": _token_group()}

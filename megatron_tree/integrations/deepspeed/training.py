@@ -30,7 +30,7 @@ from ...comm import collective_call, group_rank, group_size
 from ...config import TreeConfig, default_config
 from ...files import whole_file
 from .. import transformers  # noqa: F401  registers "tree"
-from ..transformers.tiles import IGNORED
+from ..transformers.token_tiles import IGNORED
 from ..transformers.training import shard_batch, train_on_shards
 from .inference import init_comm
 from .loader import ShardedLoader

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ...cache import ShardedCache
 from ...cache.forward import ForwardPass
-from ...cache.own_tokens import OwnTokens
 from ...cache.runner import CHUNK_SIZE, RowRunner
+from ...cache.weight_gathering import WeightGathering
 from ...comm import group_rank, group_size, neighbours
 from . import compat
 from .attention import TreeDotProductAttention, serving
@@ -120,7 +120,7 @@ class MegatronRunner(RowRunner):
             capacity_tokens=capacity_tokens,
             schedule=schedule,
             head_shares=head_shares,
-            own_tokens=own_tokens,
+            weight_gathering=own_tokens,
             config=self._cores[0].tree_config,
             cuda_graphs=cuda_graphs,
         )
@@ -289,7 +289,9 @@ def _core_attentions(model: Any) -> list[TreeDotProductAttention]:
     return [core for _, core in named]
 
 
-def _share_weights(model: Any, core: TreeDotProductAttention) -> tuple[Any, tuple[int, ...] | None, OwnTokens | None]:
+def _share_weights(
+    model: Any, core: TreeDotProductAttention
+) -> tuple[Any, tuple[int, ...] | None, WeightGathering | None]:
     """The ranks over which the cache is sharded; if they share the weights, too, the query heads of each; and what runs
     of own tokens need, with tensor parallelism alone.
 

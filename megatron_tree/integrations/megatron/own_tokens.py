@@ -1,8 +1,8 @@
 """Chunks of a prompt in which every tensor-parallel rank of a served GPTModel runs its own tokens.
 
-See `cache.own_tokens`. Megatron's projections have a part of the weights, and add up or gather results over the ranks;
-in such a run a projection is a plain product, with whole weights or, in an MLP whose tokens move, with its part of
-them. Experts stay where they are: Megatron's dispatchers take the tokens that each rank has.
+See `cache.weight_gathering`. Megatron's projections have a part of the weights, and add up or gather results over the
+ranks; in such a run a projection is a plain product, with whole weights or, in an MLP whose tokens move, with its part
+of them. Experts stay where they are: Megatron's dispatchers take the tokens that each rank has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...attention.token_shares import count_tokens
 from ...cache.gathered import Parts, Piece
-from ...cache.own_tokens import Block, Layer, OwnTokens, running
+from ...cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
 from ...log import say_once
 from . import compat
 from .attention import serving
@@ -26,7 +26,7 @@ BY_ROWS += ("linear_kv_up_proj", "linear_fc1")
 BY_COLUMNS = ("linear_proj", "linear_fc2")
 
 
-def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> OwnTokens | None:
+def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> WeightGathering | None:
     """What runs of own tokens of a GPTModel need; None if a layer has tensor-parallel weights of another kind.
 
     group: the tensor-parallel ranks.
@@ -39,8 +39,8 @@ def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> OwnTokens
             (block if _is_mlp(layer.mlp) and inside.startswith("mlp.") else attention).extend(parts)
         if hasattr(layer.self_attention, "core_attention"):
             numbers += _own_numbers(layer.self_attention, config)
-        blocks = (Block(f"{name}.mlp", layer.mlp.linear_fc2, tuple(block)),) if block else ()
-        layers.append(Layer(name, tuple(attention), blocks))
+        blocks = (SplitFeedForward(f"{name}.mlp", layer.mlp.linear_fc2, tuple(block)),) if block else ()
+        layers.append(SplitLayer(name, tuple(attention), blocks))
     known = {parts.name for layer in layers for of_part in layer.weights for parts in of_part}
     if unknown := [name for name, parameter in model.named_parameters() if _is_other(name, parameter, known)]:
         say_once(f"MegatronRunner: every rank runs all tokens of a prompt, since {unknown[0]} can't be gathered")
@@ -48,12 +48,12 @@ def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> OwnTokens
     heads, latents = config.num_attention_heads + config.num_query_groups, 0
     if config.multi_latent_attention:
         latents = sum(p.shape[0] for layer in layers for p in layer.attention if "_down_proj" in p.name)
-    return OwnTokens(
+    return WeightGathering(
         model,
         group,
         layers,
         model.output_layer,
-        own_numbers=numbers,
+        module_sizes=numbers,
         head_groups=head_groups,
         hidden=config.hidden_size * width,
         heads=2 * heads * config.kv_channels * width,
@@ -123,7 +123,7 @@ def _latent_width(last: str, config: Any) -> int:
 
 
 def _own_numbers(attention: nn.Module, config: Any) -> list[tuple[object, str, object, object]]:
-    """What attention knows of its heads, see `OwnTokens`."""
+    """What attention knows of its heads, see `WeightGathering`."""
     whole = {"num_attention_heads_per_partition": config.num_attention_heads, "world_size": 1}
     whole["num_query_groups_per_partition"] = config.num_query_groups
     names = filter(functools.partial(hasattr, attention), whole)  # older releases have no world_size
@@ -151,7 +151,7 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 
 def _projected(module: nn.Module, forward, config: Any, x: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-    if (run := running.get()) is None:
+    if (run := current_pass.get()) is None:
         return forward(x, *args, **kwargs)
     out, bias = run.sum_up(module, F.linear(compat.normed_input(module, x, config), module.weight)), _bias(module)
     if bias is None or getattr(module, "skip_bias_add", False) or getattr(module, "te_return_bias", False):
@@ -170,7 +170,7 @@ def _dispatched(forward, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tenso
 
 
 def _looked_up(table: nn.Module, forward, ids: Tensor) -> Tensor:
-    if (run := running.get()) is None:
+    if (run := current_pass.get()) is None:
         return forward(ids)
     own = table.vocab_start_index, table.vocab_end_index
     return run.look_up(lambda found: F.embedding(found, table.weight), ids, *own, table.num_embeddings)

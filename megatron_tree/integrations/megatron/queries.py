@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...cache.own_tokens import running
+from ...cache.weight_gathering import current_pass
 from ...comm import gather_sequence
 from .attention import serving
 
@@ -29,7 +29,7 @@ def gather_projections_once(model: Any) -> None:
 def _of_head_group(layer: Any, projected, hidden: Tensor, key_value_states=None, **options):
     """q [s, b, heads of the KV head, d], and its k and v [s, b, 1, d]."""
     served = serving.get()
-    in_parts = served is not None and served.forward.head_shares is not None and running.get() is None
+    in_parts = served is not None and served.forward.head_shares is not None and current_pass.get() is None
     if not in_parts or options.get("output_gate") or not options.get("split_qkv", True):
         return projected(hidden, key_value_states, **options)
     config, (own, _) = layer.core_attention.tree_config, layer.linear_qkv(hidden)

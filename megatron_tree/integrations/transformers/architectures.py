@@ -12,7 +12,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv")
 BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
-CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see chunked.py
+CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see llama4.py
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
 INSTEAD = "Use attn_implementation='sdpa' or 'eager', and the model's own cache"
 UNSUPPORTED = {

@@ -29,10 +29,10 @@ from ...comm import collective_call, outside_graphs
 from ...config import AttnSlice, default_config
 from .architectures import CHUNKED, WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache
-from .chunked import chunk_size, with_own_temperature
 from .latent import latent_heads
 from .layers import TreeCacheLayer, Update, current_run, last_update
-from .own_code import replace_own_code
+from .llama4 import chunk_size, with_own_temperature
+from .replaced_attention import replace_own_code
 from .training import SequenceShard, attend_to_shard, current_shard
 
 __all__ = [
@@ -69,7 +69,7 @@ def tree_attention(
         query: [b, h, s, d]; key, value: [b, h_kv, n, d], what the cache's update returned (or the new ones, no cache).
         attention_mask: what `tree_mask` returned: None, bool [b, slots], or the shard of a batch that is trained on.
         sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
-        alibi_slopes: see `tree_attn_func`; of the models in own_code.py.
+        alibi_slopes: see `tree_attn_func`; of the models in replaced_attention.py.
     Returns: ([b, s, h, d_v], None): there are no attention weights.
     Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """

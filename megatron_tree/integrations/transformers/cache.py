@@ -15,9 +15,9 @@ from ...cache.rows import Row
 from ...comm import group_rank, group_size, outside_graphs, process_group
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, layers_of
-from .in_generate import prepare_generate
 from .latent import keep_latents
 from .layers import BatchRun, RecurrentLayer, Slots, Update, cache_layer, current_run, just_stored, last_update
+from .model_generate import prepare_generate
 from .recurrent import NOT_CONTINUED, RunStates
 from .rope import rope_rule
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...comm import all_reduce, group_size, outside_graphs
 from ...config import default_config
-from .tiles import IGNORED, DeferredLogits
+from .token_tiles import IGNORED, DeferredLogits
 
 
 class _MeanOverRanks(torch.autograd.Function):
@@ -48,7 +48,7 @@ def loss_over_all_ranks(
 ) -> Tensor:
     """The cross entropy's mean over the tokens of all ranks that have a label. Collective over shard.loss_group.
 
-    logits [b, s / p, vocab], or `tiles.DeferredLogits`; labels int64 [b, s / p], shifted as `shard_batch` does it.
+    logits [b, s / p, vocab], or `DeferredLogits`; labels int64 [b, s / p], shifted as `shard_batch` does it.
     Returns fp32, the same on every rank.
     num_items_in_batch: what to divide by instead, if one step has several batches: tokens of all of them with a label.
     plain_loss: the model's own loss, for evaluation of batches that are not from `shard_batch`.

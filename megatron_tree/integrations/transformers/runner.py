@@ -58,7 +58,7 @@ class Runner(RowRunner):
             capacity_tokens=capacity_tokens,
             schedule=cache.schedule,
             head_shares=cache.head_shares,
-            own_tokens=getattr(model, "own_tokens", None),  # where its weights are split over ranks
+            weight_gathering=getattr(model, "weight_gathering", None),  # where its weights are split over ranks
             config=cache.tree_config,
             cuda_graphs=cuda_graphs,
         )

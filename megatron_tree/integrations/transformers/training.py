@@ -36,7 +36,7 @@ from .architectures import CHUNKED, check_trainable
 from .cache import TreeCache
 from .loss import check_loss, loss_over_all_ranks
 from .rope import follow_whole_rows, row_lengths
-from .tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
+from .token_tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
 
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 OF_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # position_ids say the same

@@ -1,6 +1,6 @@
 """Reads a rank's pieces of a model from its safetensors files: no rank reads or holds the whole weights.
 
-A model is made without weights (`empty_model`), its layout is planned (pieces.py), and `read_pieces` fills it with
+A model is made without weights (`empty_model`), its layout is planned (split_rules.py), and `read_pieces` fills it with
 slices of the files. Where a checkpoint has other names than the model, or one tensor for each expert, Transformers' own
 tables of conversions say which tensors a parameter is made of.
 """
@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ...cache.gathered import Piece
 from .models import load_config, naming
-from .rank_layout import Layout
-from .split import set_parameter, tied_parameters
+from .split_model import set_parameter, tied_parameters
+from .weight_layout import WeightLayout
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 
@@ -66,7 +66,7 @@ def _parameters_on_meta():
         nn.Module.register_parameter = register
 
 
-def read_pieces(model, folder: Path, layout: Layout) -> None:
+def read_pieces(model, folder: Path, layout: WeightLayout) -> None:
     """Fill a model from `empty_model` with this rank's pieces.
 
     Raises: ValueError for weights that are missing, of another shape, or converted in ways that slices can't follow.

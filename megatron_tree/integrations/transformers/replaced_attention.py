@@ -118,7 +118,7 @@ def _mpt_bias(num_heads: int) -> Callable:
 
 
 def _of_cache(module, slopes: Tensor) -> Tensor:
-    """Of all heads' slopes those of the heads in the cache, if ranks share the model's weights (split.py)."""
+    """Of all heads' slopes those of the heads in the cache, if ranks share the model's weights (split_model.py)."""
     heads = getattr(module, "cached_heads", None)
     return slopes if heads is None else slopes[slice(*heads)]  # a new tensor is read, which stalls an accelerator
 

@@ -20,8 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import Piece
 from .architectures import num_heads_kv
-from .head_groups import HeadGroups
-from .rank_layout import Layout
+from .weight_layout import HeadGroups, WeightLayout
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "Wqkv", "query_key_value")  # the first has its keys and values in others
@@ -40,11 +39,13 @@ ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
 
 
-def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True, repeat_queries: bool = False) -> Layout:
+def plan_layout(
+    model, world: int, rank: int, *, split_latents: bool = True, repeat_queries: bool = False
+) -> WeightLayout:
     """The layout of a causal language model (it may be on the meta device) on one of `world` ranks.
 
     split_latents: latent attention's down projections are split, not whole on every rank. repeat_queries: see
-    `Layout.repeats_queries`.
+    `WeightLayout.repeats_queries`.
     Raises: ValueError, naming the parameter, for a model with weights that this can't split.
     """
     find = functools.partial(_find_pieces, model, world, split_latents=split_latents, repeat_queries=repeat_queries)
@@ -57,13 +58,13 @@ def plan_pieces(model, world: int, rank: int, *, split_latents: bool = True, rep
     return layout
 
 
-def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_queries: bool) -> Layout:
+def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_queries: bool) -> WeightLayout:
     """The layout without shapes."""
     config = model.config.get_text_config(decoder=True)
     kv_heads = num_heads_kv(config)
     if config.model_type == "hrm_text":
         raise _refused(model, "layers", "it runs every layer several times for a token")
-    layout = Layout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
+    layout = WeightLayout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
     for name, module in model.named_modules():
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
         if hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
@@ -91,7 +92,7 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
 
 
 def _attention(
-    layout: Layout, model, name: str, module, queries: str, output: str, num_heads: int, num_heads_kv: int
+    layout: WeightLayout, model, name: str, module, queries: str, output: str, num_heads: int, num_heads_kv: int
 ) -> None:
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if d is None:
@@ -138,7 +139,7 @@ def _attention(
     layout.attentions.append(name)
 
 
-def _joined(layout: Layout, model, name: str, q, kv, d: int, per: int) -> list[tuple[int, int]]:
+def _joined(layout: WeightLayout, model, name: str, q, kv, d: int, per: int) -> list[tuple[int, int]]:
     """Runs of a rank in a projection where every KV head's `per` queries, key and value lie one after another."""
     known = per == 1 or model.config.model_type == "falcon"
     if known and layout.heads.size == 1:
@@ -162,7 +163,7 @@ def _in_four_blocks(width: int, q, kv) -> list[tuple[int, int]]:
     return runs
 
 
-def _experts_of_attention(layout: Layout, model, name: str, module, num_heads_kv: int) -> None:
+def _experts_of_attention(layout: WeightLayout, model, name: str, module, num_heads_kv: int) -> None:
     """JetMoe's: an expert has the queries of one head for every KV head, and the rows that put them out."""
     if layout.heads.size > 1:
         raise _wants_divisors(layout, model, f"{name}.experts", "an expert has a query head for every KV head")
@@ -175,27 +176,27 @@ def _experts_of_attention(layout: Layout, model, name: str, module, num_heads_kv
     layout.attentions.append(name)
 
 
-def _parallel_experts(layout: Layout, name: str, module) -> None:
+def _parallel_experts(layout: WeightLayout, name: str, module) -> None:
     """JetMoe's: gates and inputs of an expert lie one after another, as `_experts` of other models."""
     width = module.hidden_size
     start, stop = own = layout.share(width)
     _expert_weights(layout, name, [own, (width + start, width + stop)], own)
 
 
-def _expert_weights(layout: Layout, name: str, rows, columns: tuple[int, int]) -> None:
+def _expert_weights(layout: WeightLayout, name: str, rows, columns: tuple[int, int]) -> None:
     layout.pieces[f"{name}.input_linear.weight"] = Piece(1, tuple(rows))
     layout.pieces[f"{name}.output_linear.weight"] = Piece(2, (columns,))
     layout.of_first_rank.add(f"{name}.bias")
     layout.summed.append(name)
 
 
-def _wants_divisors(layout: Layout, model, name: str, why: str) -> ValueError:
+def _wants_divisors(layout: WeightLayout, model, name: str, why: str) -> ValueError:
     num_heads = layout.heads.num_groups * layout.heads.num_heads_kv
     divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
     return _refused(model, name, f"{why}: start one of {divisors} ranks")
 
 
-def _latent_attention(layout: Layout, model, name: str, module, num_heads: int, split_latents: bool) -> None:
+def _latent_attention(layout: WeightLayout, model, name: str, module, num_heads: int, split_latents: bool) -> None:
     """Query heads are split, with the rows that make their keys and values of latents; or every rank has all of both,
     and computes the queries of all heads."""
     first, last = layout.heads.query_heads(layout.rank)
@@ -232,7 +233,7 @@ def _check_projection(model, name: str, module, dim: int, num_heads: int, d: int
 
 
 def _whole_norm(
-    layout: Layout, model, name: str, width: int, run: tuple[int, int], *, above: int = 0, counts: bool = True
+    layout: WeightLayout, model, name: str, width: int, run: tuple[int, int], *, above: int = 0, counts: bool = True
 ) -> None:
     """A norm, if there is one, of more than `above` numbers, `width`, of which this rank has a run."""
     owner, _, child = name.rpartition(".")
@@ -247,7 +248,7 @@ def _whole_norm(
     layout.norms[name] = width, counts
 
 
-def _mlp(layout: Layout, model, name: str, module, up: str, down: str) -> None:
+def _mlp(layout: WeightLayout, model, name: str, module, up: str, down: str) -> None:
     width = _widths(getattr(module, down))[1]
     start, stop = own = layout.share(width)
     if isinstance(getattr(module, "gate_up_proj", None), nn.Linear):
@@ -262,7 +263,7 @@ def _mlp(layout: Layout, model, name: str, module, up: str, down: str) -> None:
     _columns(layout, f"{name}.{down}", getattr(module, down), own)
 
 
-def _experts(layout: Layout, model, name: str, module) -> None:
+def _experts(layout: WeightLayout, model, name: str, module) -> None:
     """All experts are on every rank, each with a part of its neurons, so that every rank does the same work."""
     transposed, concatenated = (getattr(module, x, None) for x in ("is_transposed", "is_concatenated"))
     rows, columns = (2, 1) if transposed else (1, 2)
@@ -288,20 +289,20 @@ def _widths(projection) -> tuple[int, int]:
     return (columns, rows) if isinstance(projection, Conv1D) else (rows, columns)
 
 
-def _rows(layout: Layout, name: str, module, runs) -> None:
+def _rows(layout: WeightLayout, name: str, module, runs) -> None:
     layout.pieces[f"{name}.weight"] = Piece(int(isinstance(module, Conv1D)), tuple(runs))
     if module.bias is not None:
         layout.pieces[f"{name}.bias"] = Piece(0, tuple(runs))
 
 
-def _columns(layout: Layout, name: str, module, run: tuple[int, int]) -> None:
+def _columns(layout: WeightLayout, name: str, module, run: tuple[int, int]) -> None:
     layout.pieces[f"{name}.weight"] = Piece(int(not isinstance(module, Conv1D)), (run,))
     if module.bias is not None:
         layout.of_first_rank.add(f"{name}.bias")
     layout.summed.append(name)
 
 
-def _check_rest(layout: Layout, model) -> None:
+def _check_rest(layout: WeightLayout, model) -> None:
     """Raise ``ValueError`` for a parameter that would be on every rank though it is neither a norm nor a router's."""
     if not layout.attentions:
         raise _refused(model, "attention", "its projections to q, k and v have unknown names")

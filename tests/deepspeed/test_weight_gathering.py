@@ -48,7 +48,7 @@ def _run(engine, forced, **options):
     """(logits of the last prompt token and of one more, operations of the prefill)"""
     from megatron_tree import comm
 
-    engine.module.own_tokens.forced = forced
+    engine.module.weight_gathering.forced = forced
     runner, ids = engine.new_runner(**options), prompt(1, TOKENS + 1)
     row = runner.add()
     with comm.record() as sent:
@@ -66,7 +66,7 @@ def _forms(rank, world, families):
             error = float((logits - want[-2:]).abs().max() / want.abs().max())
             found[family, forced] = error, sum(x.bytes for x in sent)
         assert pieces == {name: (p, p.data_ptr()) for name, p in engine.module.named_parameters()}
-        plans = [engine.module.own_tokens.plan(n) for n in (200, 29)]
+        plans = [engine.module.weight_gathering.plan(n) for n in (200, 29)]
         found[family, "plan"] = tuple(plan.shares_tokens for plan in plans), any(plans[0].gathers)
     return found
 
@@ -103,8 +103,8 @@ def _memory_and_order(rank, world):
     from megatron_tree.cache.gathered import num_words
 
     engine, _ = _engine("llama")
-    model, own, seen = engine.module, engine.module.own_tokens, []
-    weights = [[*layer.attention, *layer.blocks[0].weights] for layer in own.layers]
+    model, own, seen = engine.module, engine.module.weight_gathering, []
+    weights = [[*layer.attention, *layer.feed_forwards[0].weights] for layer in own.layers]
     (message,) = {(world - 1) * 4 * num_words(parts, world) for parts in weights}
     beyond = sum(4 * p.shape.numel() - model.get_parameter(p.name).nbytes for p in weights[0])
     held = sum(p.nbytes for p in model.parameters())

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
-from megatron_tree.integrations.transformers.pieces import plan_pieces
+from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import random_model
 from support.hf_models import prompt
 from support.hf_served import check_served, check_sharded, check_trained
@@ -111,9 +111,9 @@ def test_weights_over_all_ranks(world, case):
 def test_ranks_that_do_not_divide_the_heads_are_refused(name):
     model = random_model(name)
     for world in (1, 2, 4):
-        plan_pieces(model, world, 0)
+        plan_layout(model, world, 0)
     with pytest.raises(ValueError, match=r"weights='sharded' can't split .*: start one of \[1, 2, 4\] ranks"):
-        plan_pieces(model, 3, 0)
+        plan_layout(model, 3, 0)
 
 
 def test_other_implementations_run_their_own_code():

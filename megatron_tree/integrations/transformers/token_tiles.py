@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
 from ...attention.derivatives import once
-from .pieces import MLPS, PROJECTIONS
+from .split_rules import MLPS, PROJECTIONS
 
 IGNORED = -100  # Transformers' label of a token that has no loss
 ELEMENTS = 2**26  # of the fp32 logits of a tile (256 MiB), if the number of tokens is not given

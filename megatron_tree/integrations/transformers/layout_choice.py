@@ -1,0 +1,48 @@
+"""The layout of split weights, where the planner decides what the user leaves open; the same on all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ... import comm
+from ...attention.topology import GroupTopology
+from ...config import TreeConfig
+from ...plan import place
+from ...plan.cost import placed_topology
+from ...plan.step import repeats_queries, splits_latents
+from .split_rules import plan_layout
+from .weight_layout import WeightLayout
+
+
+def choose_layout(
+    layout: WeightLayout,
+    model,
+    group,
+    *,
+    queries: str = "split",
+    split_latents: bool | None = None,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: TreeConfig,
+) -> WeightLayout:
+    """The layout of a model's weights over all ranks of `group`. Collective.
+
+    layout: from `plan_layout` with repeat_queries=(queries == "repeated"). queries, split_latents: see
+    `init_inference`; "auto" and None let the planner predict which is faster.
+    """
+    repeats, network = layout.repeats_queries, (group, device, config)
+    if queries == "auto" and layout.heads.size > 1:
+        topology = GroupTopology.over_cache(*network).topology
+        hosts = comm.hosts(group, timeout_s=config.timeout_s)[: layout.heads.size]  # all decide by the first group
+        repeats = repeats_queries(
+            placed_topology(topology, place(topology, hosts)), layout.query_projection, dtype.itemsize
+        )
+    if split_latents is None and layout.world > 1 and layout.gathered:
+        net = GroupTopology.over_cache(*network)
+        split_latents = splits_latents(
+            placed_topology(net.topology, net.placement), layout.latent_projections, dtype.itemsize
+        )
+    if split_latents is not False and repeats == layout.repeats_queries:
+        return layout
+    split = split_latents is not False
+    return plan_layout(model, layout.world, layout.rank, split_latents=split, repeat_queries=repeats)
