@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from ..kernels import ACCELERATORS
 from .forward import appended
 from .static import Capacities, Capacity, StaticPass, StepInputs
 from .trace import traced
-
-if TYPE_CHECKING:
-    from .runner import RowRunner
 
 MAX_GRAPHS = 32  # the least recently used one is dropped
 BACKENDS = ("auto", "triton")  # others read lengths on the host
@@ -47,8 +44,8 @@ def check_cuda_graphs(*, device_type: str, schedule: str, config: TreeConfig) ->
         raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
 
 
-def check_runner(runner: RowRunner) -> None:
-    """Raise ``ValueError`` where a runner's decode steps can't be captured: the rule of what runs in CUDA graphs."""
+def check_runner(runner) -> None:
+    """Raise ``ValueError`` where a `RowRunner`'s decode steps can't be captured."""
     check_cuda_graphs(device_type=runner.device.type, schedule=runner.schedule, config=runner.config)
     others = [name for group in (runner.cp_group, runner.token_group) if (name := _not_captured(group))]
     pages = runner.store.layers[0]
@@ -118,13 +115,13 @@ class _Step:
 
 
 class GraphedSteps:
-    """Steps of one token in each row of a runner, see this module.
+    """Steps of one token in each row of a `RowRunner`, see this module.
 
     capture: makes a `Captured` of a function without arguments that returns logits; default in CUDA graphs.
     Raises: ValueError, see `check_runner`.
     """
 
-    def __init__(self, runner: RowRunner, capture: Callable[[Callable[[], Tensor]], Captured] | None = None):
+    def __init__(self, runner, capture: Callable[[Callable[[], Tensor]], Captured] | None = None):
         if capture is None:
             check_runner(runner)
         self._runner, self._store = runner, runner.store
@@ -162,7 +159,7 @@ class GraphedSteps:
     def _run(self, inputs: StepInputs, end: int | None = None) -> Tensor:
         runner = self._runner
         options = dict(cp_group=runner.cp_group, schedule=runner.schedule, head_shares=runner.head_shares)
-        forward = StaticPass.over(inputs, **options, end=end)
+        forward = StaticPass(inputs, end=end, **options)
         with runner.running(forward):
             return runner._run(forward, inputs.tokens, inputs.positions, keep=None)
 

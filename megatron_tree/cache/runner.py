@@ -36,9 +36,9 @@ class RowRunner:
         capacity_tokens: tokens that the cache may hold on all ranks together; None = it grows as needed. The
             caller must not exceed it: see `free_tokens`.
         schedule: how partial attention is merged, see `tree_decode`.
-        head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. Then all of them
-            run all tokens, each with its part of the weights, unless weight_gathering gathers weights for a chunk.
-        weight_gathering: of a model whose weights are split over ranks, those of all head groups.
+        head_shares: query heads of every rank of cp_group, where the ranks share the model's weights. All of them
+            then run all tokens, unless weight_gathering runs a chunk.
+        weight_gathering: set where weights are split over ranks; its ranks are those of all head groups.
         config: `TreeConfig`; its check, transport and timeout_s are used to compare prompts between ranks, and for
             the logits of a chunk that is sharded.
         cuda_graphs: whether steps of one token in each row are captured in CUDA graphs and replayed, see graph.py.
@@ -106,8 +106,8 @@ class RowRunner:
         return True
 
     def most_at_once(self, length: int) -> int | None:
-        """How many tokens `step` takes at most, for a row of this length, if the last may be removed again, with the
-        logits of one by one; None: any."""
+        """Upper bound of tokens in one `step` of a row of this length whose logits equal those of single steps, where
+        the last tokens may be removed again; None: any number."""
         if self.has_states:
             return 1
         return None if self.max_positions is None else self.max_positions - length
@@ -147,9 +147,9 @@ class RowRunner:
     ) -> Tensor:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
-        Every rank runs its share of a chunk through the whole network. Chunks shorter than a page for each rank, or all
-        with sharded=False or recurrent layers, are run on every rank; with weight_gathering those for which fewer bytes
-        move that way. A failure removes the tokens of its chunk again; those of earlier chunks stay.
+        Every rank runs its share of a chunk through the whole network. All ranks run all tokens of chunks shorter than
+        a page for each rank, with sharded=False, with recurrent layers and, of a model whose weights are split, where
+        that moves fewer bytes. A failure removes the tokens of its chunk again; those of earlier chunks stay.
 
         Args:
             tokens: int64 [n], n >= 1.
@@ -188,9 +188,8 @@ class RowRunner:
     def prefill_rows(self, rows: list[int], prompts: list[Tensor]) -> Tensor:
         """`prefill` of several short prompts in one forward pass, on every rank. Collective.
 
-        The model runs them one after another, without padding. The cache takes padding for this pass: it must have room
-        for the longest in every row.
-        With recurrent layers, which would take padding for tokens, they are run one after another.
+        The model runs them packed, without padding; the cache takes padding for this pass and needs room for the
+        longest prompt in every row. Models with recurrent layers run them in separate passes.
 
         Args: rows: ids, each once. prompts: int64 [n] each, n >= 1.
         Returns: fp32 logits [len(rows), vocab_size] of the last tokens.
@@ -242,7 +241,7 @@ class RowRunner:
         return torch.cat(logits, 1)
 
     def _most_in_pass(self, row: int) -> int | None:
-        """How many tokens the model runs at most in one pass that goes on with a row; None: any number."""
+        """Upper bound of tokens in one pass that continues a row; None: any number."""
         return None
 
     @property
@@ -270,22 +269,20 @@ class RowRunner:
 
     def _sharded_chunk(self, row: int, chunk: Tensor, progress) -> Tensor:
         """Logits of the chunk's last token."""
+        gathering = self.weight_gathering
         # ranks may wait in several groups: a rank that fails must end the waits in all of them
-        own, monitor = (
-            self.weight_gathering,
-            contextlib.nullcontext() if self.weight_gathering is None else monitored("prefill"),
-        )
+        monitor = contextlib.nullcontext() if gathering is None else monitored("prefill")
         with monitor, self._forward_pass([row], len(chunk), sharded=True, progress=progress) as forward:
             shares, owner = self._token_shares(forward)
-            if own is not None:
-                with own.run([len(positions) for positions in shares], owner):
-                    return self._run_share(forward, chunk, shares[own.rank], last=owner == own.rank)
+            if gathering is not None:
+                with gathering.run([len(positions) for positions in shares], owner):
+                    return self._run_share(forward, chunk, shares[gathering.rank], last=owner == gathering.rank)
             logits = self._run_share(forward, chunk, shares[self._book.rank], last=owner == self._book.rank)
             wire = {"transport": self.config.transport, "timeout_s": self.config.timeout_s}
             return broadcast(logits.contiguous(), self.cp_group, owner, **wire)
 
     def _shares_tokens(self, num_tokens: int) -> bool:
-        """Whether each rank runs its own tokens of a chunk, not all of them."""
+        """Whether each rank runs its share of a chunk's tokens, not all of them."""
         if self.weight_gathering is not None:
             return self.weight_gathering.plan(num_tokens).shares_tokens
         world = self._book.world
@@ -294,7 +291,7 @@ class RowRunner:
 
     @property
     def _place(self) -> Team | None:
-        """With own tokens: the ranks at this rank's place of every head group."""
+        """With several head groups: the ranks at this rank's place of each."""
         return None if self.weight_gathering is None else self.weight_gathering.place
 
     def _token_shares(self, forward: ForwardPass) -> tuple[list[Tensor], int]:

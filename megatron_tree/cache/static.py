@@ -7,7 +7,6 @@ launches are right for every token, and a CUDA graph of them can be replayed (gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -101,23 +100,21 @@ class StepInputs:
         self.tokens[: len(tokens)].copy_(tokens)
 
 
-@dataclass
 class StaticPass(ForwardPass):
-    """A pass over one new token of each row of `StepInputs`, with the same launches whatever they hold."""
+    """A pass over one new token of each row of `StepInputs`, with the same launches whatever they hold.
 
-    inputs: StepInputs | None = None
+    end: the length of the longest row as the host takes it; default the capacity. options: of `ForwardPass`.
+    """
 
-    @classmethod
-    def over(cls, inputs: StepInputs, *, cp_group, schedule: str, head_shares, end: int | None = None) -> StaticPass:
-        """The pass; end: what the host takes for the longest row's length, default the capacity."""
-        store, n = inputs.store, inputs.capacity.rows
-        rows, end = tuple(range(n)), end or inputs.capacity.tokens
-        append = Append(rows, 1, (end - 1,) * n, writes=[], copies=[], shares=None)
-        views = {
-            kind: View(tables.pages, inputs.lengths[kind], tables.blocks, store.page_size)
+    def __init__(self, inputs: StepInputs, *, end: int | None = None, **options):
+        n, last = inputs.capacity.rows, (end or inputs.capacity.tokens) - 1
+        append = Append(tuple(range(n)), 1, (last,) * n, writes=[], copies=[], shares=None)
+        super().__init__(inputs.store, append, **options)
+        self.inputs = inputs
+        self.views = {
+            kind: View(tables.pages, inputs.lengths[kind], tables.blocks, inputs.store.page_size)
             for kind, tables in enumerate(inputs.tables)
         }
-        return cls(store, cp_group, schedule, rows, append, head_shares, views=views, inputs=inputs)
 
     def new_positions(self, device: torch.device) -> Tensor:
         return self.inputs.positions
@@ -128,10 +125,10 @@ class StaticPass(ForwardPass):
         pages.reserve(self.store.book.numbers[kind].capacity, k, v)
         pages.write(self.inputs.slots[kind], k.flatten(0, 1), v.flatten(0, 1))
 
-    def _decode(self, layer: int, q: Tensor, latent, visible: Tensor | None, **options) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *, visible: Tensor | None = None, **options) -> Tensor:
         if visible is not None or options.get("attention_chunk_size") is not None:
             raise ValueError(
                 "cuda_graphs=True: layers with a mask of their own, or whose queries see their chunk only, depend on "
                 "lengths that the host knows; leave cuda_graphs out for this model"
             )
-        return super()._decode(layer, q, latent, visible, **options)
+        return super().attend(layer, q, **options)

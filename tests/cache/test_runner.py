@@ -8,7 +8,7 @@ from support.ranks import largest, own_bytes, run_distributed
 
 pytest.importorskip("transformers")
 
-from megatron_tree.cache import forward
+from megatron_tree.cache import prefill_attention
 from megatron_tree.cache.pages import GROWTH
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
@@ -120,7 +120,7 @@ def test_every_row_has_the_logits_of_the_plain_model(family, world):
 
 def test_long_chunks_on_one_rank_are_prefills(monkeypatch):
     seen = []
-    monkeypatch.setattr(forward, "tree_prefill", lambda q, *rest, **options: seen.append(q.shape[1]) or q)
+    monkeypatch.setattr(prefill_attention, "tree_prefill", lambda q, *rest, **options: seen.append(q.shape[1]) or q)
     it = Checked("llama", 1)
     row, layers = it.add(), len(it.cache.store.layers)
     for n in (31, 32, 5):

@@ -36,7 +36,7 @@ def model_class(config) -> type | None:
     return found if isinstance(found, type) else None
 
 
-class Layer(NamedTuple):
+class LayerKind(NamedTuple):
     """What a layer keeps of earlier tokens."""
 
     attends: bool
@@ -47,7 +47,7 @@ class Layer(NamedTuple):
     """Recurrent states: of a convolution, of a state-space model or of linear attention."""
 
 
-def layers_of(config) -> list[Layer]:
+def layers_of(config) -> list[LayerKind]:
     """The layers of a model, in order.
 
     Raises: ValueError for models whose attention can't be replaced, or whose layers don't work over shards.
@@ -82,7 +82,7 @@ def layers_of(config) -> list[Layer]:
         windows = [text.window_size if kind == "local" else None for kind in text.attention_layers]
     attending = (*LAYER_TYPES, *BOTH_TYPES, "chunked_attention")
     return [
-        Layer(kind in attending, window, own.get("number_of_states", 0))
+        LayerKind(kind in attending, window, own.get("number_of_states", 0))
         for kind, window, own in zip(kinds, windows, options, strict=True)
     ]
 

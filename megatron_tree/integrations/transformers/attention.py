@@ -30,9 +30,10 @@ from ...config import AttnSlice, default_config
 from .architectures import CHUNKED, WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache
 from .latent import latent_heads
-from .layers import TreeCacheLayer, Update, current_run, last_update
+from .layers import TreeCacheLayer
 from .llama4 import chunk_size, with_own_temperature
 from .replaced_attention import replace_own_code
+from .runs import Update, current_run, forget_notes, last_update
 from .training import SequenceShard, attend_to_shard, current_shard
 
 __all__ = [
@@ -74,8 +75,7 @@ def tree_attention(
     Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """
     update, running = last_update.get(), current_run.get()
-    last_update.set(None)
-    current_run.set(None)  # if this call fails, the run is over
+    forget_notes()  # if this call fails, the run is over
     shard = attention_mask if isinstance(attention_mask, SequenceShard) else None
     # of the class: reading an attribute of a configuration takes some function calls
     if sliding_window is None and getattr(type(getattr(module, "config", None)), "model_type", None) in WINDOW_IN_MASK:
@@ -125,7 +125,7 @@ def tree_attention(
     out = update.forward.attend(
         cache.slot_of[layer_idx], q, latent=latent, visible=attention_mask, config=cache.tree_config, **options
     )
-    cache.end_layer(update.forward)
+    cache.end_layer()
     return out.contiguous(), None  # some models view it
 
 

@@ -16,10 +16,11 @@ from ...comm import group_rank, group_size, outside_graphs, process_group
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, layers_of
 from .latent import keep_latents
-from .layers import BatchRun, RecurrentLayer, Slots, Update, cache_layer, current_run, just_stored, last_update
+from .layers import RecurrentLayer, Slots, cache_layer
 from .model_generate import prepare_generate
 from .recurrent import NOT_CONTINUED, RunStates
 from .rope import rope_rule
+from .runs import ModelRuns, Update, current_run, forget_notes, just_stored, last_update
 
 
 class TreeCache(Cache):
@@ -82,8 +83,6 @@ class TreeCache(Cache):
         """The rows of the batch of Transformers' own `generate`, in its order."""
         self.texts: list[tuple[Row, Tensor]] = []
         """Rows that our `generate` has run, and their tokens then, int64 [n]."""
-        self._forward: ForwardPass | None = None
-        self._batch_run: BatchRun | None = None
         self.rope = rope_rule(config)
         self.rope_kinds: list[int] = []
         """Of the batch of Transformers' own `generate`: `RopeRule.kind` of every row, ..."""
@@ -93,6 +92,7 @@ class TreeCache(Cache):
         layers = [cache_layer(self, i, kind) for i, kind in enumerate(kinds)]
         recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         self.states = RunStates(recurrent, continues=text.model_type not in NOT_CONTINUED)
+        self._runs = ModelRuns(len(attending), self.states)
         super().__init__(layers=layers)
 
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ class TreeCache(Cache):
         """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
         options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
         options |= {"sharded": sharded, "place": place, "progress": progress}
-        self._end_batch_run()
+        self._runs.end(self._batch())
         held = [self.store.book.rows[row] for row in rows]
         self.states.begin(held)
         with forward_pass(self.store, rows, num_tokens, **options) as forward:
@@ -112,13 +112,12 @@ class TreeCache(Cache):
     def running(self, forward: ForwardPass):
         """Context of one run of the model in this pass."""
         try:
-            self._forward = forward
-            current_run.set(self)
-            yield
-            self._check_taken()
+            with self._runs.open(forward):
+                current_run.set(self)
+                yield
+                self._check_taken()
         finally:
-            self._forward = None
-            self._forget_run()
+            forget_notes()
 
     @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -127,7 +126,9 @@ class TreeCache(Cache):
         Returns: what that call is to be given, the arguments; the attention reads the pages.
         """
         self._check_taken()
-        forward = self._forward or self._own_forward(key_states, layer_idx)
+        if not self._runs.is_open:
+            self._join_batch_run(key_states, layer_idx)
+        forward = self._runs.forward
         forward.write(self.slot_of[layer_idx], key_states.transpose(1, 2), value_states.transpose(1, 2))
         last_update.set(Update(self, layer_idx, key_states, value_states, forward))
         return key_states, value_states
@@ -142,59 +143,28 @@ class TreeCache(Cache):
                 "code: use Transformers' own cache"
             )
 
-    def end_layer(self, forward: ForwardPass) -> None:
+    def end_layer(self) -> None:
         """Called after the attention of a layer: the run goes on, unless it was the last one."""
-        if forward is self._forward or len(forward.written) < len(self.slot_of):
+        if self._runs.is_open or not self._runs.has_stored(None):
             current_run.set(self)
 
-    def _forget_run(self) -> None:
-        last_update.set(None)
-        current_run.set(None)
-
-    def _own_forward(self, key_states: Tensor, layer_idx: int) -> ForwardPass:
-        """The pass of a model that Transformers' `generate` runs: it begins at the first layer."""
-        run = self._batch_run
-        if run is None or (run.forward is not None and self.slot_of[layer_idx] in run.forward.written):
-            run = self._begin_batch_run()
-        if run.forward is None:
+    def _join_batch_run(self, key_states: Tensor, layer_idx: int) -> None:
+        """Let a layer join the run over the batch, or begin the next one."""
+        runs = self._runs
+        if not runs.is_begun or (runs.forward is not None and runs.has_stored(self.slot_of[layer_idx])):
+            runs.begin(self._batch())
+        if runs.forward is None:
             if not self.rows:
                 self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
             self._check_batch(key_states.shape[0])
             self._check_rope(key_states.shape[2])
             append = self.store.append(self.rows, key_states.shape[2])
-            shares = self.head_shares
-            run.forward = ForwardPass(self.store, self.cp_group, self.schedule, tuple(self.rows), append, shares)
-        return run.forward
+            options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
+            runs.forward = ForwardPass(self.store, append, **options)
 
     def _check_batch(self, num_rows: int) -> None:
         if self.rows and len(self.rows) != num_rows:
             raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {num_rows}")
-
-    def _begin_batch_run(self) -> BatchRun:
-        self._end_batch_run()
-        self._batch_run = BatchRun()
-        self.states.begin(self._batch())
-        return self._batch_run
-
-    def _end_batch_run(self) -> None:
-        """The last run over the batch is over: its rows get the recurrent states."""
-        run = self._batch_run
-        if run is not None and run.forward is not None and not self._is_complete(run):
-            n = run.forward.append.num_tokens
-            raise ValueError(
-                f"the model's last run over this cache ended before all layers had run: its {n} tokens are "
-                f"in some layers only. Remove them with cache.crop(-{n}), or all with cache.reset()"
-            )
-        self._drop_batch_run()
-
-    def _drop_batch_run(self) -> None:
-        """The same, but forget what a run has left that ended before all layers had run."""
-        run, self._batch_run = self._batch_run, None
-        if run is not None and self._is_complete(run):
-            self.states.end(self._batch())
-
-    def _is_complete(self, run: BatchRun) -> bool:
-        return run.forward is not None and len(run.forward.written) == len(self.slot_of) and self.states.is_complete
 
     def _batch(self) -> list[Row]:
         return [self.store.book.rows[row] for row in self.rows]
@@ -202,15 +172,15 @@ class TreeCache(Cache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The state of a layer's convolution [b, channels, width]; None before a row's first tokens."""
         reached = self.states.reaches(layer_idx, state_idx)
-        if self._forward is None and (reached or self._batch_run is None):
-            self._begin_batch_run()
+        if not self._runs.is_open and (reached or not self._runs.is_begun):
+            self._runs.begin(self._batch())
             self.states.reaches(layer_idx, state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
         """Take new inputs of a convolution [b, channels, n]; returns them, with those before them."""
         self.states.reaches(layer_idx, state_idx)
-        if self._forward is None:
+        if not self._runs.is_open:
             self._check_batch(conv_states.shape[0])
         self.states.check_update(layer_idx, state_idx, conv_states.shape[-1])
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
@@ -237,11 +207,9 @@ class TreeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; in a run of the model those before it, until this layer has stored its own."""
-        if self._forward is not None:
-            return max(self._forward.append.first)
-        running = None if self._batch_run is None else self._batch_run.forward
-        if running is not None and layer_idx in self.slot_of and self.slot_of[layer_idx] not in running.written:
-            return max(running.append.first)
+        forward = self._runs.forward
+        if forward is not None and not self._runs.has_stored(self.slot_of.get(layer_idx)):
+            return max(forward.append.first)
         return max((self.store.book.rows[row].length for row in self.rows), default=0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -263,9 +231,9 @@ class TreeCache(Cache):
     def reset(self) -> None:
         """Forget all rows and free the memory."""
         self.store.reset()
-        self.rows, self.texts, self._batch_run = [], [], None
-        self.states.begin([])
-        self._forget_run()
+        self.rows, self.texts = [], []
+        self._runs.forget()
+        forget_notes()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens of all rows of the batch; zero or negative, as in Transformers."""
@@ -273,19 +241,19 @@ class TreeCache(Cache):
         if tokens_to_remove > 0 or -tokens_to_remove > length:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
         if tokens_to_remove:
-            self._drop_batch_run()
+            self._runs.drop(self._batch())
             self.texts = []
             lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.book.check_crop(row, kept)  # before any row changes: all rows or none
             for row, kept in zip(self.rows, lengths, strict=True):
                 self.store.crop(row, kept)
-            self._forget_run()
+            forget_notes()
 
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
         """Write the batch to files; see `cache.files.save_rows`."""
         self._check_heads("save")
-        self._end_batch_run()
+        self._runs.end(self._batch())
         for row in self.rows:
             held = self.store.book.rows[row]
             if held.note is not None and held.note.kind != self.rope.kind(held.length):
@@ -321,7 +289,7 @@ class TreeCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i of the batch by row beam_idx[i]; rows that are selected more than once share their pages."""
-        self._end_batch_run()
+        self._runs.end(self._batch())
         forks = [self.store.book.fork(self.rows[i]) for i in beam_idx.tolist()]
         for row in self.rows:
             self.store.remove(row)

@@ -2,47 +2,10 @@
 
 from __future__ import annotations
 
-import contextvars
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from ...cache.forward import ForwardPass
-from .architectures import Layer
-
-
-class Update(NamedTuple):
-    """What a cache update leaves for the attention call that follows it."""
-
-    cache: object
-    """The `TreeCache`."""
-    layer_idx: int
-    keys: Tensor
-    """[b, h_kv, n, d], what the update returned; latents [b, 1, n, r]; ..."""
-    values: Tensor
-    """... [b, h_kv, n, d_v]; their rotary keys [b, 1, n, d]."""
-    forward: ForwardPass
-
-
-@dataclass
-class BatchRun:
-    """A run of a model over the batch of Transformers' own `generate`."""
-
-    forward: ForwardPass | None = None
-    """Since its first layer with attention."""
-
-
-last_update: contextvars.ContextVar[Update | None] = contextvars.ContextVar("tree_cache_update", default=None)
-current_run: contextvars.ContextVar = contextvars.ContextVar("tree_cache_run", default=None)
-"""The cache whose model is in the middle of a run."""
-
-
-def just_stored(latents: Tensor) -> bool:
-    """Whether these are the latents that the last update returned."""
-    update = last_update.get()
-    return update is not None and update.keys is latents
+from .architectures import LayerKind
 
 
 class Slots(dict):
@@ -121,7 +84,7 @@ class TreeHybridLayer(RecurrentLayer, TreeCacheLayer):
         RecurrentLayer.__init__(self, layer_idx, num_states)
 
 
-def cache_layer(cache, layer_idx: int, kind: Layer) -> TreeCacheLayer | RecurrentLayer | DummyLayer:
+def cache_layer(cache, layer_idx: int, kind: LayerKind) -> TreeCacheLayer | RecurrentLayer | DummyLayer:
     """The view of one layer."""
     if not kind.num_states:
         return TreeCacheLayer(cache, layer_idx) if kind.attends else DummyLayer()

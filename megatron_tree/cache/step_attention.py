@@ -1,0 +1,124 @@
+"""Attention of new tokens that all ranks have over a sharded cache: decode steps, and short or ragged prompts."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from ..attention.decode import DecodeStep
+from ..attention.decode_call import DecodeOptions
+from ..attention.head_shares import slice_of
+from ..config import TreeConfig
+from ..kernels import KVCache
+from . import ShardedCache
+from .latent import LatentHeads
+
+
+class StepAttention:
+    """The layers' decode calls in one pass: those of equal layers are checked and planned once."""
+
+    def __init__(self, store: ShardedCache, schedule: str, head_shares: tuple[int, ...] | None):
+        self._store, self._schedule, self._head_shares = store, schedule, head_shares
+        self._step = DecodeStep()
+        self._paged: dict[tuple, tuple] = {}
+        """By what the queries see: the mask, kept so that its id is its own, and fields of the `KVCache`."""
+
+    def local_heads(self, latent: LatentHeads | None) -> LatentHeads | None:
+        """How this rank's heads read latents, of how all heads do."""
+        if latent is None or self._head_shares is None or len(latent.up) != sum(self._head_shares):
+            return latent
+        return latent._replace(own=slice_of(self._head_shares, self._store.book.rank))
+
+    def attend(
+        self,
+        forward,
+        layer: int,
+        q: Tensor,
+        latent: LatentHeads | None,
+        visible: Tensor | None,
+        config: TreeConfig,
+        *,
+        attention_chunk_size: int | None = None,
+        sinks: Tensor | None = None,
+        **options,
+    ) -> Tensor:
+        """See `ForwardPass.attend`; forward: the pass, for its rows, positions and views."""
+        pages, kind, num_queries = self._store.layers[layer], self._store.kind_of[layer], q.shape[1]
+        if visible is not None and visible.shape[1] != forward.end:
+            raise ValueError(
+                f"attention_mask {list(visible.shape)} must cover all {forward.end} slots: "
+                f"{forward.append.first[0]} in the cache and {num_queries} new ones"
+            )
+        cache, projection = KVCache(pages.k, pages.v, pages.k_scale, pages.v_scale), None
+        # most of the keys are new: as many are made as there are queries
+        expands = latent is not None and self._head_shares is None and forward.end <= 2 * num_queries
+        if expands and latent.pays_to_expand(num_queries):
+            cache = KVCache(*latent.expand(self._entries(forward, layer, q.dtype)))
+        elif latent is not None:
+            q, projection = latent.absorb(q), latent.values
+            entries = pages.k if pages.joined else self._entries(forward, layer, q.dtype)
+            cache = KVCache(entries, None, head_dim_v=latent.rank)
+        by_position = options.get("window_size", (-1, -1)) != (-1, -1) or options.get("alibi_slopes") is not None
+        by_position = by_position or attention_chunk_size is not None
+        if cache.k is pages.k:
+            key = kind, by_position, id(visible)
+            if key not in self._paged:
+                self._paged[key] = visible, self._pages_seen(forward, kind, visible, by_position, config)
+            cache = KVCache(*cache[:5], **self._paged[key][1])
+        else:
+            view = forward.views[kind]
+            cache = cache._replace(lengths=view.lengths, **self._positions(forward, view, visible, by_position))
+            if cache.k_positions is not None:
+                cache = cache._replace(k_positions=cache.k_positions[:, : cache.k.shape[1]])
+        options |= {"head_shares": self._head_shares, "schedule": self._schedule}
+        call = {"options": DecodeOptions(forward.cp_group, config, **options)}
+        call |= {"sinks": sinks, "projection": projection}
+        if attention_chunk_size is None:
+            return self._step.decode(q, cache, **call)[0]
+        return self._in_chunks(forward, q, cache, attention_chunk_size, visible, **call)
+
+    def _entries(self, forward, layer: int, dtype: torch.dtype) -> Tensor:
+        """This rank's latents and rotary keys: [b, longest row, 1, ...] in dtype, then zeros."""
+        pages, view = self._store.layers[layer], forward.views[self._store.kind_of[layer]]
+        rows = [pages.row(view.block_table, i, n, dtype)[0][0] for i, n in enumerate(view.lengths.tolist())]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def _pages_seen(self, forward, kind: int, visible, by_position: bool, config: TreeConfig) -> dict:
+        """What queries see in pages, as fields of `KVCache`."""
+        view, shared = forward.views[kind], {}
+        reads_shared = self._schedule != "ring" and not (by_position or config.deterministic)
+        if view.shared and visible is None and reads_shared:
+            shared, view = {"shared": view.shared}, view.rest
+        positions = self._positions(forward, view, visible, by_position)
+        return shared | positions | {"block_table": view.block_table, "lengths": view.lengths}
+
+    @staticmethod
+    def _positions(forward, view, visible: Tensor | None, by_position: bool) -> dict:
+        """Positions of queries and keys where lengths don't say what is seen; by_position: a window or slopes."""
+        if forward.append.num_tokens == 1 and visible is None and not by_position:
+            return {}
+        positions, queries = view.positions, forward.new_positions(view.lengths.device)
+        if forward.packed is not None:  # padding sees nothing
+            queries = queries.where(forward.packed.inside, -1)
+        if visible is not None:
+            shown = visible.gather(1, positions.clamp(max=forward.end - 1))
+            positions = torch.where(shown, positions, -1)
+        return {"q_positions": queries, "k_positions": positions}
+
+    @staticmethod
+    def _in_chunks(forward, q: Tensor, cache: KVCache, size: int, visible: Tensor | None, **call) -> Tensor:
+        """Each query sees keys of its own chunk of `size` tokens: a call for queries up to where some row's ends."""
+        n, first = q.shape[1], forward.append.first
+        padding = [0] * len(first) if visible is None else (visible.cumsum(1) == 0).sum(1).tolist()
+        starts = [start - hidden for start, hidden in zip(first, padding)]
+        cuts = sorted({0, n, *(i for start in starts for i in range(-start % size, n, size))})
+        parts = []
+        for i, end in itertools.pairwise(cuts):
+            begin = [(start + i) // size * size + hidden for start, hidden in zip(starts, padding)]
+            outside = cache.k_positions < torch.tensor(begin, device=q.device)[:, None]
+            positions = cache.q_positions[:, i:end], cache.k_positions.masked_fill(outside, -1)
+            part = cache._replace(q_positions=positions[0], k_positions=positions[1])
+            parts.append(DecodeStep().decode(q[:, i:end], part, **call)[0])
+        return torch.cat(parts, 1)
