@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -121,119 +122,159 @@ def init_inference(
     """`deepspeed.init_inference` for a Transformers model, with the KV cache sharded over sp_size ranks.
 
     Args:
-        model: a decoder-only causal language model, the same weights on every rank; or the folder of one. With
-            weights="sharded" each rank then reads only its own pieces of the folder's safetensors files.
+        model: a decoder-only causal language model, the same weights on every rank; or the folder of one, of which
+            each rank reads only its own pieces with weights="sharded".
         sp_size: ranks over which a sequence is spread; default all ranks / tp_size.
         tp_size: tensor-parallel ranks (DeepSpeed's AutoTP); it must divide the model's heads and KV heads.
-        weights: "replicated" (but for tp_size), or "sharded": all ranks share the weights and the cache, each about 1/N
-            of both, also where there are fewer KV heads than ranks. The model is cut in place. sp_size and tp_size are
-            then left out.
-        split_latents: with weights="sharded" and latent attention: whether the ranks share its projections into
-            latents, too, and gather what they give. Default: what the planner predicts to be faster.
-        queries: with weights="sharded" and fewer KV heads than ranks: "split", a rank computes the queries of its own
-            heads, and they are gathered among the ranks with the same KV heads; "repeated", each of these computes
-            all of them, which sends less but takes memory for more weights (Helix, arXiv 2507.07120); "auto", what
-            the planner predicts to be faster. With latent attention all ranks have the same KV head.
+        weights: "replicated" (but for tp_size), or "sharded": all ranks share weights and cache, each about 1/N of
+            both, for any number of KV heads. The model is cut in place; leave out sp_size and tp_size.
+        split_latents: sharded latent attention: whether its projections to latents are split and their outputs
+            gathered. Default: what the planner predicts to be faster.
+        queries: sharded, with fewer KV heads than ranks: "split", each rank computes its heads' queries, which are
+            gathered; "repeated", the ranks of a KV head each compute all of its queries, with more weights and fewer
+            messages (Helix, arXiv 2507.07120); "auto", what the planner predicts to be faster.
         dtype: of weights and cache; default the model's.
         block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
         cuda_graphs: whether decode steps are captured in CUDA graphs and replayed, see `RowRunner`.
-        config: further options of `deepspeed.init_inference`: a dictionary or the path of a JSON file.
-        options: more of them; they win over those of config.
+        config, options: more options of `deepspeed.init_inference`: a dictionary or the path of a JSON file, and
+            keywords, which win.
     Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `weight_bytes` of this rank, `model_bytes` of
         the whole model, `plain_attention` (the model's attention implementation before it became "tree"),
-        `new_cache()`, an empty `TreeCache`, and `new_runner(**options)`, a `Runner` over a new cache, for rows of any
-        lengths.
+        `new_cache()`, an empty `TreeCache`, and `new_runner(**options)`, a `Runner` over a new cache.
     Raises: ValueError before any group is made: sizes that don't fit the ranks or the heads, an unsupported dtype or
         option, a model whose layers or attention are not supported.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    tree = tree_config or default_config()
     check_choice("weights", weights, WEIGHTS)
     check_choice("queries", queries, QUERIES)
-    folder = None
-    if isinstance(model, (str, Path)):
-        if not (folder := Path(model)).is_dir():
-            raise ValueError(f"model={str(model)!r} is no folder: pass a model, or the folder that holds its files")
-        model = empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)
-    model_config = model.config.get_text_config(decoder=True)
-    dtype = dtype or model.dtype
-    if (weights == "sharded" or tp_size != 1) and has_states(model_config):
-        raise ValueError(
-            f"weights={weights!r}, tp_size={tp_size}: {type(model_config).__name__} has recurrent layers, whose "
-            "weights and states are whole on every rank: use weights='replicated' and tp_size=1"
-        )
-    layout = None
-    if weights == "sharded":
-        if sp_size is not None or tp_size != 1:
-            raise ValueError(
-                f"weights='sharded' splits weights and cache over all {world} ranks: leave sp_size={sp_size} and "
-                f"tp_size={tp_size} out"
-            )
-        layout = plan_layout(model, world, rank, repeat_queries=queries == "repeated")
-    else:
-        sp_size = _check_sizes(world, sp_size, tp_size, model_config)
-    if split_latents is not None and not (layout and layout.gathered):
-        raise ValueError(
-            f"split_latents={split_latents} is for weights='sharded' and models with latent attention, but weights="
-            f"{weights!r} and the model is a {type(model).__name__}: leave it out"
-        )
-    if queries != "split" and layout is None:
-        raise ValueError(f"queries={queries!r} is for weights='sharded', but weights={weights!r}: leave it out")
-    if dtype not in DTYPES or dtype not in get_accelerator().supported_dtypes():
-        raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {get_accelerator().device_name()} supports")
     check_choice("cuda_graphs", cuda_graphs, (False, True))
-    tree = tree_config or default_config()
-    if cuda_graphs:
-        check_cuda_graphs(device_type=get_accelerator().device_name(), schedule=schedule, config=tree)
-    options = _merge_options(config, options)
-    options.setdefault("max_out_tokens", num_positions(model_config) or 1024)
-    cache_options = {
-        "block_size": block_size,
-        "dtype": cache_dtype,
-        "schedule": schedule,
-        "tree_config": tree_config,
-    }
     if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
-    TreeCache(model_config, **cache_options)  # raises for a model or options that the cache can't serve
+    if cuda_graphs:
+        check_cuda_graphs(device_type=get_accelerator().device_name(), schedule=schedule, config=tree)
+    model, folder = _model_or_folder(model, weights, dtype)
+    text, dtype = model.config.get_text_config(decoder=True), dtype or model.dtype
+    _check_model(text, dtype, weights, tp_size)
+    options = _merge_options(config, options)
+    options.setdefault("max_out_tokens", num_positions(text) or 1024)
+    cache_options = {"block_size": block_size, "dtype": cache_dtype, "schedule": schedule, "tree_config": tree_config}
+    TreeCache(text, **cache_options)  # raises for a model or options that the cache can't serve
+
     model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
-    tensor_parallel, timeout_s = {"tp_size": tp_size}, tree.timeout_s
-    plain_attention = model_config._attn_implementation
-    model.set_attn_implementation("tree")
-    if layout is not None:
-        left_open = {"queries": queries, "split_latents": split_latents}
-        device = torch.device(get_accelerator().current_device_name())
-        layout = choose_layout(layout, model, _token_group(), device=device, dtype=dtype, config=tree, **left_open)
-        sp_size, tp_size = layout.heads.size, world
-        sp_group = neighbours(_token_group(), sp_size, timeout_s=timeout_s)
-        cache_options |= {"head_shares": layout.heads.shares, "weights_group": _token_group()}
-        if folder is not None:
-            read_pieces(model, folder, layout)
-        split = split_model if folder is None else connect
-        split(model, layout, _token_group(), transport=tree.transport, timeout_s=timeout_s)
-    else:
-        sp_group, tp_group = _make_groups(world, rank, sp_size, tp_size)
-        if tp_size > 1:
-            init_comm(timeout_s)
-            # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards nothing
-            tensor_parallel |= {"mpu": TensorParallelUnit(tp_group, tp_size, rank % tp_size), "tp_group": tp_group}
-    engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=tensor_parallel, **options)
+    plain_attention = text._attn_implementation
+    share = _split if weights == "sharded" else _replicate
+    ranks = share(model, folder, sp_size, tp_size, queries, split_latents, dtype=dtype, tree=tree)
+    cache_options |= ranks.cache_options
+    engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=ranks.tensor_parallel, **options)
     check_model(model)
     engine.eval()
-    engine.sp_group, engine.sp_size, engine.tp_size = sp_group, sp_size, tp_size
+    engine.sp_group, engine.sp_size, engine.tp_size = ranks.sp_group, ranks.sp_size, ranks.tp_size
     engine.model_bytes, engine.plain_attention = model_bytes, plain_attention
     engine.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    engine.prefill_chunk, engine.cuda_graphs = prefill_chunk, cuda_graphs
-    engine.new_cache = lambda: TreeCache(model_config, cp_group=sp_group, **cache_options)
-    engine.new_runner = lambda **options: Runner(
-        engine.module,
-        engine.new_cache(),
-        **{"token_group": _token_group(), "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs, **options},
-    )
+    engine.runner_options = {"token_group": _token_group(), "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs}
+    engine.new_cache = lambda: TreeCache(text, cp_group=ranks.sp_group, **cache_options)
+    engine.new_runner = lambda **more: Runner(engine.module, engine.new_cache(), **engine.runner_options | more)
     if cuda_graphs:
         engine.new_runner()  # raises for a model or a group whose steps can't be captured
     return engine
+
+
+class _Ranks(NamedTuple):
+    """How the ranks share the cache and the weights."""
+
+    sp_group: object
+    sp_size: int
+    tp_size: int
+    tensor_parallel: dict
+    """DeepSpeed's option."""
+    cache_options: dict
+    """Options of `TreeCache` that follow from it."""
+
+
+def _model_or_folder(model, weights: str, dtype: torch.dtype | None):
+    """(model, its folder): sharded weights of a folder are read later, in pieces."""
+    if not isinstance(model, (str, Path)):
+        return model, None
+    if not (folder := Path(model)).is_dir():
+        raise ValueError(f"model={str(model)!r} is no folder: pass a model, or the folder that holds its files")
+    return (empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)), folder
+
+
+def _check_model(text, dtype: torch.dtype, weights: str, tp_size: int) -> None:
+    device = get_accelerator()
+    if dtype not in DTYPES or dtype not in device.supported_dtypes():
+        raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {device.device_name()} supports")
+    if (weights == "sharded" or tp_size != 1) and has_states(text):
+        raise ValueError(
+            f"weights={weights!r}, tp_size={tp_size}: {type(text).__name__} has recurrent layers, whose "
+            "weights and states are whole on every rank: use weights='replicated' and tp_size=1"
+        )
+
+
+def _split(
+    model, folder: Path | None, sp_size, tp_size, queries: str, split_latents: bool | None, *, dtype, tree: TreeConfig
+) -> _Ranks:
+    """Cut the model: all ranks share weights and cache."""
+    (world, rank), everyone = _world_and_rank(), _token_group()
+    if sp_size is not None or tp_size != 1:
+        raise ValueError(
+            f"weights='sharded' splits weights and cache over all {world} ranks: leave sp_size={sp_size} and "
+            f"tp_size={tp_size} out"
+        )
+    layout = plan_layout(model, world, rank, repeat_queries=queries == "repeated")
+    if split_latents is not None and not layout.gathered:
+        raise _for_latents(model, split_latents, "sharded")
+    model.set_attn_implementation("tree")
+    device = torch.device(get_accelerator().current_device_name())
+    left_open = {"queries": queries, "split_latents": split_latents}
+    layout = choose_layout(layout, model, everyone, device=device, dtype=dtype, config=tree, **left_open)
+    sp_group = neighbours(everyone, layout.heads.size, timeout_s=tree.timeout_s)
+    wire = {"transport": tree.transport, "timeout_s": tree.timeout_s}
+    if folder is None:
+        split_model(model, layout, everyone, **wire)
+    else:
+        read_pieces(model, folder, layout)
+        connect(model, layout, everyone, **wire)
+    cache_options = {"head_shares": layout.heads.shares, "weights_group": everyone}
+    return _Ranks(sp_group, layout.heads.size, world, {"tp_size": 1}, cache_options)
+
+
+def _replicate(
+    model, folder, sp_size: int | None, tp_size: int, queries: str, split_latents, *, dtype, tree: TreeConfig
+) -> _Ranks:
+    """Make a grid of sequence ranks x tensor-parallel ranks, among which DeepSpeed splits the weights."""
+    sp_size = _check_sizes(sp_size, tp_size, model.config.get_text_config(decoder=True))
+    if split_latents is not None:
+        raise _for_latents(model, split_latents, "replicated")
+    if queries != "split":
+        raise ValueError(f"queries={queries!r} is for weights='sharded', but weights='replicated': leave it out")
+    model.set_attn_implementation("tree")
+    world, rank = _world_and_rank()
+    if tp_size == 1:
+        return _Ranks(dist.group.WORLD if world > 1 else None, sp_size, 1, {"tp_size": 1}, {})
+    sp_group = tp_group = None
+    for t in range(tp_size):  # all ranks make all groups
+        group = dist.new_group(range(t, world, tp_size)) if sp_size > 1 else None
+        sp_group = group if t == rank % tp_size else sp_group
+    for s in range(sp_size):
+        group = dist.new_group(range(s * tp_size, (s + 1) * tp_size))
+        tp_group = group if s == rank // tp_size else tp_group
+    init_comm(tree.timeout_s)
+    # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards nothing
+    unit = TensorParallelUnit(tp_group, tp_size, rank % tp_size)
+    return _Ranks(sp_group, sp_size, tp_size, {"tp_size": tp_size, "mpu": unit, "tp_group": tp_group}, {})
+
+
+def _for_latents(model, split_latents: bool, weights: str) -> ValueError:
+    return ValueError(
+        f"split_latents={split_latents} is for weights='sharded' and models with latent attention, but weights="
+        f"{weights!r} and the model is a {type(model).__name__}: leave it out"
+    )
+
+
+def _world_and_rank() -> tuple[int, int]:
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def _token_group():
@@ -252,11 +293,12 @@ def _merge_options(config: str | dict | None, options: dict) -> dict:
     return options
 
 
-def _check_sizes(world: int, sp_size: int | None, tp_size: int, config) -> int:
+def _check_sizes(sp_size: int | None, tp_size: int, config) -> int:
+    """The number of sequence ranks."""
+    world, _ = _world_and_rank()
     if not isinstance(tp_size, int) or tp_size < 1 or world % tp_size:
         raise ValueError(f"tp_size={tp_size!r} must be a positive integer that divides the {world} ranks")
-    if sp_size is None:
-        sp_size = world // tp_size
+    sp_size = world // tp_size if sp_size is None else sp_size
     if not isinstance(sp_size, int) or sp_size * tp_size != world:
         raise ValueError(f"sp_size={sp_size!r} * tp_size={tp_size} must be the number of ranks, {world}")
     heads = {"num_attention_heads": config.num_attention_heads}
@@ -265,20 +307,6 @@ def _check_sizes(world: int, sp_size: int | None, tp_size: int, config) -> int:
         if number % tp_size:
             raise ValueError(f"tp_size={tp_size} must divide the model's {name}={number}")
     return sp_size
-
-
-def _make_groups(world: int, rank: int, sp_size: int, tp_size: int):
-    """(sequence group, tensor-parallel group) of this rank; None for a group of one. All ranks make all groups."""
-    if tp_size == 1:
-        return (dist.group.WORLD if world > 1 else None), None
-    sp_group = tp_group = None
-    for t in range(tp_size):
-        group = dist.new_group(range(t, world, tp_size)) if sp_size > 1 else None
-        sp_group = group if t == rank % tp_size else sp_group
-    for s in range(sp_size):
-        group = dist.new_group(range(s * tp_size, (s + 1) * tp_size))
-        tp_group = group if s == rank // tp_size else tp_group
-    return sp_group, tp_group
 
 
 def generate(
@@ -291,6 +319,5 @@ def generate(
     if not hasattr(engine, "new_cache"):
         raise ValueError(f"engine is a {type(engine).__name__}: pass what init_inference returns")
     cache = engine.new_cache() if cache is None else cache
-    given = {"chunk_size": engine.prefill_chunk, "token_group": _token_group(), "cuda_graphs": engine.cuda_graphs}
-    options = {**given, **options}
+    options = engine.runner_options | options
     return generate_with_model(engine.module, input_ids, cache=cache, max_new_tokens=max_new_tokens, **options)
