@@ -14,36 +14,28 @@ pytest.importorskip("transformers")
 from support.deepspeed_cases import Case, distance_moved, largest_difference, parameters, run_plain, start, train
 
 MATRIX = {f"dp {4 // sp} x sp {sp}, ZeRO {zero}": Case(sp=sp, zero=zero) for sp in (1, 2, 4) for zero in range(4)}
-VARIANTS = {
-    "sliding window": Case(sp=4, zero=1, family="mistral"),
-    "sinks, experts in tiles": Case(sp=4, zero=3, family="gpt_oss", loss_tile=7, mlp_tile=5),
-    "attention dropout, checkpointing": Case(sp=4, zero=3, dropout=0.2, checkpointing=True),
-    "packed documents, window": Case(sp=2, zero=3, batches="packed", family="mistral"),
+FAST = {
+    "sinks, experts in tiles": Case(sp=2, zero=3, family="gpt_oss", loss_tile=7, mlp_tile=5),
+    "attention dropout, checkpointing": Case(sp=2, zero=3, dropout=0.2, checkpointing=True),
+    "packed documents, window": Case(sp=2, zero=1, batches="packed", family="mistral"),
     "loss and MLPs in tiles, tied weights, accumulation": Case(
-        sp=4, zero=0, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5
+        sp=2, zero=0, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5
     ),
+}
+SLOW = {
+    "loss and MLPs in tiles, ZeRO 1": Case(sp=2, zero=1, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5),
+    "loss and MLPs in tiles, ZeRO 2": Case(sp=2, zero=2, family="gemma2", loss_tile=7, mlp_tile=5),
     "loss and MLPs in tiles, ZeRO 3": Case(
         sp=2, zero=3, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5, checkpointing=True
     ),
-}
-SLOW_VARIANTS = {
-    "loss and MLPs in tiles, ZeRO 1": Case(sp=2, zero=1, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5),
-    "loss and MLPs in tiles, ZeRO 2": Case(sp=2, zero=2, family="gemma2", loss_tile=7, mlp_tile=5),
-    "gradient clipping, ZeRO 3": Case(sp=2, zero=3, clip=0.3),
-    "gradient accumulation": Case(sp=2, zero=1, accumulate=2),
+    "gradient clipping": Case(sp=2, zero=3, clip=0.3),
     "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),
-    "softcaps": Case(sp=4, zero=0, family="gemma2"),
     "latent attention": Case(sp=4, zero=1, family="deepseek_v3"),
-    "gradient clipping": Case(sp=2, zero=1, clip=0.3),
-    "activation checkpointing": Case(sp=4, zero=2, checkpointing=True),
     "padding on the right": Case(sp=2, zero=1, batches="padded"),
-    "packed documents": Case(sp=4, zero=1, batches="packed"),
 }
-FEW = ((2, 3),)  # sp, ZeRO; the slow test has all of them
-FAST = VARIANTS | {name: case for name, case in MATRIX.items() if (case.sp, case.zero) in FEW}
-IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 4)}
+IN_BF16 = {sp: Case(sp=sp, zero=3, bf16=True, optimizer="sgd") for sp in (1, 2)}
 SAME = 1e-5  # a step moves a parameter by up to 1e-3; processors round differently
-SLOW_FAMILIES = ("llama", "qwen2", "mistral", "gpt_oss")  # qwen2: a window in some layers, biases
+SLOW_FAMILIES = ("qwen2", "gpt_oss")  # a window in some layers and biases; sinks and experts
 
 
 class Bf16(NamedTuple):
@@ -76,17 +68,17 @@ def _run_all(rank, world, cases, in_bf16, folder):
         results[name] = Bf16(apart, distance_moved(master, want, before), is_fp32, next(model.parameters()).dtype)
         engine.destroy()
     if folder:
-        results["resumed"] = [_resume(Case(sp=2, zero=zero), f"{folder}/{zero}") for zero in (1, 3)]
+        results["resumed"] = _resume(Case(sp=2, zero=3), folder)
         results["zero.Init"] = _zero_init(Case(sp=2, zero=3))
         results["evaluate, generate"] = _evaluate_and_generate(Case(sp=2, zero=0))
-        results["Ulysses of DeepSpeed"] = _beside_ulysses(Case(sp=4, zero=3, batches="plain"))
+        results["Ulysses of DeepSpeed"] = _beside_ulysses(Case(sp=2, zero=3, batches="plain"))
     return results
 
 
 def _resume(case, folder):
-    """Two steps, a checkpoint, two steps in a new engine: apart from four steps in a row by."""
+    """A step, a checkpoint, the others in a new engine: apart from all steps in a row by."""
     first, parallel, _ = start(case)
-    train(first, parallel, case.steps()[:2])
+    train(first, parallel, case.steps()[:1])
     first.save_checkpoint(folder)
     first.destroy()
     model = case.model()
@@ -95,7 +87,7 @@ def _resume(case, folder):
             p.add_(1.0)
     second, parallel, model = start(case, model)
     second.load_checkpoint(folder)
-    train(second, parallel, case.steps()[2:], first_step=2)
+    train(second, parallel, case.steps()[1:], first_step=1)
     apart = largest_difference(parameters(model, case.zero), run_plain(case.reference)[1])
     second.destroy()
     return apart
@@ -140,7 +132,7 @@ def _evaluate_and_generate(case):
     sampler = engine.deepspeed_io(list(range(8))).data_sampler
     assert (sampler.num_replicas, sampler.rank) == (parallel.dp_size, parallel.dp_rank)
     with pytest.raises(ValueError, match="called with another mpu: pass this one"):
-        register_sequence_parallel(model, sp_size=4).shard_batch(batch)
+        register_sequence_parallel(model, sp_size=1).shard_batch(batch)
     engine.destroy()
     return abs(loss - want), same
 
@@ -191,13 +183,19 @@ def _beside_ulysses(case):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What every rank found, by the case's name: all runs share one start of four ranks."""
+    """What every rank found, by the case's name: all runs share one start of two ranks."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     extensions = tmp_path_factory.mktemp("extensions")
     env = {"TORCH_EXTENSIONS_DIR": str(extensions)}
-    found = run_distributed(_run_all, 4, FAST, IN_BF16, folder, env=env, fresh=True, timeout=280)
+    found = run_distributed(_run_all, 2, FAST, IN_BF16, folder, env=env, fresh=True, timeout=280)
     assert list(extensions.iterdir()) == [], "DeepSpeed compiled an op"
     return found
+
+
+def test_two_data_parallel_groups_of_two_sequence_ranks():
+    name = "dp 2 x sp 2, ZeRO 3"
+    for found in run_distributed(_run_all, 4, {name: MATRIX[name]}, {}, None, fresh=True, timeout=280):
+        assert largest(found[name]) < SAME
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -209,7 +207,7 @@ def test_parameters_equal_those_of_one_rank(results, name):
 
 def test_bf16_is_as_exact_as_without_sharding_and_keeps_fp32_masters(results):
     for found in results:
-        without, sharded = found[1], found[4]
+        without, sharded = found[1], found[2]
         assert sharded.loss < 0.02
         assert sharded.moved_apart < 1.3 * without.moved_apart < 0.13
         assert sharded.is_fp32 and sharded.dtype == torch.bfloat16
@@ -217,7 +215,7 @@ def test_bf16_is_as_exact_as_without_sharding_and_keeps_fp32_masters(results):
 
 def test_a_checkpoint_is_resumed(results):
     for found in results:
-        assert largest(found["resumed"]) < SAME
+        assert found["resumed"] < SAME
 
 
 def test_parameters_partitioned_from_the_start(results):
@@ -238,9 +236,7 @@ def test_same_losses_as_deepspeed_ulysses(results):
 def _slow_cases(family):
     """Every layout, ZeRO stage and optimizer, with clipping and without; and what CI has for one stage only."""
     for name, case in MATRIX.items():
-        for optimizer in ("sgd", "adamw"):
-            for clip in (0.0, 0.3):
-                yield f"{name}, {optimizer}, {clip}", replace(case, family=family, optimizer=optimizer, clip=clip)
+        yield f"{name}, clipped", replace(case, family=family, optimizer="sgd", clip=0.3)
         together = replace(case, family=family, accumulate=2, checkpointing=True)
         if case.sp == 4 and family != "gpt_oss":  # other data-parallel ranks have other masks than the reference
             together = replace(together, dropout=0.1)
@@ -253,7 +249,7 @@ def _slow_cases(family):
 
 @pytest.mark.slow
 def test_more_variants():
-    for found in run_distributed(_run_all, 4, SLOW_VARIANTS, {}, None, fresh=True, timeout=290):
+    for found in run_distributed(_run_all, 4, SLOW, {}, None, fresh=True, timeout=290):
         assert not {name: apart for name, apart in found.items() if not largest(apart) <= SAME}
 
 

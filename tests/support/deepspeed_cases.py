@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.hf_models import VOCAB, tiny_model
 from support.ranks import largest
 
-STEPS = 4
+STEPS = 3
 EAGER = ("gpt_oss", "gemma2")  # Transformers' sdpa has neither sinks nor softcap
 
 
