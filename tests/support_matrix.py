@@ -3,8 +3,8 @@
     @pytest.mark.supports("packed sequences (thd)", with_="cp = 2, 4; causal")    # what a passing test shows
     @pytest.mark.refuses("cp_comm_type of another name", when="the model is built")    # what raises, and when
 
-Tests with the same feature share a row. Name a feature as users of Megatron or Transformers do (its option in
-brackets); `with_` says briefly what it ran with. After a change of marks:
+Tests with the same feature share a row, and so do features with the same tests. Name a feature as users of Megatron
+or Transformers do (its option in brackets); `with_` says briefly what it ran with. After a change of marks:
 
     python tests/support_matrix.py         # writes the tables between the two comment lines of both pages
 
@@ -46,8 +46,11 @@ def tables(items):
             supported.setdefault(*mark.args, {})[mark.kwargs["with_"]] = None
         for mark in item.iter_markers("refuses"):
             refused.setdefault(mark.kwargs["when"], {})[mark.args[0]] = None
+    rows = {}  # {conditions: features}
+    for feature in sorted(supported, key=str.lower):
+        rows.setdefault("<br>".join(supported[feature]), []).append(feature)
     lines = ["| supported | tested with |", "| --- | --- |"]
-    lines += [f"| {feature} | {'<br>'.join(supported[feature])} |" for feature in sorted(supported, key=str.lower)]
+    lines += [f"| {'; '.join(features)} | {conditions} |" for conditions, features in rows.items()]
     lines += ["", "| ValueError when | for |", "| --- | --- |"]
     lines += [f"| {when} | {'; '.join(sorted(refused[when], key=str.lower))} |" for when in sorted(refused)]
     return "\n".join(lines)

@@ -42,8 +42,7 @@ CASES = {
 }
 
 
-SERVED_FAST = [(2, case) for case in CASES if case != "codegen, 8 heads"]
-NOT_ON_4 = {"weights over all ranks": ("bloom, 6 heads", "falcon, ALiBi")}  # q, k and v of each head lie together
+NOT_ON_4 = [(4, "bloom, 6 heads"), (4, "falcon, ALiBi")]  # q, k and v of each head lie together
 
 
 def make(case):
@@ -76,33 +75,25 @@ def _sharded(rank, world, case):
     check_sharded(make(case))
 
 
-def _cases(worlds, what, fast=()):
-    for world in worlds:
+def _cases(fast, without=()):
+    for world in (2, 4):
         for case in CASES:
-            if world == 4 and case in NOT_ON_4.get(what, ()):
-                continue
-            with_ = f"{case.partition(', ')[2]}; {what}; {world} ranks"
-            marks = [pytest.mark.supports(f"`{case.partition(',')[0]}`", with_=with_)]
-            marks += [] if (world, case) in fast else [pytest.mark.slow]
-            yield pytest.param(world, case, marks=marks, id=f"{world}-{case}")
+            if (world, case) not in without:
+                marks = [] if (world, case) in fast else [pytest.mark.slow]
+                yield pytest.param(world, case, marks=marks, id=f"{world}-{case}")
 
 
-@pytest.mark.parametrize(
-    ("world", "case"),
-    list(_cases((2, 4), "chunks, left padding, ragged rows", SERVED_FAST)),
-)
+@pytest.mark.parametrize(("world", "case"), list(_cases([(2, "falcon, ALiBi"), (2, "mpt, clip_qkv, softmax_scale")])))
 def test_served(world, case):
     run_distributed(_served, world, case)
 
 
-@pytest.mark.parametrize(("world", "case"), list(_cases((2, 4), "training on shards", [(2, "bloom, 6 heads")])))
+@pytest.mark.parametrize(("world", "case"), list(_cases([(2, "bloom, 6 heads")])))
 def test_trained(world, case):
     run_distributed(_trained, world, case)
 
 
-@pytest.mark.parametrize(
-    ("world", "case"), list(_cases((2, 4), "weights over all ranks", [(2, "falcon, rotary, multi_query")]))
-)
+@pytest.mark.parametrize(("world", "case"), list(_cases([(2, "falcon, rotary, multi_query")], NOT_ON_4)))
 def test_weights_over_all_ranks(world, case):
     run_distributed(_sharded, world, case)
 
