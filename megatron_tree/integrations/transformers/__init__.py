@@ -11,7 +11,7 @@ Importing it registers ``attn_implementation="tree"``:
 `Runner` runs rows of such a cache, `generate` generates; `train_on_shards`, `shard_batch` train on sharded sequences.
 """
 
-from .attention import agree_on_prompt, check_model, tree_attention, tree_mask
+from .attention import check_model, tree_attention, tree_mask
 from .cache import TreeCache
 from .generation import Generation, generate
 from .layers import TreeCacheLayer
@@ -23,7 +23,6 @@ __all__ = [
     "Runner",
     "TreeCache",
     "TreeCacheLayer",
-    "agree_on_prompt",
     "check_model",
     "generate",
     "shard_batch",

@@ -1,21 +1,16 @@
 """The attention function and the mask function that Transformers calls as "tree".
 
-Training on sharded sequences is in training.py. For inference two phases share one cache. In the prefill
-of `Runner` (runner.py) a rank runs its own tokens of a chunk, and their queries meet the keys of all ranks
-(`tree_prefill`). In all other calls the new tokens are replicated, each rank keeps the keys and values that it owns,
-and partial attention over the shards is merged (`tree_decode`). `model.generate(..., past_key_values=cache)` uses the
-latter for the prompt, too, and works with left padding.
+Training on sharded sequences is in training.py. In inference a prefill of `Runner` gives every rank its own tokens of a
+chunk; in all other calls every rank runs the new tokens, stores the keys and values that it owns, and partial attention
+over the shards is merged. The latter is what `model.generate(..., past_key_values=cache)` does for prompts, too.
 
-How attention finds the cache: Transformers passes the attention function the module, q, k, v and the mask, not the
-cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function, in one thread, with
-the keys and values that the update returned (with latent attention latents and rotary keys, see latent.py). So the
-update leaves a note in a context variable, and the attention call takes it. A note with other keys or values than those
-of the call, one that nobody takes, and a second call for the same note are errors, never a guess.
+How attention finds the cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function
+with what the update returned, in one thread. So the update leaves a note in a context variable, and the attention call
+takes it. A note with other keys or values than those of the call, one that nobody takes, and a second call for the same
+note are errors, never a guess.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import torch
 from torch import Tensor
@@ -25,25 +20,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...attention.decode import tree_decode
 from ...attention.functional import tree_attn_func
-from ...comm import collective_call, outside_graphs
-from ...config import AttnSlice, default_config
+from ...comm import outside_graphs
+from ...config import AttnSlice
 from .architectures import CHUNKED, WINDOW_IN_MASK, check_replaceable
 from .cache import TreeCache
 from .latent import latent_heads
-from .layers import TreeCacheLayer
-from .llama4 import chunk_size, with_own_temperature
-from .replaced_attention import replace_own_code
+from .llama4 import chunk_size, with_row_temperature
+from .replaced_attention import replace_attention
 from .runs import Update, current_run, forget_notes, last_update
 from .training import SequenceShard, attend_to_shard, current_shard
-
-__all__ = [
-    "TreeCache",
-    "TreeCacheLayer",
-    "agree_on_prompt",
-    "check_model",
-    "tree_attention",
-    "tree_mask",
-]
 
 NOTHING_BESIDE = "a batch from shard_batch takes neither a cache nor an attention_mask of its own"
 UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}
@@ -76,12 +61,9 @@ def tree_attention(
     """
     update, running = last_update.get(), current_run.get()
     forget_notes()  # if this call fails, the run is over
-    shard = attention_mask if isinstance(attention_mask, SequenceShard) else None
     # of the class: reading an attribute of a configuration takes some function calls
     if sliding_window is None and getattr(type(getattr(module, "config", None)), "model_type", None) in WINDOW_IN_MASK:
         sliding_window = module.config.sliding_window
-    if shard is None:
-        _check_plain(module, attention_mask, dropout)
     _check_call(module, sliding_window, kwargs)
     options = {
         "softmax_scale": scaling,
@@ -90,54 +72,84 @@ def tree_attention(
         "sinks": s_aux,
         "alibi_slopes": alibi_slopes,
     }
-    q = query.transpose(1, 2)
-    if shard is not None:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if isinstance(attention_mask, SequenceShard):
         if update is not None:
             raise ValueError(NOTHING_BESIDE)
-        k, v = key.transpose(1, 2), value.transpose(1, 2)
-        return attend_to_shard(module, q, k, v, shard=shard, dropout=dropout, options=options).contiguous(), None
-    shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
-    if shares != (None if update is None else update.cache.head_shares):
-        cache = (
-            "no cache is given" if update is None else f"the cache is one for head_shares={update.cache.head_shares}"
-        )
-        raise ValueError(
-            f"{type(module).__name__}: the model's ranks have head_shares={shares}, but {cache}. A model whose weights "
-            "are split needs a cache from its engine's new_cache(), and other models a TreeCache without head_shares"
-        )
+        out = attend_to_shard(module, q, k, v, shard=attention_mask, dropout=dropout, options=options)
+        return out.contiguous(), None
+    _check_plain(module, attention_mask, dropout, update)
     if update is None:
         _check_not_running(module, running)
-        k, v = key.transpose(1, 2), value.transpose(1, 2)
         return _attention_without_cache(module, q, k, v, attention_mask, options).contiguous(), None
-    _check_update(module, key, value, update)
-    layer_idx = update.layer_idx
-    if sliding_window != update.cache.window(layer_idx):
-        raise ValueError(
-            f"{type(module).__name__} (layer_idx={layer_idx}) attends with sliding_window={sliding_window}, but its "
-            f"configuration gives the cache {update.cache.window(layer_idx)}: tokens that it needs may be gone. Use "
-            "attn_implementation='sdpa' for this model, and Transformers' own cache"
-        )
-    cache, chunk = update.cache, chunk_size(module)
-    if chunk is not None:
+    _check_update(module, key, value, update, sliding_window)
+    cache = update.cache
+    if (chunk := chunk_size(module)) is not None:
         options["attention_chunk_size"] = chunk
-    q = with_own_temperature(module, q, update.forward)
-    latent = latent_heads(module) if cache.latent else None
     out = update.forward.attend(
-        cache.slot_of[layer_idx], q, latent=latent, visible=attention_mask, config=cache.tree_config, **options
+        cache.slot_of[update.layer_idx],
+        with_row_temperature(module, q, update.forward),
+        latent=latent_heads(module) if cache.latent else None,
+        visible=attention_mask,
+        config=cache.tree_config,
+        **options,
     )
     cache.end_layer()
     return out.contiguous(), None  # some models view it
 
 
-def _check_update(module, key: Tensor, value: Tensor, update: Update) -> None:
-    """Raise ``ValueError`` unless a layer attends to what the last cache update returned."""
-    layer_idx = getattr(module, "layer_idx", None)
+def _check_call(module, sliding_window: int | None, kwargs: dict) -> None:
+    name = type(module).__name__
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError(
+            f"{name} asks for attention without a causal mask; attn_implementation='tree' is causal. Where this is the "
+            "vision part of a model, give each part its own: "
+            'model.set_attn_implementation({"text_config": "tree", "vision_config": "sdpa"})'
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"{name}: sliding_window={sliding_window} must be 1 or more, or None for no window")
+    for option in UNSUPPORTED & kwargs.keys():
+        if kwargs[option] is not None and kwargs[option] is not False:
+            raise ValueError(f"{name}: {option} is not supported with attn_implementation='tree'; use 'eager'")
+
+
+def _check_plain(module, attention_mask, dropout: float, update: Update | None) -> None:
+    """Raise ``ValueError`` for what a call without a shard can't have."""
+    name = type(module).__name__
+    if dropout:
+        raise ValueError(f"{name}: attention dropout={dropout} is not supported: call model.eval() or set it to 0")
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+        shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask {shape}: attn_implementation='tree' takes [batch, slots] with 0 for padding (or none), "
+            "not a mask of queries by keys"
+        )
+    shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
+    if shares != (None if update is None else update.cache.head_shares):
+        cache = "no cache is given"
+        if update is not None:
+            cache = f"the cache is one for head_shares={update.cache.head_shares}"
+        raise ValueError(
+            f"{name}: the model's ranks have head_shares={shares}, but {cache}. A model whose weights are split needs "
+            "a cache from its engine's new_cache(), and other models a TreeCache without head_shares"
+        )
+
+
+def _check_update(module, key: Tensor, value: Tensor, update: Update, sliding_window: int | None) -> None:
+    """Raise ``ValueError`` unless a layer attends to what the last cache update returned, and to all of its window."""
+    name = f"{type(module).__name__} (layer_idx={getattr(module, 'layer_idx', None)})"
     if not (_is_same(key, update.keys) and _is_same(value, update.values)):
         raise ValueError(
-            f"{type(module).__name__} (layer_idx={layer_idx}) attends to {key.shape[2]} keys {list(key.shape)}, but "
-            f"the last cache update was one of layer {update.layer_idx} with {update.keys.shape[2]} keys "
-            f"{list(update.keys.shape)}: this model does not pass what the cache returns on to the attention "
-            "function. Use attn_implementation='sdpa' for it, and its own cache"
+            f"{name} attends to {key.shape[2]} keys {list(key.shape)}, but the last cache update was one of layer "
+            f"{update.layer_idx} with {update.keys.shape[2]} keys {list(update.keys.shape)}: this model does not pass "
+            "what the cache returns on to the attention function. Use attn_implementation='sdpa' for it, and its own "
+            "cache"
+        )
+    if sliding_window != (held := update.cache.window(update.layer_idx)):
+        raise ValueError(
+            f"{name} attends with sliding_window={sliding_window}, but its configuration gives the cache {held}: "
+            "tokens that it needs may be gone. Use attn_implementation='sdpa' for this model, and Transformers' own "
+            "cache"
         )
 
 
@@ -159,61 +171,31 @@ def _check_not_running(module, running: TreeCache | None) -> None:
 
 def _attention_without_cache(module, q: Tensor, k: Tensor, v: Tensor, attention_mask, options: dict) -> Tensor:
     """Plain causal attention on this rank: a forward pass with use_cache=False."""
-    if q.shape[1] != k.shape[1]:
+    n = q.shape[1]
+    if n != k.shape[1]:
         raise ValueError(
-            f"{type(module).__name__} attends to {k.shape[1]} keys with {q.shape[1]} queries without having updated a "
+            f"{type(module).__name__} attends to {k.shape[1]} keys with {n} queries without having updated a "
             "TreeCache. attn_implementation='tree' works with past_key_values=TreeCache(model.config, ...) or with "
             "use_cache=False; Transformers' own caches and layers that share keys and values are not supported"
         )
-    if (chunk := chunk_size(module)) is not None:
-        if attention_mask is not None:
-            raise ValueError(
-                f"{type(module).__name__}: attention_mask with padding in chunked layers needs a TreeCache"
-            )
-        n = q.shape[1]
+    chunk = chunk_size(module)
+    if attention_mask is None:
+        if chunk is None:
+            return tree_attn_func(q, k, v, cp_group=None, causal=True, layout="contiguous", **options)
         spans = [(i, min(i + chunk, n)) for i in range(0, n, chunk)]
         ranges = [AttnSlice(span, span, "causal") for span in spans]
         return tree_attn_func(q, k, v, cp_group=None, ranges=ranges, layout="contiguous", **options)
-    if attention_mask is None:
-        return tree_attn_func(q, k, v, cp_group=None, causal=True, layout="contiguous", **options)
+    if chunk is not None:
+        raise ValueError(f"{type(module).__name__}: attention_mask with padding in chunked layers needs a TreeCache")
     if torch.is_grad_enabled() and q.requires_grad:
         raise ValueError(
             "attention_mask with padding is not differentiable with attn_implementation='tree': pad on the right, mask "
             "the labels and leave attention_mask out, or use attn_implementation='sdpa'"
         )
-    slots = torch.arange(k.shape[1], device=k.device)
+    slots = torch.arange(n, device=k.device)
     return tree_decode(
         q, k, v, cp_group=None, q_positions=slots, cache_positions=torch.where(attention_mask, slots, -1), **options
     )
-
-
-def _check_call(module, sliding_window: int | None, kwargs: dict) -> None:
-    name = type(module).__name__
-    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(
-            f"{name} asks for attention without a causal mask; attn_implementation='tree' is causal. Where this is the "
-            "vision part of a model, give each part its own: "
-            'model.set_attn_implementation({"text_config": "tree", "vision_config": "sdpa"})'
-        )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"{name}: sliding_window={sliding_window} must be 1 or more, or None for no window")
-    for option in UNSUPPORTED & kwargs.keys():
-        if kwargs[option] is not None and kwargs[option] is not False:
-            raise ValueError(f"{name}: {option} is not supported with attn_implementation='tree'; use 'eager'")
-
-
-def _check_plain(module, attention_mask, dropout: float) -> None:
-    """Of a call without a shard."""
-    if dropout:
-        raise ValueError(
-            f"{type(module).__name__}: attention dropout={dropout} is not supported: call model.eval() or set it to 0"
-        )
-    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
-        shape = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ValueError(
-            f"attention_mask {shape}: attn_implementation='tree' takes [batch, slots] with 0 for padding (or none), "
-            "not a mask of queries by keys"
-        )
 
 
 @outside_graphs
@@ -255,15 +237,6 @@ def tree_mask(
     return attention_mask
 
 
-def agree_on_prompt(cache: TreeCache, input_ids: Tensor, what: str, **options) -> None:
-    """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt."""
-    config = cache.tree_config or default_config()
-    digest = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()[:16] if cache.world > 1 else ""
-    values = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
-    with collective_call(what, cache.cp_group, config) as call:
-        call.agree(**values)
-
-
 def check_model(model) -> None:
     """Raise ``ValueError`` unless it is a Transformers model whose attention implementation is "tree"."""
     if not isinstance(model, PreTrainedModel):
@@ -279,4 +252,4 @@ def check_model(model) -> None:
 
 AttentionInterface.register("tree", tree_attention)
 AttentionMaskInterface.register("tree", tree_mask)
-replace_own_code(tree_attention)
+replace_attention(tree_attention)

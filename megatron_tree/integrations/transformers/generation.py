@@ -5,19 +5,20 @@ All rows advance together, and every rank has all results.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ...comm import shared_checks
-from ...config import check_choice
+from ...comm import collective_call, shared_checks
+from ...config import check_choice, default_config
 from ...generation.answers import Answer, Recorder, answer_all
 from ...generation.requests import Request, prompt_tensor
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
-from .attention import TreeCache, agree_on_prompt, check_model
+from .attention import TreeCache, check_model
 from .rope import num_positions
 from .runner import CHUNK_SIZE, Runner
 
@@ -26,7 +27,7 @@ PREFILLS = ("sharded", "replicated")
 
 @dataclass
 class Generation:
-    """What `generate` returns; times are this rank's, in seconds."""
+    """The result of `generate`; times are this rank's, in seconds."""
 
     tokens: Tensor
     """int64 [b, n]: the new tokens, the same on all ranks; rows that ended early are padded with the end token."""
@@ -35,13 +36,28 @@ class Generation:
     prefill: str
     """How the prompt was run: "sharded", or "replicated" as asked for, or as recurrent layers need it."""
     prefill_s: float = 0.0
-    """Running the prompts."""
+    """Time of the prompts."""
     first_token_s: float = 0.0
-    """From the call to the first new token."""
+    """Time from the call to the first new token."""
     step_s: list[float] = field(default_factory=list)
-    """Of every decoding step after that: running the model and choosing the token."""
+    """Time of every later step: running the model and choosing the token."""
     logits: list[Tensor] = field(default_factory=list)
     """fp32 [b, vocab] for every new token, if asked for; NaN for rows that ended before."""
+
+
+class _Columns:
+    """Sends a streamer the tokens of all rows at an index as soon as every row has one."""
+
+    def __init__(self, streamer, prompt: Tensor, ends: list[int]):
+        self._streamer, self._ends, self._sent = streamer, ends, 0
+        streamer.put(prompt.cpu())
+
+    def __call__(self, answers: list[Answer]) -> None:
+        going = [len(answer.tokens) for answer in answers if not answer.finish_reason]
+        ready = min(going, default=max(len(answer.tokens) for answer in answers))
+        for index in range(self._sent, ready):
+            self._streamer.put(_column(answers, index, self._ends))
+        self._sent = max(self._sent, ready)
 
 
 @torch.no_grad()
@@ -63,9 +79,8 @@ def generate(
 ) -> Generation:
     """Greedy decoding with the KV cache sharded over the cache's group. Call it on all ranks with equal arguments.
 
-    The token of every step is chosen on one rank and broadcast. The merged attention is bit-identical on all ranks, but
-    other layers may round differently on different machines. If ranks then chose different tokens, their caches would
-    diverge without an error; one broadcast of at least 1 KiB per step prevents that.
+    The token of every step is chosen on one rank and broadcast: layers may round differently on different machines, and
+    caches of ranks that chose different tokens would diverge without an error.
 
     Args:
         model: a causal language model whose attention implementation is "tree".
@@ -73,16 +88,14 @@ def generate(
         cache: a `TreeCache`, empty or with the beginning of the conversation.
         max_new_tokens: maximum number of new tokens.
         eos_token_id: token or tokens that end a row.
-        attention_mask: [b, s] with 0 for padding on the left or on the right; default no padding. Padding is left out:
-            it is neither run nor cached.
-        prefill: "sharded": every rank runs its share of a prompt, "replicated": every rank runs all of it, as it always
-            does for models with recurrent layers.
-        chunk_size: tokens of a prompt per forward pass; it bounds the memory for activations.
+        attention_mask: [b, s] with 0 for padding on the left or on the right, which is neither run nor cached.
+        prefill: "sharded": every rank runs its share of a prompt; "replicated": every rank runs all of it, as always
+            for models with recurrent layers.
+        chunk_size, cuda_graphs: see `Runner`.
         streamer: receives the prompt and every new token on this rank, as from Transformers' generate (`put`, `end`).
         progress: called as progress(done, total) during the prefill, in tokens.
         keep_logits: keep the logits of every new token.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
-        cuda_graphs: see `Runner`.
     Raises: ValueError before anything is sent: shapes, padding in the middle, a sequence longer than the model's
         positions, tokens that the model lacks, nothing new to run. `TreeError` for logits that are not finite.
     """
@@ -103,44 +116,37 @@ def generate(
             executor=Recorder(runner, sharded=prefill == "sharded"),
             prefill_first=True,
         )
-    agree_on_prompt(cache, input_ids, "generate", prefill=prefill, max_new_tokens=max_new_tokens)
+    _agree(cache, input_ids, prefill=prefill, max_new_tokens=max_new_tokens)
     cache.rows = cache.rows or [runner.add() for _ in prompts]
     cache.note_tokens(prompts)
     params = SamplingParams(max_tokens=max_new_tokens)
     kept = [scheduler.keep(row, prompt[: runner.length(row)].tolist()) for row, prompt in zip(cache.rows, prompts)]
     requests = [Request(prompt=prompt, sampling=params, row=row) for prompt, row in zip(prompts, kept, strict=True)]
-    sent = 0
-
-    def stream(answers: list[Answer]) -> None:
-        nonlocal sent
-        going = [len(answer.tokens) for answer in answers if not answer.finish_reason]
-        ready = min(going, default=max(len(answer.tokens) for answer in answers))
-        for index in range(sent, ready):
-            streamer.put(_column(answers, index, ends))
-        sent = max(sent, ready)
-
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    answers = answer_all(
-        scheduler,
-        requests,
-        keep_logits=keep_logits,
-        progress=progress,
-        on_tokens=stream if streamer is not None else lambda answers: None,
-    )
+    on_tokens = (lambda answers: None) if streamer is None else _Columns(streamer, input_ids, ends)
+    answers = answer_all(scheduler, requests, keep_logits=keep_logits, progress=progress, on_tokens=on_tokens)
     if streamer is not None:
         streamer.end()
     texts = [torch.cat((prompt, torch.tensor(a.tokens[:-1]))) for prompt, a in zip(prompts, answers, strict=True)]
     cache.texts = [(cache.store.book.rows[row], text) for row, text in zip(cache.rows, texts, strict=True)]
     longest = max(answers, key=lambda answer: len(answer.tokens))
-    columns = [_column(answers, i, ends) for i in range(len(longest.tokens))]
-    result = Generation(tokens=torch.stack(columns, 1).to(input_ids.device), cache=cache, prefill=prefill)
-    result.prefill_s, result.first_token_s, result.step_s = longest.prefill_s, longest.first_token_s, longest.step_s
-    if keep_logits:
-        ended = torch.full_like(longest.logits[0], torch.nan)
-        rows = itertools.zip_longest(*(answer.logits for answer in answers), fillvalue=ended)
-        result.logits = [torch.stack(row) for row in rows]
-    return result
+    tokens = torch.stack([_column(answers, i, ends) for i in range(len(longest.tokens))], 1).to(input_ids.device)
+    times = longest.prefill_s, longest.first_token_s, longest.step_s
+    return Generation(tokens, cache, prefill, *times, logits=_logits(answers, longest) if keep_logits else [])
+
+
+def _agree(cache: TreeCache, input_ids: Tensor, **options) -> None:
+    """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt and options."""
+    digest = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()[:16] if cache.world > 1 else ""
+    values = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
+    with collective_call("generate", cache.cp_group, cache.tree_config or default_config()) as call:
+        call.agree(**values)
+
+
+def _logits(answers: list[Answer], longest: Answer) -> list[Tensor]:
+    """fp32 [b, vocab] by index, NaN for answers that ended before."""
+    ended = torch.full_like(longest.logits[0], torch.nan)
+    rows = itertools.zip_longest(*(answer.logits for answer in answers), fillvalue=ended)
+    return [torch.stack(row) for row in rows]
 
 
 def _column(answers: list[Answer], index: int, ends: list[int]) -> Tensor:

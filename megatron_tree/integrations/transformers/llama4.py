@@ -17,7 +17,7 @@ def chunk_size(module) -> int | None:
     return config.attention_chunk_size if config.layer_types[module.layer_idx] == "chunked_attention" else None
 
 
-def with_own_temperature(module, q: Tensor, forward: ForwardPass) -> Tensor:
+def with_row_temperature(module, q: Tensor, forward: ForwardPass) -> Tensor:
     """q [b, n, h, d] as if the module had known its tokens' positions.
 
     Without rotary positions Llama 4 multiplies queries by a number that grows with the position. It counts positions

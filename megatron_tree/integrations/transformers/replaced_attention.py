@@ -2,7 +2,7 @@
 
 BLOOM, MPT (ALiBi), Falcon (ALiBi or rotary), GPT-J, CodeGen, GPT-Neo and XGLM know nothing of Transformers'
 AttentionInterface, and JetMoe repeats keys after they are in the cache. Where a configuration asks for "tree",
-`replace_own_code` lets such a model hand a `_Mask` to its attention. With one, attention makes queries, keys, values
+`replace_attention` lets such a model hand a `_Mask` to its attention. With one, attention makes queries, keys, values
 and the output with the module's own weights and calls "tree" in between; with other masks it runs its own code.
 
 ALiBi: they add slope * position to the score of a key, which differs from -slope * distance by a number that all keys
@@ -28,7 +28,7 @@ from transformers.models.mpt import modeling_mpt as mpt
 from transformers.models.xglm import modeling_xglm as xglm
 
 
-def replace_own_code(attend: Callable) -> None:
+def replace_attention(attend: Callable) -> None:
     """Let these models call attend(module, query, key, value, attention_mask, **options), a function of Transformers'
     AttentionInterface, where their configuration asks for attention "tree"."""
     for attention, method, with_tree in (
@@ -83,11 +83,11 @@ def _mask_function(plain: Callable) -> Callable:
     return create_causal_mask
 
 
-def _replaced(own_code: Callable, with_tree: Callable) -> Callable:
-    @functools.wraps(own_code)
+def _replaced(original: Callable, with_tree: Callable) -> Callable:
+    @functools.wraps(original)
     def method(self, *args, **kwargs):
         uses_tree = any(isinstance(x, _Mask) for x in (*args, *kwargs.values()))
-        return (with_tree if uses_tree else own_code)(self, *args, **kwargs)
+        return (with_tree if uses_tree else original)(self, *args, **kwargs)
 
     return method
 

@@ -1,13 +1,12 @@
 """Which piece of every parameter a rank holds when N ranks share a model's weights; functions of shapes alone.
 
 N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a head group share the tokens of the cache
-of their KV heads. So cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
-output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. (Queries may be
-split over the head groups, too: then each rank of a group computes those of all its heads.) Latent attention
-has one KV head, so all ranks share the tokens; its down projections are split by rows, and the ranks gather what they
-give, or whole on every rank where messages take longer than reading them; so are the up projections of ranks that
-compute the queries of all heads. Norms over all heads are split as these are.
-Other norms and routers, which are small, are on every rank. What can't be split is refused.
+of their KV heads, so cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
+output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Queries may be
+split over the head groups, too: then each rank of a group computes those of all its heads. Latent attention has one
+KV head, so all ranks share the tokens; its down projections are split by rows and their outputs gathered, or whole on
+every rank where messages take longer than reading them. Norms over all heads are split as these are. Other norms and
+routers are small and whole on every rank. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -97,53 +96,54 @@ def _attention(
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if d is None:
         raise _refused(model, name, "heads of one head_dim were expected")
-    own = tuple(d * i for i in layout.heads.query_heads(layout.rank))
-    q = tuple(d * i for i in layout.heads.all_query_heads(layout.rank)) if layout.repeats_queries else own
-    kv = tuple(d * i for i in layout.heads.kv_heads(layout.rank))
-    k, v = (tuple(start + i for i in kv) for start in (num_heads * d, (num_heads + num_heads_kv) * d))
-    all_heads = (num_heads + 2 * num_heads_kv) * d
-    projections = {  # of each, its whole width and this rank's part
-        "q_proj": {
-            "q_proj": (num_heads * d, [q]),
-            "k_proj": (k_width := num_heads_kv * d, [kv]),
-            "v_proj": (k_width, [kv]),
-        },
-    }.get(queries, {queries: (all_heads, [q, k, v])})
-    if model.config.model_type == "codegen":
-        projections = {queries: (all_heads, _in_four_blocks(num_heads * d, q, kv))}
-    elif queries == "query_key_value":
-        projections = {queries: (all_heads, _joined(layout, model, name, q, kv, d, num_heads // num_heads_kv))}
-    if model.config.model_type in ("gpt_neo", "gptj") and layout.heads.size > 1:
+    kind, heads, rank = model.config.model_type, layout.heads, layout.rank
+    local, kv = _times(d, heads.query_heads(rank)), _times(d, heads.kv_heads(rank))
+    q = _times(d, heads.all_query_heads(rank)) if layout.repeats_queries else local
+    if kind in ("gpt_neo", "gptj") and heads.size > 1:
         raise _wants_divisors(layout, model, f"{name}.k_proj", "keys are split into as many heads as queries")
-    columns = d * sum(layout.heads.shares)
+    if queries == "q_proj":
+        projections = {"q_proj": (num_heads, [q]), "k_proj": (num_heads_kv, [kv]), "v_proj": (num_heads_kv, [kv])}
+    else:
+        if kind == "codegen":
+            runs = _in_four_blocks(num_heads * d, q, kv)
+        elif queries == "query_key_value":
+            runs = _by_kv_head(layout, model, name, q, kv, d, num_heads // num_heads_kv)
+        else:
+            k, v = num_heads * d, (num_heads + num_heads_kv) * d
+            runs = [q, (k + kv[0], k + kv[1]), (v + kv[0], v + kv[1])]
+        projections = {queries: (num_heads + 2 * num_heads_kv, runs)}
+    columns = d * sum(heads.shares)
     layout.query_projection = columns * _widths(getattr(module, queries))[1], columns
-    for child, (width, runs) in projections.items():
+    for child, (of_heads, runs) in projections.items():
         projection = getattr(module, child, None)
-        _check_projection(model, f"{name}.{child}", projection, 0, width // d, d)
+        _check_projection(model, f"{name}.{child}", projection, 0, of_heads, d)
         _rows(layout, f"{name}.{child}", projection, runs)
     _check_projection(model, f"{name}.{output}", getattr(module, output), 1, num_heads, d)
-    _columns(layout, f"{name}.{output}", getattr(module, output), own)
+    _columns(layout, f"{name}.{output}", getattr(module, output), local)
     for child in GATES:
         gate = getattr(module, child, None)
         if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
             unit = d * num_heads // len(gate.weight)
-            _rows(layout, f"{name}.{child}", gate, [tuple(i // unit for i in own)])
-    counts = layout.rank % layout.heads.size == 0
-    counts_q = counts or not layout.repeats_queries
-    _whole_norm(layout, model, f"{name}.q_norm", num_heads * d, q, above=d, counts=counts_q)
-    _whole_norm(layout, model, f"{name}.k_norm", num_heads_kv * d, kv, above=d, counts=counts)
-    _whole_norm(layout, model, f"{name}.attn_sub_norm", num_heads * d, own)
+            _rows(layout, f"{name}.{child}", gate, [tuple(i // unit for i in local)])
+    counts = rank % heads.size == 0  # of the ranks with the same heads
+    _whole_norm(layout, model, f"{name}.q_norm", num_heads * d, q, d, counts=counts or not layout.repeats_queries)
+    _whole_norm(layout, model, f"{name}.k_norm", num_heads_kv * d, kv, d, counts=counts)
+    _whole_norm(layout, model, f"{name}.attn_sub_norm", num_heads * d, local)
     for child in OF_HEADS:
         if isinstance(getattr(module, child, None), nn.Parameter):
-            layout.pieces[f"{name}.{child}"] = Piece(0, (layout.heads.query_heads(layout.rank),))
+            layout.pieces[f"{name}.{child}"] = Piece(0, (heads.query_heads(rank),))
     layout.attentions.append(name)
 
 
-def _joined(layout: WeightLayout, model, name: str, q, kv, d: int, per: int) -> list[tuple[int, int]]:
+def _times(d: int, heads: tuple[int, int]) -> tuple[int, int]:
+    return heads[0] * d, heads[1] * d
+
+
+def _by_kv_head(layout: WeightLayout, model, name: str, q, kv, d: int, per: int) -> list[tuple[int, int]]:
     """Runs of a rank in a projection where every KV head's `per` queries, key and value lie one after another."""
     known = per == 1 or model.config.model_type == "falcon"
     if known and layout.heads.size == 1:
-        return [tuple((per + 2) * i for i in kv)]
+        return [_times(per + 2, kv)]
     if known and layout.heads.num_heads_kv == 1:
         skipped = 2 * kv[0]  # keys and values before those of this KV head
         k = skipped + per * kv[1]
@@ -168,19 +168,19 @@ def _experts_of_attention(layout: WeightLayout, model, name: str, module, num_he
     if layout.heads.size > 1:
         raise _wants_divisors(layout, model, f"{name}.experts", "an expert has a query head for every KV head")
     d = module.head_dim
-    start, stop = own = tuple(d * i for i in layout.heads.kv_heads(layout.rank))
+    start, stop = local = _times(d, layout.heads.kv_heads(layout.rank))
     width = d * num_heads_kv
     layout.query_projection = module.experts.input_linear.weight.numel(), width
-    _rows(layout, f"{name}.kv_proj", module.kv_proj, [own, (width + start, width + stop)])
-    _expert_weights(layout, f"{name}.experts", [own], own)
+    _rows(layout, f"{name}.kv_proj", module.kv_proj, [local, (width + start, width + stop)])
+    _expert_weights(layout, f"{name}.experts", [local], local)
     layout.attentions.append(name)
 
 
 def _parallel_experts(layout: WeightLayout, name: str, module) -> None:
     """JetMoe's: gates and inputs of an expert lie one after another, as `_experts` of other models."""
     width = module.hidden_size
-    start, stop = own = layout.share(width)
-    _expert_weights(layout, name, [own, (width + start, width + stop)], own)
+    start, stop = local = layout.share(width)
+    _expert_weights(layout, name, [local, (width + start, width + stop)], local)
 
 
 def _expert_weights(layout: WeightLayout, name: str, rows, columns: tuple[int, int]) -> None:
@@ -233,34 +233,33 @@ def _check_projection(model, name: str, module, dim: int, num_heads: int, d: int
 
 
 def _whole_norm(
-    layout: WeightLayout, model, name: str, width: int, run: tuple[int, int], *, above: int = 0, counts: bool = True
+    layout: WeightLayout, model, name: str, width: int, run: tuple[int, int], above: int = 0, *, counts: bool = True
 ) -> None:
-    """A norm, if there is one, of more than `above` numbers, `width`, of which this rank has a run."""
+    """An RMS norm, if there is one, over `width` numbers, of which this rank has a run; smaller ones stay whole."""
     owner, _, child = name.rpartition(".")
     norm = getattr(model.get_submodule(owner), child, None)
     if norm is None or sum(p.numel() for p in norm.parameters()) <= above:
         return
-    if [x for x, _ in norm.named_parameters()] != ["weight"] or norm.weight.shape != (width,):
-        raise _refused(model, name, f"a weight for each of {width} numbers was expected")
-    if not hasattr(norm, "variance_epsilon"):
-        raise _refused(model, name, "an RMS norm with a variance_epsilon was expected")
+    shapes = {x: tuple(p.shape) for x, p in norm.named_parameters()}
+    if shapes != {"weight": (width,)} or not hasattr(norm, "variance_epsilon"):
+        raise _refused(model, name, f"an RMS norm with {width} weights and a variance_epsilon was expected")
     layout.pieces[f"{name}.weight"] = Piece(0, (run,))
     layout.norms[name] = width, counts
 
 
 def _mlp(layout: WeightLayout, model, name: str, module, up: str, down: str) -> None:
     width = _widths(getattr(module, down))[1]
-    start, stop = own = layout.share(width)
+    start, stop = local = layout.share(width)
     if isinstance(getattr(module, "gate_up_proj", None), nn.Linear):
-        _rows(layout, f"{name}.gate_up_proj", module.gate_up_proj, [own, (width + start, width + stop)])
+        _rows(layout, f"{name}.gate_up_proj", module.gate_up_proj, [local, (width + start, width + stop)])
     else:
         for child in ("gate_proj", up) if hasattr(module, "gate_proj") else (up,):
             projection = getattr(module, child, None)
             if not isinstance(projection, PROJECTIONS) or _widths(projection)[0] != width:
                 raise _refused(model, f"{name}.{child}", f"a projection to {width} was expected")
-            _rows(layout, f"{name}.{child}", projection, [own])
-    _whole_norm(layout, model, f"{name}.ffn_sub_norm", width, own)
-    _columns(layout, f"{name}.{down}", getattr(module, down), own)
+            _rows(layout, f"{name}.{child}", projection, [local])
+    _whole_norm(layout, model, f"{name}.ffn_sub_norm", width, local)
+    _columns(layout, f"{name}.{down}", getattr(module, down), local)
 
 
 def _experts(layout: WeightLayout, model, name: str, module) -> None:
@@ -273,10 +272,10 @@ def _experts(layout: WeightLayout, model, name: str, module) -> None:
     unit = next((n for n in EXPERT_UNITS if width % n == 0 and width // n >= layout.world), None)
     if unit is None:
         raise _refused(model, f"{name}.gate_up_proj", f"{width} neurons in units of 4 are too few for all ranks")
-    start, stop = own = layout.share(width, unit)
-    both = (own, (width + start, width + stop)) if concatenated else ((2 * start, 2 * stop),)
+    start, stop = local = layout.share(width, unit)
+    both = (local, (width + start, width + stop)) if concatenated else ((2 * start, 2 * stop),)
     layout.pieces[f"{name}.gate_up_proj"] = Piece(rows, both)
-    layout.pieces[f"{name}.down_proj"] = Piece(columns, (own,))
+    layout.pieces[f"{name}.down_proj"] = Piece(columns, (local,))
     if getattr(module, "gate_up_proj_bias", None) is not None:
         layout.pieces[f"{name}.gate_up_proj_bias"] = Piece(1, both)
         layout.of_first_rank.add(f"{name}.down_proj_bias")
