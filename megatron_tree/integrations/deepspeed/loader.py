@@ -1,4 +1,4 @@
-"""A data loader whose ranks have batches of their own, for ranks that share sequences."""
+"""A data loader for ranks that share sequences, over one that gives every rank batches of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...comm import group_size
 class ShardedLoader:
     """Gives every rank its shard of the batches of all ranks of its sequence group, one batch after the other.
 
-    For loaders that give every rank other batches, as Accelerate's and DeepSpeed's own do: the batches of the ranks
-    that share sequences are run in turn, so there are sp_size times as many steps, each on a batch of one rank.
-    Collective over the sequence group: its ranks must have the same number of batches.
+    For loaders that give every rank other batches, as Accelerate's and DeepSpeed's own do: there are sp_size times as
+    many steps, each on a batch of one rank. Collective over the sequence group: its ranks must have the same number of
+    batches.
 
-    loader: gives dictionaries with what `shard_batch` takes, int64 or bool [b, s]; its ranks may have other b and s.
-    parallel: a `SequenceParallel`. Every batch gets its number as dropout_seed.
+    loader: gives dictionaries for `shard_batch`, int64 or bool [b, s]; its ranks may have other b and s.
+    parallel: a `SequenceParallel`. The number of a batch is its dropout_seed.
     Raises: ValueError as `SequenceParallel.shard_batch`.
     """
 
@@ -41,20 +41,18 @@ def batches_of_group(batch: dict[str, Tensor], group) -> list[dict[str, Tensor]]
     """The batches of all ranks of a group, on every rank. Collective; tensors [b, s] only, nothing is unpickled."""
     if group_size(group) == 1:
         return [batch]
-    names = sorted(batch)
     shapes = _gathered(torch.tensor([batch["input_ids"].shape], device=batch["input_ids"].device), group)
     rows, columns = torch.cat(shapes).amax(0).tolist()
-    found = [{} for _ in shapes]
-    for name in names:
-        x = batch[name]
-        room = x.new_zeros((rows, columns))
-        room[: x.shape[0], : x.shape[1]] = x
-        for own, whole, shape in zip(found, _gathered(room, group), shapes, strict=True):
-            own[name] = whole[: shape[0, 0], : shape[0, 1]]
-    return found
+    batches = [{} for _ in shapes]
+    for name, x in sorted(batch.items()):
+        padded = x.new_zeros((rows, columns))
+        padded[: x.shape[0], : x.shape[1]] = x
+        for of_rank, whole, shape in zip(batches, _gathered(padded, group), shapes, strict=True):
+            of_rank[name] = whole[: shape[0, 0], : shape[0, 1]]
+    return batches
 
 
 def _gathered(x: Tensor, group) -> list[Tensor]:
-    found = [torch.empty_like(x) for _ in range(group_size(group))]
-    dist.all_gather(found, x, group=group)
-    return found
+    gathered = [torch.empty_like(x) for _ in range(group_size(group))]
+    dist.all_gather(gathered, x, group=group)
+    return gathered

@@ -30,7 +30,7 @@ skip_shared_memory_op()  # before TrainingArguments start DeepSpeed's communicat
 
 
 class SequenceParallelMixin:
-    """What a `Trainer` needs to train on shards; see the module.
+    """Makes a `Trainer` train on shards; see the module.
 
     Args:
         sp_size: neighbouring ranks that share a sequence; default that of args.parallelism_config, or all ranks.
@@ -39,9 +39,9 @@ class SequenceParallelMixin:
         others: the trainer's own; of a PeftModel the base model is registered. Batches may hold what
             `SequenceParallel.shard_batch` takes.
     Attributes: sequence_parallel: the `SequenceParallel`.
-    Raises: ValueError before anything is sent, as `register_sequence_parallel`, and for what needs whole logits:
-        compute_metrics, preprocess_logits_for_metrics, label smoothing, a loss of your own; and without DeepSpeed.
-        In the first step for a compute_loss that adds something to the mixin's loss, or replaces it.
+    Raises: ValueError before anything is sent, as `register_sequence_parallel`, without DeepSpeed, and for what needs
+        whole logits: compute_metrics, label smoothing, another loss. In the first step for a compute_loss that adds
+        something to the mixin's loss, or replaces it.
     """
 
     def __init__(
@@ -55,15 +55,8 @@ class SequenceParallelMixin:
     ):
         given = _by_name(type(self), values) | options
         model, args = given.get("model"), given.get("args")
-        _check_trainer(type(self), args)
-        if model is None or args is None:
-            raise ValueError("model and args are needed: model_init and default arguments don't work on shards")
-        if not args.deepspeed:
-            raise ValueError("TrainingArguments(deepspeed=...) is needed: DeepSpeed sums the ranks' gradients")
-        refused = {name: given.get(name) for name in REFUSED}
-        for name, value in (refused | {"label_smoothing_factor": args.label_smoothing_factor}).items():
-            if value:
-                raise ValueError(f"{name}={value!r} needs logits of whole sequences, which no rank has: leave it out")
+        _check_loss(type(self), args)
+        _check_arguments(given)
         parallelism, args.parallelism_config = args.parallelism_config, None  # or Accelerate prepares for Ulysses
         if sp_size is None and parallelism is not None:
             sp_size = parallelism.sp_size
@@ -169,29 +162,41 @@ class SequenceParallelMixin:
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
-REFUSED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init")
+WHOLE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init")
 _INITIALIZE = deepspeed.initialize
 OTHER_LOSS = "To train on another loss, use whole sequences, or a loop of your own with register_sequence_parallel"
 SFT = "trl.trainer.sft_trainer.SFTTrainer"  # its compute_loss adds metrics to the mixin's loss, unless loss_type is set
 
 
-def _theirs(trainer: type) -> list[type]:
+def _bases(trainer: type) -> list[type]:
     """The classes behind the mixin, in the order in which a method is looked up."""
     return list(trainer.__mro__[trainer.__mro__.index(SequenceParallelMixin) + 1 :])
 
 
 def _by_name(trainer: type, values: tuple) -> dict:
-    """Positional arguments of a trainer by the names that its own class, the first without *args, gives them."""
-    for cls in _theirs(trainer):
+    """Positional arguments by the names that the first class without *args gives them."""
+    for cls in _bases(trainer):
         parameters = inspect.signature(cls.__init__).parameters.values()
         if "__init__" in vars(cls) and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
             return dict(zip([p.name for p in parameters][1:], values, strict=False))
     return {}
 
 
-def _check_trainer(trainer: type, args) -> None:
+def _check_arguments(given: dict) -> None:
+    args = given.get("args")
+    if given.get("model") is None or args is None:
+        raise ValueError("model and args are needed: model_init and default arguments don't work on shards")
+    if not args.deepspeed:
+        raise ValueError("TrainingArguments(deepspeed=...) is needed: DeepSpeed sums the ranks' gradients")
+    options = {name: given.get(name) for name in WHOLE_LOGITS}
+    for name, value in (options | {"label_smoothing_factor": args.label_smoothing_factor}).items():
+        if value:
+            raise ValueError(f"{name}={value!r} needs logits of whole sequences, which no rank has: leave it out")
+
+
+def _check_loss(trainer: type, args) -> None:
     """Raise ``ValueError`` for a trainer or arguments with a loss of their own."""
-    for cls in _theirs(trainer):
+    for cls in _bases(trainer):
         if cls is transformers.Trainer:
             break
         if f"{cls.__module__}.{cls.__qualname__}" == SFT:
@@ -213,17 +218,17 @@ def _check_trainer(trainer: type, args) -> None:
 
 def _comes_from(loss: torch.Tensor, made: list) -> bool:
     """Whether the graph of a loss ends in the nodes `made`, and nowhere else."""
-    waiting, seen, found = [loss.grad_fn], set(), False
+    waiting, seen, reached = [loss.grad_fn], set(), False
     while waiting:
         node = waiting.pop()
         if node in made:
-            found = True
+            reached = True
         elif node is not None and node not in seen:
             seen.add(node)
             if not node.next_functions:
                 return False
             waiting += [before for before, _ in node.next_functions]
-    return found
+    return reached
 
 
 class Trainer(SequenceParallelMixin, transformers.Trainer):

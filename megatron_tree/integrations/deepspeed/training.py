@@ -70,7 +70,7 @@ def register_sequence_parallel(
 
 
 def _check_words(batch: dict[str, Tensor], vocab_size: int) -> None:
-    """Raise ``ValueError`` for tokens that the model lacks: inside of it one rank alone would fail."""
+    """Raise ``ValueError`` for tokens that the model lacks: in the model one rank alone would fail."""
     ids, labels = batch["input_ids"], batch.get("labels")
     for name, x in (("input_ids", ids), ("labels", None if labels is None else labels[labels != IGNORED])):
         if x is None or not x.numel():
