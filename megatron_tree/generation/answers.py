@@ -43,7 +43,7 @@ class Recorder(Executor):
     """Follows the answers in kept rows on every rank: their tokens are in the plans.
 
     Attributes of the last call of `begin`: times: by handle, when each token of its answer was known; those of one step
-    share its time. prefill_s.
+    share its time. prefill_s. error.
     """
 
     def begin(self, answers: dict[int, Answer], *, keep_logits: bool, progress, on_tokens) -> None:
@@ -54,60 +54,53 @@ class Recorder(Executor):
         """
         self._answers, self._keep_logits, self._on_tokens = answers, keep_logits, on_tokens
         self._last: dict[int, Tensor] = {}  # [n, vocab], the logits of the next tokens
-        self._proposed: dict[int, list[int]] = {handle: [] for handle in answers}  # in the row, perhaps to be cropped
+        self._drafted: dict[int, list[int]] = {handle: [] for handle in answers}  # in the row, perhaps to be cropped
         self._done, self._total, self._progress = 0, None, progress
         self.times: dict[int, list[float]] = {handle: [] for handle in answers}
         self.prefill_s, self.error = 0.0, None
 
-    def run(self, steps: list[list]) -> list[Tensor]:
-        found = False
-        for name, *arguments in steps:
-            match name, arguments:
-                case "crop", [handle, length]:
-                    proposed = self._proposed[handle]
-                    del proposed[max(0, len(proposed) - (self.length(handle) - length)) :]
-                case "step", [handles, tokens]:
-                    for handle, (token, *proposed) in zip(handles, tokens, strict=True):
-                        self._hear(handle, [*self._proposed[handle], token])
-                        self._proposed[handle] = proposed
-                    found = True
-                case "end", [handle, token, reason, error]:
-                    self._hear(handle, self._proposed[handle] + [token] * (token is not None))
-                    self._answers[handle].finish_reason, self.error = reason, self.error or error
-                    found = True
-        if found:
-            self._on_tokens()
-        logits = super().run(steps)
-        if not self._keep_logits:
-            return logits
-        outputs = iter(logits)
-        for name, *arguments in steps:
-            if name == "step":
-                self._last |= zip(arguments[0], next(outputs), strict=True)
-            elif name == "prefill":
-                self._last[arguments[0]] = next(outputs)[None]
+    def crop(self, handle: int, length: int) -> None:
+        drafted = self._drafted[handle]
+        del drafted[max(0, len(drafted) - (self.length(handle) - length)) :]
+        super().crop(handle, length)
+
+    def step(self, handles: list[int], tokens: list[list[int]]) -> Tensor:
+        for handle, (token, *drafted) in zip(handles, tokens, strict=True):
+            self._record(handle, [*self._drafted[handle], token])
+            self._drafted[handle] = drafted
+        self._on_tokens()
+        logits = super().step(handles, tokens)
+        if self._keep_logits:
+            self._last |= zip(handles, logits, strict=True)
         return logits
 
-    def _hear(self, handle: int, tokens: list[int]) -> None:
+    def end(self, handle: int, token: int | None, reason: str, error: str | None) -> None:
+        self._record(handle, self._drafted[handle] + [token] * (token is not None))
+        self._answers[handle].finish_reason, self.error = reason, self.error or error
+        self._on_tokens()
+
+    def prefill(self, handle: int, tokens: list[int], row_length: int) -> Tensor:
+        if self._total is None:  # the rows are cropped by now
+            for number, answer in self._answers.items():
+                answer.new_tokens = answer.prompt_tokens - self.length(number)
+            self._total = sum(answer.new_tokens for answer in self._answers.values())
+        start, before, options = self._now(), self._done, {}
+        if self._progress is not None:
+            options["progress"] = lambda done, _: self._progress(before + done, self._total)
+        logits = super().prefill(handle, tokens, row_length, **options)
+        self._done += len(tokens)
+        self.prefill_s += self._now() - start
+        if self._keep_logits:
+            self._last[handle] = logits[None]
+        return logits
+
+    def _record(self, handle: int, tokens: list[int]) -> None:
         answer, times, now = self._answers[handle], self.times[handle], time.perf_counter()
         before = times[-1] if times else now
         times += [before + (now - before) * n / len(tokens) for n in range(1, len(tokens) + 1)]
         answer.tokens += tokens
         if self._keep_logits:
             answer.logits += self._last[handle][: len(tokens)]
-
-    def prefill(self, handle: int, tokens: Tensor, **options) -> Tensor:
-        if self._total is None:  # the rows are cropped by now
-            for number, answer in self._answers.items():
-                answer.new_tokens = answer.prompt_tokens - self.length(number)
-            self._total = sum(answer.new_tokens for answer in self._answers.values())
-        start, before = self._now(), self._done
-        if self._progress is not None:
-            options["progress"] = lambda done, _: self._progress(before + done, self._total)
-        logits = super().prefill(handle, tokens, **options)
-        self._done += len(tokens)
-        self.prefill_s += self._now() - start
-        return logits
 
     def _now(self) -> float:
         if self.runner.device.type != "cpu":
@@ -122,7 +115,7 @@ def answer_all(
     keep_logits: bool = False,
     progress: Callable[[int, int], None] | None = None,
     on_tokens: Callable[[list[Answer]], None] = lambda answers: None,
-    on_text: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] = lambda text: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Answer]:
     """Answer requests, each with a kept row of its own, by an idle scheduler with a `Recorder`. On all ranks.
@@ -160,12 +153,12 @@ def answer_all(
     return answers
 
 
-def _text_of(answer: Answer, on_text: Callable[[str], None] | None) -> Callable[[Event], None]:
+def _text_of(answer: Answer, on_text: Callable[[str], None]) -> Callable[[Event], None]:
     """A sink that writes the text of an answer."""
 
     def sink(event: Event) -> None:
         answer.text += event.text
-        if event.text and on_text is not None:
+        if event.text:
             on_text(event.text)
 
     return sink

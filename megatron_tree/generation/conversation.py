@@ -17,8 +17,7 @@ class Conversation:
     It is a `Scheduler` with one request at a time.
 
     end_tokens: those of the model. group: of all ranks, with the runner's rank 0, for messages of rank 0.
-    sharded: every rank runs its share of a prompt; otherwise all of it. timeout_s: limit of one broadcast. speculation:
-    see `Scheduler`.
+    timeout_s: limit of one broadcast. speculation: see `Scheduler`.
     """
 
     def __init__(
@@ -28,7 +27,6 @@ class Conversation:
         *,
         end_tokens: Collection[int],
         group,
-        sharded: bool = True,
         timeout_s: float = 600.0,
         speculation: Speculation | None = None,
     ):
@@ -42,7 +40,7 @@ class Conversation:
             plan_group=group,
             timeout_s=timeout_s,
             speculation=speculation,
-            executor=Recorder(runner, **({} if sharded else {"sharded": False})),
+            executor=Recorder(runner),
         )
         self._row = self._scheduler.keep()
         self.held: list[int] = []
@@ -50,7 +48,7 @@ class Conversation:
 
     @property
     def speculated(self) -> Speculated:
-        """Numbers of proposals of all answers; on rank 0."""
+        """Numbers of drafted tokens of all answers; on rank 0."""
         return self._scheduler.speculated
 
     def forget(self) -> None:
@@ -63,7 +61,7 @@ class Conversation:
         prompt: Sequence[int],
         params: SamplingParams,
         *,
-        on_text: Callable[[str], None] | None = None,
+        on_text: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         keep_logits: bool = False,

@@ -2,31 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..cache.runner import RowRunner
+from .plans import Operation
 
 
 class Executor:
-    """Carries out plans on one rank. A plan names rows by handles that the leader chose; kept rows have negative ones.
+    """Carries out plans on one rank: a method for each kind of operation. Handles of kept rows are negative.
 
     prefill_options: of `RowRunner.prefill`, for every chunk.
     """
 
     def __init__(self, runner: RowRunner, **prefill_options):
         self.runner, self._rows, self._prefill_options = runner, {}, prefill_options
-        self._kept = 0
+        self._num_kept = 0
+
+    @torch.no_grad()
+    def run(self, operations: Sequence[Operation]) -> list[Tensor]:
+        """The logits that they return, in their order."""
+        return [logits for operation in operations for logits in operation.apply(self) or ()]
+
+    def add(self, handle: int) -> None:
+        self._rows[handle] = self.runner.add()
+
+    def fork(self, handle: int, copy: int) -> None:
+        self._rows[copy] = self.runner.fork(self._rows[handle])
+
+    def crop(self, handle: int, length: int) -> None:
+        self.runner.crop(self._rows[handle], length)
+
+    def remove(self, handle: int) -> None:
+        self.runner.remove(self._rows.pop(handle))
+
+    def end(self, handle: int, token: int | None, reason: str, error: str | None) -> None:
+        """The answer in a kept row has ended."""
+
+    def step(self, handles: list[int], tokens: list[list[int]]) -> Tensor:
+        """Logits fp32 [rows, n, vocab] for up to n tokens of each row; those with fewer are padded for this pass."""
+        runner, rows = self.runner, [self._rows[handle] for handle in handles]
+        longest = max(map(len, tokens))
+        short = [(row, runner.length(row) + len(new)) for row, new in zip(rows, tokens) if len(new) < longest]
+        if short:
+            tokens = [new + new[-1:] * (longest - len(new)) for new in tokens]
+        logits = runner.step(rows, self._tensor(tokens))
+        for row, end in short:
+            runner.crop(row, end)
+        return logits
+
+    def prefill(self, handle: int, tokens: list[int], row_length: int, **options) -> Tensor:
+        """Logits fp32 [vocab] of the last of these tokens."""
+        options |= self._prefill_options
+        return self.runner.prefill(self._rows[handle], self._tensor(tokens), row_length=row_length, **options)
+
+    def prefill_rows(self, handles: list[int], prompts: list[list[int]]) -> Tensor:
+        """Logits fp32 [rows, vocab] of the last tokens."""
+        return self.runner.prefill_rows([self._rows[handle] for handle in handles], list(map(self._tensor, prompts)))
+
+    def score(self, handle: int, tokens: list[int], row_length: int) -> Tensor:
+        """Logits fp32 [tokens, vocab]."""
+        return self.runner.step([self._rows[handle]], self._tensor([tokens]), row_length=row_length)[0]
 
     def keep(self, row: int | None = None) -> int:
         """The handle of a row that no plan adds or removes, a new one by default. On all ranks, in the same order."""
-        self._kept += 1
-        self._rows[-self._kept] = self.runner.add() if row is None else row
-        return -self._kept
-
-    def forget(self, handle: int) -> None:
-        """Remove a kept row. On all ranks."""
-        self.runner.remove(self._rows.pop(handle))
+        self._num_kept += 1
+        self._rows[-self._num_kept] = self.runner.add() if row is None else row
+        return -self._num_kept
 
     def length(self, handle: int) -> int:
         """Tokens that the cache holds of a row."""
@@ -40,50 +84,5 @@ class Executor:
         """See `RowRunner.forecast`; rows by handle."""
         return self.runner.forecast(self._rows)
 
-    @torch.no_grad()
-    def run(self, steps: list[list]) -> list[Tensor]:
-        """Logits of every "step" (fp32 [rows, n, vocab] for up to n tokens of each row), "prefill" (fp32 [vocab]) and
-        "score" (fp32 [tokens, vocab]) of a plan, in its order."""
-        runner, rows, logits = self.runner, self._rows, []
-        for name, *arguments in steps:
-            match name, arguments:
-                case "add", [handle]:
-                    rows[handle] = runner.add()
-                case "fork", [handle, copy]:
-                    rows[copy] = runner.fork(rows[handle])
-                case "remove", [handle]:
-                    runner.remove(rows.pop(handle))
-                case "crop", [handle, length]:
-                    runner.crop(rows[handle], length)
-                case "step", [handles, tokens]:
-                    logits.append(self._step([rows[handle] for handle in handles], tokens))
-                case "prefill", [handle, tokens, row_length]:
-                    tokens = torch.tensor(tokens, device=runner.device)
-                    logits.append(self.prefill(handle, tokens, row_length=row_length))
-                case "prefill_rows", [handles, prompts]:
-                    prompts = [torch.tensor(tokens, device=runner.device) for tokens in prompts]
-                    logits += runner.prefill_rows([rows[handle] for handle in handles], prompts)
-                case "score", [handle, tokens, row_length]:
-                    tokens = torch.tensor(tokens, device=runner.device)[None]
-                    logits.append(runner.step([rows[handle]], tokens, row_length=row_length)[0])
-                case "end", _:
-                    pass  # for those who follow the answers in kept rows
-                case _:
-                    raise AssertionError(f"unknown step {name!r}")
-        return logits
-
-    def _step(self, rows: list[int], tokens: list[list[int]]) -> Tensor:
-        """Rows with fewer tokens than others are padded for this pass."""
-        runner, longest = self.runner, max(map(len, tokens))
-        padded = [(row, own) for row, own in zip(rows, tokens, strict=True) if len(own) < longest]
-        ends = [(row, runner.length(row) + len(own)) for row, own in padded]
-        if padded:
-            tokens = [own + own[-1:] * (longest - len(own)) for own in tokens]
-        logits = runner.step(rows, torch.tensor(tokens, device=runner.device))
-        for row, end in ends:
-            runner.crop(row, end)
-        return logits
-
-    def prefill(self, handle: int, tokens: Tensor, **options) -> Tensor:
-        """Logits fp32 [vocab] of the last of these tokens; see `RowRunner.prefill`."""
-        return self.runner.prefill(self._rows[handle], tokens, **self._prefill_options, **options)
+    def _tensor(self, tokens: list) -> Tensor:
+        return torch.tensor(tokens, device=self.runner.device)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import TreeError
-
-if TYPE_CHECKING:
-    from .sampling import Grammar
+from .sampling import Grammar
 
 # As json.dumps writes it: models do not get lost in spaces
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -1,4 +1,4 @@
-"""Beginnings of prompts that the cache holds already: found by the hash of their blocks, kept while there is room."""
+"""Beginnings of prompts that the cache holds already: found by the hash of their pages, kept while there is room."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Prefixes:
 
     Rows are of requests that run, or kept after their request has ended; those that were used least recently go first.
 
-    block: tokens of a block, whose hash covers all tokens before it, too.
+    page_size: tokens of a page, whose key is a hash that covers all tokens before it, too.
     """
 
-    def __init__(self, block: int):
-        self._block = block
-        self._digests: dict[int, list[bytes]] = {}
+    def __init__(self, page_size: int):
+        self._page_size = page_size
+        self._keys: dict[int, list[bytes]] = {}
         self._holders: dict[bytes, dict[int, None]] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()
 
@@ -39,46 +39,46 @@ class Prefixes:
     def put(self, handle: int, tokens: Sequence[int]) -> None:
         """A row holds these tokens now."""
         self.forget(handle)
-        self._digests[handle] = self.digests(tokens)
-        for digest in self._digests[handle]:
-            self._holders.setdefault(digest, {})[handle] = None
+        self._keys[handle] = self.keys(tokens)
+        for key in self._keys[handle]:
+            self._holders.setdefault(key, {})[handle] = None
 
     def keep(self, handle: int, tokens: Sequence[int]) -> bool:
-        """A row's request has ended. False if another kept row holds all its blocks: it need not stay."""
+        """A row's request has ended. False if another kept row holds all its pages: it need not stay."""
         self.put(handle, tokens)
-        digests = self._digests[handle]
-        if not digests or any(other in self._kept for other in self._holders[digests[-1]] if other != handle):
+        keys = self._keys[handle]
+        if not keys or any(other in self._kept for other in self._holders[keys[-1]] if other != handle):
             self.forget(handle)
             return False
         self._kept[handle] = len(tokens)
         return True
 
-    def find(self, digests: Sequence[bytes]) -> tuple[int, int] | None:
-        """(handle, tokens) of the row that shares the longest beginning, whole blocks; it counts as used now."""
-        best = None
-        for number, digest in enumerate(digests, 1):
-            holders = self._holders.get(digest)
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int] | None:
+        """(handle, tokens) of the row that shares the longest beginning, whole pages; it counts as used now."""
+        longest = None
+        for number, key in enumerate(keys, 1):
+            holders = self._holders.get(key)
             if not holders:
                 break
-            best = next(reversed(holders)), number * self._block
-        if best is not None and best[0] in self._kept:
-            self._kept.move_to_end(best[0])
-        return best
+            longest = next(reversed(holders)), number * self._page_size
+        if longest is not None and longest[0] in self._kept:
+            self._kept.move_to_end(longest[0])
+        return longest
 
     def forget(self, handle: int) -> None:
         """A row goes, or is used by a request that will change it."""
         self._kept.pop(handle, None)
-        for digest in self._digests.pop(handle, ()):
-            holders = self._holders[digest]
+        for key in self._keys.pop(handle, ()):
+            holders = self._holders[key]
             del holders[handle]
             if not holders:
-                del self._holders[digest]
+                del self._holders[key]
 
-    def digests(self, tokens: Sequence[int]) -> list[bytes]:
-        """Of whole blocks, each with all before it."""
-        data, size = np.asarray(tokens, dtype=np.int64).tobytes(), 8 * self._block
-        found, digest = [], b""
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """Of whole pages, each with all before it."""
+        data, size = np.asarray(tokens, dtype=np.int64).tobytes(), 8 * self._page_size
+        keys, key = [], b""
         for end in range(size, len(data) + 1, size):
-            digest = hashlib.sha256(digest + data[end - size : end]).digest()
-            found.append(digest)
-        return found
+            key = hashlib.sha256(key + data[end - size : end]).digest()
+            keys.append(key)
+        return keys

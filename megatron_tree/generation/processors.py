@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,15 +13,12 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-if TYPE_CHECKING:
-    from .sampling import SamplingParams
+from .sampling import SamplingParams
 
-MIN_TEMPERATURE = 1e-3  # below it fp32 logits divided by it may overflow: the largest is subtracted first
 LEAST_TEMPERATURE = 1e-30  # smaller ones would be subnormal or 0 in fp32
 
 
@@ -60,8 +56,8 @@ class NoEndBefore(LogitsProcessor):
         return scores.index_fill(1, self.end_tokens.to(scores.device), -math.inf)
 
 
-class LowTemperature(LogitsProcessor):
-    """Divides scores by a temperature near 0; the largest becomes 0, so that none overflows."""
+class Temperature(LogitsProcessor):
+    """Divides scores by a temperature; the largest becomes 0 before, so that none overflows however low it is."""
 
     def __init__(self, temperature: float):
         self.temperature = max(temperature, LEAST_TEMPERATURE)
@@ -72,25 +68,23 @@ class LowTemperature(LogitsProcessor):
 
 def processors(params: SamplingParams, num_prompt_tokens: int, end_tokens: set[int]) -> LogitsProcessorList:
     """In the order of Transformers' own generate."""
-    found = LogitsProcessorList()
+    chain = LogitsProcessorList()
     if params.logit_bias:
-        found.append(LogitBias(params.logit_bias))
+        chain.append(LogitBias(params.logit_bias))
     if params.min_tokens and end_tokens:
-        found.append(NoEndBefore(num_prompt_tokens + params.min_tokens, end_tokens))
+        chain.append(NoEndBefore(num_prompt_tokens + params.min_tokens, end_tokens))
     if params.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+        chain.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
     if params.presence_penalty or params.frequency_penalty:
-        found.append(CountPenalty(params.presence_penalty, params.frequency_penalty, num_prompt_tokens))
+        chain.append(CountPenalty(params.presence_penalty, params.frequency_penalty, num_prompt_tokens))
     if params.temperature == 0:
-        return found
-    if params.temperature < MIN_TEMPERATURE:
-        found.append(LowTemperature(params.temperature))
-    elif params.temperature != 1:
-        found.append(TemperatureLogitsWarper(float(params.temperature)))
+        return chain
+    if params.temperature != 1:
+        chain.append(Temperature(params.temperature))
     if params.top_k:
-        found.append(TopKLogitsWarper(params.top_k))
+        chain.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        found.append(TopPLogitsWarper(params.top_p))
+        chain.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
-        found.append(MinPLogitsWarper(params.min_p))
-    return found
+        chain.append(MinPLogitsWarper(params.min_p))
+    return chain

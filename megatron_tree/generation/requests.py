@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .grammars import Grammars
-from .sampling import Choice, Sampler, SamplingParams
-from .speculation import Guess
+from .sampler import Choice, Sampler
+from .sampling import SamplingParams
+from .speculation import DraftState
 from .stopping import Stopper
 
 
@@ -88,81 +89,129 @@ class Event(NamedTuple):
 EventSink = Callable[[Event], None]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ActiveAnswer:
     """One answer under way."""
 
+    request: ServedRequest
     index: int
     sampler: Sampler
     stopper: Stopper
     handle: int | None = None
     """Of its row. While a prompt is run the first answer has it."""
-    token: int | None = None
-    """The last one, while no plan holds it."""
     length: int = 0
     """Tokens in its row."""
     tokens: list[int] = field(default_factory=list)
+    token: int | None = None
+    """The last of them, while no plan holds it."""
     finished: bool = False
-    guess: Guess | None = None
+    draft_state: DraftState | None = None
     """With speculation, once it makes steps."""
-    proposed: list[int] = field(default_factory=list)
-    """Tokens that were appended to its row in the step that goes on, since they may be the next ones."""
+    drafted: list[int] = field(default_factory=list)
+    """Tokens that were appended to its row in the step under way, since they may be the next ones."""
     num_right: int = 0
     """How many of them are; `length` counts these."""
 
     @property
     def is_right(self) -> bool:
-        """Whether its last token is the one that was proposed."""
-        return not self.finished and self.num_right < len(self.proposed) and self.token == self.proposed[self.num_right]
+        """Whether its last token is the one that was drafted."""
+        return not self.finished and self.num_right < len(self.drafted) and self.token == self.drafted[self.num_right]
 
-    def hold(self, row: KeptRow | None) -> None:
-        """Its last token is in its row. row: the request's own."""
+    @property
+    def num_known(self) -> int:
+        """Tokens that its row is to hold before the next one can be chosen from its last token."""
+        return self.request.num_prompt + max(len(self.tokens) - 1, 0)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether its row holds these."""
+        return self.length >= self.num_known
+
+    def missing_tokens(self) -> list[int]:
+        """Those of them that its row lacks."""
+        prompt = self.request.prompt[self.length :].tolist()
+        return prompt + self.tokens[max(self.length - self.request.num_prompt, 0) : -1]
+
+    def row_tokens(self) -> list[int]:
+        """The tokens in its row."""
+        return (self.request.prompt.tolist() + self.tokens)[: self.length]
+
+    def length_after(self, tokens: int) -> int:
+        """What its row holds after this many more tokens; a kept row of its own is never taken back."""
+        most = self.request.num_prompt + self.request.params.max_tokens
+        return most if self.request.row is not None else min(max(self.length, self.num_known) + tokens, most)
+
+    def take_row(self, handle: int, length: int = 0) -> None:
+        """Its row is this one, which holds so many of its tokens."""
+        self.handle, self.length = handle, length
+        if not self.request.begun:
+            self.request.num_cached = length
+
+    def lose_row(self) -> None:
+        """Its token that no plan holds is still to come first."""
+        self.handle, self.length = None, 0
+        if not self.request.begun:
+            self.request.scored = []
+
+    def append_token(self) -> None:
+        """Its last token goes to its row."""
         self.length += 1
-        if row is not None:
-            row.tokens.append(self.token)
+        if self.request.row is not None:
+            self.request.row.tokens.append(self.token)
         self.token = None
+
+    def finish(self) -> None:
+        """It has ended."""
+        self.finished = True
+        self.request.unfinished = [answer for answer in self.request.answers if not answer.finished]
+
+    def send(self, choice: Choice | None, text: str, finish_reason: str | None = None, **fields) -> None:
+        """Send an event, and record the end of the answer."""
+        request, params = self.request, self.request.params
+        if finish_reason is not None:
+            self.finish()
+            fields["usage"] = Usage(request.num_prompt, self.stopper.num_tokens, request.num_cached)
+        if choice is not None:
+            if params.prompt_logprobs is not None and self.stopper.num_tokens == 1:
+                fields["prompt_logprobs"] = tuple(request.scored)
+            fields |= {"logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
+        request.sink(
+            Event(
+                request.id,
+                self.index,
+                None if choice is None else choice.token,
+                text,
+                finish_reason=finish_reason,
+                last=not request.unfinished,
+                **fields,
+            )
+        )
 
 
 class ServedRequest:
     """A request that waits or is served. On the leader only."""
 
-    def __init__(
-        self,
-        number: int,
-        request: Request,
-        prompt: Tensor,
-        tokenizer,
-        end_tokens: Collection[int],
-        sink: EventSink,
-        grammars: Grammars,
-    ):
-        self.id, self.prompt, self.num_prompt, self.sink = number, prompt, len(prompt), sink
+    def __init__(self, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink,
+                 grammars: Grammars):  # fmt: skip
+        self.id = -1  # until it is queued
+        self.prompt, self.num_prompt, self.sink = prompt, len(prompt), sink
         self.row, self.priority, self.client = request.row, request.priority, request.client
         self.params = request.sampling.with_seed()
-        ends = () if self.params.ignore_eos else end_tokens
         self.num_cached = 0
         """Tokens of the prompt that the cache held."""
-        self.digests: list[bytes] | None = None  # of the prompt's blocks, once they were asked for
+        self.prefix_keys: list[bytes] | None = None  # of the prompt's pages, once they were asked for
         self.scored: list[Choice] = []  # tokens of the prompt but the first
         self.scores = self.params.prompt_logprobs is not None
-        self.answers = [
-            ActiveAnswer(
-                index=i,
-                sampler=Sampler(
-                    self.params, prompt, sample=i, end_tokens=ends, matcher=grammars.matcher(self.params.grammar)
-                ),
-                stopper=Stopper(tokenizer, self.params, end_tokens),
-            )
-            for i in range(request.n)
-        ]
+        ends = () if self.params.ignore_eos else end_tokens
+        self.answers = []
+        for i in range(request.n):
+            matcher = grammars.matcher(self.params.grammar)
+            sampler = Sampler(self.params, prompt, sample=i, end_tokens=ends, matcher=matcher)
+            stopper = Stopper(tokenizer, self.params, end_tokens)
+            self.answers.append(ActiveAnswer(request=self, index=i, sampler=sampler, stopper=stopper))
         self.unfinished = self.answers
         self.begun = False
         """Whether the prompt has been run: every answer has a token, and each goes on in a row of its own."""
-
-    def finish(self, answer: ActiveAnswer) -> None:
-        """An answer has ended."""
-        answer.finished = True
-        self.unfinished = [answer for answer in self.answers if not answer.finished]
 
     @property
     def importance(self) -> tuple[int, int]:
@@ -179,57 +228,6 @@ class ServedRequest:
         """Rows that all answers have or will have without asking again."""
         return self.num_rows * sum(answer.handle is not None for answer in self.unfinished)
 
-    def num_known(self, answer: ActiveAnswer) -> int:
-        """Tokens that an answer's row is to hold before the next one can be chosen from its last token."""
-        return self.num_prompt + max(len(answer.tokens) - 1, 0)
-
-    def known(self, answer: ActiveAnswer) -> list[int]:
-        """These tokens, from those on that the row holds."""
-        own = answer.tokens[max(answer.length - self.num_prompt, 0) : -1]
-        return self.prompt[answer.length :].tolist() + own
-
-    def held(self, answer: ActiveAnswer) -> list[int]:
-        """The tokens in an answer's row."""
-        return (self.prompt.tolist() + answer.tokens)[: answer.length]
-
-    def soon(self, answer: ActiveAnswer, tokens: int) -> int:
-        """What an answer's row holds after this many more tokens; a kept row of its own is never taken back."""
-        most = self.num_prompt + self.params.max_tokens
-        return most if self.row is not None else min(max(answer.length, self.num_known(answer)) + tokens, most)
-
-    def note_cached(self, answer: ActiveAnswer) -> None:
-        """An answer has a row, perhaps with the beginning of the prompt."""
-        if not self.begun:
-            self.num_cached = answer.length
-
-    def preempt(self, answer: ActiveAnswer) -> None:
-        """An answer loses its row; its token that no plan holds is still to come first."""
-        answer.handle, answer.length = None, 0
-        if not self.begun:
-            self.scored = []
-
-    def send(self, answer: ActiveAnswer, choice: Choice | None, text: str, finish_reason: str | None, **more) -> None:
-        """Send an event of one answer, and record its end."""
-        usage = None
-        if finish_reason is not None:
-            self.finish(answer)
-            usage = Usage(self.num_prompt, answer.stopper.num_tokens, self.num_cached)
-        if choice is not None:
-            if self.params.prompt_logprobs is not None and answer.stopper.num_tokens == 1:
-                more["prompt_logprobs"] = tuple(self.scored)
-            more |= {"token": choice.token, "logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
-        self.sink(
-            Event(
-                request=self.id,
-                answer=answer.index,
-                text=text,
-                finish_reason=finish_reason,
-                usage=usage,
-                last=not self.unfinished,
-                **more,
-            )
-        )
-
 
 def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
     """int64 [n], on the CPU. Raises: ``ValueError`` for an empty one, other shapes, tokens that the model lacks."""
@@ -238,8 +236,8 @@ def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"prompt must be a list of token numbers: {error}") from None
     if tokens.dim() != 1 or len(tokens) == 0 or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
-        found = f"{list(tokens.shape)} of {tokens.dtype}"
-        raise ValueError(f"prompt must be a list of one token number or more, got {found}")
+        given = f"{list(tokens.shape)} of {tokens.dtype}"
+        raise ValueError(f"prompt must be a list of one token number or more, got {given}")
     tokens = tokens.to(torch.int64)
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:

@@ -1,28 +1,19 @@
-"""From logits to a token: the options of a request, and the sampler."""
+"""The options of a request: how its tokens are chosen, and where its answers end."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import reprlib
 import secrets
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from torch import Tensor
-
-from ..errors import TreeError
-from .grammars import Matcher
-from .processors import processors
 
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 100
 MAX_PENALTY = 100.0  # far beyond useful values; much larger ones make fp32 logits overflow
-MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 SEEDS = 2**63
 
 
@@ -100,9 +91,7 @@ class Sampling(Strict):
     """Subtracted from the logit of every token that occurs in the answer, from -100 to 100."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for every time it occurs in the answer, from -100 to 100."""
-    logit_bias: Annotated[
-        dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_numbered)
-    ] = {}
+    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_numbered)] = {}
     """Added to the logits of these tokens, from -100 to 100 each."""
     seed: Annotated[Annotated[int, Field(ge=0, lt=SEEDS)] | None, BeforeValidator(_seed)] = None
     """64 bits: the same request gives the same tokens. None or -1: a random one."""
@@ -163,147 +152,3 @@ class SamplingParams(Sampling):
 def derived_seed(seed: int, index: int) -> int:
     """The seed of the index-th of several independent draws; 0 <= result < 2**63."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "little") % SEEDS
-
-
-class Choice(NamedTuple):
-    """One chosen token."""
-
-    token: int
-    logprob: float | None = None
-    """Natural logarithm of its probability by the model's logits, before penalties and temperature, at least
-    MIN_LOGPROB; if asked for."""
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    """(token, logprob) of the most likely tokens, in falling order."""
-
-
-class Sampler:
-    """Chooses the tokens of one answer. They depend on its parameters, prompt and logits, not on other requests.
-
-    It draws one number per token from its own generator on the CPU; that is its only state.
-
-    Args: params: with a seed unless greedy. prompt: int64 [n], for the repetition penalty. sample: the number of this
-        answer among several to one prompt. end_tokens: the model's, for `min_tokens`. matcher: of `params.grammar`.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Tensor | None = None,
-        *,
-        sample: int = 0,
-        end_tokens: Iterable[int] = (),
-        matcher: Matcher | None = None,
-    ):
-        assert params.seed is not None or params.temperature == 0
-        assert (matcher is None) == (params.grammar is None)
-        self.params, self._matcher = params, matcher
-        self._generator = torch.Generator()
-        if params.temperature > 0:
-            self._generator.manual_seed(derived_seed(params.seed, sample))
-        empty = torch.empty(0, dtype=torch.int64)
-        self._tokens = empty if prompt is None or params.repetition_penalty == 1 else prompt.unique()
-        """What penalties look at: the prompt's tokens, each once, and the answer's."""
-        self._processors = processors(params, len(self._tokens), {*end_tokens, *params.stop_token_ids})
-        special = bool(matcher) or params.logprobs is not None
-        self.is_plain = not (params.temperature or self._processors or special)
-        """Whether the token is simply the most likely one, and nothing else is asked for."""
-        counts = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        special = special or counts or params.logit_bias or params.min_tokens
-        self.warps_only = params.temperature > 0 and not special
-        """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
-
-    def draw(self) -> Tensor:
-        """The number that chooses the next token, fp64 from 0 to 1."""
-        return torch.rand((), generator=self._generator, dtype=torch.float64)
-
-    def choose(self, logits: Tensor) -> Choice:
-        """The next token after logits fp32 [vocab]. Raises: `TreeError` when they hold no finite largest value."""
-        (choice,) = choose_tokens([self], logits[None])
-        if isinstance(choice, TreeError):
-            raise choice
-        return choice
-
-    def choose_finite(self, logits: Tensor) -> Choice:
-        """As `choose`, for logits that are known to hold a finite largest value. Raises: `TreeError` where penalties or
-        the temperature make them overflow."""
-        scores = logits.float()
-        if self._matcher is not None:
-            scores = scores.masked_fill(~self._matcher.allowed().to(scores.device), -math.inf)
-        scores = self._processors(self._tokens.to(logits.device)[None], scores[None])[0]
-        if not math.isfinite(value := scores.max().item()):
-            raise _not_finite(value)
-        return self.took(
-            int(scores.argmax()) if self.params.temperature == 0 else _drawn(scores[None], self.draw()[None])[0], logits
-        )
-
-    def warped(self, logits: Tensor) -> Tensor:
-        """Logits fp32 [b, vocab] after temperature and cuts, where these are all; see `warps_only`."""
-        return self._processors(self._tokens[None], logits)
-
-    def took(self, token: int, logits: Tensor) -> Choice:
-        """Record a token of this answer, chosen from logits [vocab]; returns it with its log-probabilities."""
-        if self._matcher is not None:
-            self._matcher.take(token)
-        if self._processors:
-            self._tokens = torch.cat((self._tokens, torch.tensor([token])))
-        if self.params.logprobs is None:
-            return Choice(token)
-        return with_logprobs(logits[None], [token], self.params.logprobs)[0]
-
-
-def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Choice]:
-    """Tokens with their log-probabilities, and those of the num_top most likely ones, by logits [n, vocab]."""
-    scores = logits.double() if logits.device.type == "cpu" else logits.float()
-    logprobs = torch.log_softmax(scores, -1).clamp(min=MIN_LOGPROB)
-    top = torch.topk(logprobs, min(num_top, logprobs.shape[-1]))
-    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-    return [
-        Choice(token, logprob, tuple(zip(indices, values)))
-        for token, logprob, indices, values in zip(tokens, own, top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
-
-
-def choose_tokens(samplers: Iterable[Sampler], logits: Tensor) -> list[Choice | TreeError]:
-    """The next token of every row of logits fp32 [b, vocab], one sampler each; those with equal options at once.
-
-    A row without a finite largest value (NaN in the model) gets an error in its place; other rows are not affected.
-    """
-    samplers = list(samplers)
-    top, tokens = logits.max(-1)
-    chosen: list[Choice | TreeError | None] = [None] * len(samplers)
-    alike = defaultdict(list)
-    for row, (sampler, value, token) in enumerate(zip(samplers, top.tolist(), tokens.tolist(), strict=True)):
-        if not math.isfinite(value):
-            chosen[row] = _not_finite(value)
-        elif sampler.is_plain:
-            chosen[row] = Choice(token)
-        elif sampler.warps_only:
-            params = sampler.params
-            alike[params.temperature, params.top_k, params.top_p, params.min_p].append(row)
-        else:
-            try:
-                chosen[row] = sampler.choose_finite(logits[row])
-            except TreeError as error:
-                chosen[row] = error
-    for rows in alike.values():
-        own = [samplers[row] for row in rows]
-        scores = own[0].warped(logits[rows].float())
-        points = torch.stack([sampler.draw() for sampler in own])
-        for row, token in zip(rows, _drawn(scores, points)):
-            chosen[row] = Choice(token)
-    return chosen
-
-
-def _drawn(scores: Tensor, points: Tensor) -> list[int]:
-    """The tokens at points fp64 [b], from 0 to 1, of the distributions with these scores, fp32 [b, vocab]."""
-    weights = torch.softmax(scores.cpu().double(), -1).cumsum(-1)
-    total = weights[:, -1:].contiguous()
-    places = torch.searchsorted(weights, points[:, None] * total, right=True)
-    return places.clamp(max=torch.searchsorted(weights, total))[:, 0].tolist()
-
-
-def _not_finite(value: float) -> TreeError:
-    return TreeError(
-        f"the largest logit is {value}: the model overflows (bfloat16 or float32 has the range that float16 lacks), or "
-        "its weights are broken"
-    )

@@ -23,7 +23,8 @@ from ..errors import TreeError
 from ..log import logger
 from .executor import Executor
 from .grammars import Grammars
-from .plans import Planner
+from .planner import StepPlanner
+from .plans import Plan
 from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
 from .speculation import NO_SPECULATION, Speculated, Speculation
 from .waiting import Waiting
@@ -67,7 +68,7 @@ class Scheduler:
         prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
         keep_bytes: rows stay in the cache when their requests have ended, for later prompts that begin alike, as long
             as it takes at most this many bytes on rank 0; those used least recently go first. 0: none stays.
-        speculation: on rank 0, decides which tokens are proposed in steps; None: none are. Answers don't depend on it.
+        speculation: on rank 0, decides which tokens are drafted in steps; None: none are. Answers don't depend on it.
     Raises: ValueError.
     """
 
@@ -106,7 +107,7 @@ class Scheduler:
         self._group = runner.token_group if plan_group is None else plan_group
         self.is_leader = group_rank(self._group) == 0
         self._heartbeat_s, self._wire = heartbeat_s, {"timeout_s": timeout_s, "transport": transport}
-        self._capacity, self._page = runner.free_tokens, runner.page_size
+        self._capacity = runner.free_tokens
         self.executor, self._ended = executor or Executor(runner), False
         self._speculation = speculation
         # what threads share, under the lock
@@ -117,10 +118,10 @@ class Scheduler:
         self._deadline: float | None = None  # of open requests, once the loop is to end
         self._failure: str | None = None
         self._numbers = itertools.count()
-        self._planner = Planner(
+        self._planner = StepPlanner(
             self.executor,
             max_rows=max_rows,
-            page=self._page,
+            page_size=runner.page_size,
             prefill_first=prefill_first,
             keep_bytes=keep_bytes,
             speculation=speculation,
@@ -162,8 +163,9 @@ class Scheduler:
                 f"{asked} exceed the model's {runner.max_positions:,} positions: shorten the prompt, or ask for at "
                 f"most {max(runner.max_positions - len(prompt), 0):,} new tokens"
             )
-        blocks = request.n * -(-length // self._page) - (request.n - 1) * (len(prompt) // self._page)
-        if self._capacity is not None and blocks * self._page > self._capacity:
+        page = runner.page_size
+        pages = request.n * -(-length // page) - (request.n - 1) * (len(prompt) // page)
+        if self._capacity is not None and pages * page > self._capacity:
             each = f" for each of {request.n} answers" if request.n > 1 else ""
             raise ValueError(
                 f"{asked}{each} exceed the cache of {self._capacity:,} tokens: shorten the prompt, ask for less, or "
@@ -180,18 +182,18 @@ class Scheduler:
         """
         if not self.is_leader:
             raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
-        serving = ServedRequest(-1, request, self.check(request), self._tokenizer, self._end_tokens, sink,
-                                self._grammars)  # fmt: skip
+        prompt = self.check(request)
+        served = ServedRequest(request, prompt, self._tokenizer, self._end_tokens, sink, self._grammars)
         with self._changed:
             if self._deadline is not None or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it is stopping'}")
             if self._waiting.is_full_for(request.client, self.max_waiting):
                 raise QueueFull(f"max_waiting={self.max_waiting} requests wait already: try again later")
-            serving.id = next(self._numbers)
-            self._open[serving.id] = serving
-            self._waiting.add(serving)
+            served.id = next(self._numbers)
+            self._open[served.id] = served
+            self._waiting.add(served)
             self._changed.notify()
-        return serving.id
+        return served.id
 
     def cancel(self, number: int) -> bool:
         """End a request; its rows are free by the next turn. False where it has ended already. From any thread."""
@@ -224,7 +226,7 @@ class Scheduler:
 
     @property
     def speculated(self) -> Speculated:
-        """Numbers of proposals. From any thread of the leader."""
+        """Numbers of drafted tokens. From any thread of the leader."""
         return Speculated() if self._speculation is None else self._speculation.numbers
 
     def run(self) -> None:
@@ -238,7 +240,7 @@ class Scheduler:
         each_turn: called on the leader before every turn; what it raises ends the loop on all ranks.
         Raises: as `run_once`.
         """
-        while not self._ended and not self._turn(each_turn, wait=False)["idle"]:
+        while not self._ended and not self._turn(each_turn, wait=False).idle:
             pass
 
     def keep(self, row: int | None = None, tokens: Sequence[int] = ()) -> KeptRow:
@@ -250,7 +252,7 @@ class Scheduler:
 
     def forget(self, row: KeptRow) -> None:
         """Remove a kept row that no request uses. On all ranks, in the thread of the loop."""
-        self.executor.forget(row.handle)
+        self.executor.remove(row.handle)
 
     def run_once(self) -> bool:
         """One turn, on all ranks; an idle leader waits up to heartbeat_s for requests. False once the loop has ended.
@@ -262,15 +264,15 @@ class Scheduler:
             self._turn(lambda: None, wait=True)
         return not self._ended
 
-    def _turn(self, each_turn: Callable[[], None], *, wait: bool) -> dict[str, Any]:
-        """Returns the plan."""
+    def _turn(self, each_turn: Callable[[], None], *, wait: bool) -> Plan:
+        """Returns the plan that was carried out."""
         if not self.is_leader:
-            plan = self._share(None)
-            if "failed" in plan:
+            plan = Plan.from_json(self._share(None))
+            if plan.failed is not None:
                 self._ended = True
-                raise TreeError(f"rank 0 of the scheduler failed: {plan['failed']}")
-            self.executor.run(plan["steps"])
-            self._ended = plan["stop"]
+                raise TreeError(f"rank 0 of the scheduler failed: {plan.failed}")
+            self.executor.run(plan.operations)
+            self._ended = plan.stop
             return plan
         with self._giving_up(broadcast=True):
             each_turn()
@@ -278,11 +280,11 @@ class Scheduler:
                 self._wait()
             plan = self._plan()
         with self._giving_up(broadcast=False):  # the others fail, too, or notice that this rank is gone
-            plan = self._share(plan)
-            logits = self.executor.run(plan["steps"])
+            self._share(plan.to_json())
+            logits = self.executor.run(plan.operations)
         with self._giving_up(broadcast=True):
-            self._planner.digest(logits)
-        self._ended = plan["stop"]
+            self._planner.take_logits(logits)
+        self._ended = plan.stop
         return plan
 
     def fail(self, error: BaseException) -> None:
@@ -308,17 +310,17 @@ class Scheduler:
             text = f"{type(error).__name__}: {error}"
             with self._changed:
                 self._failure = text
-                left = list(self._open.values())
+                open_requests = list(self._open.values())
                 self._open.clear()
                 self._waiting = Waiting()
-            for serving in left:
-                for answer in serving.unfinished:
+            for request in open_requests:
+                for answer in request.unfinished:
                     try:
-                        serving.send(answer, None, "", "error", error=text)
+                        answer.send(None, "", "error", error=text)
                     except Exception:
-                        logger.exception("the sink of request %d failed", serving.id)
+                        logger.exception("the sink of request %d failed", request.id)
             if broadcast:
-                self._share({"failed": text})
+                self._share(Plan(failed=text).to_json())
             raise
 
     def _wait(self) -> None:
@@ -326,7 +328,7 @@ class Scheduler:
             if not self._planner.has_work and self._deadline is None:
                 self._changed.wait_for(lambda: self._waiting or self._cancels or self._deadline, self._heartbeat_s)
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan(self) -> Plan:
         with self._changed:
             stop = self._deadline is not None and (not self._open or time.monotonic() >= self._deadline)
             if stop and self._open:
@@ -334,16 +336,16 @@ class Scheduler:
             numbers = sorted(self._open) if stop else sorted(self._cancels & set(self._open))
             cancelled = [self._open[number] for number in numbers]
             self._cancels = set()
-        for serving in cancelled:
-            self._planner.cancel(serving)
+        for request in cancelled:
+            self._planner.cancel(request)
         with self._changed:
             self._planner.room.resume()
             while self._waiting and self._planner.room.admits(self._waiting.first):
                 self._waiting.take()
             idle = not self._open
-        return {"steps": self._planner.plan(), "stop": stop, "idle": idle}
+        return Plan(self._planner.plan(), stop, idle)
 
-    def _forget(self, serving: ServedRequest) -> None:
+    def _forget(self, request: ServedRequest) -> None:
         with self._changed:
-            del self._open[serving.id]
-            self._waiting.remove(serving)
+            del self._open[request.id]
+            self._waiting.remove(request)

@@ -49,11 +49,11 @@ class StopTexts:
         self._texts, self._held = tuple(texts), ""
 
     def add(self, piece: str) -> tuple[str, str | None]:
-        """(text that is final, the stop text found or None). Once one is found the answer is over."""
+        """(text that is final, the stop text that ends the answer or None)."""
         text = self._held + piece
-        found = [(at + len(stop), at, stop) for stop in self._texts if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, stop = min(found)
+        ends = [(at + len(stop), at, stop) for stop in self._texts if (at := text.find(stop)) >= 0]
+        if ends:
+            _, at, stop = min(ends)
             self._held = ""
             return text[:at], stop
         longest = max((len(stop) for stop in self._texts), default=1) - 1
@@ -68,7 +68,7 @@ class StopTexts:
         return text
 
 
-class Piece(NamedTuple):
+class Delta(NamedTuple):
     """What one token adds to an answer."""
 
     text: str
@@ -93,25 +93,25 @@ class Stopper:
         self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
         self.num_tokens = 0
 
-    def add(self, token: int) -> Piece:
-        """The piece that a new token adds."""
+    def add(self, token: int) -> Delta:
+        """What a new token adds."""
         self.num_tokens += 1
         if token in self._ends:
-            return Piece(self.flush(), "stop", token)
-        text, found = "", None
+            return Delta(self.flush(), "stop", token)
+        text, stop = "", None
         if self._detokenizer is not None:
             text = self._detokenizer.add(token)
             if self.num_tokens >= self._min_tokens:
-                text, found = self._texts.add(text)
-        if found is not None:
-            return Piece(text, "stop", found)
+                text, stop = self._texts.add(text)
+        if stop is not None:
+            return Delta(text, "stop", stop)
         if self.num_tokens < self._max_tokens:
-            return Piece(text)
-        return Piece(text + self.flush(), "length")
+            return Delta(text)
+        return Delta(text + self.flush(), "length")
 
     def flush(self) -> str:
         """The text that waits, for an answer that ends here."""
         if self._detokenizer is None:
             return ""
-        text, found = self._texts.add(self._detokenizer.flush())
-        return text if found is not None else text + self._texts.flush()
+        text, stop = self._texts.add(self._detokenizer.flush())
+        return text if stop is not None else text + self._texts.flush()

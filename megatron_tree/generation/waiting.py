@@ -14,7 +14,7 @@ class Waiting:
         self._queues: dict[int, OrderedDict[str, deque[ServedRequest]]] = {}
 
     def __len__(self) -> int:
-        return sum(len(own) for clients in self._queues.values() for own in clients.values())
+        return sum(len(queue) for clients in self._queues.values() for queue in clients.values())
 
     @property
     def first(self) -> ServedRequest | None:
@@ -25,33 +25,33 @@ class Waiting:
 
     def take(self) -> ServedRequest:
         """Remove the first one: its client goes behind the others."""
-        serving = self.first
-        self.remove(serving)
-        clients = self._queues.get(serving.priority, ())
-        if serving.client in clients:
-            clients.move_to_end(serving.client)
-        return serving
+        request = self.first
+        self.remove(request)
+        clients = self._queues.get(request.priority, ())
+        if request.client in clients:
+            clients.move_to_end(request.client)
+        return request
 
-    def add(self, serving: ServedRequest) -> None:
+    def add(self, request: ServedRequest) -> None:
         """A request begins to wait."""
-        clients = self._queues.setdefault(serving.priority, OrderedDict())
-        clients.setdefault(serving.client, deque()).append(serving)
+        clients = self._queues.setdefault(request.priority, OrderedDict())
+        clients.setdefault(request.client, deque()).append(request)
 
-    def remove(self, serving: ServedRequest) -> None:
+    def remove(self, request: ServedRequest) -> None:
         """A request waits no more, or did not."""
-        clients = self._queues.get(serving.priority, {})
-        own = clients.get(serving.client, ())
-        if serving in own:
-            own.remove(serving)
-            if not own:
-                del clients[serving.client]
+        clients = self._queues.get(request.priority, {})
+        queue = clients.get(request.client, ())
+        if request in queue:
+            queue.remove(request)
+            if not queue:
+                del clients[request.client]
             if not clients:
-                del self._queues[serving.priority]
+                del self._queues[request.priority]
 
     def is_full_for(self, client: str, size: int) -> bool:
         """Whether a queue of this size is full for a client: one with less than its share of it is let in."""
         if len(self) < size:
             return False
-        waiting = [(name, len(own)) for clients in self._queues.values() for name, own in clients.items()]
-        own = sum(count for name, count in waiting if name == client)
-        return own >= size // len({client, *(name for name, _ in waiting)})
+        waiting = [(name, len(queue)) for clients in self._queues.values() for name, queue in clients.items()]
+        waits = sum(count for name, count in waiting if name == client)
+        return waits >= size // len({client, *(name for name, _ in waiting)})

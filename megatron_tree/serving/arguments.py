@@ -23,7 +23,7 @@ QUESTIONS = {  # of the default text, and of others
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 PREFILLS = ("sharded", "replicated")
-NUM_DRAFTED = 4  # tokens that a draft model proposes
+NUM_DRAFTED = 4  # tokens that a draft model drafts
 SWITCH = argparse.BooleanOptionalAction
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 OPTIONS = {"max_tokens": "max_new_tokens"}  # fields of SamplingParams whose options have another name
@@ -159,10 +159,10 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
     add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per page of the cache")
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
         "with one scale per token and head")  # fmt: skip
-    add("--num-speculative-tokens", type=int, metavar="N", help="speculation: propose up to N tokens in a step, "
+    add("--num-speculative-tokens", type=int, metavar="N", help="speculation: draft up to N tokens in a step, "
         "and keep those that the model would have chosen; found in the text so far, or by --draft-model (default: 0, "
         "none; with --draft-model 4)")  # fmt: skip
-    add("--draft-model", metavar="FOLDER", help="a smaller Transformers model with the same tokens that proposes them; "
+    add("--draft-model", metavar="FOLDER", help="a smaller Transformers model with the same tokens that drafts them; "
         "it runs on rank 0")  # fmt: skip
     add("--deepspeed-config", metavar="JSON", help="file with options of deepspeed.init_inference")
     add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="time limit of a collective")
@@ -284,7 +284,7 @@ def _check_speculation(args: argparse.Namespace) -> None:
     if args.draft_model is None:
         return
     if not args.num_speculative_tokens:
-        raise ValueError("--draft-model proposes nothing with --num-speculative-tokens 0: leave one of the two out")
+        raise ValueError("--draft-model drafts nothing with --num-speculative-tokens 0: leave one of the two out")
     if not (Path(args.draft_model) / "config.json").is_file():
         raise ValueError(f"--draft-model {args.draft_model!r} is not a folder with a config.json")
 

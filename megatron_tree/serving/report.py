@@ -73,7 +73,7 @@ def time_table(figures: dict[str, Any]) -> str:
 def speculation_text(numbers: Speculated) -> str:
     """What speculation came to, in a line."""
     each = (numbers.steps + numbers.accepted) / max(numbers.steps, 1)
-    return f"{numbers.accepted:,} of {numbers.proposed:,} proposed tokens were right, {each:.2f} tokens per step"
+    return f"{numbers.accepted:,} of {numbers.drafted:,} drafted tokens were right, {each:.2f} tokens per step"
 
 
 def time_figures(result, *, prefill: str, schedule: str) -> dict[str, Any]:

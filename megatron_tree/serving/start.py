@@ -19,7 +19,7 @@ from ..cache.graph import check_cuda_graphs
 from ..comm.wire import share_check
 from ..config import TreeConfig, default_config
 from ..generation.conversation import Conversation
-from ..generation.proposals import DraftModel, PromptLookup
+from ..generation.drafters import DraftModel, PromptLookup
 from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
 from ..integrations import deepspeed as tree_deepspeed
@@ -54,10 +54,10 @@ class Started(NamedTuple):
     """What `prepare` returned."""
     timeout_s: float
     """Of one collective."""
-    num_proposed: int
-    """Tokens proposed in a step, at most."""
+    num_drafted: int
+    """Tokens drafted in a step, at most."""
     draft: Runner | None
-    """On rank 0: of the model that proposes them; None: they are looked up in the text."""
+    """On rank 0: of the model that drafts them; None: they are looked up in the text."""
 
     def scheduler(self, runner, *, max_rows: int, max_waiting: int, keep_bytes: int = 0) -> Scheduler:
         """A scheduler of a runner of the engine."""
@@ -73,14 +73,14 @@ class Started(NamedTuple):
         return Conversation(runner, self.tokenizer, **options)
 
     def _speculation(self, runner, keep_bytes: int) -> Speculation | None:
-        if self.num_proposed and runner.has_states:  # on all ranks: others have no speculation that could raise
+        if self.num_drafted and runner.has_states:  # on all ranks: others have no speculation that could raise
             raise ValueError(NO_SPECULATION)
-        if self.rank or not self.num_proposed:
+        if self.rank or not self.num_drafted:
             return None
-        proposer = PromptLookup()
+        drafter = PromptLookup()
         if self.draft is not None:
-            proposer = DraftModel(self.draft, vocab_size=runner.vocab_size, keep_bytes=keep_bytes)
-        return Speculation(self.num_proposed, proposer)
+            drafter = DraftModel(self.draft, vocab_size=runner.vocab_size, keep_bytes=keep_bytes)
+        return Speculation(self.num_drafted, drafter)
 
 
 def _served_chunk(device: torch.device, ranks: int) -> int:

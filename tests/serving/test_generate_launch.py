@@ -193,10 +193,10 @@ def test_weights_and_cache_over_all_ranks(outcomes):
 def test_a_draft_model_on_rank_0(outcomes):
     ((said, error), (_, other)) = (of_rank[4] for of_rank in outcomes[0])
     assert error is None and other is None
-    assert "check: all 12 tokens are equal" in said and "proposed tokens were right" in said
+    assert "check: all 12 tokens are equal" in said and "drafted tokens were right" in said
     figures = json.loads(outcomes[1].with_name("draft.json").read_text())
     numbers = figures["speculation"]
-    assert numbers["accepted"] == numbers["proposed"] == 11 - numbers["steps"] > 0, "it is the model itself"
+    assert numbers["accepted"] == numbers["drafted"] == 11 - numbers["steps"] > 0, "it is the model itself"
 
 
 def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):

@@ -24,7 +24,7 @@ REPO = Path(__file__).parents[2]
         (["--json", "no/such/folder/f.json"], "does not exist"),
         (["--num-speculative-tokens", "17"], "--num-speculative-tokens 17 must be from 0 .none. to 16"),
         (["--draft-model", "no/such/model"], "--draft-model 'no/such/model' is not a folder"),
-        (["--draft-model", "x", "--num-speculative-tokens", "0"], "--draft-model proposes nothing"),
+        (["--draft-model", "x", "--num-speculative-tokens", "0"], "--draft-model drafts nothing"),
         (["--question", " "], "--question is empty"),
         (["--distributed-timeout-minutes", "0"], "must be more than 0"),
         (["--temperature", "-1"], "--temperature -1.0 must be greater than or equal to 0"),

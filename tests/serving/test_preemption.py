@@ -84,7 +84,7 @@ def test_answers_that_pause_get_the_same_tokens(page_size):
     scheduler, runner = make_scheduler(model, tokenizer, **options, capacity=120, page_size=page_size)
     for one, other in zip(free, serve(scheduler, requests), strict=True):
         _alike(_told(one), _told(other))
-    assert scheduler.preemptions and 0 < drafts.numbers.accepted < drafts.numbers.proposed and not runner.rows
+    assert scheduler.preemptions and 0 < drafts.numbers.accepted < drafts.numbers.drafted and not runner.rows
 
 
 def test_the_least_important_and_latest_pause_first(model):

@@ -209,7 +209,7 @@ def test_two_ranks_keep_the_same_rows():
 
 def test_the_index():
     prefixes = Prefixes(2)
-    find = lambda tokens: prefixes.find(prefixes.digests(tokens))  # noqa: E731
+    find = lambda tokens: prefixes.find(prefixes.keys(tokens))  # noqa: E731
     prefixes.put(1, [1, 2, 3, 4, 5])
     assert find([1, 2, 3, 4, 5, 6]) == (1, 4) and find([1, 2, 9, 9]) == (1, 2)
     assert find([1]) is None and find([2, 2, 3, 4]) is None

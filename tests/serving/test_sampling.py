@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from megatron_tree.comm.wire import PACKET, share, share_all, share_check
 from megatron_tree.errors import TreeError
-from megatron_tree.generation.sampling import Choice, Sampler, SamplingParams, choose_tokens, derived_seed
+from megatron_tree.generation.sampler import Choice, Sampler, choose_tokens
+from megatron_tree.generation.sampling import SamplingParams, derived_seed
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 1.9, -math.inf, 0.31, 1.1, -3.0, 0.0, 1.05, -0.4, 0.7])
 

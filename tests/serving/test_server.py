@@ -251,7 +251,7 @@ def test_metrics(model):
         assert after['megatron_tree_time_per_output_token_seconds_bucket{le="+Inf"}'] == "16"
         assert after["megatron_tree_preemptions_total"] == "0"
         assert after["megatron_tree_requests_served_total"] == "1"
-        assert after["megatron_tree_proposed_tokens_total"] == after["megatron_tree_accepted_tokens_total"] == "0"
+        assert after["megatron_tree_drafted_tokens_total"] == after["megatron_tree_accepted_tokens_total"] == "0"
         assert after["megatron_tree_requests_waiting"] == after["megatron_tree_requests_running"] == "0"
         counts = [int(n) for name, n in after.items() if name.startswith("megatron_tree_answer_seconds_bucket")]
         assert counts == sorted(counts) and counts[-1] == 4

@@ -1,4 +1,4 @@
-"""Speculation: the tokens without it in fewer steps, whoever proposes them; switched off where nothing is right."""
+"""Speculation: the tokens without it in fewer steps, whoever drafts them; switched off where nothing is right."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 from megatron_tree.generation.conversation import Conversation
-from megatron_tree.generation.proposals import DraftModel, PromptLookup, last_match
+from megatron_tree.generation.drafters import DraftModel, PromptLookup, last_match
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import Grammar, SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import LONGEST_PAUSE, MOST, Guess, Speculation, StepCost
+from megatron_tree.generation.speculation import LONGEST_PAUSE, MOST, DraftState, Speculation, StepCost
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from support.byte_tokens import byte_tokenizer
@@ -82,12 +82,12 @@ def _ranks(rank, world, family):
 
     runner.step = counted
     found = []
-    for proposer in (None, "right", "partly", "lookup"):
+    for drafter in (None, "right", "partly", "lookup"):
         made = None
-        if rank == 0 and proposer == "lookup":
+        if rank == 0 and drafter == "lookup":
             made = speculation(PromptLookup())
-        elif rank == 0 and proposer is not None:
-            made = speculation(Told(whole(requests, plain), None if proposer == "right" else 3))
+        elif rank == 0 and drafter is not None:
+            made = speculation(Told(whole(requests, plain), None if drafter == "right" else 3))
         scheduler = _scheduler(runner, tokenizer, max_rows=10, speculation=made, keep_bytes=1 << 20)
         lengths.clear()
         if rank > 0:
@@ -95,10 +95,10 @@ def _ranks(rank, world, family):
         else:
             events = serve(scheduler, requests, late=late)
             plain = plain or events
-            assert _near(_told(events), _told(plain)), proposer
-            if proposer in ("right", "partly"):
+            assert _near(_told(events), _told(plain)), drafter
+            if drafter in ("right", "partly"):
                 answers = [tokens_of(own, i) for request, own in zip(requests, events) for i in range(request.n)]
-                assert made.proposer.forgotten == sum(len(tokens) > 1 for tokens in answers) >= 7
+                assert made.drafter.forgotten == sum(len(tokens) > 1 for tokens in answers) >= 7
         found.append((list(lengths), *scheduler.speculated))
         for row in list(runner.store.book.rows):
             runner.remove(row)
@@ -109,13 +109,13 @@ def _ranks(rank, world, family):
 def test_same_tokens_in_fewer_steps_on_all_ranks(family, world):
     results = run_distributed(_ranks, world, family)
     assert all([own[0] for own in rank] == [own[0] for own in results[0]] for rank in results), "ranks ran other steps"
-    (plain, *_), (right, proposed, accepted, steps), (partly, *numbers), _ = results[0]
-    assert set(plain) == {1} and max(right) == 5 and proposed > accepted > 2 * steps
+    (plain, *_), (right, drafted, accepted, steps), (partly, *numbers), _ = results[0]
+    assert set(plain) == {1} and max(right) == 5 and drafted > accepted > 2 * steps
     assert len(right) < 0.45 * len(plain)
     assert len(right) < len(partly) < 0.8 * len(plain) and 0 < numbers[1] < numbers[0]
 
 
-class TestGuesses:
+class TestDrafts:
     def test_what_came_last_after_as_many_tokens_as_possible(self):
         for text, want in (
             ([1], 0),
@@ -126,62 +126,62 @@ class TestGuesses:
             ([5, 5, 5], 2),
         ):
             assert last_match(np.array(text, dtype=np.int64)) == want, text
-        guess = Guess(torch.tensor([1, 2, 3, 1, 2]), [], 8)
-        assert PromptLookup().ready([guess]) == [True] and PromptLookup().propose([guess], 5) == [[3, 1, 2, 3, 1]]
+        state = DraftState(torch.tensor([1, 2, 3, 1, 2]), [], 8)
+        assert PromptLookup().ready([state]) == [True] and PromptLookup().draft([state], 5) == [[3, 1, 2, 3, 1]]
 
     def test_the_width_with_the_most_tokens_per_second(self):
         made = Speculation(4, Told([]))
-        guesses = [Guess(torch.arange(9), [], 50) for _ in range(2)]
-        for guess in guesses:
-            guess.learn(4, 4)
-            guess.learn(4, 4)
+        states = [DraftState(torch.arange(9), [], 50) for _ in range(2)]
+        for state in states:
+            state.learn(4, 4)
+            state.learn(4, 4)
         for tokens in (2, 10):
             made.cost.add(tokens, 1.0)
-        assert made._best(guesses, 2, 4) == 4, "a wide step takes no longer"
+        assert made._best(states, 2, 4) == 4, "a wide step takes no longer"
         for _ in range(100):
             made.cost.add(2, 1.0)
             made.cost.add(10, 5.0)
-        assert made._best(guesses, 2, 4) == 0, "five times the cost for at most five times the tokens"
+        assert made._best(states, 2, 4) == 0, "five times the cost for at most five times the tokens"
         assert made.cost.seconds(6) == pytest.approx(3.0, rel=0.05)
         for tokens, seconds in ((2, 1.0), (10, 1.4), (100, 5.9)) * 100:
             made.cost.add(tokens, seconds)
-        assert made._best(guesses, 2, 4) == 4
-        assert made._best(guesses, 20, 4) == 0, "18 of 20 rows would be padded"
+        assert made._best(states, 2, 4) == 4
+        assert made._best(states, 20, 4) == 0, "18 of 20 rows would be padded"
 
-    def test_pauses_grow_until_a_proposal_is_right(self):
-        guess = Guess(torch.arange(9), [], 50)
+    def test_pauses_grow_until_a_token_is_right(self):
+        state = DraftState(torch.arange(9), [], 50)
         lengths = []
         for _ in range(8):
-            guess.pause()
+            state.pause()
             lengths.append(1)
-            while guess.rests():
+            while state.rests():
                 lengths[-1] += 1
         assert [n - 1 for n in lengths] == [8, 16, 32, 64, 128, 256, LONGEST_PAUSE, LONGEST_PAUSE]
-        guess.learn(3, 1)
-        guess.pause()
-        assert sum(iter(guess.rests, False)) == 8
+        state.learn(3, 1)
+        state.pause()
+        assert sum(iter(state.rests, False)) == 8
 
     def test_answers_learn_from_those_before_and_a_cost_is_measured_again(self):
         made, widths = speculation(Told([list(range(500))])), []
         for _ in range(3):
-            guess = made.guess(torch.arange(5), [], 250)
+            state = made.begin_answer(torch.arange(5), [], 250)
             for token in range(5, 205):
-                ((proposed),) = made.propose([guess], 17)
-                widths.append(len(proposed))
-                made.begin(1)
-                made.end([(guess, len(proposed), 0)], alone=True)
-                guess.add(token)
+                ((drafted),) = made.draft([state], 17)
+                widths.append(len(drafted))
+                made.begin_step(1)
+                made.end_step([(state, len(drafted), 0)], alone=True)
+                state.add(token)
         assert widths[0] == 4 and widths[400] == 0 and 10 < sum(n > 0 for n in widths[400:]) < 40
         made._usual_rate, made.cost = 1.0, StepCost()
         for tokens, seconds in ((1, 1.0), (5, 100.0)):  # the first wide step was slow
             made.cost.add(tokens, seconds)
-        guess, widths = made.guess(torch.arange(5), [], 450), []
+        state, widths = made.begin_answer(torch.arange(5), [], 450), []
         for token in range(5, 305):
-            ((proposed),) = made.propose([guess], 17)
-            widths.append(len(proposed))
-            made.cost.add(1 + len(proposed), 1.0)
-            made.end([(guess, len(proposed), len(proposed))], alone=False)
-            guess.add(token)
+            ((drafted),) = made.draft([state], 17)
+            widths.append(len(drafted))
+            made.cost.add(1 + len(drafted), 1.0)
+            made.end_step([(state, len(drafted), len(drafted))], alone=False)
+            state.add(token)
         assert widths[0] == 0 and set(widths[-50:]) == {4}
 
     @pytest.mark.parametrize("bad", [0, MOST + 1, 2.0])
@@ -248,7 +248,7 @@ class TestDraftModel:
         made = speculation(DraftModel(draft, vocab_size=model.vocab_size))
         events = serve(_scheduler(model, speculation=made), requests, late={1: 2})
         assert [tokens_of(e) for e in events] == [tokens_of(e) for e in plain]
-        assert made.numbers.accepted == made.numbers.proposed >= 30
+        assert made.numbers.accepted == made.numbers.drafted >= 30
         assert not draft.store.book.rows and not model.store.book.rows
 
     def test_another_model_several_answers_and_texts_that_begin_alike(self):
@@ -263,8 +263,8 @@ class TestDraftModel:
             (events,) = serve(_scheduler(model, speculation=made), [request])
             assert [tokens_of(events, i) for i in range(3)] == [tokens_of(plain, i) for i in range(3)]
             assert max(ran) <= 32 and 60 < sum(ran) <= 110, "the prompt is run once, in chunks"
-        assert 0 < made.numbers.accepted < made.numbers.proposed
-        made.proposer._keep_bytes = 0
+        assert 0 < made.numbers.accepted < made.numbers.drafted
+        made.drafter._keep_bytes = 0
         serve(_scheduler(model, speculation=made), [Request(prompt=[3, 4, 5], sampling=sampling)])
         assert not draft.store.book.rows, "what it kept goes"
 
@@ -289,8 +289,8 @@ def _chat(rank, world):
             for (_, own), (_, want) in zip(told, found, strict=True):
                 torch.testing.assert_close(own, want, atol=1e-4, rtol=0)
             if rank == 0:
-                proposed, accepted, steps = conversation.speculated
-                assert steps <= 16 and steps < accepted < proposed
+                drafted, accepted, steps = conversation.speculated
+                assert steps <= 16 and steps < accepted < drafted
         found = told
         conversation.forget()
     return True

@@ -1,30 +1,27 @@
-"""Speculation for tests: a proposer that knows the answers, and decisions that don't depend on this machine."""
+"""Speculation for tests: a drafter that knows the answers, and decisions that don't depend on this machine."""
 
-from megatron_tree.generation.speculation import Speculation, StepCost
+from megatron_tree.generation.speculation import Drafter, Speculation, StepCost
 from support.scheduling import tokens_of
 
 
-class Told:
-    """Proposes the tokens of known answers, every `wrong`-th of them changed."""
+class Told(Drafter):
+    """Drafts the tokens of known answers, every `wrong`-th of them changed."""
 
     def __init__(self, answers, wrong=None):
         self._answers, self._wrong, self.forgotten = answers, wrong, 0
 
-    def ready(self, guesses):
-        return [True] * len(guesses)
+    def ready(self, states):
+        return [True] * len(states)
 
-    def propose(self, guesses, count):
-        return [self._next(guess.text.tolist(), count) for guess in guesses]
+    def draft(self, states, count):
+        return [self._next(state.text.tolist(), count) for state in states]
 
     def _next(self, text, count):
         whole = next(whole for whole in self._answers if whole[: len(text)] == text)
         tokens = [*whole[len(text) :][:count], *[1] * count][:count]
         return [t if self._wrong is None or (len(text) + i) % self._wrong else t + 1 for i, t in enumerate(tokens)]
 
-    def seconds(self, count):
-        return 0.0
-
-    def forget(self, guess):
+    def forget(self, state):
         self.forgotten += 1
 
 
@@ -35,8 +32,8 @@ class Free(StepCost):
         pass
 
 
-def speculation(proposer, num_tokens=4):
-    made = Speculation(num_tokens, proposer)
+def speculation(drafter, num_tokens=4):
+    made = Speculation(num_tokens, drafter)
     made.cost = Free()
     return made
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.cache.files import model_fingerprint
-from megatron_tree.generation.proposals import DraftModel, PromptLookup
+from megatron_tree.generation.drafters import DraftModel, PromptLookup
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.baseline import cache_shape

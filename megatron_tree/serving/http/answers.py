@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...generation.requests import Event
-from ...generation.sampling import Choice
+from ...generation.sampler import Choice
 from .tools import ToolText
 
 

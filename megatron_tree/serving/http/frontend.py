@@ -146,8 +146,8 @@ class Frontend:
             "requests_waiting": ("gauge", "Prompts that wait for a row.", waiting),
             "requests_running": ("gauge", "Prompts that are prefilled or answered.", running),
             "requests_served_total": ("counter", "Requests that were answered in full.", self._metrics.served),
-            "proposed_tokens_total": ("counter", "Tokens: proposed by speculation.", speculated.proposed),
-            "accepted_tokens_total": ("counter", "Tokens: proposed and right.", speculated.accepted),
+            "drafted_tokens_total": ("counter", "Tokens: drafted by speculation.", speculated.drafted),
+            "accepted_tokens_total": ("counter", "Tokens: drafted and right.", speculated.accepted),
             "preemptions_total": ("counter", "Answers that lost their rows for a while.", paused),
         }
         return self._metrics.text(more)

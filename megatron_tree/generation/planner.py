@@ -1,0 +1,234 @@
+"""Plans of continuous batching: how the leader makes them and chooses the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..comm import group_size
+from ..errors import TreeError
+from .executor import Executor
+from .plans import Crop, End, Operation, Prefill, PrefillRows, Score, Step
+from .requests import ActiveAnswer, ServedRequest
+from .room import Room
+from .sampler import Choice, choose_tokens, with_logprobs
+from .speculation import Speculation
+
+SHORT = 64  # prompts of up to this many tokens are run together,
+TOGETHER = 1024  # up to this many tokens, or to a chunk: it is more, or answers wait meanwhile
+LONGER = 256  # longer ones also, up to a chunk, on one rank: several would share the tokens of each
+PADDED = 2  # times so many tokens at most with the padding that the cache takes for a turn
+SCORED_CHUNK = 128  # tokens of a prompt whose logits are all kept at the same time
+
+
+class StepPlanner:
+    """The requests that are served. Only the thread that runs the loop uses it.
+
+    prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
+    max_rows, page_size, keep_bytes: see `Room`.
+    speculation: decides which tokens are drafted; None: none are.
+    on_end: called with a request when its last answer has ended, before its last event.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        max_rows: int,
+        page_size: int,
+        prefill_first: bool,
+        keep_bytes: int,
+        speculation: Speculation | None,
+        on_end: Callable[[ServedRequest], None],
+    ):
+        self._runner, self._prefill_first, self._on_end = executor.runner, prefill_first, on_end
+        self._longest = SHORT if group_size(executor.runner.token_group) > 1 else LONGER
+        self.room = Room(executor, max_rows=max_rows, page_size=page_size, keep_bytes=keep_bytes)
+        self._speculation = speculation
+        self._stepping: list[ActiveAnswer] = []  # whose logits the current plan returns
+        self._filling: list[tuple[ActiveAnswer, list[int]]] = []  # whose rows it fills, and with what
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.room.operations or self.room.served or self.room.keeps_too_much)
+
+    def cancel(self, request: ServedRequest) -> None:
+        """End a request that waits or is served."""
+        for answer in request.unfinished:
+            self._end(answer, None, answer.stopper.flush(), "cancelled")
+
+    def plan(self) -> list[Operation]:
+        """What to do in this turn: append a token to every row that is ready, and a chunk of a prompt to another.
+
+        Several prompts get a chunk if these have at most runner.chunk_size tokens together.
+        """
+        room, size = self.room, self._runner.chunk_size
+        if room.keeps_too_much:
+            room.evict_one()
+        room.copy_beginnings()  # before these rows grow
+        room.make_room(size)
+        operations: list[Operation] = room.operations
+        room.operations = []
+        ready = room.answers_with_rows()
+        to_fill = [answer for answer in ready if not answer.is_filled]
+        if to_fill:
+            ready = [] if self._prefill_first else [answer for answer in ready if answer.is_filled]
+        self._stepping = ready
+        if self._stepping:
+            self._draft()
+            tokens = [[answer.token, *answer.drafted] for answer in self._stepping]
+            operations.append(Step([answer.handle for answer in self._stepping], tokens))
+            for answer in self._stepping:
+                answer.append_token()
+        operations += self._fill(to_fill, size if self._stepping else max(size, TOGETHER))
+        return operations
+
+    def _fill(self, to_fill: list[ActiveAnswer], limit: int) -> list[Operation]:
+        """Prefill short prompts together, of at most `limit` tokens, and chunks of others as far as they fit."""
+        operations: list[Operation] = []
+        size = left = self._runner.chunk_size
+        short = self._short_ones(to_fill, limit)
+        self._filling = [(answer, answer.missing_tokens()) for answer in short]
+        if short:
+            operations.append(PrefillRows([a.handle for a in short], [tokens for _, tokens in self._filling]))
+            left -= sum(len(tokens) for _, tokens in self._filling)
+        for answer in to_fill:
+            if answer in short:
+                continue
+            # chunks don't depend on other requests, so that logits don't
+            scored = answer.request.scores and not answer.request.begun
+            chunk = answer.missing_tokens()[: min(size, SCORED_CHUNK) if scored else size]
+            if len(chunk) <= left:
+                operations.append((Score if scored else Prefill)(answer.handle, chunk, answer.num_known))
+                self._filling.append((answer, chunk))
+                left -= len(chunk)
+        return operations
+
+    def _short_ones(self, to_fill: list[ActiveAnswer], limit: int) -> list[ActiveAnswer]:
+        """Those to run in one pass, short ones of at most this many tokens; none if there is only one."""
+        chosen, longest, total = [], 0, 0
+        for answer in to_fill:
+            missing, request = answer.num_known - answer.length, answer.request
+            if request.row is not None or request.scores or missing > self._longest:
+                continue
+            width, most = max(longest, missing), limit if missing <= SHORT else self._runner.chunk_size
+            fits = total + missing <= most and width * (len(chosen) + 1) <= PADDED * most
+            if fits and self.room.can_pad([*chosen, answer], width):
+                chosen.append(answer)
+                longest, total = width, total + missing
+        return chosen if len(chosen) > 1 else []
+
+    def _draft(self) -> None:
+        """Draft tokens that may be the next ones of the answers that are about to make a step."""
+        if (speculation := self._speculation) is None:
+            return
+        for answer in self._stepping:
+            request = answer.request
+            if answer.draft_state is None:
+                answer.draft_state = speculation.begin_answer(request.prompt, answer.tokens, request.params.max_tokens)
+        widest = self.room.widest_step(self._stepping, 1 + speculation.num_tokens)
+        drafted = speculation.draft([answer.draft_state for answer in self._stepping], widest)
+        for answer, tokens in zip(self._stepping, drafted, strict=True):
+            answer.drafted, answer.num_right = tokens, 0
+        width = 1 + max(map(len, drafted))
+        self.room.widen_step(self._stepping, width)
+        speculation.begin_step(len(drafted) * width)
+
+    def take_logits(self, logits: list[Tensor]) -> None:
+        """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
+        logits = iter(logits)
+        if self._stepping:
+            self._finish_step(next(logits))
+        for (answer, chunk), last in zip(self._filling, logits):
+            request = answer.request
+            answer.length += len(chunk)
+            if request.row is not None:
+                request.row.tokens += chunk
+            if request.begun:
+                continue
+            if request.scores:
+                self._score(request, answer.length, len(chunk), last)
+                last = last[-1]
+            if answer.length == request.num_prompt:
+                self._begin_answers(answer, last)
+
+    def _finish_step(self, logits: Tensor) -> None:
+        """Choose every answer's next token by logits [rows, n, vocab], and more while they are those drafted."""
+        answers, going = self._stepping, list(range(len(logits)))
+        drafted = [len(answer.drafted) for answer in answers]
+        for place in range(logits.shape[1]):
+            rows = logits[:, place] if len(going) == len(logits) else logits[going, place]
+            choices = choose_tokens([answers[i].sampler for i in going], rows)
+            for i, choice in zip(going, choices, strict=True):
+                self._take(answers[i], choice)
+            going = [i for i in going if answers[i].is_right]
+            for i in going:
+                answers[i].num_right += 1
+                answers[i].append_token()
+            if not going:
+                break
+        if self._speculation is not None:
+            judged = [(answer.draft_state, n, answer.num_right) for answer, n in zip(answers, drafted, strict=True)]
+            self._speculation.end_step(judged, alone=not self._filling)
+            for answer in answers:
+                self._crop_wrong(answer)
+
+    def _crop_wrong(self, answer: ActiveAnswer) -> None:
+        """Remove what was drafted and is not right from an answer's row."""
+        if answer.handle is not None and answer.num_right < len(answer.drafted):
+            self.room.operations.append(Crop(answer.handle, answer.length))
+        answer.drafted = []
+
+    def _score(self, request: ServedRequest, end: int, num_tokens: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the tokens that follow a chunk's, which ends here, by its logits [n, vocab]."""
+        following = request.prompt[end - num_tokens + 1 :][:num_tokens].tolist()
+        if following:
+            request.scored += with_logprobs(logits[: len(following)], following, request.params.prompt_logprobs)
+
+    def _begin_answers(self, first: ActiveAnswer, logits: Tensor) -> None:
+        """The prompt is in the first answer's row: first tokens, and a row for every answer that continues."""
+        request, handle = first.request, first.handle
+        choices = choose_tokens([a.sampler for a in request.answers], logits.expand(len(request.answers), -1))
+        first.handle = None
+        self.room.hold_prompt(request, handle)
+        request.begun = True
+        for answer, choice in zip(request.answers, choices):
+            self._take(answer, choice)
+        if request.unfinished:
+            heir = request.unfinished[0]
+            heir.handle, heir.length = handle, request.num_prompt
+        else:
+            self.room.release(request, handle, request.prompt.tolist())
+
+    def _take(self, answer: ActiveAnswer, choice: Choice | TreeError) -> None:
+        if isinstance(choice, TreeError):
+            self._end(answer, None, answer.stopper.flush(), "error", error=str(choice))
+            return
+        delta = answer.stopper.add(choice.token)
+        answer.token = choice.token
+        answer.tokens.append(choice.token)
+        if answer.draft_state is not None:
+            answer.draft_state.add(choice.token)
+        if delta.finish_reason is None:
+            answer.send(choice, delta.text)
+        else:
+            self._end(answer, choice, delta.text, delta.finish_reason, stop_reason=delta.stop_reason)
+
+    def _end(self, answer: ActiveAnswer, choice: Choice | None, text: str, reason: str, **fields) -> None:
+        """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
+        request = answer.request
+        answer.finish()
+        if answer.draft_state is not None:
+            self._speculation.drafter.forget(answer.draft_state)
+            self._crop_wrong(answer)
+        if request.row is not None:
+            self.room.operations.append(End(request.row.handle, answer.token, reason, fields.get("error")))
+        if answer.handle is not None:
+            self.room.release(request, answer.handle, [] if reason == "error" else answer.row_tokens())
+            answer.handle = None
+        if not request.unfinished:
+            if request in self.room.served:
+                self.room.served.remove(request)
+            self._on_end(request)
+        answer.send(choice, text, reason, **fields)

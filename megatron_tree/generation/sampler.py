@@ -1,0 +1,150 @@
+"""From logits to a token."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import TreeError
+from .grammars import Matcher
+from .processors import processors
+from .sampling import SamplingParams, derived_seed
+
+MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
+
+
+class Choice(NamedTuple):
+    """One chosen token."""
+
+    token: int
+    logprob: float | None = None
+    """Natural logarithm of its probability by the model's logits, before penalties and temperature, at least
+    MIN_LOGPROB; if asked for."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(token, logprob) of the most likely tokens, in falling order."""
+
+
+class Sampler:
+    """Chooses the tokens of one answer. They depend on its parameters, prompt and logits, not on other requests.
+
+    It draws one number per token from its own generator on the CPU; that is its only state.
+
+    Args: params: with a seed unless greedy. prompt: int64 [n], for the repetition penalty. sample: the number of this
+        answer among several to one prompt. end_tokens: the model's, for `min_tokens`. matcher: of `params.grammar`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Tensor | None = None,
+        *,
+        sample: int = 0,
+        end_tokens: Iterable[int] = (),
+        matcher: Matcher | None = None,
+    ):
+        assert params.seed is not None or params.temperature == 0
+        assert (matcher is None) == (params.grammar is None)
+        self.params, self._matcher = params, matcher
+        self._generator = torch.Generator()
+        if params.temperature > 0:
+            self._generator.manual_seed(derived_seed(params.seed, sample))
+        penalizes = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        reads_prompt = prompt is not None and params.repetition_penalty != 1
+        self._tokens = prompt.unique() if reads_prompt else torch.empty(0, dtype=torch.int64)
+        """What penalties look at: the prompt's tokens, each once, and the answer's."""
+        self._processors = processors(params, len(self._tokens), {*end_tokens, *params.stop_token_ids})
+        reports = matcher is not None or params.logprobs is not None
+        self.is_plain = not (params.temperature or self._processors or reports)
+        """Whether the token is simply the most likely one, and nothing else is asked for."""
+        self.only_warps = params.temperature > 0 and not (
+            reports or penalizes or params.logit_bias or params.min_tokens
+        )
+        """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
+
+    def draw(self) -> Tensor:
+        """The number that chooses the next token, fp64 from 0 to 1."""
+        return torch.rand((), generator=self._generator, dtype=torch.float64)
+
+    def choose(self, logits: Tensor) -> Choice:
+        """The next token after logits fp32 [vocab], which hold a finite largest value. Raises: `TreeError` where
+        penalties or the temperature make them overflow."""
+        scores = logits.float()
+        if self._matcher is not None:
+            scores = scores.masked_fill(~self._matcher.allowed().to(scores.device), -math.inf)
+        scores = self._processors(self._tokens.to(logits.device)[None], scores[None])
+        if not math.isfinite(largest := scores.max().item()):
+            raise _not_finite(largest)
+        token = int(scores.argmax()) if self.params.temperature == 0 else _draw(scores, self.draw()[None])[0]
+        if self._matcher is not None:
+            self._matcher.take(token)
+        if self._processors:
+            self._tokens = torch.cat((self._tokens, torch.tensor([token])))
+        if self.params.logprobs is None:
+            return Choice(token)
+        return with_logprobs(logits[None], [token], self.params.logprobs)[0]
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """Logits fp32 [b, vocab] after temperature and cuts, where these are all; see `only_warps`."""
+        return self._processors(self._tokens[None], logits)
+
+
+def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Choice]:
+    """Tokens with their log-probabilities, and those of the num_top most likely ones, by logits [n, vocab]."""
+    scores = logits.double() if logits.device.type == "cpu" else logits.float()
+    logprobs = torch.log_softmax(scores, -1).clamp(min=MIN_LOGPROB)
+    top = torch.topk(logprobs, min(num_top, logprobs.shape[-1]))
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0]
+    columns = tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist()
+    return [
+        Choice(token, logprob, tuple(zip(indices, values)))
+        for token, logprob, indices, values in zip(*columns, strict=True)
+    ]
+
+
+def choose_tokens(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | TreeError]:
+    """The next token of every row of logits fp32 [b, vocab], one sampler each; those with equal options at once.
+
+    A row without a finite largest value (NaN in the model) gets an error in its place; other rows are not affected.
+    """
+    top, tokens = logits.max(-1)
+    chosen: list[Choice | TreeError | None] = [None] * len(samplers)
+    alike = defaultdict(list)
+    for row, (sampler, largest, token) in enumerate(zip(samplers, top.tolist(), tokens.tolist(), strict=True)):
+        if not math.isfinite(largest):
+            chosen[row] = _not_finite(largest)
+        elif sampler.is_plain:
+            chosen[row] = Choice(token)
+        elif sampler.only_warps:
+            params = sampler.params
+            alike[params.temperature, params.top_k, params.top_p, params.min_p].append(row)
+        else:
+            try:
+                chosen[row] = sampler.choose(logits[row])
+            except TreeError as error:
+                chosen[row] = error
+    for rows in alike.values():
+        scores = samplers[rows[0]].warp(logits[rows].float())
+        points = torch.stack([samplers[row].draw() for row in rows])
+        for row, token in zip(rows, _draw(scores, points)):
+            chosen[row] = Choice(token)
+    return chosen
+
+
+def _draw(scores: Tensor, points: Tensor) -> list[int]:
+    """The tokens at points fp64 [b], from 0 to 1, of the distributions with these scores, fp32 [b, vocab]."""
+    weights = torch.softmax(scores.cpu().double(), -1).cumsum(-1)
+    total = weights[:, -1:].contiguous()
+    places = torch.searchsorted(weights, points[:, None] * total, right=True)
+    return places.clamp(max=torch.searchsorted(weights, total))[:, 0].tolist()
+
+
+def _not_finite(largest: float) -> TreeError:
+    return TreeError(
+        f"the largest logit is {largest}: the model overflows (bfloat16 or float32 has the range that float16 lacks), "
+        "or its weights are broken"
+    )
