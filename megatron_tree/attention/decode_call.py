@@ -168,7 +168,7 @@ class DecodeCall:
             state_dtype(self.dtype),
             self.device,
             self.options.cp_group,
-            "own_share" if local else self.plan.schedule,
+            "local_share" if local else self.plan.schedule,
             transport=self.net.transport,
             timeout_s=self.options.config.timeout_s,
             order=self.net.placement.order,
@@ -221,7 +221,7 @@ def _plan(
         plan_decode,
         world,
         rows=q.shape[:3].numel(),
-        own_heads=head_shares is not None,
+        local_heads=head_shares is not None,
         kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
         topology=net.topology,
         placement=net.placement,

@@ -11,7 +11,7 @@
 - shared/         small collectives of the ranks of one host, through memory that they share
 - stages.py       the order in which gathers, computation and reductions of head chunks overlap
 - reductions.py   decode's reductions of one state per rank
-- own_share.py    those of which each rank gets its own part
+- local_share.py  the reduction that gives each rank its rows of the state
 - wire.py         JSON values between ranks
 - rendezvous.py   the default process group and its store
 - traffic.py      what this rank sends, recorded for tests and benchmarks
@@ -36,8 +36,8 @@ from .collectives import (
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.monitored import monitored, waited_s
 from .interop import check_local, outside_graphs, process_group
+from .local_share import by_owner
 from .machines import hosts
-from .own_share import by_owner
 from .reductions import Reducer, prepare_reduction
 from .shared import resolve_shared
 from .stages import Stages, run_stages

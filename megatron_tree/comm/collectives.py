@@ -27,8 +27,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 def start_gather(x: Tensor, team: Team) -> Pending:
     """All-gather x [s, ...], of equal length on all ranks, to [n * s, ...] in the team's order.
 
-    In two levels: each rank first gets its own place's shares from the other nodes, then hands them round its node, so
-    that a share crosses to another node once and not once for every rank there.
+    In two levels: each rank first gets the shards of its place from the other nodes, then hands them round its node, so
+    that a shard crosses to another node once and not once for every rank there.
     """
     _note("all_gather", team, (team.size - 1) * x.nbytes)
     x = x.contiguous()
@@ -74,7 +74,7 @@ _GATHERS = {"direct": _gather_direct, "builtin": _gather_builtin, "shm": _gather
 
 
 def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:
-    """Reduce x [n * s, ...], shards in the team's order, so that every rank ends with its own shard, complete.
+    """Reduce x [n * s, ...], shards in the team's order, so that every rank ends with its shard, complete.
 
     reducer: `merge(parts [m, s, ...])` in full precision, in order, and `narrow(merged)` for the wire (merge.py).
     In two levels: what is meant for one place is merged inside the node first, then across nodes.
@@ -89,9 +89,9 @@ def _reduce_scatter(x: Tensor, team: Team, reducer, exchange):
     if 1 in (team.inner, team.outer):
         x, levels = x.flatten(0, 1), [level for level in levels if len(level[0]) > 1]
     merged = None
-    for ranks, own in levels:
+    for ranks, index in levels:
         x = x if merged is None else reducer.narrow(merged)
-        merged = reducer.merge((yield from exchange(x, team, ranks, own)))
+        merged = reducer.merge((yield from exchange(x, team, ranks, index)))
     return merged
 
 
@@ -99,14 +99,13 @@ def start_all_to_all(x: Tensor, team: Team) -> Pending:
     """x [n, ...]: entry i goes to the team's i-th rank; the result's entry i came from it. In one level."""
     _note("all_to_all", team, (team.size - 1) * (x.nbytes // team.size))
     exchange, x = _EXCHANGES[team.transport], x.contiguous()
-    return Pending(exchange(x, team, team.order, team.order.index(group_rank(team.group))), x.device, (x,), "exchange")
+    return Pending(exchange(x, team, team.order, team.index), x.device, (x,), "exchange")
 
 
 def start_all_to_all_v(parts: list[Tensor], lengths: Sequence[int], team: Team) -> Pending:
     """parts[i] [n, ...] goes to the team's i-th rank, which expects n rows; returns [sum(lengths), ...], in the team's
     order, of which lengths[i] rows came from its i-th rank. Nothing goes to ranks that expect no rows."""
-    own = team.order.index(group_rank(team.group))
-    note("all_to_all", team.size, sum(x.nbytes for i, x in enumerate(parts) if i != own))
+    note("all_to_all", team.size, sum(x.nbytes for i, x in enumerate(parts) if i != team.index))
     start = _exchange_rows_builtin if team.transport == "builtin" else _exchange_rows_direct
     parts = [x.contiguous() for x in parts]
     return Pending(start(parts, lengths, team), parts[0].device, tuple(parts), "gather")
@@ -115,12 +114,11 @@ def start_all_to_all_v(parts: list[Tensor], lengths: Sequence[int], team: Team) 
 def _exchange_rows_direct(parts: list[Tensor], lengths: Sequence[int], team: Team):
     arrived = parts[0].new_empty((sum(lengths), *parts[0].shape[1:]))
     mail, by_rank = Mail("all_to_all", team.group, team.order, team.timeout_s), arrived.split(tuple(lengths))
-    own = team.order.index(group_rank(team.group))
-    arriving = [mail.receive(x, r) for i, (x, r) in enumerate(zip(by_rank, team.order)) if len(x) and i != own]
-    for r in from_next(team.order, own):
+    arriving = [mail.receive(x, r) for i, (x, r) in enumerate(zip(by_rank, team.order)) if len(x) and i != team.index]
+    for r in from_next(team.order, team.index):
         if len(part := parts[team.order.index(r)]):
             mail.send(part, r)
-    by_rank[own].copy_(parts[own])
+    by_rank[team.index].copy_(parts[team.index])
     yield
     mail.wait(*arriving)
     mail.sent()
@@ -142,28 +140,28 @@ def _exchange_rows_builtin(parts: list[Tensor], lengths: Sequence[int], team: Te
     return torch.cat([by_rank[i] for i in range(len(ranks))])
 
 
-def _exchange_direct(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
-    """x[n] goes to ranks[n]; returns [n, ...] whose entry n came from ranks[n]."""
+def _exchange_direct(x: Tensor, team: Team, ranks: tuple[int, ...], index: int):
+    """x[n] goes to ranks[n]; returns [n, ...] whose entry n came from ranks[n]. ranks[index] is this rank."""
     arrived = torch.empty_like(x)
     mail = Mail("all_to_all", team.group, team.order, team.timeout_s)
-    arriving = [mail.receive(arrived[n], r) for n, r in enumerate(ranks) if n != own]
-    for r in from_next(ranks, own):
+    arriving = [mail.receive(arrived[n], r) for n, r in enumerate(ranks) if n != index]
+    for r in from_next(ranks, index):
         mail.send(x[ranks.index(r)], r)
-    arrived[own] = x[own]
+    arrived[index] = x[index]
     yield
     mail.wait(*arriving)
     mail.sent()
     return arrived
 
 
-def _exchange_builtin(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
+def _exchange_builtin(x: Tensor, team: Team, ranks: tuple[int, ...], index: int):
     arrived, x = torch.empty_like(x), _reordered(x, ranks, rising=True).contiguous()
     start = functools.partial(dist.all_to_all_single, arrived, x, async_op=True)
     yield from _builtin("all_to_all", team, ranks, start)
     return _reordered(arrived, ranks, rising=False)
 
 
-def _exchange_shared(x: Tensor, team: Team, ranks: tuple[int, ...], own: int):
+def _exchange_shared(x: Tensor, team: Team, ranks: tuple[int, ...], index: int):
     yield
     return shared(team.group).exchange(x, team.group, team.timeout_s)
 

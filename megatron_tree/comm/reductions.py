@@ -1,4 +1,4 @@
-"""Decode's reductions: one packed state per rank is merged, and every rank gets the same bits (or its own share).
+"""Decode's reductions: one packed state per rank is merged, and every rank gets the same bits (or its share).
 
 `Reducer.start` posts the receives, the caller computes its state meanwhile, and `finish` sends and merges. Every
 schedule merges in one fixed order, or merges once and copies (docs/design.md, section 3).
@@ -19,7 +19,7 @@ from ..kernels import merge_packed
 from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather
 from .group import group_size
-from .own_share import ReduceArgs, Steps, own_share_builtin, own_share_direct, own_share_shared
+from .local_share import ReduceArgs, Steps, local_share_builtin, local_share_direct, local_share_shared
 from .shared import CAPACITY, shared
 from .team import from_next
 from .traffic import note
@@ -74,8 +74,8 @@ def prepare_reduction(
 ) -> Reducer:
     """Reductions over the group of states of `shape` [..., d + 1], any number of them.
 
-    Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level", or "own_share": `shape` is then
-    [rows, ..., d + 1], and each rank gets only its own rows back, shares[rank]; transport "direct" or "builtin", or
+    Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level", or "local_share": `shape` is then
+    [rows, ..., d + 1], and each rank gets only its rows back, shares[rank] of them; transport "direct" or "builtin", or
     "shm": then schedules of several rounds of messages are direct; order, block: the ranks by node and how many a node
     has (`plan.Placement`), default: every rank is its own node; across: how two_level's leaders exchange, "direct" or
     "butterfly".
@@ -197,7 +197,7 @@ def _merge_two(at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
 
 def _scatter_builtin(args: ReduceArgs) -> Steps:
     """Each rank merges its share of the rows, and sends it to all."""
-    first, rows, _ = _own_rows(args, own_share_shared if args.transport == "shm" else own_share_builtin)
+    first, rows, _ = _share_rows(args, local_share_shared if args.transport == "shm" else local_share_builtin)
     mine = _finish(first, _padded((yield), rows))
     return _whole_rows(start_gather(mine, args.team(args.ranks)).wait(), args.shape)
 
@@ -205,7 +205,7 @@ def _scatter_builtin(args: ReduceArgs) -> Steps:
 def _scatter_direct(args: ReduceArgs) -> Steps:
     """The same; the receives of both halves are posted at once."""
     n, r = len(args.ranks), args.rank
-    first, rows, share = _own_rows(args, own_share_direct)
+    first, rows, share = _share_rows(args, local_share_direct)
     whole, mail = args.empty(shape=(n, share, args.shape[-1])), args.mail("all_gather")
     arriving = [mail.receive(whole[s], s) for s in args.ranks if s != r]
     whole[r] = _finish(first, _padded((yield), rows))
@@ -217,11 +217,11 @@ def _scatter_direct(args: ReduceArgs) -> Steps:
     return _whole_rows(whole.flatten(0, 1), args.shape)
 
 
-def _own_rows(args: ReduceArgs, own_share) -> tuple[Steps, int, int]:
+def _share_rows(args: ReduceArgs, local_share) -> tuple[Steps, int, int]:
     """The first half of "scatter", its receives posted; the rows [rows, d + 1] that it takes, and those of a rank."""
     n = len(args.ranks)
     share = -(-math.prod(args.shape[:-1]) // n)
-    steps = own_share(dataclasses.replace(args, shape=(n * share, args.shape[-1]), shares=(share,) * n))
+    steps = local_share(dataclasses.replace(args, shape=(n * share, args.shape[-1]), shares=(share,) * n))
     next(steps)
     return steps, n * share, share
 
@@ -287,9 +287,9 @@ _SCHEDULES = {
     ("scatter", "builtin"): _scatter_builtin,
     ("scatter", "direct"): _scatter_direct,
     ("scatter", "shm"): _scatter_builtin,
-    ("own_share", "builtin"): own_share_builtin,
-    ("own_share", "direct"): own_share_direct,
-    ("own_share", "shm"): own_share_shared,
+    ("local_share", "builtin"): local_share_builtin,
+    ("local_share", "direct"): local_share_direct,
+    ("local_share", "shm"): local_share_shared,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

@@ -16,9 +16,9 @@ from torch.distributed import distributed_c10d
 from .group import GroupState, backend, group_rank, group_size
 
 
-def from_next(ranks: tuple[int, ...], own: int) -> tuple[int, ...]:
-    """All other ranks, starting with the next one, so that not all ranks send to the same rank first."""
-    return ranks[own + 1 :] + ranks[:own]
+def from_next(ranks: tuple[int, ...], index: int) -> tuple[int, ...]:
+    """All ranks but ranks[index], starting with the next one, so that not all ranks send to the same rank first."""
+    return ranks[index + 1 :] + ranks[:index]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,14 @@ class Team:
         return tuple(r for place in self.ranks for r in place)
 
     @functools.cached_property
+    def index(self) -> int:
+        """This rank's index in `order`."""
+        return self.order.index(group_rank(self.group))
+
+    @property
     def place(self) -> tuple[int, int]:
         """(i, o) of this rank: ranks[i][o] is this rank."""
-        return divmod(self.order.index(group_rank(self.group)), self.outer)
+        return divmod(self.index, self.outer)
 
     @property
     def across(self) -> tuple[int, ...]:

@@ -220,7 +220,7 @@ def _decode(args, topology: Topology, hosts: list[int], shape: Shape):
         placement=place(topology, hosts),
         schedule=args.schedule,
         memory_budget=args.memory_budget,
-        own_heads=args.local_heads,
+        local_heads=args.local_heads,
     )
 
 

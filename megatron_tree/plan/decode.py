@@ -154,13 +154,13 @@ def _butterfly(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
     return total, kept * step.state
 
 
-def _scatter(placed: PlacedTopology, step: StepSizes, own_heads: bool) -> tuple[_Sum, int]:
+def _scatter(placed: PlacedTopology, step: StepSizes, local_heads: bool) -> tuple[_Sum, int]:
     """Rows split over the ranks; each merges its own and sends the result to all, or keeps it if it has its heads."""
     total = _Sum(placed)
     share = -(-step.rows // placed.world) * step.row_bytes
     _all_to_all(total, share)
     total.merge(placed.world, share)
-    if own_heads:
+    if local_heads:
         return total, placed.world * share
     _gather(total, share)
     return total, 2 * placed.world * share
@@ -248,15 +248,15 @@ def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:
     return total.time, sum(total.sent)
 
 
-def reductions(placed: PlacedTopology, step: StepSizes, own_heads: bool = False) -> list[Reduction]:
-    """Every schedule with its predicted cost, the simpler ones first. own_heads: see `plan_decode`."""
+def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = False) -> list[Reduction]:
+    """Every schedule with its predicted cost, the simpler ones first. local_heads: see `plan_decode`."""
     compute = step.kv_bytes / placed.topology.memory_bandwidth
     ready = placed.topology.levels[placed.top].latency_s if placed.direct and placed.world > 1 else 0.0
     start = max(compute, ready)  # receivers report that they are ready meanwhile
     found = [
         ("allgather", "direct", _allgather),
         ("butterfly", "direct", _butterfly),
-        ("scatter", "direct", partial(_scatter, own_heads=own_heads)),
+        ("scatter", "direct", partial(_scatter, local_heads=local_heads)),
         ("two_level", "direct", partial(_two_level, across="direct")),
         ("two_level", "butterfly", partial(_two_level, across="butterfly")),
         ("allreduce", "direct", _allreduce),

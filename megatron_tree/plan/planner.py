@@ -197,7 +197,7 @@ def plan_decode(
     schedule: str = "auto",
     memory_budget: int | None = None,
     deterministic: bool = False,
-    own_heads: bool = False,
+    local_heads: bool = False,
 ) -> DecodePlan:
     """The plan of one decode step over `world` ranks.
 
@@ -214,13 +214,13 @@ def plan_decode(
         schedule: "auto", or a schedule's name; for "two_level" the exchange across nodes is still chosen.
         memory_budget: limit in bytes of a rank's communication buffers; None: no limit.
         deterministic: "auto" excludes "allreduce", whose summation order is up to the backend.
-        own_heads: each rank needs the result of its own heads only, so "scatter" ends after its first half.
+        local_heads: each rank needs the results of its heads only, so "scatter" ends after its first half.
 
     Raises: ValueError for an unknown schedule, and if no schedule fits the budget.
     """
     placed = _placed(world, topology, placement)
     check_choice("schedule", schedule, DECODE_SCHEDULES)
-    weighed = reductions(placed, StepSizes(rows, (head_dim_v + 1) * 4, kv_bytes or 0), own_heads)
+    weighed = reductions(placed, StepSizes(rows, (head_dim_v + 1) * 4, kv_bytes or 0), local_heads)
     if kv_bytes is None and schedule != "ring":
         weighed = [r for r in weighed if r.schedule != "ring"]
     if placed.block == 1 and schedule != "two_level":  # there it is an all-gather

@@ -159,7 +159,7 @@ class _Step(NamedTuple):
             kv_bytes=round(kv_bytes),
             topology=self.topology,
             placement=placed.placement,
-            own_heads=way.splits_weights,
+            local_heads=way.splits_weights,
         )
         plan, more = plan_of(head_dim_v=model.head_dim_v), 0.0
         if model.values and way.merges_values:

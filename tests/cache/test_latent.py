@@ -232,7 +232,7 @@ def test_values_are_merged_where_that_is_faster(world, dtype, tmp_path):
             if world == 2:
                 plan = plan_decode(
                     2, rows=2 * HEADS, head_dim_v=width, kv_bytes=None, topology=topologies[0],
-                    placement=place(topologies[0], [0, 0]), schedule="scatter", own_heads=bool(own),
+                    placement=place(topologies[0], [0, 0]), schedule="scatter", local_heads=bool(own),
                 )  # fmt: skip
                 assert plan.cost.bytes == sent
 

@@ -192,7 +192,7 @@ def test_direct_transport_is_for_gloo_on_the_cpu():
     assert all(run_distributed(_transports, 2))
 
 
-def _own_shares(rank, world, transport, hosts):
+def _local_shares(rank, world, transport, hosts):
     """The first half of "scatter", small and large, on one host (through the first rank) and on several."""
     GroupState.of(dist.group.WORLD).hosts = hosts
     for rows in (3, 5000):
@@ -200,7 +200,7 @@ def _own_shares(rank, world, transport, hosts):
             parts = torch.randn(world, sum(shares), rows, 5, generator=torch.Generator().manual_seed(rows))
             options, group = dict(transport=transport, timeout_s=20.0), dist.group.WORLD
             reduction = comm.prepare_reduction(
-                parts.shape[1:], torch.float32, CPU, group, "own_share", shares=shares, **options
+                parts.shape[1:], torch.float32, CPU, group, "local_share", shares=shares, **options
             ).start()
             own = reduction.finish(parts[rank])
             assert torch.equal(own, merge_packed(parts).split(shares)[rank])
@@ -213,9 +213,9 @@ def _own_shares(rank, world, transport, hosts):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("world", "several"), [(2, False), (3, False), (3, True), (4, False)])
-def test_own_shares_and_gathers(world, several, transport):
+def test_local_shares_and_gathers(world, several, transport):
     hosts = tuple(str(rank if several else 0) for rank in range(world))
-    run_distributed(_own_shares, world, transport, hosts)
+    run_distributed(_local_shares, world, transport, hosts)
 
 
 def _sums(rank, world, hosts):

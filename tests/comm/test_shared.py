@@ -61,11 +61,11 @@ def _same_bits(rank, world):
         assert [sent.bytes for sent in log] == [counts[rank] * x[:1].nbytes]
     for rows in (1, 4, 4000):
         state = torch.randn(world, rows, 33, generator=torch.Generator().manual_seed(rank))
-        for schedule in ("allgather", "scatter", "own_share"):  # states are merged by other code, equal on all ranks
+        for schedule in ("allgather", "scatter", "local_share"):  # states are merged by other code, equal on all ranks
             _both(functools.partial(_reduced, schedule), state, allowed=rounding(world))
             _both(functools.partial(_reduced, schedule), state.double())
             merged = _reduced(schedule, state, group, transport="shm", **options)
-            if schedule != "own_share":
+            if schedule != "local_share":
                 everyone = comm.gather_sequence(merged[None], group, **options)
                 assert all(torch.equal(merged, other) for other in everyone)
     x = torch.full((LARGE,), float(rank))

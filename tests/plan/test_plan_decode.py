@@ -137,19 +137,19 @@ def test_the_reason_names_the_choice_and_its_rivals():
         assert part in reason
 
 
-def test_own_heads_need_the_first_half_of_scatter():
+def test_local_heads_need_the_first_half_of_scatter():
     hosts = range(4)
-    whole, half = (costs(decode(hosts, own_heads=own))["scatter", "direct"] for own in (False, True))
+    whole, half = (costs(decode(hosts, local_heads=own))["scatter", "direct"] for own in (False, True))
     assert (half.bytes, half.steps) == (whole.bytes / 2, 1)
     assert half.time_s < whole.time_s
-    assert decode(hosts, own_heads=True).schedule == "scatter"
+    assert decode(hosts, local_heads=True).schedule == "scatter"
 
 
 def test_shared_memory_makes_rounds_of_messages_expensive():
     """Ranks of one host that share memory: one round, of all states or of own heads; two where states are large."""
     shm = dataclasses.replace(ETHERNET, transport="shm")
-    for rows, own_heads, schedule in ((16, False, "allgather"), (16, True, "scatter"), (1 << 14, False, "scatter")):
-        options = dict(topology=shm, rows=rows, own_heads=own_heads, kv_bytes=None)
+    for rows, local_heads, schedule in ((16, False, "allgather"), (16, True, "scatter"), (1 << 14, False, "scatter")):
+        options = dict(topology=shm, rows=rows, local_heads=local_heads, kv_bytes=None)
         plan = decode([0] * 4, **options)
         assert plan.schedule == schedule
         in_messages = decode([0] * 4, **{**options, "topology": ETHERNET})

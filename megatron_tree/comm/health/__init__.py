@@ -5,5 +5,5 @@
 - reports.py     after a failure: what every rank saw, and the conclusion that all come to
 - agreement.py   whether all ranks make the same call
 - monitored.py   regions in which all ranks of the job conclude together
-- gloo.py        what is gloo's own
+- gloo.py        giving up gloo's waits, telling its errors from others
 """

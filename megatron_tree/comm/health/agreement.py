@@ -56,9 +56,9 @@ def compare(watchdog: Watchdog, signature: Signature, number: int, store):
     """
     key, text = watchdog.key("call", number), str(signature)
     store.set(f"{key}/at/{watchdog.rank}", "")
-    own = f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()} {watchdog.rank}"
-    fingerprint, first = set_first(store, f"{key}/first", own).split()
-    if fingerprint == own.split()[0]:
+    fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    firsts, first = set_first(store, f"{key}/first", f"{fingerprint} {watchdog.rank}").split()
+    if firsts == fingerprint:
         if store.add(f"{key}/agreed", 1) == watchdog.world:
             set_first(store, f"{key}/verdict", "agreed")
     else:
@@ -66,7 +66,7 @@ def compare(watchdog: Watchdog, signature: Signature, number: int, store):
     began, asks, seen = time.monotonic(), True, 0
     while not store.check([f"{key}/verdict"]):
         if store.check([f"{key}/differs"]):
-            _show_both(watchdog, store, key, int(first), text, same=fingerprint == own.split()[0])
+            _show_both(watchdog, store, key, int(first), text, same=firsts == fingerprint)
         if (updates := watchdog.num_updates(store)) != seen:
             seen = updates
             if (rejection := watchdog.find_rejection(store, number)) is not None:
@@ -89,7 +89,7 @@ def compare(watchdog: Watchdog, signature: Signature, number: int, store):
 
 
 def _show_both(watchdog: Watchdog, store, key: str, first: int, text: str, *, same: bool):
-    """The first rank writes down its text, one that differs compares it with its own: that is the verdict."""
+    """The first rank writes down its text; a rank that differs compares it with its text and writes the verdict."""
     if first == watchdog.rank:
         store.set(f"{key}/text", text)
     elif not same and store.check([f"{key}/text"]):

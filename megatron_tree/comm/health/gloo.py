@@ -1,4 +1,4 @@
-"""What is gloo's own: giving up a wait, and telling its errors from others."""
+"""Particular to gloo: giving up a wait, and telling its errors from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a reduction have in common; and its form in which each rank gets its own entry of the state."""
+"""What the ranks of a reduction have in common; and the reduction that gives each rank its local rows of the state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReduceArgs:
     block: int
     across: str
     shares: tuple[int, ...] = ()
-    """Own shares: the rows of the state's first dimension that belong to each rank."""
+    """Of "local_share": the rows of the state's first dimension that each rank gets."""
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -64,25 +64,24 @@ class _Packed:
         return state
 
 
-def own_share_shared(args: ReduceArgs) -> Steps:
-    """Through shared memory, from which each rank merges its own rows."""
+def local_share_shared(args: ReduceArgs) -> Steps:
+    """Through shared memory, from which each rank merges its rows."""
     state, memory = (yield), shared(args.group)
     if state.dtype == torch.float32 and state.nbytes <= CAPACITY:
         first = sum(args.shares[: args.rank])
         return memory.merge_rows(state, first, args.shares[args.rank], args.group, args.timeout_s)
-    return _own(
-        args, memory.merge(memory.exchange(by_owner(state, args.shares, args.ranks), args.group, args.timeout_s))
-    )
+    parts = memory.exchange(by_owner(state, args.shares, args.ranks), args.group, args.timeout_s)
+    return _unpadded(args, memory.merge(parts))
 
 
-def own_share_builtin(args: ReduceArgs) -> Steps:
+def local_share_builtin(args: ReduceArgs) -> Steps:
     """In one collective of the backend."""
     parts = by_owner((yield), args.shares, args.ranks)
-    return _own(args, start_reduce_scatter(parts.flatten(0, 1), args.team(args.ranks), _Packed).wait())
+    return _unpadded(args, start_reduce_scatter(parts.flatten(0, 1), args.team(args.ranks), _Packed).wait())
 
 
-def own_share_direct(args: ReduceArgs) -> Steps:
-    """Each rank is sent its own rows of the state, and merges those of all ranks in rank order."""
+def local_share_direct(args: ReduceArgs) -> Steps:
+    """Each rank is sent its rows of all states, and merges them in rank order."""
     shape = (len(args.ranks), max(args.shares), *args.shape[1:])
     parts, mail, r = args.empty(shape=shape), args.mail("all_to_all"), args.rank
     arriving = [mail.receive(parts[s], s) for s in args.ranks if s != r]
@@ -94,12 +93,12 @@ def own_share_direct(args: ReduceArgs) -> Steps:
     mail.wait(*arriving)
     merged = merge_packed(parts)
     mail.sent()
-    return _own(args, merged)
+    return _unpadded(args, merged)
 
 
 def by_owner(state: Tensor, shares: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """state [rows, ...] of some ranks' rows, in rank order, as [ranks, longest share, ...] in this order of ranks: what
-    is meant for each, padded by rows that repeat."""
+    """state [rows, ...], each rank's rows one after another, as [ranks, longest share, ...] in `order`, padded by rows
+    that repeat."""
     longest = max(shares)
     if not len(state):
         return state.new_zeros(len(order), longest, *state.shape[1:])
@@ -118,6 +117,6 @@ def _padded_rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.
     return torch.tensor(rows, device=device)
 
 
-def _own(args: ReduceArgs, merged: Tensor) -> Tensor:
-    """Without the padding."""
+def _unpadded(args: ReduceArgs, merged: Tensor) -> Tensor:
+    """This rank's rows, without the padding."""
     return merged[: args.shares[args.rank]]
