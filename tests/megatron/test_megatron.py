@@ -1,4 +1,4 @@
-"""GPTModel on 2 and 4 ranks against the same model on one: schedules, layouts, recomputation, the plugin, bf16.
+"""GPTModel on several ranks against the same model on one: schedules, layouts, recomputation, the plugin, bf16.
 
 Every test is one call of a rank function, which goes through many cases with one process group.
 """
@@ -16,12 +16,11 @@ from megatron_tree import TreeConfig
 from support.megatron_models import Case, build_model, check, megatron, reference_of, run_all, schedules
 
 
-@pytest.mark.supports("MHA, GQA, MQA (num_query_groups)", with_="every schedule; cp = 2, 4")
-@pytest.mark.supports("cp_comm_type tree, p2p, all_gather", with_="cp = 2, 4")
-@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_every_schedule_equals_one_rank(cp):
-    heads = [8, 2, 1]  # MHA, GQA, MQA
-    check(cp, [Case(cp=cp, num_heads_kv=h, batch=b, **s) for h in heads for b in (1, 3) for s in schedules(cp)])
+@pytest.mark.supports("MHA, GQA, MQA (num_query_groups)", with_="every schedule; cp = 4")
+@pytest.mark.supports("cp_comm_type tree, p2p, all_gather", with_="cp = 4")
+def test_every_schedule_equals_one_rank():
+    batches = {8: 1, 2: 3, 1: 1}  # by KV heads: MHA, GQA, MQA
+    check(4, [Case(cp=4, num_heads_kv=h, batch=b, **s) for h, b in batches.items() for s in schedules(4)])
 
 
 @pytest.mark.supports("sliding windows (window_size, window_attn_skip_freq)", with_="cp = 2")
@@ -50,21 +49,13 @@ def test_with_other_parallelism(layout):
 
 
 @pytest.mark.supports("install(), Megatron's own layer specs", with_="cp = 2")
-def test_plugin_needs_only_the_configuration():
-    plugin = {"cp": 2, "install": True, "local_spec": True}
-    pinned = TreeConfig(grid=(1, 2))
-    check(2, [Case(**plugin), Case(**plugin, tree_config=pinned), Case(**plugin, cp_comm_type=("tree", "tree"))])
-
-
 @pytest.mark.supports("a cp_comm_type for each layer", with_="install(); cp = 2")
-def test_a_schedule_for_each_layer():
-    check(
-        2,
-        [
-            Case(cp=2, install=True, cp_comm_type=("tree", "p2p")),
-            Case(cp=2, install=True, cp_comm_type=("all_gather", "tree")),
-        ],
-    )
+def test_plugin_needs_only_the_configuration():
+    plugin = {"cp": 2, "install": True}
+    cases = [Case(**plugin, cp_comm_type=types) for types in (("tree", "p2p"), ("all_gather", "tree"))]
+    plugin["local_spec"] = True
+    cases += [Case(**plugin, tree_config=TreeConfig(grid=(1, 2))), Case(**plugin, cp_comm_type=("tree", "tree"))]
+    check(2, cases)
 
 
 def _sink_shards(rank, world, tp, cp):
@@ -101,11 +92,10 @@ def _bf16_errors(rank, world, cases):
     return rows
 
 
-@pytest.mark.supports("bf16", with_="as close to fp32 as dense bf16; every schedule; cp = 2, 4")
-@pytest.mark.parametrize("cp", [2, 4])
-def test_bf16_is_as_good_as_dense_bf16(cp):
-    cases = [Case(cp=cp, dtype=torch.bfloat16, **schedule) for schedule in schedules(cp)]
-    for case, rows in zip(cases, run_distributed(_bf16_errors, cp, cases)[0], strict=True):
+@pytest.mark.supports("bf16", with_="as close to fp32 as dense bf16; every schedule; cp = 4")
+def test_bf16_is_as_good_as_dense_bf16():
+    cases = [Case(cp=4, dtype=torch.bfloat16, **schedule) for schedule in schedules(4)]
+    for case, rows in zip(cases, run_distributed(_bf16_errors, 4, cases)[0], strict=True):
         for name, error, dense in rows:
             limit = 2 if name == "losses" else 3
             assert error <= limit * dense, f"{name}: {error:.2e}, dense bf16 {dense:.2e}, {case}"

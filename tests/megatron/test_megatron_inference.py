@@ -25,6 +25,7 @@ from support.ranks import largest, run_distributed
 from support.tape import Tape
 from support_matrix import refused
 
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1}
 SERVED = "serving a GPTModel, its KV cache sharded (MegatronRunner)"
 
 
@@ -43,11 +44,9 @@ def test_served_model_equals_full_forwards(world):
 @pytest.mark.supports(SERVED, with_="cp = 2; MHA, MQA, windows, sinks, qk_layernorm, experts, no_rope_freq")
 @pytest.mark.supports(SERVED, with_="cp = 2; learned_absolute and no positions, rotary_interleaved")
 def test_served_variants():
-    experts = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1}
-    cases = [case(num_heads_kv=8), case(num_heads_kv=1), case(qk_layernorm=True), case(no_rope_freq=[0, 1])]
-    cases += [case(softmax_type="off-by-one"), case(softmax_type="learnable", window_size=(5, 0))]
-    cases += [case(positions="learned_absolute"), case(positions="none"), case(rotary_interleaved=True)]
-    check(2, [*cases, case(**experts)])
+    cases = [case(num_heads_kv=8, qk_layernorm=True, softmax_type="off-by-one"), case(rotary_interleaved=True)]
+    cases += [case(num_heads_kv=1, softmax_type="learnable", window_size=(5, 0)), case(positions="none", **EXPERTS)]
+    check(2, [*cases, case(positions="learned_absolute"), case(no_rope_freq=[0, 1])])
 
 
 @pytest.mark.slow
@@ -59,9 +58,8 @@ def test_served_beside_tensor_parallelism():
 @pytest.mark.supports(SERVED, with_="cp = 2; MLA, its rope_type rope and yarn")
 def test_served_multi_latent_attention():
     wide = {"kv_lora_rank": 64, "qk_layernorm": True}  # as of 15 tokens it pays to make keys
-    cases = [case(mla=True, **wide), case(mla=True, rope_type="yarn"), case(mla=True, q_lora_rank=None)]
-    check(2, cases)
-    check(2, cases[:1], tolerance=5e-2, same_tokens=False, options={"dtype": "int8"})
+    check(2, [case(mla=True, **wide), case(mla=True, rope_type="yarn", q_lora_rank=None)])
+    check(2, [case(mla=True, **wide)], tolerance=5e-2, same_tokens=False, options={"dtype": "int8"})
 
 
 def _latents(rank, world):
@@ -92,16 +90,18 @@ def _answers(run):
     return scenario(runner(model.eval()))
 
 
-def _experts(rank, world, dispatcher):
-    run = Run(ep=2, cp=2, config=(("num_moe_experts", 4), ("moe_token_dispatcher_type", dispatcher)))
-    expected, found = (in_layout(layout, _answers) for layout in (plain(run), run))
-    return [float((x - found[name]).abs().max() / x.abs().max()) for name, x in expected.items()]
+def _experts(rank, world):
+    errors = []
+    for dispatcher in ("alltoall", "allgather"):
+        run = Run(ep=2, cp=2, config=(("num_moe_experts", 4), ("moe_token_dispatcher_type", dispatcher)))
+        expected, found = (in_layout(layout, _answers) for layout in (plain(run), run))
+        errors += [float((x - found[name]).abs().max() / x.abs().max()) for name, x in expected.items()]
+    return errors
 
 
 @pytest.mark.supports(SERVED, with_="cp = 2, ep = 2")
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_served_beside_expert_parallelism(dispatcher):
-    for errors in run_distributed(_experts, 2, dispatcher, fresh=True):
+def test_served_beside_expert_parallelism():
+    for errors in run_distributed(_experts, 2, fresh=True):
         assert largest(errors) <= 1e-4, errors
 
 
@@ -140,11 +140,10 @@ def _replayed(rank, world):
         return runner
 
     cases = [{"window_size": (5, 0), "window_attn_skip_freq": 2}, {"mla": True}, {"positions": "learned_absolute"}]
-    experts = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1}
     with mock.patch.object(megatron_serving, "served", replaying):
         found = compare(rank, world, [case(cp=1, **options) for options in cases], {})
         with pytest.raises(ValueError, match="masked_select makes the host wait"):  # by experts of several tokens
-            compare(rank, world, [case(cp=1, **experts)], {})
+            compare(rank, world, [case(cp=1, **EXPERTS)], {})
         return found, Tape.replays
 
 
@@ -184,9 +183,8 @@ def _fail_and_go_on(rank, world):
         return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_failure_takes_the_tokens_back(world):
-    for after, undisturbed in run_distributed(_fail_and_go_on, world, fresh=True):
+def test_a_failure_takes_the_tokens_back():
+    for after, undisturbed in run_distributed(_fail_and_go_on, 2, fresh=True):
         assert torch.allclose(after, undisturbed, atol=1e-5 * float(undisturbed.abs().max()))
 
 
@@ -297,10 +295,7 @@ def test_runner_refuses_other_models():
     [
         ({"vocab_size": 9}, "vocab_size=9 must be from 1 to the model's 8"),
         ({"block_size": 0}, "block_size=0"),
-        ({"dtype": "int4"}, "dtype='int4'"),
         ({"schedule": "tree"}, "schedule='tree'"),
-        ({"chunk_size": 0}, "chunk_size=0"),
-        ({"capacity_tokens": -1}, "capacity_tokens=-1"),
     ],
 )
 def test_runner_refuses_options(options, message):

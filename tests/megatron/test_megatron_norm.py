@@ -51,18 +51,6 @@ def test_weights_around_zero():
     torch.testing.assert_close(around_zero(x), 1.5 * plain(x))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_parameters_are_marked(sequence_parallel):
-    model = config(sequence_parallel=sequence_parallel, tensor_model_parallel_size=2)
-    norm = tree.SequenceParallelNorm(model, 32)
-    assert [parameter.sequence_parallel for parameter in norm.parameters()] == 2 * [sequence_parallel]
-
-
-def test_megatrons_own_norm_refuses_sequence_parallelism():
-    with pytest.raises(AssertionError, match="sequence parallel"):  # if it ever does not, megatron_norm.py can go
-        WrappedTorchNorm(config(sequence_parallel=True, tensor_model_parallel_size=2), 32)
-
-
 def test_every_norm_of_a_block_is_replaced():
     spec = block_spec()
     before = copy.deepcopy(spec)
@@ -76,21 +64,19 @@ def test_every_norm_of_a_block_is_replaced():
     assert set(norms) == {tree.SequenceParallelNorm}
     assert attention.core_attention.module is tree.TreeDotProductAttention
     assert tree.use_sequence_parallel_norm(result) is result
-
-
-def test_fused_norms_stay():
-    spec = block_spec()
-    spec.layer_norm = FusedLayerNorm
-    result = tree.use_sequence_parallel_norm(spec)
-    assert result.layer_norm is FusedLayerNorm
     fused = TransformerBlockSubmodules(layer_specs=[], layer_norm=FusedLayerNorm)
-    assert tree.use_sequence_parallel_norm(fused) is fused
+    assert tree.use_sequence_parallel_norm(fused) is fused, "fused norms stay"
 
 
 @pytest.mark.refuses("a single layer's spec", when="use_sequence_parallel_norm is called")
 def test_a_layer_spec_is_refused():
     with pytest.raises(ValueError, match="pass a block spec"):
         tree.use_sequence_parallel_norm(get_gpt_layer_local_spec(normalization="RMSNorm"))
+
+
+def test_megatrons_own_norm_refuses_sequence_parallelism():
+    with pytest.raises(AssertionError, match="sequence parallel"):  # if it ever does not, norm.py can go
+        WrappedTorchNorm(config(sequence_parallel=True, tensor_model_parallel_size=2), 32)
 
 
 @pytest.mark.refuses("another normalization in SequenceParallelNorm", when="the model is built")

@@ -58,10 +58,8 @@ def test_spec_option_follows_the_config():
     dense, experts = compat.decoder_layer_specs(model, vp_stage=None, pp_group=group)
     assert dense.submodules.mlp.module is MLP
     assert experts.submodules.mlp.module is MoELayer
-    assert (
-        dense.submodules.input_layernorm
-        is gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm").submodules.input_layernorm
-    )
+    rms = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    assert dense.submodules.input_layernorm is rms.input_layernorm
     mla = config(multi_latent_attention=True, qk_layernorm=True)
     spec, _ = compat.decoder_layer_specs(mla, vp_stage=None, pp_group=group)
     assert issubclass(spec.submodules.self_attention.module, MultiLatentAttention)
@@ -116,18 +114,10 @@ def newer_attention(monkeypatch):
     """Attention as of 0.17 to 0.19: two more arguments, and a builder where a module stood."""
 
     class NewerAttention:
-        def __init__(
-            self,
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            attention_type,
-            cp_comm_type=None,
-            pg_collection=None,
-            pp_layer_offset=None,
-            name=None,
-        ):
+        # fmt: off
+        def __init__(self, config, submodules, layer_number, attn_mask_type, attention_type, cp_comm_type=None,
+                     pg_collection=None, pp_layer_offset=None, name=None):
+            # fmt: on
             self.core, self.name, self.offset = submodules.core_attention, name, pp_layer_offset
 
     monkeypatch.setattr("megatron.core.transformer.attention.Attention", NewerAttention)
@@ -140,24 +130,15 @@ def newer_attention(monkeypatch):
         (TEDotProductAttention, "tree", True),
         (ModuleSpec(module=TEDotProductAttention), "a2a+tree", True),
         (functools.partial(TEDotProductAttention), "tree", True),
-        (TEDotProductAttention, "p2p", False),
         (TEDotProductAttention, "a2a+p2p", False),
-        (TEDotProductAttention, None, False),
     ],
 )
-def test_plugin_with_transformer_engines_spec_and_newer_signatures(
-    newer_attention, installed, core, cp_comm_type, replaced
-):
-    spec = Submodules(core)
-    layer = newer_attention(
-        config(), spec, 1, causal, "self", cp_comm_type=cp_comm_type, pp_layer_offset=3, name="layers.0"
-    )
+def test_plugin_with_newer_signatures(newer_attention, installed, core, cp_comm_type, replaced):
+    spec, newer = Submodules(core), {"pp_layer_offset": 3, "name": "layers.0"}
+    layer = newer_attention(config(), spec, 1, causal, "self", cp_comm_type=cp_comm_type, **newer)
     assert (layer.name, layer.offset) == ("layers.0", 3)
     assert spec.core_attention is core, "the user's spec stays as it is"
-    if replaced:
-        assert layer.core.module is tree.TreeDotProductAttention
-    else:
-        assert layer.core is core
+    assert (layer.core.module is tree.TreeDotProductAttention) if replaced else (layer.core is core)
 
 
 def test_plugin_refuses_an_attention_without_cp_comm_type(newer_attention, monkeypatch):
@@ -210,20 +191,14 @@ def test_a_misspelled_cp_comm_type(newer_attention, installed, written):
 # --- what differs between releases ---
 
 
-@pytest.mark.parametrize("sizes", [[2, 4], (4, 2), [1, 8]])
-def test_hierarchical_sizes(sizes):
-    model = types.SimpleNamespace(hierarchical_context_parallel_sizes=sizes)
-    assert compat.hierarchical_sizes(model, Group(8)) == tuple(sizes)
-
-
-@pytest.mark.parametrize("sizes", [None, [], [8], [2, 2], [2, 2, 2], [-2, -4]])
-def test_hierarchical_sizes_that_do_not_fit(sizes):
-    model = types.SimpleNamespace(hierarchical_context_parallel_sizes=sizes)
-    with pytest.raises(ValueError, match="two sizes whose product is the 8 .*--hierarchical-context-parallel-sizes"):
-        compat.hierarchical_sizes(model, Group(8))
-
-
-def test_hierarchical_sizes_of_the_parallel_state(monkeypatch):
+def test_hierarchical_sizes(monkeypatch):
+    """In the configuration, or of the parallel state."""
+    model = types.SimpleNamespace(hierarchical_context_parallel_sizes=[2, 4])
+    assert compat.hierarchical_sizes(model, Group(8)) == (2, 4)
+    for sizes in (None, [8], [2, 2], [2, 2, 2], [-2, -4]):
+        model.hierarchical_context_parallel_sizes = sizes
+        with pytest.raises(ValueError, match="two sizes whose product is the 8 .*--hierarchical-context-parallel-siz"):
+            compat.hierarchical_sizes(model, Group(8))
     groups = [Group(4), Group(2)]
     monkeypatch.setattr("megatron.core.parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", groups)
     assert compat.hierarchical_sizes(types.SimpleNamespace(), Group(8)) == (4, 2)

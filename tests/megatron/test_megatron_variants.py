@@ -1,4 +1,4 @@
-"""Variants of a GPTModel's attention on 2 and 4 ranks against the same model on one rank."""
+"""Variants of a GPTModel's attention on several ranks against the same model on one."""
 
 import dataclasses
 from unittest import mock
@@ -26,35 +26,31 @@ MTP = options(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 NO_Q_LORA = options(q_lora_rank=None)
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports("qk_layernorm", with_="cp = 2, 4")
-@pytest.mark.supports("attention_output_gate", with_="cp = 2, 4")
-@pytest.mark.supports("head_dim above 256 (kv_channels)", with_="288; cp = 2, 4")
-def test_what_is_around_attention(cp):
-    cases = [Case(cp=cp, extra=extra) for extra in (QK_NORM, GATE, WIDE)]
-    check(cp, cases + [Case(cp=cp, batch=1, extra=QK_NORM + GATE + WIDE, **schedule) for schedule in schedules(cp)])
+@pytest.mark.supports("qk_layernorm", with_="cp = 2")
+@pytest.mark.supports("attention_output_gate", with_="cp = 2")
+@pytest.mark.supports("head_dim above 256 (kv_channels)", with_="288; cp = 2")
+def test_what_is_around_attention():
+    cases = [Case(cp=2, extra=extra) for extra in (QK_NORM, GATE, WIDE)]
+    check(2, cases + [Case(cp=2, batch=1, extra=QK_NORM + GATE + WIDE, **schedule) for schedule in schedules(2)])
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports("multi-latent attention (MLA)", with_="cp = 2, 4; with and without q_lora_rank")
-def test_multi_latent_attention(cp):
+@pytest.mark.supports("multi-latent attention (MLA)", with_="cp = 2; with and without q_lora_rank")
+def test_multi_latent_attention():
     kinds = [NO_Q_LORA, QK_NORM, options(rope_type="yarn")]
     kinds += [options(recompute_granularity="selective", recompute_modules=["mla_up_proj", "core_attn"])]
-    cases = [Case(cp=cp, mla=True, extra=extra) for extra in kinds]
-    check(cp, cases + [Case(cp=cp, mla=True, **schedule) for schedule in schedules(cp)])
+    cases = [Case(cp=2, mla=True, extra=extra) for extra in kinds]
+    check(2, cases + [Case(cp=2, mla=True, **schedule) for schedule in schedules(2)])
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="two layers; cp = 2, 4; also with MLA")
-def test_multi_token_prediction(cp):
-    cases = [Case(cp=cp, mla=True, extra=MTP)]
-    check(cp, cases + [Case(cp=cp, extra=MTP, **schedule) for schedule in schedules(cp)])
+@pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="two layers; cp = 2; also with MLA")
+def test_multi_token_prediction():
+    cases = [Case(cp=2, mla=True, extra=MTP)]
+    check(2, cases + [Case(cp=2, extra=MTP, **schedule) for schedule in schedules(2)])
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports("multimodal rotary embeddings (mrope)", with_="cp = 2, 4")
-def test_multimodal_positions(cp):
-    check(cp, [Case(cp=cp, positions="mrope", extra=options(mrope_section=[1, 1, 2]))])
+@pytest.mark.supports("multimodal rotary embeddings (mrope)", with_="cp = 2")
+def test_multimodal_positions():
+    check(2, [Case(cp=2, positions="mrope", extra=options(mrope_section=[1, 1, 2]))])
 
 
 def _rolled(rank, world):
@@ -71,10 +67,9 @@ def _rolled(rank, world):
         return torch.equal(ours, shares["rolled"]), int(total) == int(shares["rolled"].sum())
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_megatron_rolls_a_sharded_sequence(cp):
+def test_megatron_rolls_a_sharded_sequence():
     """Multi-token prediction relies on it: the next token of a chunk's last one lies on another rank."""
-    assert run_distributed(_rolled, cp) == [(True, True)] * cp
+    assert run_distributed(_rolled, 4) == [(True, True)] * 4
 
 
 @pytest.mark.supports("cp_comm_type a2a (Ulysses)", with_="more and fewer KV heads than ranks; cp = 2, 4")
@@ -119,22 +114,17 @@ def with_tree_attention(case):
     return dataclasses.replace(reference_of(case), tree=True)
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports(
-    "attention_dropout", with_="a GPTModel's masks on 2 and 4 ranks are those on 1; MLA; recomputation"
-)
-def test_dropout(cp):
+@pytest.mark.supports("attention_dropout", with_="a GPTModel: the same masks on 1 and 2 ranks; MLA; recomputation")
+def test_dropout():
     """The reference is tree attention on one rank."""
     dropout, full = options(attention_dropout=0.2), options(recompute_granularity="full", recompute_method="uniform")
     core = options(recompute_granularity="selective", recompute_modules=["core_attn"])
-    kinds = [*schedules(cp), {"mla": True, "extra": core}]
-    if cp == 4:
-        kinds += [{"extra": core}, {"extra": full + options(recompute_num_layers=1)}, {"cp_comm_type": "a2a"}]
-        kinds += [{"extra": options(window_size=(5, 0), softmax_type="learnable")}]
-    cases = [Case(cp=cp, **{**kind, "extra": dropout + kind.get("extra", ())}) for kind in kinds]
-    check(cp, cases, run=seeded, reference=with_tree_attention)
+    kinds = [*schedules(2), {"mla": True, "extra": core}]
+    kinds += [{"extra": full + options(recompute_num_layers=1)}, {"cp_comm_type": "a2a"}]
+    cases = [Case(cp=2, **{**kind, "extra": dropout + kind.get("extra", ())}) for kind in kinds]
+    check(2, cases, run=seeded, reference=with_tree_attention)
     with pytest.raises(AssertionError, match="is off by"):  # there are masks: Megatron's own attention draws others
-        check(cp, cases[:1], run=seeded)
+        check(2, cases[:1], run=seeded)
 
 
 SOFTCAP = 0.5
