@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -73,13 +69,10 @@ def _check_pages(q: Tensor, cache: KVCache, v: Tensor) -> bool:
         if scale.shape != k.shape[:3] or scale.dtype != torch.float32:
             raise ValueError(f"{name} must be fp32 {list(k.shape[:3])}, got {describe(scale)}")
         check_device(name, scale, q)
-    # on an accelerator the values stay there: reading them would stall every step
-    if q.device.type == "cpu" and isinstance(cache.lengths, Tensor) and cache.lengths.shape == (b,):
-        with _once((table, cache.lengths), k.shape[:2]) as unknown:
-            if unknown and not _is_within(table, len(k)):  # then it matters which entries are used
-                used = torch.arange(table.shape[1]) * k.shape[1] < cache.lengths[:, None]
-                if not _is_within(table[used], len(k)):
-                    raise ValueError(f"block_table={table.tolist()} names pages beyond the {len(k)} of k_cache")
+    if _is_beyond(table, len(k)) and isinstance(cache.lengths, Tensor) and cache.lengths.shape == (b,):
+        used = torch.arange(table.shape[1]) * k.shape[1] < cache.lengths[:, None]
+        if _is_beyond(table[used], len(k)):
+            raise ValueError(f"block_table={table.tolist()} names pages beyond the {len(k)} of k_cache")
     return scaled[0]
 
 
@@ -106,10 +99,8 @@ def check_seen_slots(q: Tensor, cache: KVCache, spec: AttnSpec) -> KVCache:
                 f"cache_seqlens must be an integer tensor of one length per batch row, [{b}], got {describe(lengths)}"
             )
         check_device("cache_seqlens", lengths, q)
-        if q.device.type == "cpu" and b:
-            with _once((lengths,), (slots,)) as unknown:
-                if unknown and not _is_within(lengths, slots + 1):
-                    raise ValueError(f"cache_seqlens={lengths.tolist()} must be within 0 and the cache's {slots} slots")
+        if _is_beyond(lengths, slots + 1):
+            raise ValueError(f"cache_seqlens={lengths.tolist()} must be within 0 and the cache's {slots} slots")
     return cache._replace(q_positions=q_positions, k_positions=k_positions)
 
 
@@ -137,40 +128,15 @@ def check_shared(q: Tensor, cache: KVCache, spec: AttnSpec, schedule: str) -> No
                 f"shared must be pairs of rows int64 [m] and pages int32 [1, n] on {q.device}, got {describe(rows)} "
                 f"and {describe(table)} on {table.device}"
             )
-        if q.device.type == "cpu":
-            with _once((rows, table), (num_pages, len(q))) as unknown:
-                if unknown and not (_is_within(rows, len(q)) and _is_within(table, num_pages)):
-                    raise ValueError(
-                        f"shared: rows {rows.tolist()} must be below {len(q)} and pages {table.tolist()} below "
-                        f"{num_pages}"
-                    )
+        if _is_beyond(rows, len(q)) or _is_beyond(table, num_pages):
+            raise ValueError(
+                f"shared: rows {rows.tolist()} must be below {len(q)} and pages {table.tolist()} below {num_pages}"
+            )
 
 
-def _is_within(x: Tensor, end: int) -> bool:
-    """Whether integers are from 0 to end - 1."""
-    if not x.numel():
-        return True
+def _is_beyond(x: Tensor, end: int) -> bool:
+    """Whether integers are known not to be from 0 to end - 1. On an accelerator nobody looks: it would stall."""
+    if x.device.type != "cpu" or not x.numel():
+        return False
     low, high = x.aminmax()
-    return int(low) >= 0 and int(high) < end
-
-
-_MAX_REMEMBERED = 64
-_remembered: dict[tuple, tuple] = {}
-
-
-@contextlib.contextmanager
-def _once(tensors: tuple[Tensor, ...], about: tuple) -> Iterator[bool]:
-    """Whether the values of these tensors are still to be checked: the layers of a step share block tables and lengths.
-    When the context ends without an error they are remembered, until a tensor is written to or freed."""
-    key = (about, *map(id, tensors))
-    tracked = not any(x.is_inference() for x in tensors)  # those have no version
-    versions = tuple(x._version for x in tensors) if tracked else ()
-    known = _remembered.get(key)
-    if tracked and known and known[0] == versions and all(a() is b for a, b in zip(known[1], tensors)):
-        yield False
-        return
-    yield True
-    if tracked:
-        _remembered[key] = versions, tuple(map(weakref.ref, tensors))
-        if len(_remembered) > _MAX_REMEMBERED:
-            del _remembered[next(iter(_remembered))]
+    return int(low) < 0 or int(high) >= end

@@ -1,7 +1,15 @@
 """Attention over one block of queries and keys, on one device: no communication here."""
 
-from .backends import ACCELERATORS, Backend, attn_bwd, attn_decode, attn_fwd, choose
-from .by_device import attn_delta, merge_packed
+from .backends import (
+    ACCELERATORS,
+    Backend,
+    attn_bwd,
+    attn_decode,
+    attn_delta,
+    attn_fwd,
+    choose,
+    merge_packed,
+)
 from .kv_cache import KVCache, SharedPages
 
 __all__ = [

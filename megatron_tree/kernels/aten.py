@@ -53,10 +53,6 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
     return None
 
 
-def check_pages(k: Tensor) -> None:
-    """Pages of any size: their rows are gathered."""
-
-
 def attn_fwd(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .. import merge
 from ..config import AttnSpec
 from ..log import say_once
 from . import fastest, ranges
@@ -70,7 +71,8 @@ class Backend:
 
     def check_pages(self, k: Tensor) -> None:
         """Raise ``ValueError`` for pages k [pages, page_size, h_kv, d] that this backend can't read."""
-        self.module.check_pages(k)
+        if self.name == "triton":  # the others read pages of any size, or gather rows
+            self.module.check_pages(k)
 
     def with_largest_logits(self, q: Tensor) -> tuple[Backend, Tensor]:
         """The same, and the largest logit [h] of the calls of its `attn_fwd`, for a call whose queries are q."""
@@ -86,9 +88,9 @@ def choose(
     flowing_lse: it is for the backward of a loss that uses lse itself. decodes: it is for `Backend.attn_decode`;
     masked: with a mask (`KVCache.needs_mask`). Raises ``ValueError`` when a named backend can't take the call.
     """
-    inputs = (q, k, v, spec, flowing_lse, masked, decodes)
+    needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes)
     if backend != "auto":
-        what = _unsupported(backend, *inputs)
+        what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
             raise ValueError(f"backend={backend!r} can't take {what}: use backend='auto' or 'reference'")
         return _chosen(backend, "asked for")
@@ -99,7 +101,7 @@ def choose(
     else:
         names = ("native", "aten")[not decodes :]
     for name in names:
-        what = _unsupported(name, *inputs)
+        what = _unsupported(name, q, k, v, spec, **needs)
         if not what:
             takes = {
                 "triton": f"our kernels take {q.dtype} on {q.device}",
@@ -117,13 +119,13 @@ def _chosen(name: str, reason: str) -> Backend:
     return Backend(name, reason, _module(name))
 
 
-def _unsupported(name: str, q, k, v, spec: AttnSpec, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
+def _unsupported(name: str, q, k, v, spec: AttnSpec, **needs: bool) -> str | None:
     """Why a backend can't take a call, or None if it can."""
     if _module(name) is None:
         return "anything: triton is not installed (pip install triton)"
-    asked = functools.partial(_module(name).unsupported, flowing_lse=flowing_lse, masked=masked, decodes=decodes)
-    specs = [spec] if spec.ranges is None else [layer.spec for layer in ranges.layers(spec)]
-    return next(filter(None, (asked(q, k, v, of_layer) for of_layer in specs)), None)
+    asked = functools.partial(_module(name).unsupported, **needs)
+    specs = [spec] if spec.ranges is None else [group.spec for group in ranges.slice_groups(spec)]
+    return next(filter(None, (asked(q, k, v, spec) for spec in specs)), None)
 
 
 @functools.lru_cache
@@ -134,9 +136,24 @@ def _module(name: str) -> ModuleType | Library | None:
     return LIBRARIES.get(name) or importlib.import_module(f".{name}", __package__)
 
 
-def triton_for(x: Tensor) -> ModuleType | None:
+def _triton_for(x: Tensor) -> ModuleType | None:
     """Triton's module for a small operation on x that follows the device and not the call's backend, or None."""
     return _module("triton") if x.device.type in ACCELERATORS and x.dtype != torch.float64 else None
+
+
+def merge_packed(packed: Tensor) -> Tensor:
+    """Equation (4): merge packed states [n, ..., d_v + 1] (fp32 or fp64), in order, to one [..., d_v + 1]."""
+    triton = _triton_for(packed)
+    return triton.merge_packed(packed.contiguous()) if triton else merge.merge_packed(packed)
+
+
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """delta [b, h, s] = rowsum(dout * out) - dlse, fp32 (float64); dout and out [b, s, h, d_v], dlse [b, h, s]."""
+    if triton := _triton_for(out):
+        return triton.attn_delta(dout, out, dlse)
+    dtype = merge.state_dtype(out.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    return (delta if dlse is None else delta - dlse).contiguous()
 
 
 def attn_fwd(q, k, v, *, q_segments, k_segments, spec: AttnSpec, backend: str = "auto") -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..config import AttnSpec
 from . import aten
 from .blocks import DIAGONAL
-from .kv_cache import KVCache
 
 
 class Library(NamedTuple):
@@ -55,13 +54,6 @@ class Library(NamedTuple):
         """See `Backend.attn_bwd`."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         return aten.attn_bwd(dout, q, k, v, lse, delta, **call, block_bwd=self._block_bwd)
-
-    def attn_decode(self, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
-        """`unsupported` refuses it."""
-        raise AssertionError("a library does not decode")
-
-    def check_pages(self, k: Tensor) -> None:
-        """Nothing reads pages."""
 
     def _block_fwd(self, q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         assert mask is None

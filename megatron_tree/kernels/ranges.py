@@ -1,6 +1,6 @@
-"""A mask of slices in layers that any backend computes: the states of layers are merged, their gradients added.
+"""A mask of slices, in groups that any backend computes: their states are merged, their gradients added.
 
-Inside a layer no two slices share a query or a key. So a layer is like packed documents, one per slice, and its keys'
+Inside a group no two slices share a query or a key. So a group is like packed documents, one per slice, and its keys'
 positions are shifted until causality or a window describes what a slice shows.
 """
 
@@ -19,41 +19,41 @@ from ..layout import Segment
 from ..merge import empty_state, merge_into, state_dtype
 
 
-class Layer(NamedTuple):
+class SliceGroup(NamedTuple):
     """Slices that are computed together, and their mask once their keys are shifted."""
 
     spec: AttnSpec
     slices: tuple[AttnSlice, ...]
 
     def segments(self, queries: tuple[Segment, ...], keys: tuple[Segment, ...]) -> dict | None:
-        """The parts of segments that are in the layer's slices; None if no slice has queries and keys of them."""
+        """The parts of segments that are in the group's slices; None if no slice has queries and keys of them."""
         of_queries, of_keys = _cut(self, queries, keys)
         return dict(q_segments=of_queries, k_segments=of_keys) if of_queries and of_keys else None
 
 
 @functools.lru_cache(maxsize=64)
-def layers(spec: AttnSpec) -> tuple[Layer, ...]:
-    """The layers of a mask of slices: slices of the same kind, each in the first layer where it touches no other."""
-    found: dict[tuple, list[list[AttnSlice]]] = {}
+def slice_groups(spec: AttnSpec) -> tuple[SliceGroup, ...]:
+    """The groups of a mask: slices of the same kind, each in the first group where it touches no other."""
+    by_window: dict[tuple[int, int], list[list[AttnSlice]]] = {}
     for piece in sorted(piece for piece in spec.ranges if piece.pairs):
         left, right = piece.left, piece.right
         window = (-1 if left is None else left + right if right is not None else 0, -1 if right is None else 0)
-        same = found.setdefault(window, [])
-        layer = next((layer for layer in same if not any(map(piece.touches, layer))), None)
-        same.append([piece]) if layer is None else layer.append(piece)
+        groups = by_window.setdefault(window, [])
+        apart = next((group for group in groups if not any(map(piece.touches, group))), None)
+        groups.append([piece]) if apart is None else apart.append(piece)
     return tuple(
-        Layer(dataclasses.replace(spec, ranges=None, causal=window[1] == 0, window_size=window), tuple(layer))
-        for window, same in found.items()
-        for layer in same
+        SliceGroup(dataclasses.replace(spec, ranges=None, causal=window[1] == 0, window_size=window), tuple(group))
+        for window, groups in by_window.items()
+        for group in groups
     )
 
 
 @functools.lru_cache(maxsize=512)
 def _cut(
-    layer: Layer, queries: tuple[Segment, ...], keys: tuple[Segment, ...]
+    group: SliceGroup, queries: tuple[Segment, ...], keys: tuple[Segment, ...]
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     found: tuple[list[Segment], list[Segment]] = ([], [])
-    for seq, piece in enumerate(layer.slices):
+    for seq, piece in enumerate(group.slices):
         parts = [[s.part(*span) for s in side] for side, span in ((queries, piece.q_range), (keys, piece.k_range))]
         parts = [[s._replace(seq=seq) for s in side if s.length] for side in parts]
         if not all(parts):
@@ -70,9 +70,9 @@ def attn_fwd(
 ) -> tuple[Tensor, Tensor]:
     """See `Backend.attn_fwd`; out is merged, in fp32."""
     state = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
-    for layer in layers(spec):
-        if segments := layer.segments(tuple(q_segments), tuple(k_segments)):
-            merge_into(state, backend.attn_fwd(q, k, v, **segments, spec=layer.spec))
+    for group in slice_groups(spec):
+        if segments := group.segments(tuple(q_segments), tuple(k_segments)):
+            merge_into(state, backend.attn_fwd(q, k, v, **segments, spec=group.spec))
     return state
 
 
@@ -81,9 +81,9 @@ def attn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Backend.attn_bwd`."""
     grads = tuple(torch.zeros(x.shape, dtype=state_dtype(q.dtype), device=q.device) for x in (q, k, v))
-    for layer in layers(spec):
-        if segments := layer.segments(tuple(q_segments), tuple(k_segments)):
-            parts = backend.attn_bwd(dout, q, k, v, lse, delta, **segments, spec=layer.spec)
+    for group in slice_groups(spec):
+        if segments := group.segments(tuple(q_segments), tuple(k_segments)):
+            parts = backend.attn_bwd(dout, q, k, v, lse, delta, **segments, spec=group.spec)
             for total, part in zip(grads, parts):
                 total += part
     return grads

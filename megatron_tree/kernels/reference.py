@@ -27,10 +27,6 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
     """Why this backend can't take the call: it takes every one."""
 
 
-def check_pages(k: Tensor) -> None:
-    """Pages of any size: their rows are gathered."""
-
-
 def attn_fwd(
     q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
 ) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,7 @@ from megatron_tree.cache import RowBook, ShardedCache
 from megatron_tree.cache.blocks import Forecast, Runs
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (3, 1), (7, 4)])
 def test_ranks_hold_equally_many_blocks(world, page_size):
     draw = random.Random(world)
     book = RowBook(0, world, page_size)

@@ -26,7 +26,7 @@ FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "alibi": ((4, 2), 8, 8, {"alibi_slopes": make_slopes(4)}),
     "window, sinks": ((4, 2), 8, 8, {"window_size": (0, 0), "sinks": torch.linspace(-1, 1, 4)}),
 }
-BF16 = {"causal": {}, "alibi": {"alibi_slopes": make_slopes(8)}}
+BF16 = ({}, {"alibi_slopes": make_slopes(8)})
 # how a prompt comes in: chunks that end inside pages, shorter than the ranks, one token
 CHUNKS = ((7, 30, 1, 2, 19), (64,), (1, 1, 13))
 
@@ -56,7 +56,7 @@ def _prefill(rank, world, page_size):
 
 @pytest.mark.parametrize(
     ("world", "page_size"),
-    [(1, 4), (2, 1), (2, 4), (3, 4), (4, 3), (4, 16), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (6, 8))],
+    [(1, 4), (2, 4), (3, 1), (4, 3), (4, 16), pytest.param(8, 3, marks=pytest.mark.slow)],
 )
 def test_prefill_in_chunks(world, page_size):
     # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
@@ -80,7 +80,7 @@ def _prefill_of_attention_chunks(rank, world):
     return largest(worst)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_prefill_where_queries_see_their_own_chunk(world):
     assert largest(run_distributed(_prefill_of_attention_chunks, world)) < rounding(59)
 
@@ -101,23 +101,23 @@ def test_prefill_with_triton_kernels():
     assert largest(run_distributed(_prefill_with_triton, 2)) < rounding(40)
 
 
-def _prefill_bf16(rank, world, options):
+def _prefill_bf16(rank, world):
     q, k, v = decode_inputs(1, 96, 96, (8, 2), 32, 32, torch.bfloat16)
-    truth = want(q, k, v, 0, **options)
-    allowed = (dense(q, k, v, torch.zeros_like(q), **options)[0].double() - truth).abs().max()
     errors = []
-    for grid in grids(world):
-        cache, row = cache_of(rank, world, {}, 4)
-        for new in (slice(0, 40), slice(40, 96)):
-            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
-            errors.append(float((out.double() - truth[:, new][:, mine]).abs().max() / allowed))
+    for options in BF16:
+        truth = want(q, k, v, 0, **options)
+        allowed = (dense(q, k, v, torch.zeros_like(q), **options)[0].double() - truth).abs().max()
+        for grid in grids(world):
+            cache, row = cache_of(rank, world, {}, 4)
+            for new in (slice(0, 40), slice(40, 96)):
+                out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
+                errors.append(float((out.double() - truth[:, new][:, mine]).abs().max() / allowed))
     return largest(errors)
 
 
-@pytest.mark.parametrize("options", BF16)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_prefill_in_bf16_within_the_rule(world, options):
-    assert largest(run_distributed(_prefill_bf16, world, BF16[options])) <= 2
+@pytest.mark.parametrize("world", [1, 4])
+def test_prefill_in_bf16_within_the_rule(world):
+    assert largest(run_distributed(_prefill_bf16, world)) <= 2
 
 
 def _decode(rank, world, page_size):
@@ -162,33 +162,33 @@ def _decode(rank, world, page_size):
     return worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (3, 4), (4, 16)])
+@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (4, 16)])
 def test_decode_from_pages(world, page_size):
     for worst in run_distributed(_decode, world, page_size):
         assert largest(worst.values()) < rounding(43), worst
 
 
-def _decode_bf16(rank, world, mask):
-    q, k, v = decode_inputs(2, 128, 128, (8, 2), 32, 32, torch.bfloat16)
-    last = dense(q, k, v, torch.zeros_like(q), **mask)[0][:, -1:]
-    q = q[:, -1:]
-    truth = want(q, k, v, 127, **mask)
-    allowed = (last.double() - truth).abs().max()
-    cache, row = cache_of(rank, world, {}, 16)
-    rows = [row, cache.book.add()]
-    for new in (slice(0, 100), slice(100, 128)):
-        cache.write(0, cache.append(rows, new.stop - new.start), k[:, new], v[:, new])
-    view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
-    options = dict(block_table=view.block_table, cache_seqlens=view.lengths, cp_group=dist.group.WORLD)
-    options |= dict(q_positions=torch.tensor([127]), cache_positions=view.positions, **mask)
-    outs = [tree_decode(q, pages.k, pages.v, schedule=schedule, **options) for schedule in DECODE_SCHEDULES]
-    return largest(float((out.double() - truth).abs().max() / allowed) for out in outs)
+def _decode_bf16(rank, world):
+    errors, options = [], dict(cp_group=dist.group.WORLD, q_positions=torch.tensor([127]))
+    for mask in BF16:
+        q, k, v = decode_inputs(2, 128, 128, (8, 2), 32, 32, torch.bfloat16)
+        last = dense(q, k, v, torch.zeros_like(q), **mask)[0][:, -1:]
+        q = q[:, -1:]
+        truth = want(q, k, v, 127, **mask)
+        cache, row = cache_of(rank, world, {}, 16)
+        rows = [row, cache.book.add()]
+        for new in (slice(0, 100), slice(100, 128)):
+            cache.write(0, cache.append(rows, new.stop - new.start), k[:, new], v[:, new])
+        view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
+        seen = dict(block_table=view.block_table, cache_seqlens=view.lengths, cache_positions=view.positions)
+        outs = [tree_decode(q, pages.k, pages.v, schedule=x, **options, **seen, **mask) for x in DECODE_SCHEDULES]
+        errors += [float((out.double() - truth).abs().max() / (last.double() - truth).abs().max()) for out in outs]
+    return largest(errors)
 
 
-@pytest.mark.parametrize("mask", BF16)
 @pytest.mark.parametrize("world", [1, 4])
-def test_decode_in_bf16_within_the_rule(world, mask):
-    assert largest(run_distributed(_decode_bf16, world, BF16[mask])) <= 2
+def test_decode_in_bf16_within_the_rule(world):
+    assert largest(run_distributed(_decode_bf16, world)) <= 2
 
 
 def _nothing_to_do(rank, world):
@@ -202,6 +202,22 @@ def _nothing_to_do(rank, world):
 
 def test_no_queries_at_all():
     assert run_distributed(_nothing_to_do, 2) == [((1, 0, 4, 8), (1, 0, 4, 8))] * 2
+
+
+REFUSED = {  # what rank 1 or all do wrong, the message, and who refuses it
+    "shares": ("call this with different arguments.*shares=", "all"),
+    "softcap": ("call this with different arguments.*softcap=", "all"),
+    "fewer queries": (r"q has 2 queries, but shares=\[3, 3\]", "rank 1"),
+    "fewer keys": ("k_cache has 2 keys", "rank 1"),
+    "world": (r"shares=\[3\] for 2 ranks", "all"),
+    "another grid": ("call this with different arguments.*grid=", "all"),
+    "too large a grid": (r"grid=\(2, 2\) has 4 cells but cp_group has 2 ranks: choose 1x2, 2x1", "rank 1"),
+    "grid of own keys": (r"grid=\(1, 2\): key_segments must hold a list for each of the 2 ranks", "rank 1"),
+    "table": ("block_table must be int32", "rank 1"),
+    "page number": (r"block_table=\[\[-1\]\] names pages beyond the 1", "rank 1"),
+    "scale": ("pages in int8 or fp8 need", "rank 1"),
+    "page size": ("page_size=3: .*16, 32, 64, 128, 256", "rank 1"),
+}
 
 
 def _message(rank, world, what):
@@ -245,33 +261,21 @@ def _message(rank, world, what):
     return None
 
 
-@pytest.mark.parametrize(
-    ("what", "message", "by"),
-    [
-        ("shares", "call this with different arguments.*shares=", "all"),
-        ("softcap", "call this with different arguments.*softcap=", "all"),
-        ("fewer queries", r"q has 2 queries, but shares=\[3, 3\]", "rank 1"),
-        ("fewer keys", "k_cache has 2 keys", "rank 1"),
-        ("world", r"shares=\[3\] for 2 ranks", "all"),
-        ("another grid", "call this with different arguments.*grid=", "all"),
-        ("too large a grid", r"grid=\(2, 2\) has 4 cells but cp_group has 2 ranks: choose 1x2, 2x1", "rank 1"),
-        ("grid of own keys", r"grid=\(1, 2\): key_segments must hold a list for each of the 2 ranks", "rank 1"),
-        ("table", "block_table must be int32", "rank 1"),
-        ("page number", r"block_table=\[\[-1\]\] names pages beyond the 1", "rank 1"),
-        ("scale", "pages in int8 or fp8 need", "rank 1"),
-        ("page size", "page_size=3: .*16, 32, 64, 128, 256", "rank 1"),
-    ],
-)
-def test_every_rank_is_told(what, message, by):
+def _refused(rank, world):
+    """What each call of `REFUSED` raises here, one after another."""
+    return [_message(rank, world, what) for what in REFUSED]
+
+
+def test_every_rank_is_told():
     """What rank 1 alone refuses, rank 0 refuses too, and says that it was rank 1."""
-    other, own = run_distributed(_message, 2, what, timeout=60)
-    for said in (other, own):
-        assert said and re.search(message, said), said
-    assert by == "all" or (other.startswith("rank 1 rejected") and other.endswith(own)), (other, own)
+    for (what, (message, by)), other, own in zip(REFUSED.items(), *run_distributed(_refused, 2, timeout=120)):
+        for said in (other, own):
+            assert said and re.search(message, said), (what, said)
+        assert by == "all" or (other.startswith("rank 1 rejected") and other.endswith(own)), (what, other, own)
 
 
-def test_values_are_checked_once_until_they_change():
-    """The layers of a step share their block table and lengths; other values in the same tensors are checked again."""
+def test_values_of_tables_and_lengths_are_checked():
+    """Of the entries in use, in every call."""
     q, pages = torch.randn(2, 1, 2, 8), torch.randn(6, 16, 2, 8)
     table, lengths = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([32, 20])
     call = dict(cp_group=None, block_table=table, cache_seqlens=lengths)

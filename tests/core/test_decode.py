@@ -11,8 +11,6 @@ from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 
-WORLDS = (1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow))
-
 
 def _one_token(rank, world, lengths_list):
     """s_q = 1 over contiguous shards of the given lengths, fp32, all schedules; the worst error."""
@@ -34,7 +32,7 @@ def _one_token(rank, world, lengths_list):
     return worst
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_one_token_any_shards(world):
     lengths = [[1] * world, [7] * world, [31 + r for r in range(world)], [13] + [0] * (world - 1), [0] * world]
     lengths += [[0 if r == e else 5 for r in range(world)] for e in range(world) if world > 1]
@@ -79,72 +77,6 @@ def _many_tokens(rank, world):
     return worst
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_many_tokens_windows_and_padding(world):
     assert largest(run_distributed(_many_tokens, world)) < rounding(4 * world + 5)
-
-
-def _ragged(rank, world, dtype):
-    """cache_seqlens: another number of valid slots per row, and NaN in the slots beyond."""
-    q, k, v = decode_inputs(4, 1, 6 * world, dtype=dtype)
-    mine = slice(6 * rank, 6 * rank + 6)
-    lengths = torch.tensor([(3 * row + rank) % 7 for row in range(4)])
-    valid = torch.stack([torch.arange(6) < n for n in lengths])  # [4, 6]
-    everyone = [torch.empty_like(valid) for _ in range(world)]
-    dist.all_gather(everyone, valid)
-    out, _ = decode_oracle(q, k, v, torch.cat(everyone, 1)[:, None])
-    for x in (k, v):
-        x[:, mine][~valid] = float("nan")
-    worst = 0.0
-    for schedule in DECODE_SCHEDULES:
-        o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=lengths, schedule=schedule)
-        worst = largest((worst, error(o, out)))
-    uniform = torch.full((4,), 4)
-    keep = torch.cat([torch.arange(6) < 4] * world)[None]
-    q, k, v = decode_inputs(4, 1, 6 * world, dtype=dtype)
-    out, _ = decode_oracle(q, k, v, keep)
-    o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, cache_seqlens=uniform)
-    return largest((worst, error(o, out)))
-
-
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_ragged_caches(world):
-    assert largest(run_distributed(_ragged, world, torch.float32)) < rounding(6 * world)
-
-
-def _bf16(rank, world):
-    q, k, v = decode_inputs(2, 1, 64 * world, heads=(8, 2), d=32, d_v=32, dtype=torch.bfloat16)
-    out, _ = decode_oracle(q, k, v, None)
-    dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
-    allowed = (dense.transpose(1, 2).double() - out).abs().max()
-    mine = slice(64 * rank, 64 * rank + 64)
-    errors = []
-    for schedule in DECODE_SCHEDULES:
-        o = tree_decode(q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule)
-        errors.append(float((o.double() - out).abs().max() / allowed))
-    return largest(errors)
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_bf16_within_the_rule(world):
-    assert largest(run_distributed(_bf16, world)) <= 2
-
-
-def _huge_logits(rank, world):
-    """Scores of +-1e4, all on one rank or on all: finite, and equal to the oracle."""
-    q, k, v = decode_inputs(1, 1, 4 * world, dtype=torch.float32)
-    worst = 0.0
-    for scale in (3e3, -3e3):
-        spec = AttnSpec(softmax_scale=scale)
-        out, _ = energy.attention(*(x.double() for x in (q, k, v)), spec=spec)
-        mine = slice(4 * rank, 4 * rank + 4)
-        for schedule in DECODE_SCHEDULES:
-            o = tree_decode(
-                q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, softmax_scale=scale, schedule=schedule
-            )
-            worst = largest((worst, (o - out).abs().max().item()))
-    return worst
-
-
-def test_huge_logits():
-    assert largest(run_distributed(_huge_logits, 4)) < 1e-2  # fp32 logits of 1e4 carry 1e-3 of rounding

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_tree import AttnSlice, TreeConfig, comm, energy, kernels, tree_attn_func
 from megatron_tree.attention.slices import make_slices
 from megatron_tree.config import SLICES, AttnSpec
-from megatron_tree.kernels import ranges as layered
+from megatron_tree.kernels import ranges as grouped
 from megatron_tree.layout import (
     Dispatched,
     Segment,
@@ -123,7 +123,7 @@ def test_few_layers():
 
     def count(slices):
         spec = AttnSpec(softmax_scale=1.0, causal=False, ranges=tuple(AttnSlice(*piece) for piece in slices))
-        return len(layered.layers(spec))
+        return len(grouped.slice_groups(spec))
 
     assert [count(MASKS[name]) for name in ("documents", "chunks", "prefix", "nothing", "shared question")] == [
         1,

@@ -11,10 +11,11 @@ import torch
 from megatron_tree import dropout, energy, kernels
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache
-from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
+from megatron_tree.layout import Segment
+from support.blocks import CELLS, Cell, check_block, masks_of
 from support.states import merged
+from support.triton_inputs import DEVICE, inputs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL_ONES = 0xFFFFFFFF
 LIMIT = {"reference": 1e-12, "triton": 4e-6}  # float64 and fp32
 
@@ -22,14 +23,6 @@ LIMIT = {"reference": 1e-12, "triton": 4e-6}  # float64 and fp32
 @pytest.fixture(params=LIMIT)
 def backend(request):
     return request.param
-
-
-def inputs(s_q, s_k, backend, heads=(4, 2), d=16, d_v=16, batch=1):
-    g = torch.Generator().manual_seed(0)
-    h, h_kv = heads
-    shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
-    dtype = torch.float64 if backend == "reference" else torch.float32
-    return [torch.randn(batch, *s, generator=g, dtype=torch.float64).to(DEVICE, dtype) for s in shapes]
 
 
 def test_philox_gives_its_published_words():
@@ -72,17 +65,6 @@ def test_extreme_probabilities():
     assert dropout.threshold(1 - 1e-12) == ALL_ONES and dropout.threshold(0.5) == 1 << 31
 
 
-def oracle_masks(spec, batch, heads, segments, rows):
-    """(dropout's weights [batch, heads, s_q, s_k], what is visible [s_q, s_k]) of segments = (queries', keys')."""
-    q_pos, k_pos = (positions_of(s, n, device=DEVICE) for s, n in zip(segments, rows))
-    q_seq, k_seq = (sequences_of(s, n, device=DEVICE) for s, n in zip(segments, rows))
-    weights = dropout.keep_weights(
-        spec.dropout, batch=batch, num_heads=heads, q_positions=q_pos, k_positions=k_pos, q_sequences=q_seq
-    )
-    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
-    return weights, keep
-
-
 def test_every_kernel_drops_the_same_pairs(backend):
     """Forward, dq and dkdv show their masks bit for bit: logits all 0, values, keys and dout one-hot."""
     s_q, s_k, h = 20, 24, 2
@@ -99,8 +81,8 @@ def test_every_kernel_drops_the_same_pairs(backend):
     for *segments, options in cases:
         segments = [tuple(Segment(*x) for x in s) for s in segments]
         spec = AttnSpec(softmax_scale=1.0, causal=False, dropout=options)
-        weights, seen = oracle_masks(spec, 2, h, segments, (s_q, s_k))
-        expected = (weights > 0) & seen
+        masks = masks_of(Cell(*segments, s_q, s_k), spec, 2, h)
+        seen, expected = masks["keep"], (masks["keep_weights"] > 0) & masks["keep"]
         blocks = dict(q_segments=segments[0], k_segments=segments[1], spec=spec, backend=backend)
         one_hot_q, one_hot_k = (
             torch.eye(s, dtype=dtype, device=DEVICE)[None, :, None].expand(2, -1, h, -1) for s in (s_q, s_k)
@@ -115,24 +97,6 @@ def test_every_kernel_drops_the_same_pairs(backend):
         assert torch.equal(dv.transpose(1, 2) > 0, expected.mT)
 
 
-def check(backend, segments, rows, options, heads=(4, 2), d=16, d_v=16, batch=1):
-    """Output, lse and gradients of one launch against the oracle of the same dropout."""
-    spec = AttnSpec(softmax_scale=d**-0.5, dropout=Dropout(0.3, 9, 1), **options)
-    q, k, v, dout = inputs(*rows, backend, heads, d, d_v, batch)
-    weights, keep = oracle_masks(spec, batch, heads[0], segments, rows)
-    exact = [x.double() for x in (q, k, v, dout)]
-    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep, keep_weights=weights)
-    truth = energy.attention_grads(*exact, spec=spec, keep=keep, keep_weights=weights)
-    blocks = dict(q_segments=segments[0], k_segments=segments[1], spec=spec, backend=backend)
-    o, l = kernels.attn_fwd(q, k, v, **blocks)
-    assert (o - out).abs().max() < LIMIT[backend]
-    assert torch.equal(l == -math.inf, lse == -math.inf)
-    assert torch.where(lse == -math.inf, 0.0, l - lse).abs().max() < LIMIT[backend]
-    delta = kernels.attn_delta(dout, out.to(dout.dtype))
-    for ours, t in zip(kernels.attn_bwd(dout, q, k, v, lse.to(l.dtype), delta, **blocks), truth):
-        assert (ours - t).abs().max() < 5 * LIMIT[backend]
-
-
 SPECS = {
     "causal": {},
     "full": dict(causal=False),
@@ -140,42 +104,34 @@ SPECS = {
     "two-sided": dict(causal=False, window_size=(12, 3)),
     "softcap": dict(softcap=3.0),
 }
-CELLS = {
-    "cell of a grid": (
-        (gathered_segments((1, 2), 36, 3, "zigzag", 13), gathered_segments((0, 2), 36, 3, "zigzag", 12)),
-        (26, 24),
-    ),
-    "packed": (
-        (
-            (Segment(0, 0, 19, 0), Segment(20, 0, 3, 1), Segment(23, 0, 17, 2)),
-            (Segment(0, 0, 17, 2), Segment(18, 0, 19, 0)),
-        ),
-        (40, 37),
-    ),
-}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+def check(backend, cell, options, heads=(4, 2), d=16, d_v=16, batch=1):
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    options = options | dict(dropout=Dropout(0.3, 9, 1))
+    check_block(backend, cell, options, heads, d, d_v, dtype=dtype, batch=batch, limit=LIMIT[backend])
+
+
+@pytest.mark.parametrize("cell", ["cell of a grid", "packed"])
 @pytest.mark.parametrize("options", SPECS)
 def test_against_the_oracle(options, cell, backend):
-    check(backend, *CELLS[cell], SPECS[options])
+    check(backend, CELLS[cell], SPECS[options])
 
 
 @pytest.mark.parametrize(("heads", "d", "d_v"), [((2, 2), 16, 16), ((3, 1), 24, 40), ((4, 2), 48, 24)])
 def test_heads_and_head_dims(heads, d, d_v, backend):
-    segments = (Segment(3, 10, 17),), (Segment(0, 0, 7), Segment(8, 7, 19))
-    check(backend, segments, (20, 28), {}, heads, d, d_v, batch=2)
+    check(backend, CELLS["offsets"], {}, heads, d, d_v, batch=2)
 
 
 def test_long_strips_of_reference():
     """More query rows than reference takes at a time."""
-    check("reference", ((Segment(0, 0, 150),), (Segment(0, 0, 150),)), (150, 150), {})
+    check("reference", Cell((Segment(0, 0, 150),), (Segment(0, 0, 150),), 150, 150), {})
 
 
 def test_slices_of_heads_and_blocks(backend):
     """Heads 2..3 of 4, keys and queries in unequal pieces: they give what the whole gives."""
     s, spec = 40, AttnSpec(softmax_scale=0.25, dropout=Dropout(0.4, 3))
-    q, k, v, dout = inputs(s, s, backend)
+    q, k, v, dout = inputs(s, s, batch=1, dtype=torch.float64 if backend == "reference" else torch.float32)
     whole = dict(q_segments=(Segment(0, 0, s),), k_segments=(Segment(0, 0, s),), backend=backend)
     out, lse = kernels.attn_fwd(q, k, v, **whole, spec=spec)
     delta = kernels.attn_delta(dout, out)
@@ -214,7 +170,7 @@ def test_slices_of_heads_and_blocks(backend):
 
 
 def test_dispatch_says_why():
-    q, k, v, _ = inputs(4, 4, "triton")
+    q, k, v, _ = inputs(4, 4)
     spec = AttnSpec(softmax_scale=1.0, dropout=Dropout(0.1, 0))
     choice = kernels.choose(q, k, v, spec)
     if DEVICE == "cpu":

@@ -11,6 +11,7 @@ from megatron_tree import energy, kernels
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import aten, blocks, reference
 from megatron_tree.layout import Segment, join, positions_of, sequences_of, shard_positions, shard_segments
+from support.blocks import CELLS, check_block
 from support.states import merged
 
 NEG_INF = float("-inf")
@@ -110,27 +111,6 @@ def test_partials_merge_to_the_whole(mask, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_and_hidden_rows(backend, dtype):
-    """Rows of no segment, and rows that see nothing here: out 0, lse -inf, zero gradients; NaN padding does no harm."""
-    spec = AttnSpec(softmax_scale=0.3)
-    q, k, v, dout = inputs(12, 12, dtype=dtype)
-    q_segments, k_segments = (Segment(1, 0, 4), Segment(6, 20, 5)), (Segment(0, 2, 3), Segment(5, 10, 6))
-    q_pos, k_pos = positions_of(q_segments, 12), positions_of(k_segments, 12)
-    for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
-        x[:, pos < 0] = float("nan")
-    options = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
-    out, lse = kernels.attn_fwd(q, k, v, **options)
-    keep = energy.visible(q_pos, k_pos, spec) & (q_pos >= 0)[:, None] & (k_pos >= 0)
-    sees = keep.any(1)
-    assert not out[:, ~sees].any() and (lse[..., ~sees] == NEG_INF).all() and lse[..., sees].isfinite().all()
-    delta = torch.where(lse == NEG_INF, 0.0, torch.ones_like(lse))
-    dq, dk, dv = kernels.attn_bwd(dout, q, k, v, lse, delta, **options)
-    assert not dq[:, ~sees].any() and not dk[:, ~keep.any(0)].any() and not dv[:, ~keep.any(0)].any()
-    assert all(g.isfinite().all() for g in (dq, dk, dv))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_beyond_the_window_of_all_keys(backend):
     """They share a block with rows that see something, and have gradients of 0."""
     q, k, v, dout = inputs(12, 4)
@@ -145,20 +125,8 @@ def test_rows_beyond_the_window_of_all_keys(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_sequences(backend):
-    """Documents side by side, the last one crossing chunks: each query sees its own document only."""
-    spec = AttnSpec(softmax_scale=0.3)
-    q, k, v, dout = inputs(30, 30)
-    segments = (Segment(0, 0, 7, 0), Segment(7, 0, 1, 1), Segment(8, 0, 10, 2), Segment(18, 10, 12, 2))
-    seq, pos = sequences_of(segments, 30), positions_of(segments, 30)
-    keep = (seq[:, None] == seq) & (pos[:, None] >= pos)
-    options = dict(q_segments=segments, k_segments=segments, spec=spec, backend=backend)
-    out, _ = kernels.attn_fwd(q, k, v, **options)
-    o, l = energy.attention(q, k, v, spec=spec, keep=keep)
-    torch.testing.assert_close(out, o, rtol=1e-12, atol=1e-12)
-    truth = energy.attention_grads(q, k, v, dout, spec=spec, keep=keep)
-    delta = (o * dout).sum(-1).transpose(1, 2)
-    for a, b in zip(kernels.attn_bwd(dout, q, k, v, l, delta, **options), truth):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    """Documents between padding, one of them absent among the keys: each query sees its own document only."""
+    check_block(backend, CELLS["packed"], {}, d=8, d_v=8, dtype=torch.float64, limit=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,22 +9,10 @@ import torch
 from megatron_tree import energy, kernels
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import aten, backends, fastest, libraries
-from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
+from megatron_tree.layout import positions_of
+from support.blocks import CELLS, masks_of
 from support.rounding import assert_near
-
-CELLS = {  # query segments, KV segments, rows of each
-    "one": ((Segment(0, 0, 40),), (Segment(0, 0, 40),), 40, 40),
-    "cell of a grid": (
-        gathered_segments((1, 2), 48, 3, "zigzag", 18),
-        gathered_segments((0, 2), 48, 3, "zigzag", 17),
-        *(36, 34),
-    ),
-    "packed": (
-        (Segment(0, 0, 19, 0), Segment(20, 0, 3, 1), Segment(23, 0, 17, 2)),
-        (Segment(0, 0, 17, 2), Segment(18, 0, 19, 0)),
-        *(40, 37),
-    ),
-}
+from support.triton_inputs import inputs
 
 
 def check_rows(*tensors):
@@ -120,32 +108,27 @@ def stand_ins(monkeypatch):
     registered._destroy()
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", ["one", "cell of a grid", "packed"])
 @pytest.mark.parametrize(
     ("library", "d", "d_v"),
     [("cudnn", 16, 16), ("cudnn", 24, 13), ("fa3", 16, 16), ("fa4", 10, 16), ("aten", 24, 20), ("aten", 12, 12)],
 )
 def test_segments_and_gradients_match_the_oracle(stand_ins, cell, library, d, d_v):
     """Errors at most twice (gradients: thrice) reference's in bf16; the backward gets global statistics alone."""
-    q_segments, k_segments, s_q, s_k = CELLS[cell]
-    spec, g = AttnSpec(softmax_scale=0.3), torch.Generator().manual_seed(0)
-    shapes = ((s_q, 4, d), (s_k, 2, d), (s_k, 2, d_v), (s_q, 4, d_v))
-    q, k, v, dout = (torch.randn(2, *shape, generator=g).bfloat16() for shape in shapes)
+    cell, spec = CELLS[cell], AttnSpec(softmax_scale=0.3)
+    q, k, v, dout = (x.cpu().bfloat16() for x in inputs(cell.s_q, cell.s_k, (4, 2), d, d_v))
     k, v = torch.cat((k, v), -1).split((d, d_v), -1)  # as they are gathered: rows that begin anywhere
-    q_pos, k_pos = positions_of(q_segments, s_q), positions_of(k_segments, s_k)
-    q_seq, k_seq = sequences_of(q_segments, s_q), sequences_of(k_segments, s_k)
-    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
-    exact = [x.double() for x in (q, k, v, dout)]
-    out, lse = energy.attention(*exact[:3], spec=spec, keep=keep)
-    truth = out, *energy.attention_grads(*exact, spec=spec, keep=keep)
+    masks, exact = masks_of(cell, spec, 2, 4, "cpu"), [x.double() for x in (q, k, v, dout)]
+    out, lse = energy.attention(*exact[:3], **masks)
+    truth = out, *energy.attention_grads(*exact, **masks)
     results = {}
     for backend in (library, "reference"):
-        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
+        call = dict(q_segments=cell.q_segments, k_segments=cell.k_segments, spec=spec, backend=backend)
         o, l = kernels.attn_fwd(q, k, v, **call)
         assert torch.equal(l == float("-inf"), lse == float("-inf"))
-        assert_near(l, lse, s_k)
+        assert_near(l, lse, cell.s_k)
         delta = kernels.attn_delta(dout, out)
-        delta[..., q_pos < 0] = 0.0
+        delta[..., positions_of(cell.q_segments, cell.s_q) < 0] = 0.0
         results[backend] = (o, *kernels.attn_bwd(dout, q, k, v, lse.float(), delta.float(), **call))
     for found, low, t, allowed in zip(results[library], results["reference"], truth, (2, 3, 3, 3)):
         dense = max((low.double() - t).abs().max(), t.abs().max() * torch.finfo(torch.bfloat16).eps)

@@ -13,6 +13,7 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache, aten, native, reference
 from support.attention import distances, make_slopes, slopes_of
 from support.decoding import decode_inputs
+from support.paging import paged
 from support.rounding import assert_near, error, rounding
 
 NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -24,16 +25,6 @@ SHAPES = {  # heads, d, d_v, queries
     "14/2 x 20, 36, 3 queries": ((14, 2), 20, 36, 3),
     "4/4 x 8, 7 queries": ((4, 4), 8, 8, 7),
 }
-
-
-def paged(x, size, seed=0):
-    """x [b, n, ...] in pages of `size` that lie in no order, some of them of nobody: (pages, block table)."""
-    b, n = x.shape[0], -(-x.shape[1] // size)
-    x = torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, n * size - x.shape[1]))
-    table = torch.randperm(b * n + 3, generator=torch.Generator().manual_seed(seed))[: b * n].reshape(b, n)
-    pages = torch.full((b * n + 3, size, *x.shape[2:]), float("nan")).to(x.dtype)
-    pages.view(torch.uint8)[table] = x.unflatten(1, (n, size)).contiguous().view(torch.uint8)
-    return pages, table.to(torch.int32)
 
 
 def forms(q, k, v, seed=0):

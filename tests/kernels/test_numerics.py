@@ -8,11 +8,13 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, energy, kernels, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.kernels import KVCache, aten
-from megatron_tree.layout import Segment, positions_of, sequences_of, shard_positions
+from megatron_tree.layout import Segment, shard_positions
 from support import extreme_values as edge
 from support.attention import configs
+from support.blocks import Cell, masks_of, spoil_padding
 from support.decoding import cache_of, prefill_chunk
 from support.extreme_values import CASES, LSE_LIMIT, SCALE
+from support.paging import paged
 from support.ranks import run_distributed
 from support.states import merged
 
@@ -28,12 +30,6 @@ def skip_what_cannot_run(backend, dtype):
 
 def device_of(backend):
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-
-
-def positions_mask(q_segments, k_segments, s_q, s_k, spec):
-    q_pos, k_pos = positions_of(q_segments, s_q), positions_of(k_segments, s_k)
-    q_seq, k_seq = sequences_of(q_segments, s_q), sequences_of(k_segments, s_k)
-    return energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (q_seq >= 0)[:, None]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,11 +71,10 @@ def test_kernels_of_rows_that_see_nothing(dtype, backend):
     skip_what_cannot_run(backend, dtype)
     spec, device, s = AttnSpec(softmax_scale=SCALE), device_of(backend), 24
     q, k, v, dout = edge.make("6e4", dtype, s)
-    q_segments, k_segments = (Segment(1, 0, 6), Segment(9, 20, 7), Segment(17, 3, 5, 1)), (Segment(2, 4, 12),)
-    options = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend=backend)
-    keep = positions_mask(q_segments, k_segments, s, s, spec)
-    for x, segments in ((q, q_segments), (dout, q_segments), (k, k_segments), (v, k_segments)):
-        x[:, sequences_of(segments, s) < 0] = NAN
+    cell = Cell((Segment(1, 0, 6), Segment(9, 20, 7), Segment(17, 3, 5, 1)), (Segment(2, 4, 12),), s, s)
+    options = dict(q_segments=cell.q_segments, k_segments=cell.k_segments, spec=spec, backend=backend)
+    keep = masks_of(cell, spec, 1, 1, "cpu")["keep"]
+    spoil_padding(cell, q, k, v, dout)
     on = [x.to(device) for x in (q, k, v, dout)]
     out, lse = (x.cpu() for x in kernels.attn_fwd(*on[:3], **options))
     sees, seen = keep.any(1), keep.any(0)
@@ -118,8 +113,8 @@ def test_the_decode_kernel_at_the_edge(case, dtype):
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "native"])
-@pytest.mark.parametrize("paged", [False, True])
-def test_kernels_decode_over_padding(paged, backend):
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_kernels_decode_over_padding(in_pages, backend):
     """NaN beyond the lengths, at position -1 and in pages of nobody; a row without keys; a query before all keys."""
     spec, device, size = AttnSpec(softmax_scale=SCALE, window_size=(30, 0)), device_of(backend), 16
     q, k, v, _ = edge.make("1e4", torch.float32, 2, 3 * size, batch=4)
@@ -132,12 +127,8 @@ def test_kernels_decode_over_padding(paged, backend):
     out, lse = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep)
     k[hidden], v[hidden] = NAN, NAN
     table = None
-    if paged:
-        table = torch.randperm(14)[:12].reshape(4, 3).to(torch.int32)
-        whole = [torch.full((14, size, *x.shape[2:]), NAN) for x in (k, v)]
-        for x, own in zip(whole, (k, v)):
-            x[table.long()] = own.unflatten(1, (3, size))
-        k, v = whole
+    if in_pages:
+        (k, table), (v, _) = paged(k, size), paged(v, size)
     tensors = (k, v, None, None, None, lengths, q_positions, slots, table)
     cache = KVCache(*(None if x is None else x.to(device) for x in tensors))
     state = kernels.attn_decode(q.to(device), cache, spec, backend=backend).cpu()
@@ -240,17 +231,13 @@ def _decode(rank, world, backend):
             out, lse, *_ = edge.truth(q, k, v, dout, spec, valid)
             sizes, limit = edge.magnitudes(q, k, v, dout, spec, valid), edge.allowed(q, k, spec, dtype)
             k, v = (x[:, mine].masked_fill(~valid[:, 0, mine, None, None], NAN) for x in (k, v))
-            pages = torch.full((2, 12, size, *k.shape[2:]), NAN, dtype=dtype)
-            table = torch.randperm(12)[:9].reshape(3, 3).to(torch.int32)
-            for whole, own in zip(pages, (k, v)):
-                own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, 2), value=NAN)
-                whole[table.long()] = own.unflatten(1, (3, size))
+            (pk, table), (pv, _) = paged(k, size), paged(v, size)
             call = dict(cp_group=group, cache_seqlens=lengths[rank], softmax_scale=SCALE, return_lse=True)
             call["config"] = TreeConfig(backend=backend)
             for schedule in DECODE_SCHEDULES:
                 dense = tree_decode(q, k, v, schedule=schedule, **call)
-                paged = tree_decode(q, *pages, block_table=table, schedule=schedule, **call)
-                for kind, (o, l) in (("dense", dense), ("paged", paged)):
+                in_pages = tree_decode(q, pk, pv, block_table=table, schedule=schedule, **call)
+                for kind, (o, l) in (("dense", dense), ("paged", in_pages)):
                     assert not o[0].any() and (l[0] == NEG_INF).all()
                     errors = edge.lse_error(l, lse, backend, dtype), edge.rounding(o, out, sizes[0], dtype) / limit
                     found[case, schedule, kind, str(dtype)] = errors

@@ -10,11 +10,11 @@ from megatron_tree import TreeConfig, energy, kernels, merge, shard_positions, t
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import triton as triton_kernels
 from megatron_tree.kernels.triton import attn_delta, boxes, configs, host
-from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
-from support.attention import distances
+from megatron_tree.layout import Segment
+from support.blocks import CELLS, check_block
 from support.ranks import largest, run_distributed
 from support.rounding import assert_near, error, rounding
-from support.triton_inputs import DEVICE, NEG_INF, inputs
+from support.triton_inputs import DEVICE, inputs
 
 SPECS = {
     "causal": {},
@@ -28,47 +28,10 @@ SPECS = {
         alibi_slopes=((0.5, 0.2, 0.1, -0.02),), causal=False, window_size=(20, 3), softcap=3.0
     ),
 }
-CELLS = {  # query segments, KV segments, rows of each: one launch covers them all
-    "one": ((Segment(0, 0, 40),), (Segment(0, 0, 40),), 40, 40),
-    "cell of a grid": (
-        gathered_segments((1, 2), 48, 3, "zigzag", 18),  # padding between the shares
-        gathered_segments((0, 2), 48, 3, "zigzag", 17),
-        36,
-        34,
-    ),
-    "packed": (  # three documents, one of them absent among the keys
-        (Segment(0, 0, 19, 0), Segment(20, 0, 3, 1), Segment(23, 0, 17, 2)),
-        (Segment(0, 0, 17, 2), Segment(18, 0, 19, 0)),
-        40,
-        37,
-    ),
-    "offsets": ((Segment(3, 30, 21),), (Segment(0, 0, 7), Segment(9, 25, 33)), 24, 45),
-}
 
 
-def check_cell(cell, options, heads, d, d_v, dtype=torch.float32, limit=None):
-    q_segments, k_segments, s_q, s_k = CELLS[cell]
-    spec = AttnSpec(**{"softmax_scale": d**-0.5} | options)
-    q, k, v, dout = inputs(s_q, s_k, heads, d, d_v, batch=1, dtype=dtype)
-    q_pos, k_pos = (positions_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
-    q_seq, k_seq = (sequences_of(s, n, device=DEVICE) for s, n in ((q_segments, s_q), (k_segments, s_k)))
-    keep = energy.visible(q_pos, k_pos, spec) & (q_seq[:, None] == k_seq) & (k_seq >= 0)
-    exact = [x.double() for x in (q, k, v, dout)]
-    of_spec = dict(spec=spec, keep=keep, distance=distances(q_pos, k_pos))
-    out, lse = energy.attention(*exact[:3], **of_spec)
-    truth = energy.attention_grads(*exact, **of_spec)
-    for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
-        x[:, pos < 0] = float("nan")  # padding between segments may hold anything
-    segments = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, backend="triton")
-    o, l = kernels.attn_fwd(q, k, v, **segments)
-    assert torch.equal(l == NEG_INF, lse == NEG_INF)
-    gap = torch.where(lse == NEG_INF, 0.0, l - lse)
-    limit = limit or rounding(s_k) * max(1.0, float(lse[lse.isfinite()].abs().max()))  # weights lose digits of logits
-    assert largest(((o - out).abs().max(), gap.abs().max())) < limit
-    lse, delta = lse.float(), attn_delta(dout, out.float())
-    delta[..., q_pos < 0] = 0.0
-    for ours, t in zip(kernels.attn_bwd(dout, q, k, v, lse, delta, **segments), truth):
-        assert (ours - t).abs().max() < 4 * limit
+def check_cell(cell, options, heads, d, d_v, **how):
+    check_block("triton", CELLS[cell], options, heads, d, d_v, **how)
 
 
 @pytest.mark.parametrize("cell", [pytest.param("one", marks=pytest.mark.slow), *list(CELLS)[1:]])

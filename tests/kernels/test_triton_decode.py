@@ -8,8 +8,9 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache
 from megatron_tree.kernels.triton import decode, host, merge_packed
 from support.attention import distances
+from support.paging import paged
 from support.rounding import assert_near
-from support.triton_inputs import DEVICE, NEG_INF, inputs, paged
+from support.triton_inputs import DEVICE, NEG_INF, inputs
 
 
 @pytest.mark.parametrize("num_splits", [None, 3])
@@ -56,8 +57,8 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
         k, v = ((x / scale[..., None]).round().to(torch.int8) for x, scale in zip((k, v), scales))
         exact[1:] = [x.double() * scale.double()[..., None] for x, scale in zip((k, v), scales)]
     if "paged" in case:
-        (k, table), (v, _) = paged(k, 32, 2), paged(v, 32, 2)
-        seen["block_table"], scales = table, [paged(x, 32, 2)[0] for x in scales]
+        (k, table), (v, _) = paged(k, 32), paged(v, 32)
+        seen["block_table"], scales = table, [paged(x, 32)[0] for x in scales]
     state = decode.attn_decode(q, KVCache(k, v, *scales, **seen), spec, num_splits)
     out, lse = energy.attention(*exact, spec=spec, keep=keep, distance=distance)
     lse = lse.transpose(1, 2)
@@ -71,7 +72,7 @@ def test_latents(s_q, heads):
     generator = torch.Generator().manual_seed(2)
     q, k = (torch.randn(2, n, h, 576, generator=generator) for n, h in ((s_q, heads), (96, 1)))
     q, k, lengths = q.half().to(DEVICE), k.half().to(DEVICE), torch.tensor([7, 90], device=DEVICE)
-    pages, table = paged(k, 32, 2)
+    pages, table = paged(k, 32)
     spec, slots = AttnSpec(softmax_scale=0.04), torch.arange(96, device=DEVICE)
     q_positions = (lengths - s_q)[:, None] + torch.arange(s_q, device=DEVICE)
     seen = dict(lengths=lengths, q_positions=q_positions, k_positions=slots.expand(2, -1), block_table=table)
@@ -125,7 +126,7 @@ def test_strided_lengths_tables_and_scales():
     lengths = torch.tensor([70, 9999], device=DEVICE)[:1].expand(2)
     scales = [x.abs().amax(-1) / 127 for x in (k, v)]
     k, v = ((x / s[..., None]).round().to(torch.int8) for x, s in zip((k, v), scales))
-    (k, table), (v, _), *scales = paged(k, 32, 2), paged(v, 32, 2), *(paged(s, 32, 2)[0] for s in scales)
+    (k, table), (v, _), *scales = paged(k, 32), paged(v, 32), *(paged(s, 32)[0] for s in scales)
     dense = KVCache(k, v, *scales, lengths=lengths.clone(), block_table=table)
     scales = [s.transpose(0, 2).contiguous().transpose(0, 2) for s in scales]
     strided = KVCache(k, v, *scales, lengths=lengths, block_table=table.t().contiguous().t())

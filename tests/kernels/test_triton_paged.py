@@ -11,8 +11,9 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache, SharedPages
 from megatron_tree.kernels.kv_cache import decode_shared
 from megatron_tree.kernels.triton import decode
+from support.paging import paged
 from support.rounding import assert_near, error, rounding
-from support.triton_inputs import DEVICE, inputs, paged, skip_without
+from support.triton_inputs import DEVICE, inputs, skip_without
 
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -43,11 +44,8 @@ def check(
     if stored is not None:
         (k, k_scale), (v, v_scale) = quantize(k, stored), quantize(v, stored)
         exact[1:] = [x.double() * scale.double()[..., None] for x, scale in ((k, k_scale), (v, v_scale))]
-        scales = [paged(scale, page, 2)[0] for scale in (k_scale, v_scale)]
-    as_bytes = (lambda x: x.view(torch.uint8)) if stored is torch.float8_e4m3fn else (lambda x: x)
-    (k, table), (v, _) = paged(as_bytes(k), page, 2), paged(as_bytes(v), page, 2)
-    if stored is torch.float8_e4m3fn:
-        k, v = k.view(stored), v.view(stored)
+        scales = [paged(scale, page)[0] for scale in (k_scale, v_scale)]
+    (k, table), (v, _) = paged(k, page), paged(v, page)
     seen = dict(lengths=lengths, q_positions=q_positions, k_positions=positions, block_table=table)
     cache = KVCache(k, v, *scales, **seen)
     state = decode.attn_decode(q, cache, spec, num_splits)
@@ -107,7 +105,7 @@ def test_fp8_on_a_gpu_that_has_none_is_refused(monkeypatch):
 def test_pages_that_rows_begin_with_are_read_once():
     """Queries of several rows over the pages they share, merged with what follows: as whole rows."""
     q, k, v, _ = inputs(1, 96, (4, 2), 16, 16, batch=3, dtype=torch.float32)
-    (k, table), (v, _) = paged(k, 16, 2), paged(v, 16, 2)
+    (k, table), (v, _) = paged(k, 16), paged(v, 16)
     table[2, :4] = table[0, :4]
     lengths, spec = torch.tensor([96, 70, 80], device=DEVICE), AttnSpec(softmax_scale=0.25)
     whole = decode.attn_decode(q, KVCache(k, v, lengths=lengths, block_table=table), spec)

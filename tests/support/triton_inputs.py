@@ -20,12 +20,3 @@ def skip_without(stored):
     """End a test of a cache in this dtype where the GPU has none."""
     if stored == torch.float8_e4m3fn and host.arch(torch.device(DEVICE)) == "sm80":
         pytest.skip("fp8 needs sm_89 or later")
-
-
-def paged(x, page, seed):
-    """x [b, s, ...] as pages in a random order, with their block table; a page more that nobody uses."""
-    b, s = x.shape[:2]
-    order = torch.randperm(b * (s // page), generator=torch.Generator().manual_seed(seed))
-    pages = torch.full((len(order) + 1, page, *x.shape[2:]), 100, dtype=x.dtype, device=x.device)
-    pages[order.to(x.device)] = x.reshape(-1, page, *x.shape[2:])
-    return pages, order.view(b, -1).int().to(x.device)

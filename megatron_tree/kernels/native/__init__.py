@@ -62,10 +62,6 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
     return loaded if isinstance(loaded, str) else None
 
 
-def check_pages(k: Tensor) -> None:
-    """Pages of any size."""
-
-
 def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     """See `Backend.attn_decode`."""
     b, s_q, h, d = q.shape

@@ -21,11 +21,15 @@ from .common import (
     head_of,
     kept,
     key_range,
+    load_columns,
     load_tile,
     lower,
     query_range,
-    store_tile,
+    segment_of,
+    store_columns,
+    tile_of,
     window_mask,
+    zero_columns,
 )
 
 
@@ -109,27 +113,15 @@ def attn_bwd_dq_kernel(
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DQ += this block's dq; tables as in `attn_fwd_kernel`."""
-    tile = tl.program_id(0)
+    tile = q_tiles + 5 * tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    row = tl.load(q_tiles + 5 * tile)
-    rows = tl.load(q_tiles + 5 * tile + 1)
-    first = tl.load(q_tiles + 5 * tile + 2)
+    row, rows, first = tile_of(tile)
     r = tl.arange(0, M)
     q_pos = first + r
-    q_base = head_of(Q, q_strides, b, h)
-    d_base = head_of(DOUT, dout_strides, b, h)
-    q0 = load_tile(q_base, row, q_strides[1], rows, M, 0, D0, D, True)
-    do0 = load_tile(d_base, row, dout_strides[1], rows, M, 0, E0, E, True)
-    dq0 = tl.zeros((M, D0), tl.float32)
-    q1 = q0
-    dq1 = dq0
-    if D1 > 0:
-        q1 = load_tile(q_base, row, q_strides[1], rows, M, D0, D1, D, True)
-        dq1 = tl.zeros((M, D1), tl.float32)
-    do1 = do0
-    if E1 > 0:
-        do1 = load_tile(d_base, row, dout_strides[1], rows, M, E0, E1, E, True)
+    q0, q1 = load_columns(head_of(Q, q_strides, b, h), row, q_strides[1], rows, M, D0, D1, D, True)
+    do0, do1 = load_columns(head_of(DOUT, dout_strides, b, h), row, dout_strides[1], rows, M, E0, E1, E, True)
+    dq0, dq1 = zero_columns(M, D0, D1)
     at = b * lse_strides[0] + h * lse_strides[1] + row + r
     lse2 = tl.load(LSE2 + at, mask=r < rows, other=float("inf"))
     delta = tl.load(DELTA + at, mask=r < rows, other=0.0)
@@ -138,14 +130,11 @@ def attn_bwd_dq_kernel(
     slope2 = None
     if SLOPES is not None:
         slope2 = tl.load(SLOPES + b * slopes_stride + h) * LOG2E
-    for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
-        k_row = tl.load(k_segments + 4 * i)
-        k_len = tl.load(k_segments + 4 * i + 1)
-        k_pos = tl.load(k_segments + 4 * i + 2)
+    for i in range(tl.load(tile + 3), tl.load(tile + 4)):
+        k_row, k_len, k_pos, sequence = segment_of(k_segments + 4 * i)
         dropout = None
         if DROPOUT:
-            sequence = b.to(tl.int32) + tl.load(k_segments + 4 * i + 3)
-            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
+            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), b.to(tl.int32) + sequence)
         bounds = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if WINDOW else 1, 3):
             dq0, dq1 = _dq_range(
@@ -154,9 +143,7 @@ def attn_bwd_dq_kernel(
                 dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, STAGES,
             )  # fmt: skip
     dq_base = head_of(DQ, dq_strides, b, h)
-    store_tile(dq_base, row, dq_strides[1], rows, dq0 * scale, True, M, 0, D0, D)
-    if D1 > 0:
-        store_tile(dq_base, row, dq_strides[1], rows, dq1 * scale, True, M, D0, D1, D)
+    store_columns(dq_base, row, dq_strides[1], rows, dq0 * scale, dq1 * scale, True, M, D0, D1, D)
 
 
 @triton.jit
@@ -227,45 +214,27 @@ def attn_bwd_dkdv_kernel(
     as q_tiles and k_segments in `attn_fwd_kernel`. DQ_BOXES: a descriptor of dq with boxes of M rows, to which this
     block's dq is added; or None.
     """
-    tile = tl.program_id(0)
+    tile = k_tiles + 5 * tl.program_id(0)
     h_kv = (tl.program_id(1) // parts).to(tl.int64)
     part = (tl.program_id(1) % parts).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    row = tl.load(k_tiles + 5 * tile)
-    rows = tl.load(k_tiles + 5 * tile + 1)
-    first = tl.load(k_tiles + 5 * tile + 2)
+    row, rows, first = tile_of(tile)
     r = tl.arange(0, N)
     k_pos = first + r
     in_k = r < rows
-    k_base = head_of(K, k_strides, b, h_kv)
-    v_base = head_of(V, v_strides, b, h_kv)
-    k0 = load_tile(k_base, row, k_strides[1], rows, N, 0, D0, D, True)
-    v0 = load_tile(v_base, row, v_strides[1], rows, N, 0, E0, E, True)
-    dk0 = tl.zeros((N, D0), tl.float32)
-    dv0 = tl.zeros((N, E0), tl.float32)
-    k1 = k0
-    dk1 = dk0
-    if D1 > 0:
-        k1 = load_tile(k_base, row, k_strides[1], rows, N, D0, D1, D, True)
-        dk1 = tl.zeros((N, D1), tl.float32)
-    v1 = v0
-    dv1 = dv0
-    if E1 > 0:
-        v1 = load_tile(v_base, row, v_strides[1], rows, N, E0, E1, E, True)
-        dv1 = tl.zeros((N, E1), tl.float32)
-    from_segment = tl.load(k_tiles + 5 * tile + 3)
-    num_segments = tl.load(k_tiles + 5 * tile + 4) - from_segment
+    k0, k1 = load_columns(head_of(K, k_strides, b, h_kv), row, k_strides[1], rows, N, D0, D1, D, True)
+    v0, v1 = load_columns(head_of(V, v_strides, b, h_kv), row, v_strides[1], rows, N, E0, E1, E, True)
+    dk0, dk1 = zero_columns(N, D0, D1)
+    dv0, dv1 = zero_columns(N, E0, E1)
+    from_segment = tl.load(tile + 3)
+    num_segments = tl.load(tile + 4) - from_segment
     heads = GROUP // parts
     for i in range(heads * num_segments):
         h = h_kv * GROUP + part * heads + i // num_segments
-        segment = q_segments + 4 * (from_segment + i % num_segments)
-        q_row = tl.load(segment)
-        q_len = tl.load(segment + 1)
-        q_pos = tl.load(segment + 2)
+        q_row, q_len, q_pos, sequence = segment_of(q_segments + 4 * (from_segment + i % num_segments))
         dropout = None
         if DROPOUT:
-            sequence = b.to(tl.int32) + tl.load(segment + 3)
-            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
+            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), b.to(tl.int32) + sequence)
         q_base = head_of(Q, q_strides, b, h)
         d_base = head_of(DOUT, dout_strides, b, h)
         l_at = b * lse_strides[0] + h * lse_strides[1]
@@ -282,13 +251,8 @@ def attn_bwd_dkdv_kernel(
             )  # fmt: skip
     if DROPOUT:
         dv0 *= keep_weight
-        if E1 > 0:
-            dv1 *= keep_weight
+        dv1 *= keep_weight
     dk_base = head_of(DK + part * dk_part_stride, dk_strides, b, h_kv)
     dv_base = head_of(DV + part * dv_part_stride, dv_strides, b, h_kv)
-    store_tile(dk_base, row, dk_strides[1], rows, dk0 * scale, True, N, 0, D0, D)
-    store_tile(dv_base, row, dv_strides[1], rows, dv0, True, N, 0, E0, E)
-    if D1 > 0:
-        store_tile(dk_base, row, dk_strides[1], rows, dk1 * scale, True, N, D0, D1, D)
-    if E1 > 0:
-        store_tile(dv_base, row, dv_strides[1], rows, dv1, True, N, E0, E1, E)
+    store_columns(dk_base, row, dk_strides[1], rows, dk0 * scale, dk1 * scale, True, N, D0, D1, D)
+    store_columns(dv_base, row, dv_strides[1], rows, dv0, dv1, True, N, E0, E1, E)

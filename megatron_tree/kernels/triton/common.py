@@ -80,6 +80,40 @@ def load_tile(
 
 
 @triton.jit
+def load_columns(
+    base, row, stride, num_rows, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """The two tiles of columns of rows row..; the first one twice if D1 is 0."""
+    x0 = load_tile(base, row, stride, num_rows, ROWS, 0, D0, D, MASK)
+    x1 = x0
+    if D1 > 0:
+        x1 = load_tile(base, row, stride, num_rows, ROWS, D0, D1, D, MASK)
+    return x0, x1
+
+
+@triton.jit
+def zero_columns(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """Two tiles of zeros, fp32; the first one twice if D1 is 0."""
+    x0 = tl.zeros((ROWS, D0), tl.float32)
+    x1 = x0
+    if D1 > 0:
+        x1 = tl.zeros((ROWS, D1), tl.float32)
+    return x0, x1
+
+
+@triton.jit
+def store_columns(
+    base, row, stride, num_rows, x0, x1, ADD: tl.constexpr, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """`store_tile` of both tiles of columns."""
+    store_tile(base, row, stride, num_rows, x0, ADD, ROWS, 0, D0, D)
+    if D1 > 0:
+        store_tile(base, row, stride, num_rows, x1, ADD, ROWS, D0, D1, D)
+
+
+@triton.jit
 def load_box(tensor, b, row, h, ROWS: tl.constexpr, COLS: tl.constexpr):
     """[ROWS, COLS] of one head by the copy engine (TMA): all columns of rows row.., zeros beyond the tensor."""
     return tensor.load([b, row, h, 0]).reshape(ROWS, COLS)
@@ -135,6 +169,18 @@ def kept(q_pos, k_pos, dropout):
     seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
     word, _, _, _ = tl.philox(seed, q_pos, k_pos, head, sequence, ROUNDS)
     return word >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def tile_of(table):
+    """(first row, rows, first position) of an entry of a table of tiles; the range of its segments follows."""
+    return tl.load(table), tl.load(table + 1), tl.load(table + 2)
+
+
+@triton.jit
+def segment_of(table):
+    """(first row, length, first position, sequence) of an entry of a table of segments."""
+    return tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
 
 
 @triton.jit

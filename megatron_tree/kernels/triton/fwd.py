@@ -18,10 +18,14 @@ from .common import (
     kept,
     key_range,
     load_box,
+    load_columns,
     load_tile,
     lower,
-    store_tile,
+    segment_of,
+    store_columns,
+    tile_of,
     window_mask,
+    zero_columns,
 )
 
 
@@ -90,23 +94,14 @@ def attn_fwd_kernel(
     k_segments int32 [n, 4]: row, length, position, sequence. SLOPES fp32 [b, h], ALiBi's, or None.
     K_BOXES, V_BOXES: descriptors of k and v for `load_box`, with boxes of N rows and all columns of a head; or None.
     """
-    tile = tl.program_id(0)
+    tile = q_tiles + 5 * tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    row = tl.load(q_tiles + 5 * tile)
-    rows = tl.load(q_tiles + 5 * tile + 1)
-    first = tl.load(q_tiles + 5 * tile + 2)
+    row, rows, first = tile_of(tile)
     r = tl.arange(0, M)
     q_pos = first + r
-    q_base = head_of(Q, q_strides, b, h)
-    q0 = load_tile(q_base, row, q_strides[1], rows, M, 0, D0, D, True)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_tile(q_base, row, q_strides[1], rows, M, D0, D1, D, True)
-    acc0 = tl.zeros((M, E0), tl.float32)
-    acc1 = acc0
-    if E1 > 0:
-        acc1 = tl.zeros((M, E1), tl.float32)
+    q0, q1 = load_columns(head_of(Q, q_strides, b, h), row, q_strides[1], rows, M, D0, D1, D, True)
+    acc0, acc1 = zero_columns(M, E0, E1)
     m = tl.full((M,), float("-inf"), tl.float32)
     l = tl.zeros((M,), tl.float32)
     k_base = head_of(K, k_strides, b, h // GROUP)
@@ -114,14 +109,11 @@ def attn_fwd_kernel(
     slope2 = None
     if SLOPES is not None:
         slope2 = tl.load(SLOPES + b * slopes_stride + h) * LOG2E
-    for i in range(tl.load(q_tiles + 5 * tile + 3), tl.load(q_tiles + 5 * tile + 4)):
-        k_row = tl.load(k_segments + 4 * i)
-        k_len = tl.load(k_segments + 4 * i + 1)
-        k_pos = tl.load(k_segments + 4 * i + 2)
+    for i in range(tl.load(tile + 3), tl.load(tile + 4)):
+        k_row, k_len, k_pos, sequence = segment_of(k_segments + 4 * i)
         dropout = None
         if DROPOUT:
-            sequence = b.to(tl.int32) + tl.load(k_segments + 4 * i + 3)
-            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), sequence)
+            dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), b.to(tl.int32) + sequence)
         bounds = key_range(first, first + rows - 1, k_pos, k_len, left, right, N, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if WINDOW else 1, 3):
             acc0, acc1, m, l = _fwd_range(
@@ -136,8 +128,6 @@ def attn_fwd_kernel(
     weight = 1.0 / safe
     if DROPOUT:
         weight *= keep_weight
-    out_base = head_of(OUT, out_strides, b, h)
-    store_tile(out_base, row, out_strides[1], rows, acc0 * weight[:, None], False, M, 0, E0, E)  # dF/dzeta: (3)
-    if E1 > 0:
-        store_tile(out_base, row, out_strides[1], rows, acc1 * weight[:, None], False, M, E0, E1, E)
+    out0, out1 = acc0 * weight[:, None], acc1 * weight[:, None]  # dF/dzeta: (3)
+    store_columns(head_of(OUT, out_strides, b, h), row, out_strides[1], rows, out0, out1, False, M, E0, E1, E)
     tl.store(LSE + b * lse_strides[0] + h * lse_strides[1] + row + r, lse, mask=r < rows)
