@@ -78,27 +78,17 @@ def test_what_is_no_integer(bad):
             TreeConfig(head_chunks=bad)
 
 
-def _list_of_lengths(rank, world):
-    x = torch.arange(8.0)[:, None]
-    for layout in ([5, 3], (5, 3), [INT(5), INT(3)]):
-        mine = shard_sequence(x, dist.group.WORLD, 0, layout)
-        assert mine.shape[0] == (5, 3)[rank]
-        assert torch.equal(unshard_sequence(mine, dist.group.WORLD, 0, layout if rank else (5, 3)), x)
-    return True
+def _shards(rank, world):
+    x = torch.arange(12.0)[:, None]
+    for seq_len, layout in ((8, [5, 3]), (8, (INT(5), INT(3))), (12, "zigzag"), (11, "contiguous"), (1, "contiguous")):
+        mine = shard_sequence(x[:seq_len], dist.group.WORLD, 0, layout)
+        assert torch.equal(mine, x[shard_positions(seq_len, rank, world, layout)])
+        assert torch.equal(unshard_sequence(mine, dist.group.WORLD, 0, layout, seq_len), x[:seq_len])
+    return torch.equal(unshard_sequence(x[: 5 - 2 * rank], dist.group.WORLD, 0, [(5, 3), [5, 3]][rank])[:5], x[:5])
 
 
-def test_a_layout_may_be_a_list():
-    assert all(run_distributed(_list_of_lengths, 2))
-
-
-@pytest.mark.parametrize("make", [tuple, list])
-@pytest.mark.parametrize("segment", [tuple, list, lambda s: Segment(*s)])
-def test_segments_may_be_tuples(make, segment):
-    q, k, v, dout = make_inputs(6, (4, 2), batch=1)
-    parts = make(segment(s) for s in ((0, 0, 2), (2, 2, 4)))
-    for segments in (parts, make([parts])):
-        out = tree_prefill(q, k, v, cp_group=None, shares=make([make([(0, 6)])]), key_segments=segments)
-        assert (out - oracle(q, k, v, dout)[0]).abs().max() < 1e-12
+def test_shards_are_joined_again():
+    assert all(run_distributed(_shards, 2))
 
 
 def test_segments_and_runs_of_several_ranks():

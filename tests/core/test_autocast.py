@@ -109,21 +109,6 @@ def test_products_inside_are_not_cast(backend):
     assert all(map(torch.equal, grads, torch.autograd.grad(expected, inputs)))
 
 
-def _one_rank_alone(rank, world):
-    inputs = _inputs((torch.float32,) * 3)
-    with (
-        torch.autocast("cpu", BF16, enabled=rank == 0),
-        pytest.raises(ValueError, match="dtype=torch.bfloat16") as seen,
-    ):
-        tree_attn_func(*inputs, cp_group=dist.group.WORLD)
-    return str(seen.value)
-
-
-def test_ranks_compare_dtypes_after_the_cast():
-    first, second = run_distributed(_one_rank_alone, 2)
-    assert first == second and "torch.float32" in first
-
-
 def test_mixed_dtypes_as_torch_has_them():
     """float64 stays, so the others don't fit to it, with torch's function either; without autocast nothing is cast."""
     q, k, v = _inputs((torch.float64, torch.float32, torch.float32))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, packed_layout, shard_positions, tree_attn_func, tree_attn_varlen_func
+from megatron_tree import TreeConfig, comm, packed_layout, tree_attn_func
 from megatron_tree.config import Visibility
 from megatron_tree.layout import Segment, by_document, shard_segments, visible_rows
 from support.attention import make_inputs, make_sinks, oracle, run_one, worst_error
@@ -59,8 +59,7 @@ def _masks(rank, world, transport):
     return found
 
 
-@pytest.mark.parametrize("transport", ["direct", "builtin"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "transport"), [(1, "direct"), (2, "builtin"), (4, "direct")])
 def test_masks_and_layouts_match_the_oracle(world, transport):
     for found in run_distributed(_masks, world, transport):
         assert largest(found.values()) < 1e-12, found
@@ -85,20 +84,3 @@ def test_a_window_sends_the_ends_of_chunks(rows):
     # 2 p chunks have 2 p - 1 ends that the next chunk's rank needs; of zigzag's, chunks p - 1 and p are on one rank
     assert sum(cast for cast, _ in sent) == 3 * (2 * world - 2) * window * kv_row
     assert all(auto <= cast for cast, auto in sent), "the planner takes the cast or something that sends less"
-
-
-def _packed(rank, world):
-    cu_seqlens = torch.tensor([0, 16, 16, 48, 64])
-    inputs = make_inputs(64, (4, 2), batch=1)
-    rows = shard_positions(64, rank, world, packed_layout(cu_seqlens))
-    results = []
-    for config in (TreeConfig(schedule="cast", ulysses_size=1), TreeConfig(grid=(1, world))):
-        leaves = [x[0, rows].clone().requires_grad_() for x in inputs[:3]]
-        options = dict(cu_seqlens=cu_seqlens, cp_group=dist.group.WORLD, window_size=(6, 0), config=config)
-        out = tree_attn_varlen_func(*leaves, **options)
-        results.append([out, *torch.autograd.grad((out * inputs[3][0, rows]).sum(), leaves)])
-    return largest(float((x - y).abs().max()) for x, y in zip(*results))
-
-
-def test_packed_documents():
-    assert largest(run_distributed(_packed, 4)) < 1e-12

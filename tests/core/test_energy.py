@@ -2,17 +2,15 @@
 
 import ast
 import itertools
-import random
 from pathlib import Path
 
 import pytest
 import torch
 
 import megatron_tree
-from megatron_tree import energy, merge, tree_attn_func
+from megatron_tree import energy, tree_attn_func
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
-from support.states import merged
 
 VARIANTS = {
     "full": dict(causal=False),
@@ -87,24 +85,18 @@ def test_first_and_second_derivative(variant):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_energy_of_a_whole_is_the_logsumexp_of_its_parts():
+def test_a_whole_is_merged_from_its_parts():
+    """The energy by log-sum-exp, its derivatives by the rule that follows; a part may be empty."""
     q, k, v, _ = inputs(s=7)
-    spec = AttnSpec(softmax_scale=0.4, causal=False)
+    spec, cuts = AttnSpec(softmax_scale=0.4, causal=False), (slice(0, 2), slice(2, 2), slice(2, 7))
     zeta = torch.randn(2, 7, 4, 3, dtype=torch.float64)
+    parts = [energy.energy(q, k[:, p], v[:, p], zeta, spec) for p in cuts]
     whole = energy.energy(q, k, v, zeta, spec)
-    parts = [energy.energy(q, k[:, p], v[:, p], zeta, spec) for p in (slice(0, 2), slice(2, 3), slice(3, 7))]
     torch.testing.assert_close(energy.logsumexp(torch.stack(parts, -1)), whole, rtol=1e-13, atol=1e-13)
-
-
-def test_merge_rule_from_the_energy():
-    q, k, v, _ = inputs(s=7)
-    spec = AttnSpec(softmax_scale=0.4, causal=False)
-    parts = [energy.attention(q, k[:, p], v[:, p], spec=spec) for p in (slice(0, 2), slice(2, 2), slice(2, 7))]
-    outs, lses = torch.stack([o for o, _ in parts]), torch.stack([l for _, l in parts])
-    out, lse = energy.merge_by_energy(outs, lses)
-    whole = energy.attention(q, k, v, spec=spec)
-    torch.testing.assert_close(out, whole[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, whole[1], rtol=1e-12, atol=1e-12)
+    states = zip(*(energy.attention(q, k[:, p], v[:, p], spec=spec) for p in cuts))
+    found = energy.merge_by_energy(*map(torch.stack, states))
+    for x, want in zip(found, energy.attention(q, k, v, spec=spec)):
+        torch.testing.assert_close(x, want, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_that_see_nothing_are_the_identity():
@@ -199,24 +191,3 @@ def test_retrieval_descends_the_hopfield_energy():
         q = following
     nearest = torch.cdist(q[0, : near.shape[1], 0], x[0, :, 0]).argmin(-1)
     assert nearest.tolist() == list(range(near.shape[1]))
-
-
-def test_any_tree_of_merges_is_the_whole():
-    """The tree: keys are cut anywhere, and the parts merged in random trees by the library's merge."""
-    q, k, v, _ = inputs(s=13)
-    spec = AttnSpec(softmax_scale=0.4, causal=False)
-    out, lse = energy.attention(q, k, v, spec=spec)
-    for seed in range(20):
-        pick = random.Random(seed)
-        cuts = [0, *sorted(pick.choices(range(14), k=pick.randrange(1, 9))), 13]  # equal cuts: an empty part
-        forest = [energy.attention(q, k[:, a:b], v[:, a:b], spec=spec) for a, b in itertools.pairwise(cuts)]
-        while len(forest) > 1:
-            a = forest.pop(pick.randrange(len(forest)))
-            b = forest.pop(pick.randrange(len(forest)))
-            if pick.random() < 0.5:
-                forest.append(merged([a, b]))
-            else:
-                merge.merge_into(a, b)
-                forest.append(a)
-        torch.testing.assert_close(forest[0][0], out, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(forest[0][1], lse, rtol=1e-13, atol=1e-13)

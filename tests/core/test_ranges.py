@@ -125,13 +125,8 @@ def test_few_layers():
         spec = AttnSpec(softmax_scale=1.0, causal=False, ranges=tuple(AttnSlice(*piece) for piece in slices))
         return len(grouped.slice_groups(spec))
 
-    assert [count(MASKS[name]) for name in ("documents", "chunks", "prefix", "nothing", "shared question")] == [
-        1,
-        1,
-        2,
-        0,
-        3,
-    ]
+    layers = {"documents": 1, "chunks": 1, "prefix": 2, "nothing": 0, "shared question": 3}
+    assert {name: count(MASKS[name]) for name in layers} == layers
     assert count([((i, i + 1), (i, i + 1), "causal") for i in range(500)]) == 1
 
 
@@ -172,7 +167,7 @@ def _masks(rank, world):
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_masks_match_the_oracle(world):
     for found in run_distributed(_masks, world):
         assert len(found) >= 40 and largest(found.values()) < 1e-12, found

@@ -21,7 +21,7 @@ from megatron_tree.layout import (
 )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 6])
+@pytest.mark.parametrize("world", [2, 3])
 def test_zigzag_is_megatrons_order(world, monkeypatch):
     utils = pytest.importorskip("megatron.core.utils", reason="megatron-core is not installed")
     from megatron.core import parallel_state
@@ -48,7 +48,7 @@ layouts = st.integers(1, 9).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts)
 def test_every_position_is_held_once(case):
     world, (layout, seq_len) = case
@@ -86,6 +86,12 @@ def test_packed_tensors_are_read_again_when_they_change():
     assert packed_layout(cu_seqlens).lengths == (6, 2)
 
 
+def test_segments_are_few():
+    assert shard_segments(16, 3, 4) == (Segment(0, 6, 4),)  # zigzag's last rank: its two chunks touch
+    assert len(gathered_segments(tuple(range(8)), 64, 8, "contiguous", 8)) == 1
+    assert join([Segment(0, 0, 2), Segment(2, 5, 0), Segment(2, 2, 3)]) == (Segment(0, 0, 5),)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -98,22 +104,6 @@ def test_packed_tensors_are_read_again_when_they_change():
         (lambda: packed_layout([0, 4], num_rows=3), "end at row 4, but q has 3"),
         (lambda: shard_positions(12, 0, 2, packed_layout([0, 8, 12, 18])), "6 padded tokens.*multiple of 2 . 2 = 4"),
         (lambda: shard_positions(16, 0, 2, packed_layout([0, 8, 12])), "12 rows, the sequence 16"),
-    ],
-)
-def test_bad_documents(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_segments_are_few():
-    assert shard_segments(16, 3, 4) == (Segment(0, 6, 4),)  # zigzag's last rank: its two chunks touch
-    assert len(gathered_segments(tuple(range(8)), 64, 8, "contiguous", 8)) == 1
-    assert join([Segment(0, 0, 2), Segment(2, 5, 0), Segment(2, 2, 3)]) == (Segment(0, 0, 5),)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
         (lambda: shard_positions(10, 0, 4), r"10 tokens.*multiple of.*8.*Pad it by 6"),
         (lambda: shard_positions(8, 4, 4), "rank=4"),
         (lambda: shard_positions(8, 0, 2, "stripes"), "layout='stripes'"),

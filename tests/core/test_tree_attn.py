@@ -1,16 +1,14 @@
 """tree_attn_func in real processes against the float64 energy oracle: out, lse and every gradient."""
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import shard_positions, shard_sequence, tree_attn_func, unshard_sequence
+from megatron_tree import shard_positions, tree_attn_func
 from support.attention import configs, low_precision, make_inputs, make_sinks, make_slopes, oracle, run_one, worst_error
 from support.ranks import largest, run_distributed
 
-WORLDS = (1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow))
+WORLDS = (1, 2, 4, pytest.param(6, marks=pytest.mark.slow))
 MASKS = {
     "causal": {},
     "full": dict(causal=False),
@@ -56,7 +54,7 @@ def test_masks_and_heads_match_the_oracle(world):
     check(world, cases, 1e-12)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, 3])
 def test_any_length_and_empty_shards(world):
     lengths = [1, 2, 3, 5, 7, 13, 2 * world + 1]
     cases = [(f"contiguous {n}", n, (4, 2), "contiguous", {}, (8, 8), torch.float64) for n in lengths]
@@ -88,15 +86,13 @@ def test_gradient_flows_through_lse(world):
     assert largest(map(largest, run_distributed(_gradient_through_lse, world))) < 1e-12
 
 
-def _low_precision(rank, world, dtype, mask):
-    return low_precision(world, dtype, configs(world), **mask)
+def _low_precision(rank, world, dtype):
+    return [low_precision(world, dtype, configs(world), **mask) for mask in ({}, {"alibi_slopes": make_slopes(4)})]
 
 
-@pytest.mark.parametrize("mask", [{}, {"alibi_slopes": make_slopes(4)}], ids=["causal", "alibi"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_low_precision_within_the_rule(world, dtype, mask):
-    for found in run_distributed(_low_precision, world, dtype, mask):
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.bfloat16), (2, torch.float16), (4, torch.bfloat16)])
+def test_low_precision_within_the_rule(world, dtype):
+    for found in (found for of_rank in run_distributed(_low_precision, world, dtype) for found in of_rank):
         for label, (out, *grads) in found.items():
             assert out <= 2 and largest(grads) <= 3, (label, out, grads)
 
@@ -135,26 +131,3 @@ def _subgroup(rank, world):
 
 def test_groups_that_are_not_world():
     assert all(run_distributed(_subgroup, 6))
-
-
-def _shard_round_trip(rank, world):
-    for seq_len, layout in ((4 * world, "zigzag"), (4 * world + 1, "contiguous"), (1, "contiguous")):
-        x = torch.arange(2 * seq_len * 3.0).reshape(2, seq_len, 3)
-        mine = shard_sequence(x, dist.group.WORLD, 1, layout)
-        assert torch.equal(mine, x[:, shard_positions(seq_len, rank, world, layout)])
-        whole = unshard_sequence(mine, dist.group.WORLD, 1, layout, seq_len=seq_len)
-        assert torch.equal(whole, x)
-    return True
-
-
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_shard_and_unshard(world):
-    assert all(run_distributed(_shard_round_trip, world))
-
-
-def test_one_rank_needs_no_process_group():
-    q, k, v, dout = make_inputs(7, (4, 2))
-    out, lse = tree_attn_func(q, k, v, cp_group=None, return_lse=True)
-    truth = oracle(q, k, v, dout)
-    assert worst_error(torch.arange(7), (out, lse), truth[:2]) < 1e-12
-    assert math.isfinite(out.sum().item())
