@@ -16,7 +16,7 @@ from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
-from .cell import Cell
+from .cell import Cell, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .topology import GroupTopology
 
@@ -67,7 +67,7 @@ class AttnArgs:
             order=net.placement.order,
             transport=net.transport,
             backend=backend,
-            wire_dtype=torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype,
+            wire_dtype=wire_dtype(q.dtype, config),
         )
 
     def _mask(self) -> Mask | None:

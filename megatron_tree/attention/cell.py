@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import AttnSpec
+from ..config import AttnSpec, TreeConfig
 from ..kernels import Backend
 from ..merge import (
     State,
@@ -74,6 +74,11 @@ class Cell:
         segments = dict(q_segments=q_segments, k_segments=k_segments)
         state = self.backend.attn_fwd(q, *kv, **segments, spec=spec, out_dtype=out_dtype)
         return state if out_dtype is None else round_state(state, out_dtype)
+
+
+def wire_dtype(dtype: torch.dtype, config: TreeConfig) -> torch.dtype:
+    """The dtype in which partial outputs and gradients of inputs of `dtype` are sent."""
+    return torch.promote_types(dtype, torch.float32) if config.comm_dtype == "fp32" else dtype
 
 
 class Kept(NamedTuple):

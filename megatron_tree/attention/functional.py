@@ -35,13 +35,7 @@ from .precision import autocast
 from .slices import make_slices
 from .spec import make_spec
 from .topology import GroupTopology
-from .validate import (
-    check_cross_documents,
-    check_packed,
-    check_qkv,
-    check_sinks,
-    check_ulysses,
-)
+from .validate import check_cross_documents, check_packed, check_qkv, check_sinks, check_ulysses
 
 
 @comm.outside_graphs
@@ -78,25 +72,23 @@ def tree_attn_func(
         causal: a query sees keys at its own and earlier positions. Default True, without ranges.
         softmax_scale: default 1 / sqrt(d).
         window_size: (left, right) keys seen to either side of the query's own position; -1 is unbounded.
-        ranges: any other mask, as `AttnSlice`s that don't overlap; instead of causal and window_size. The same on all
-            ranks. Positions count from the start of the whole sequence, whatever the layout. Only what is visible is
-            sent where that is fastest; a layout that balances the work is up to the caller.
+        ranges: any other mask, as `AttnSlice`s that don't overlap, the same on all ranks; instead of causal and
+            window_size. Positions count from the start of the whole sequence; balancing the work is up to the layout.
         softcap: logits become softcap * tanh(logits / softcap); 0 turns it off.
         sinks: [h] logits with value 0 that join every query's softmax. Their gradient is this rank's part: sum it over
             cp_group as for any replicated parameter.
-        alibi_slopes: fp32 [h] or [b, h], the same on all ranks: slope * |query position - key position| is taken off a
-            logit after softcap (ALiBi, arXiv 2108.12409; the sign and the name are flash-attn's). They get no gradient.
-            Not with ranges or in cross attention.
-        dropout_p: probability that a weight is dropped. The mask depends only on dropout_seed, batch row, head and
-            positions: it is the same for any number of ranks, schedule and backend. lse is computed without dropout.
+        alibi_slopes: fp32 [h] or [b, h], the same on all ranks, without a gradient: slope * |query position - key
+            position| is taken off a logit after softcap, as in flash-attn. Not with ranges or in cross attention.
+        dropout_p: probability that a weight is dropped. The mask depends only on dropout_seed, sequence, head and
+            positions, not on ranks, schedule or backend. lse is computed without dropout.
         dropout_seed: an integer, the same on all ranks, different in every call.
         layout: "zigzag" (Megatron's), "contiguous" (equal lengths), a tuple of every rank's length (contiguous), or a
             `Dispatched` of one document: any chunks on any rank.
         config: `TreeConfig`; default: the file in $MEGATRON_TREE_CONFIG, else the planner chooses.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
-        return_max_logit: also return the largest logit of each head, [h], fp32, over the batch and all visible pairs of
-            the whole sequence, with softmax_scale and softcap, without sinks; not differentiable. Not with
-            alibi_slopes. It costs one more product of queries and keys, in torch, and an all-reduce of h numbers.
+        return_max_logit: also return the largest logit of each head, [h], fp32, over the batch and the whole sequence,
+            with softmax_scale and softcap, without sinks; not differentiable, not with alibi_slopes. It costs one more
+            product of queries and keys, in torch.
 
     Under torch.autocast q, k and v are cast as for torch's scaled_dot_product_attention.
 
@@ -109,16 +101,15 @@ def tree_attn_func(
     outside, q, k, v = autocast(q, k, v)
     with comm.collective_call("tree_attn_func", cp_group, config) as call, outside:
         comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
-        dropout, exact = (dropout_p, dropout_seed), config.deterministic
-        bias = dict(ranges=ranges is not None, alibi_slopes=alibi_slopes)
-        spec = make_spec(q, causal, softmax_scale, window_size, softcap, *dropout, exact, **bias)
+        options = dict(deterministic=config.deterministic, ranges=ranges is not None, alibi_slopes=alibi_slopes)
+        spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
         check_qkv(q, k, v, cross=not spec.by_position)
         queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
-        found = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
-    return found if len(found) > 1 else found[0]
+        results = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
+    return results if len(results) > 1 else results[0]
 
 
 @comm.outside_graphs
@@ -148,9 +139,8 @@ def tree_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """`tree_attn_func` for documents packed one after another: no query sees a key of another document.
 
-    By default every document is sharded zigzag on its own, as in Megatron and TransformerEngine: padded to a multiple
-    of 2p tokens and cut into 2p chunks, of which rank r holds chunks r and 2p-1-r. `shard_sequence` with
-    `packed_layout(...)` makes these shards. Documents may be empty.
+    By default every document is padded to a multiple of 2p tokens and sharded zigzag on its own, as in Megatron and
+    TransformerEngine; `shard_sequence` with `packed_layout(...)` makes these shards. Documents may be empty.
 
     Args:
         q: [t/p, h, d], this rank's shard of all t rows, including padding. k: [t/p, h_kv, d], v: [t/p, h_kv, d_v].
@@ -161,9 +151,9 @@ def tree_attn_varlen_func(
         cu_seqlens_kv, cu_seqlens_kv_padded: of k and v in cross attention (causal=False, no window), where document i
             of q sees document i of k; default: those of q.
         max_seqlen: length of the longest document of q; optional, checked if given.
-        layout: "documents" (above); what `dispatch_documents` returns: short documents whole on one rank, without
-            padding, and only what is needed is sent; or "zigzag" or "contiguous": the packed rows are cut as a whole,
-            wherever documents begin (t a multiple of 2p; Megatron's inter-document masking).
+        layout: "documents" (above); what `dispatch_documents` returns (short documents whole on one rank, no padding);
+            or "zigzag" or "contiguous": the packed rows are cut as a whole (t a multiple of 2p; Megatron's
+            inter-document masking).
         Others as in `tree_attn_func`.
 
     Returns: out [t/p, h, d_v] (and lse [h, t/p]) (and the largest logits [h]). Padding rows see nothing but a sink;
@@ -261,14 +251,14 @@ def _attend(
         config=config,
         topology=net.digest,
     )
-    net = net.placed(group, q.device, config)
-    largest = ()
     if return_max_logit:
-        backend, *largest = backend.with_largest_logits(q)
+        backend, largest = backend.with_largest_logits(q)
+    net = net.placed(group, q.device, config)
     out, lse = tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, return_lse), return_lse)
-    for x in largest:  # every pair of a query and a key was in one rank's block
-        comm.all_reduce(x, group, op="max", timeout_s=config.timeout_s)
-    return (out, lse, *largest) if return_lse else (out, *largest)
+    results = (out, lse) if return_lse else (out,)
+    if return_max_logit:  # every pair of a query and a key was in one rank's block
+        results += (comm.all_reduce(largest, group, op="max", timeout_s=config.timeout_s),)
+    return results
 
 
 def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:

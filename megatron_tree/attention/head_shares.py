@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
@@ -59,69 +57,19 @@ def gather_heads(q: Tensor, shares: tuple[int, ...], group, **messages) -> Tenso
     return comm.gather_rows(mine, shares, group, **messages).permute(1, 2, 0, 3)
 
 
-def start_gather_heads(q: Tensor, shares: tuple[int, ...], team: comm.Team) -> Here | GatheredHeads:
-    """Start to gather q [b, s, h_local, d] of a team's ranks; `wait()` of what is returned gives ([b, s, h, d],), the
-    heads of these ranks in rank order."""
-    if has_all_heads(q, shares):
-        return Here((q if team.size == len(shares) else q[:, :, heads_of(shares, team.order)],))
-    q = q[:, :, : shares[comm.group_rank(team.group)]]
-    if team.size == 1:
-        return Here((q,))
-    longest, mine = max(shares), q.permute(2, 0, 1, 3)
-    if (missing := longest - mine.shape[0]) > 0:
-        mine = F.pad(mine, (0, 0, 0, 0, 0, 0, 0, missing))
-    return GatheredHeads(comm.start_gather(mine.contiguous(), team), shares, team.order)
-
-
-class Here(NamedTuple):
-    """What need not travel."""
-
-    tensors: tuple[Tensor, ...]
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return self.tensors
-
-
-class GatheredHeads(NamedTuple):
-    """Heads on their way."""
-
-    pending: comm.Pending
-    shares: tuple[int, ...]
-    order: tuple[int, ...]
-
-    def wait(self) -> tuple[Tensor, ...]:
-        whole = self.pending.wait()
-        if not _is_plain(self.shares, self.order):
-            whole = whole.index_select(0, _rows(self.shares, self.order, whole.device))
-        return (whole.permute(1, 2, 0, 3),)
-
-
-def by_owner(state: Tensor, shares: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """state [b, s, h, w] of the heads of some ranks as [ranks, longest share, b, s, w]: what is meant for each, in
-    this order of ranks."""
-    return comm.by_owner(state.permute(2, 0, 1, 3), shares, order).contiguous()
-
-
 def heads_of(shares: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
     """The heads of some ranks among all heads, in rank order."""
     return [head for r in sorted(order) for head in range(*slice_of(shares, r).indices(sum(shares)))]
 
 
-def _is_plain(shares: tuple[int, ...], order: tuple[int, ...]) -> bool:
-    """Whether heads lie in a message as they do in a tensor: no padding, ranks in rising order."""
-    return min(shares) == max(shares) and list(order) == sorted(order)
-
-
 @functools.lru_cache(maxsize=64)
-def _rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.device) -> Tensor:
-    """The row of every head where each rank's are padded to the longest share."""
+def rows_of_heads(shares: tuple[int, ...], order: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """The row of every head, in rank order, in what these ranks send, padded to the longest share each; None if heads
+    lie so anyway."""
+    if min(shares) == max(shares) and list(order) == sorted(order):
+        return None
     rows = [order.index(r) * max(shares) + i for r in sorted(order) for i in range(shares[r])]
     return torch.tensor(rows, device=device, dtype=torch.int64)
-
-
-def own_heads(merged: Tensor, num_heads: int) -> Tensor:
-    """This rank's entry of `by_owner`, reduced, [longest share, b, s, w] -> [b, s, num_heads, w]."""
-    return (merged if merged.shape[0] == num_heads else merged[:num_heads]).permute(1, 2, 0, 3)
 
 
 def slice_of(shares: tuple[int, ...], rank: int) -> slice:

@@ -7,16 +7,18 @@ functional.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import comm, kernels
 from ..config import AttnSpec, TreeConfig, check_positive, default_config
+from ..kernels import KVCache
 from ..layout import Segment
 from ..merge import State, join_heads, merge_sinks
 from ..plan import chunk_sizes
-from .cell import Cell, CellForward
+from .cell import Cell, CellForward, wire_dtype
 from .derivatives import check_tangents, in_torch
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
@@ -76,85 +78,119 @@ def tree_prefill(
     """
     config, cp_group = config or default_config(), comm.process_group(cp_group)
     outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
+    if expand is not None and isinstance(outside, torch.autocast):
+        expand = torch.autocast(outside.device)(expand)  # its weights are the caller's
     with comm.collective_call("tree_prefill", cp_group, config) as call, outside, torch.no_grad():
         comm.check_local(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
-        latent = v_cache is None
         head_shares = check_head_shares(head_shares, q, cp_group)
-        whole = all_heads_of(q, head_shares)
+        whole, cache = all_heads_of(q, head_shares), KVCache(k_cache, v_cache, head_dim_v=head_dim_v)
         if expand is None:
-            check_cache(whole, cache := kernels.KVCache(k_cache, v_cache, head_dim_v=head_dim_v))
-            v_cache = cache.values
+            check_cache(whole, cache)
         else:
             check_latents(q, k_cache, v_cache, head_dim_v)
-            if isinstance(outside, torch.autocast):
-                expand = torch.autocast(q.device.type)(expand)  # its weights are the caller's
         options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
         spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
-        rank, world = comm.group_rank(cp_group), comm.group_size(cp_group)
-        check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
         size = check_positive("attention_chunk_size", attention_chunk_size)
+        rank = comm.group_rank(cp_group)
+        check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
         chunk = PromptChunk(rank, check_runs(shares), check_segments(key_segments), size, head_shares)
-        chunk.check(q.shape[1], k_cache.shape[1], world)
-        grid = chunk.checked_grid(grid, world, num_heads_kv=k_cache.shape[2], expands=expand is not None)
-        k_like, v_like = (k_cache, v_cache) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
-        backend = kernels.choose(whole, k_like, v_like, spec, config.backend)
-        if not in_torch(cp_group, backend):
-            check_tangents(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
-        check_finite_cache(config, cp_group, q, kernels.KVCache(k_cache, None if latent else v_cache), sinks)
-        net = GroupTopology.of(cp_group, q.device, config)
-        gathers_heads = not has_all_heads(q, head_shares)
-        num_keys = chunk.num_keys if grid[1] > 1 else None
-        call.agree(
-            batch=q.shape[0],
-            num_heads=whole.shape[2],
-            num_heads_kv=k_cache.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=v_like.shape[3],
-            latent=latent,
-            expanded=expand is not None,
-            dtype=q.dtype,
-            spec=spec,
-            sinks=sinks is not None,
-            head_shares=head_shares,
-            gathers_heads=gathers_heads,
-            shares=str(chunk.shares),
-            attention_chunk_size=size,
-            grid=grid,
-            num_keys=num_keys,
-            config=config,
-            topology=net.digest,
-        )
-        sizes = chunk_sizes(
-            world,
-            sum(chunk.num_queries),
-            sum(num_keys) if num_keys else chunk.end,
-            num_heads=whole.shape[2],
-            head_dims=(q.shape[3], v_like.shape[3]),
-            key_numbers=k_cache.shape[2] * (k_cache.shape[3] + (0 if latent else v_cache.shape[3])),
-            bytes_per_word=q.element_size(),
-            sends_queries=head_shares is None or gathers_heads,
-        )
-        num_heads_kv = 1 if latent or head_shares is not None else k_cache.shape[2]
-        place = PrefillGrid.of(grid, sizes, num_heads_kv, cp_group, q.device, config)
-        queries, spec = chunk.queries(place.query_team, spec)
-        wire = torch.promote_types(q.dtype, torch.float32) if config.comm_dtype == "fp32" else q.dtype
-        cell = dict(queries=queries, keys=chunk.keys(place.key_team), backend=backend, wire=wire)
-        if latent:
-            cell, kv = LatentCell(**cell, expand=expand, head_dim_v=v_like.shape[3]), (k_cache,)
-        else:
-            cell, kv = Cell(**cell), (k_cache, v_cache)
-        out, lse = _attend(cell, spec, place.head_chunks, q, kv)
+        given = dict(group=cp_group, config=config, chunk=chunk, spec=spec, whole=whole, cache=cache, expand=expand)
+        prefill = _Prefill.checked(q, sinks, grid, **given)
+        prefill.agree(call, q, sinks)
+        out, lse = prefill.run(q)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype)
 
 
-def _attend(cell: Cell, spec: AttnSpec, num_chunks: int, q: Tensor, kv: tuple[Tensor, ...]) -> State:
-    """The state of this rank's queries over the whole cache, without sinks; spec is of the cell's heads."""
-    if num_chunks == 1:
-        chunks = [HeadChunk.all(spec)]
-    else:
-        chunks = head_chunks(q.shape[2], kv[0].shape[2], num_chunks, spec)
-    chunks = [CellForward(cell, chunk, q, kv) for chunk in chunks]
-    comm.run_stages(chunks)
-    return join_heads([chunk.state for chunk in chunks])
+@dataclass(frozen=True, kw_only=True)
+class _Prefill:
+    """A checked call."""
+
+    group: object
+    config: TreeConfig
+    chunk: PromptChunk
+    spec: AttnSpec
+    grid: tuple[int, int]
+    backend: kernels.Backend
+    whole: Tensor
+    """A stand-in for q with the heads of all ranks."""
+    cache: KVCache
+    head_dim_v: int
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
+    gathers_heads: bool
+
+    @classmethod
+    def checked(cls, q: Tensor, sinks: Tensor | None, grid: tuple[int, int] | None, **given) -> _Prefill:
+        """Check what depends on several arguments. given: the fields that follow from one."""
+        group, config, chunk, expand = (given[name] for name in ("group", "config", "chunk", "expand"))
+        cache, world = given["cache"], comm.group_size(group)
+        chunk.check(q.shape[1], cache.k.shape[1], world)
+        grid = chunk.checked_grid(grid, world, num_heads_kv=cache.k.shape[2], expands=expand is not None)
+        like = (cache.k, cache.values) if expand is None else (q[:, :1], q[:, :1, :, : cache.head_dim_v])
+        backend = kernels.choose(given["whole"], *like, given["spec"], config.backend)
+        if not in_torch(group, backend):
+            check_tangents(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
+        check_finite_cache(config, group, q, cache, sinks)
+        gathers_heads = not has_all_heads(q, chunk.head_shares)
+        return cls(grid=grid, backend=backend, head_dim_v=like[1].shape[3], gathers_heads=gathers_heads, **given)
+
+    @property
+    def num_keys(self) -> tuple[int, ...] | None:
+        """Of every rank, where keys are gathered."""
+        return self.chunk.num_keys if self.grid[1] > 1 else None
+
+    def agree(self, call: comm.CollectiveCall, q: Tensor, sinks: Tensor | None) -> None:
+        """Compare the call with those of the other ranks."""
+        call.agree(
+            batch=q.shape[0],
+            num_heads=self.whole.shape[2],
+            num_heads_kv=self.cache.k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=self.head_dim_v,
+            latent=self.cache.v is None,
+            expanded=self.expand is not None,
+            dtype=q.dtype,
+            spec=self.spec,
+            sinks=sinks is not None,
+            head_shares=self.chunk.head_shares,
+            gathers_heads=self.gathers_heads,
+            shares=str(self.chunk.shares),
+            attention_chunk_size=self.chunk.attention_chunk_size,
+            grid=self.grid,
+            num_keys=self.num_keys,
+            config=self.config,
+            topology=GroupTopology.of(self.group, q.device, self.config).digest,
+        )
+
+    def run(self, q: Tensor) -> State:
+        """The state of this rank's queries over the whole cache, without sinks."""
+        place, (k, v) = self._planned(q), self.cache[:2]
+        queries, spec = self.chunk.queries(place.query_team, self.spec)
+        cell = dict(queries=queries, keys=self.chunk.keys(place.key_team), backend=self.backend)
+        cell["wire"] = wire_dtype(q.dtype, self.config)
+        if v is None:  # latents travel once
+            cell, kv = LatentCell(**cell, expand=self.expand, head_dim_v=self.head_dim_v), (k,)
+        else:
+            cell, kv = Cell(**cell), (k, v)
+        n = place.head_chunks
+        chunks = [HeadChunk.all(spec)] if n == 1 else head_chunks(q.shape[2], k.shape[2], n, spec)
+        chunks = [CellForward(cell, chunk, q, kv) for chunk in chunks]
+        comm.run_stages(chunks)
+        return join_heads([chunk.state for chunk in chunks])
+
+    def _planned(self, q: Tensor) -> PrefillGrid:
+        k, v, *_ = self.cache
+        num_keys = self.num_keys
+        sizes = chunk_sizes(
+            comm.group_size(self.group),
+            sum(self.chunk.num_queries),
+            sum(num_keys) if num_keys else self.chunk.end,
+            num_heads=self.whole.shape[2],
+            head_dims=(q.shape[3], self.head_dim_v),
+            key_numbers=k.shape[2] * (k.shape[3] + (0 if v is None else v.shape[3])),
+            bytes_per_word=q.element_size(),
+            sends_queries=self.chunk.head_shares is None or self.gathers_heads,
+        )
+        divided = v is not None and self.chunk.head_shares is None
+        return PrefillGrid.of(self.grid, sizes, k.shape[2] if divided else 1, self.group, q.device, self.config)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import comm
 from ..layout import Segment, Sharding
 from ..merge import StateReducer, SumReducer
-from .head_shares import GatheredHeads, Here, by_owner, own_heads, start_gather_heads
+from .head_shares import has_all_heads, heads_of, rows_of_heads
 
 Segments = tuple[Segment, ...]
 
@@ -134,14 +134,27 @@ class HeadRows(NamedTuple):
     def travel(self) -> bool:
         return self.team.size > 1
 
-    def start_gather(self, q: Tensor) -> GatheredHeads:
-        return start_gather_heads(q, self.shares, self.team)
+    def start_gather(self, q: Tensor) -> GatherOfHeads | Here:
+        """q [b, s, h_local, d], or with all heads; [b, s, h, d] arrive, the team's heads in rank order."""
+        if has_all_heads(q, self.shares):
+            return Here((q if self.team.size == len(self.shares) else q[:, :, heads_of(self.shares, self.team.order)],))
+        q = q[:, :, : self.num_local]
+        if not self.travel:
+            return Here((q,))
+        mine = F.pad(q.permute(2, 0, 1, 3), (0, 0) * 3 + (0, max(self.shares) - q.shape[2])).contiguous()
+        return GatherOfHeads(comm.start_gather(mine, self.team), rows_of_heads(self.shares, self.team.order, q.device))
 
     def start_reduce(self, x: Tensor, reducer: StateReducer) -> comm.Pending:
-        return comm.start_reduce_scatter(by_owner(x, self.shares, self.team.order).flatten(0, 1), self.team, reducer)
+        of_ranks = comm.by_owner(x.permute(2, 0, 1, 3), self.shares, self.team.order)  # [ranks, longest share, b, s, w]
+        return comm.start_reduce_scatter(of_ranks.flatten(0, 1), self.team, reducer)
 
     def reduced(self, pending: comm.Pending, num_rows: int) -> Tensor:
-        return own_heads(pending.wait(), self.shares[comm.group_rank(self.team.group)])
+        return pending.wait()[: self.num_local].permute(1, 2, 0, 3)
+
+    @property
+    def num_local(self) -> int:
+        """This rank's heads."""
+        return self.shares[comm.group_rank(self.team.group)]
 
 
 class Gather(NamedTuple):
@@ -152,6 +165,27 @@ class Gather(NamedTuple):
 
     def wait(self) -> tuple[Tensor, ...]:
         return self.pending.wait().transpose(0, 1).split(self.widths, -1)
+
+
+class GatherOfHeads(NamedTuple):
+    """Heads on their way."""
+
+    pending: comm.Pending
+    rows: Tensor | None
+    """Of every head, among those that arrive."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        heads = self.pending.wait()
+        return ((heads if self.rows is None else heads.index_select(0, self.rows)).permute(1, 2, 0, 3),)
+
+
+class Here(NamedTuple):
+    """Rows that need not travel."""
+
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.tensors
 
 
 def _packed(tensors: tuple[Tensor, ...]) -> Tensor:
