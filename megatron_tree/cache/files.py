@@ -129,7 +129,7 @@ def load_rows(
     Raises: ValueError on all ranks, with nothing added: a cache or fingerprint of another model, another dtype, files
         that are missing, cut short or damaged.
     """
-    everyone, (num_groups, own) = weights_group or cp_group, _head_group(cp_group, weights_group)
+    everyone, (num_groups, head_group) = weights_group or cp_group, _head_group(cp_group, weights_group)
     folder, rank, world = Path(folder), group_rank(everyone), group_size(everyone)
     with collective_call("load of a cache", everyone, _CHECKED) as call:
         about = read_description(folder)
@@ -148,13 +148,11 @@ def load_rows(
             contextlib.ExitStack() as stack,
         ):
             files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in names]
-            sources = _sources(files, about["head_groups"], num_groups, own)
-            places = [_places_of(sources, kind) for kind in range(len(store.book.windows))]
+            saved = _SavedRows(folder, about, files, store, num_groups, head_group, device)
             tokens = [files[0].get_tensor(f"tokens.{i}") for i in range(len(about["lengths"]))]
             for i in range(len(tokens)):
                 rows.append(store.book.add())
-                _load_row(store, rows[-1], i, sources, places, about, num_groups, folder, device)
-                store.book.rows[rows[-1]].state = _load_state(files[0], i, about["lengths"][i], device)
+                saved.load(rows[-1], i)
             call.agree()
     except BaseException:
         for row in rows:
@@ -178,10 +176,10 @@ def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor
         entries.append((f"runs.{kind}", runs.shape, runs.dtype, lambda runs=runs: runs))
     entries += [(f"tokens.{i}", x.shape, x.dtype, lambda x=x: x) for i, x in enumerate(tokens)]
     for layer, pages in enumerate(store.layers):
-        own = slots[store.kind_of[layer]]
+        local = slots[store.kind_of[layer]]
         for name, x in pages.tensors.items():
-            shape = (len(own), *x.shape[2:])
-            entries.append((f"{name}.{layer}", shape, x.dtype, lambda p=pages, n=name, own=own: p.read(n, own)))
+            shape = (len(local), *x.shape[2:])
+            entries.append((f"{name}.{layer}", shape, x.dtype, lambda p=pages, n=name, at=local: p.read(n, at)))
     for i, row in enumerate(rows if tokens else []):  # on the first rank
         if (state := store.book.rows[row].state) is not None:
             entries += [(f"{_STATE}{i}.{n}", x.shape, x.dtype, lambda x=x: x) for n, x in state.tensors.items()]
@@ -219,11 +217,11 @@ class _Source(NamedTuple):
         return torch.cat(of_files, 1).narrow(1, int(self.begin * num_heads), int(self.length * num_heads))
 
 
-def _sources(files: list, saved_groups: int, num_groups: int, own: int) -> list[_Source]:
-    """Where a rank of head group `own` finds its heads in the files of `saved_groups` head groups."""
+def _sources(files: list, saved_groups: int, num_groups: int, head_group: int) -> list[_Source]:
+    """Where a rank of one of num_groups head groups finds its heads in the files of `saved_groups` head groups."""
     size, length = len(files) // saved_groups, Fraction(saved_groups, num_groups)
-    groups = range(int(own * length), math.ceil((own + 1) * length))
-    begin = own * length - groups[0]
+    groups = range(int(head_group * length), math.ceil((head_group + 1) * length))
+    begin = head_group * length - groups[0]
     return [_Source([files[group * size + place] for group in groups], begin, length) for place in range(size)]
 
 
@@ -235,58 +233,66 @@ def _head_group(cp_group, weights_group) -> tuple[int, int]:
     return group_size(weights_group) // size, group_rank(weights_group) // size
 
 
-def _places_of(sources: list[_Source], kind: int) -> list[tuple[Tensor, Tensor]]:
-    """By source, of a kind's tokens: (rows int64 [n], positions int64 [n])."""
-    found = []
-    for source in sources:
-        row, first, count = source.files[0].get_tensor(f"runs.{kind}").unbind(1)
-        before = count.cumsum(0) - count
-        within = torch.arange(int(count.sum())) - before.repeat_interleave(count)
-        found.append((row.repeat_interleave(count), first.repeat_interleave(count) + within))
-    return found
+class _SavedRows:
+    """The rows of a folder; this rank reads what its cache is to hold."""
+
+    def __init__(self, folder: Path, about: dict, files: list, store: ShardedCache, num_groups, head_group, device):
+        self._folder, self._about, self._store, self._first_file = folder, about, store, files[0]
+        self._num_groups, self._device = num_groups, device
+        self._dtype = next((dtype for dtype in DTYPES if str(dtype) == about["dtype"]), None)
+        self._sources = _sources(files, about["head_groups"], num_groups, head_group)
+        self._places = [self._places_of(kind) for kind in range(len(store.book.windows))]
+
+    def _places_of(self, kind: int) -> list[tuple[Tensor, Tensor]]:
+        """By source, of a kind's tokens: (rows int64 [n], positions int64 [n])."""
+        places = []
+        for source in self._sources:
+            row, first, count = source.files[0].get_tensor(f"runs.{kind}").unbind(1)
+            before = count.cumsum(0) - count
+            within = torch.arange(int(count.sum())) - before.repeat_interleave(count)
+            places.append((row.repeat_interleave(count), first.repeat_interleave(count) + within))
+        return places
+
+    def load(self, row: int, index: int) -> None:
+        """Load saved row `index` in chunks, so that of a window there is never more than it and a chunk."""
+        store, length, of_row = self._store, self._about["lengths"][index], []
+        for of_kind in self._places:
+            numbers = [(rows == index).nonzero().flatten() for rows, _ in of_kind]
+            of_row.append([(positions[n], n) for (_, positions), n in zip(of_kind, numbers, strict=True)])
+        for begin in range(0, length, CHUNK):
+            append, chosen = store.append([row], min(CHUNK, length - begin)), []
+            for kind, window in enumerate(store.book.windows):
+                positions, slots = store.kept(append, kind)
+                seen = positions >= (0 if window is None else length - window + 1)
+                chosen.append([_matches(*saved, positions[seen], slots[seen]) for saved in of_row[kind]])
+                if sum(len(numbers) for numbers, _ in chosen[-1]) != int(seen.sum()):
+                    where = f"tokens of row {index} between {begin} and {length}"
+                    raise ValueError(f"{self._folder} is damaged: {where} are missing")
+            for layer in range(len(store.layers)):
+                self._load_layer(layer, chosen[store.kind_of[layer]])
+        store.book.forget(row)
+        store.book.rows[row].state = self._state(index, length)
+
+    def _load_layer(self, layer: int, chosen: list[tuple[Tensor, Tensor]]) -> None:
+        """chosen: by source, numbers of the tokens to read, and their slots."""
+        store, shapes, nothing = self._store, self._about["shapes"][layer], (1, 0)  # latents are whole in k
+        local = [(shapes.get(x, nothing)[0] // self._num_groups, *shapes.get(x, nothing)[1:]) for x in ("k", "v")]
+        like = [torch.empty(1, 1, *shape, dtype=self._dtype, device=self._device) for shape in local]
+        store.layers[layer].reserve(store.book.numbers[store.kind_of[layer]].capacity, *like)
+        for source, (numbers, slots) in zip(self._sources, chosen, strict=True):
+            if len(slots):
+                tensors = {name: source.read(f"{name}.{layer}", numbers).to(self._device) for name in shapes}
+                store.layers[layer].put(slots.to(self._device), tensors)
+
+    def _state(self, index: int, length: int) -> RowState | None:
+        """The recurrent state of saved row `index`."""
+        prefix, file = f"{_STATE}{index}.", self._first_file
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
+        tensors = {name.removeprefix(prefix): file.get_tensor(name).to(self._device) for name in names}
+        return RowState(length, tensors) if tensors else None
 
 
-def _load_row(
-    store: ShardedCache, row: int, index: int, sources, places, about: dict, num_groups: int, folder: Path, device
-) -> None:
-    """This rank's tokens of the saved row `index`, in chunks: of a window there is never more than it and a chunk."""
-    length, of_row = about["lengths"][index], []
-    for of_kind in places:
-        numbers = [(rows == index).nonzero().flatten() for rows, _ in of_kind]
-        of_row.append([(positions[n], n) for (_, positions), n in zip(of_kind, numbers, strict=True)])
-    dtype = next((dtype for dtype in DTYPES if str(dtype) == about["dtype"]), None)
-    for begin in range(0, length, CHUNK):
-        append = store.append([row], min(CHUNK, length - begin))
-        chosen = []
-        for kind, window in enumerate(store.book.windows):
-            positions, slots = store.kept(append, kind)
-            seen = positions >= (0 if window is None else length - window + 1)
-            chosen.append([_found(*own, positions[seen], slots[seen]) for own in of_row[kind]])
-            if sum(len(numbers) for numbers, _ in chosen[-1]) != int(seen.sum()):
-                raise ValueError(f"{folder} is damaged: tokens of row {index} between {begin} and {length} are missing")
-        for layer, shapes in enumerate(about["shapes"]):
-            pages, kind = store.layers[layer], store.kind_of[layer]
-            nothing = (1, 0)  # of latents: they are whole in k
-            own = [(shapes.get(x, nothing)[0] // num_groups, *shapes.get(x, nothing)[1:]) for x in ("k", "v")]
-            like = [torch.empty(1, 1, *shape, dtype=dtype, device=device) for shape in own]
-            pages.reserve(store.book.numbers[kind].capacity, *like)
-            for source, (numbers, slots) in zip(sources, chosen[kind], strict=True):
-                if len(slots):
-                    found = {name: source.read(f"{name}.{layer}", numbers).to(device) for name in shapes}
-                    pages.put(slots.to(device), found)
-    store.book.forget(row)
-
-
-def _load_state(file, index: int, length: int, device) -> RowState | None:
-    """The recurrent state of the saved row `index`."""
-    prefix = f"{_STATE}{index}."
-    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
-    if not names:
-        return None
-    return RowState(length, {name.removeprefix(prefix): file.get_tensor(name).to(device) for name in names})
-
-
-def _found(positions: Tensor, numbers: Tensor, wanted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def _matches(positions: Tensor, numbers: Tensor, wanted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Those of the wanted positions that are among `positions` (rising): (their numbers, their slots)."""
     if not len(positions):
         return numbers, slots[:0]

@@ -226,18 +226,18 @@ class RowRunner:
             whole = {}
             if self._begins_rows:
                 lengths = {row: max(self.length(row) + n, row_length or 0) for row in rows}
-                whole = {row: self._begin(row, own, lengths[row]) for row, own in zip(rows, tokens, strict=True)}
-        for row, own in whole.items():
-            if len(own) > n:
-                self._prefill(row, own[:-n])
+                whole = {row: self._begin(row, new, lengths[row]) for row, new in zip(rows, tokens, strict=True)}
+        for row, new in whole.items():
+            if len(new) > n:
+                self._prefill(row, new[:-n])
         most = min((most for row in rows if (most := self._most_in_pass(row)) is not None), default=n)
         logits = []
-        for own in tokens.split(most, 1):
-            if self._graphs is not None and own.shape[1] == 1:
-                logits.append(self._graphs.step(rows, own))
+        for new in tokens.split(most, 1):
+            if self._graphs is not None and new.shape[1] == 1:
+                logits.append(self._graphs.step(rows, new))
                 continue
-            with self._forward_pass(rows, own.shape[1]) as forward:
-                logits.append(self._run(forward, own, forward.new_positions(self.device), keep=None).float())
+            with self._forward_pass(rows, new.shape[1]) as forward:
+                logits.append(self._run(forward, new, forward.new_positions(self.device), keep=None).float())
         return torch.cat(logits, 1)
 
     def _most_in_pass(self, row: int) -> int | None:

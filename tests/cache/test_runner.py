@@ -112,8 +112,8 @@ def _rows(rank, world, family):
     return it.worst
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])  # 4 ranks are more than the two KV heads
-@pytest.mark.parametrize("family", FAMILIES)
+# 4 ranks are more than the two KV heads
+@pytest.mark.parametrize(("family", "world"), [*((family, 2) for family in FAMILIES), ("llama", 1), ("gemma3", 4)])
 def test_every_row_has_the_logits_of_the_plain_model(family, world):
     assert largest(run_distributed(_rows, world, family)) <= 1e-4
 
@@ -178,11 +178,6 @@ def _thousand_steps(rank, world, family):
 def test_a_thousand_steps_cost_the_memory_of_their_tokens(family):
     (grown,) = run_distributed(_thousand_steps, 1, family)
     assert grown < 16 << 20  # the tokens themselves are 0.3 MB
-
-
-@pytest.mark.slow
-def test_a_thousand_steps_on_two_ranks():
-    assert max(run_distributed(_thousand_steps, 2, "llama")) < 16 << 20
 
 
 class Broken(RuntimeError):

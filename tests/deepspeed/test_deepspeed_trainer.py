@@ -176,26 +176,6 @@ def _refusals(rank, world, folder):
     return said
 
 
-def test_what_the_trainer_refuses(tmp_path):
-    (said,) = run_distributed(_refusals, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
-    wanted = (
-        "deepspeed=...) is needed",
-        "compute_metrics=",
-        "label_smoothing_factor=0.1",
-        "sp_size=2",
-        "use_liger_kernel=True",
-        "the loss_function of LlamaForCausalLM is <built-in function print>",
-        "_Other has a compute_loss of its own",
-        "loss_type='dft'",
-        "model and args",
-        "compute_loss_func=<built-in function print>",
-        "the batches have ['input_ids'] and no labels",
-        "predict needs logits",
-    )
-    for text, want in zip(said, wanted, strict=True):
-        assert want in text
-
-
 class _Wrapped(torch.nn.Module):
     """As a PeftModel holds the model."""
 
@@ -241,8 +221,30 @@ def _losses_in_training(rank, world, folder):
                 trainer.train()
 
 
-def test_only_the_mixins_loss_is_trained_on(tmp_path):
-    run_distributed(_losses_in_training, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
+def _refusals_and_losses(rank, world, folder):
+    said = _refusals(rank, world, folder)
+    _losses_in_training(rank, world, folder)
+    return said
+
+
+def test_what_the_trainer_refuses_and_that_only_the_mixins_loss_is_trained_on(tmp_path):
+    (said,) = run_distributed(_refusals_and_losses, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
+    wanted = (
+        "deepspeed=...) is needed",
+        "compute_metrics=",
+        "label_smoothing_factor=0.1",
+        "sp_size=2",
+        "use_liger_kernel=True",
+        "the loss_function of LlamaForCausalLM is <built-in function print>",
+        "_Other has a compute_loss of its own",
+        "loss_type='dft'",
+        "model and args",
+        "compute_loss_func=<built-in function print>",
+        "the batches have ['input_ids'] and no labels",
+        "predict needs logits",
+    )
+    for text, want in zip(said, wanted, strict=True):
+        assert want in text
 
 
 def _loader(rank, world):

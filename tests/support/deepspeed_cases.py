@@ -87,7 +87,7 @@ def run_plain(case):
 
     Except for dropout: its mask is ours, so the reference is tree attention on one rank.
     """
-    from megatron_tree.integrations.transformers import training as training
+    from megatron_tree.integrations.transformers import batch_shards, training
 
     model = case.model()
     if case.dropout:
@@ -99,7 +99,7 @@ def run_plain(case):
         total = 0.0
         for batch in microbatches:
             if case.dropout:
-                batch = training.shard_batch(batch, cp_group=None, dropout_seed=f"{number}/0")
+                batch = batch_shards.shard_batch(batch, cp_group=None, dropout_seed=f"{number}/0")
             loss = model(**batch, **({} if case.dropout else {"use_cache": False})).loss / len(microbatches)
             loss.backward()
             total, number = total + loss.item(), number + 1

@@ -38,26 +38,13 @@ def _answer(rank, world):
 
 
 @pytest.mark.slow
-def test_the_answer_equals_the_plain_model():
+def test_one_of_two_ranks_converts_and_the_answer_is_the_plain_model_s(tmp_path):
     # fresh: after megatron_on_cpu in the same process Transformers leaves a model's rotary frequencies unset
-    for text, difference, held in run_distributed(_answer, 2, timeout=250, fresh=True):
+    env = {"MEGATRON_TREE_CACHE": str(tmp_path)}
+    for text, difference, held in run_distributed(_answer, 2, env=env, timeout=250, fresh=True):
         assert "Paris" in text
         assert difference < 1e-3
         assert held > 20
-
-
-def test_log_files_get_no_progress_bars(capfd):
-    from megatron_tree.integrations.transformers import models
-    from transformers import modeling_gguf_pytorch_utils
-
-    models.hide_progress_bars()
-    assert list(modeling_gguf_pytorch_utils.tqdm(range(3), desc="Converting")) == [0, 1, 2]
-    assert "Converting" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_one_of_several_ranks_converts(tmp_path):
-    run_distributed(_answer, 2, env={"MEGATRON_TREE_CACHE": str(tmp_path)}, timeout=250)
     folders = [name for name in os.listdir(tmp_path) if name.startswith("SmolLM2") and not name.endswith(".lock")]
     assert len(folders) == 1, "one finished folder and nothing half done"
     assert "model.safetensors" in os.listdir(tmp_path / folders[0])
@@ -72,23 +59,13 @@ PROMPTS = (
     "Who wrote Hamlet?",
     "Translate 'good morning' into French.",
     "Give a synonym for 'fast'.",
-    "What do bees make?",
-    "List two uses of copper.",
-    "Why is the sky blue?",
-    "What is the boiling point of water in Celsius?",
-    "Complete the proverb: the early bird",
-    "What language is spoken in Brazil?",
-    "Write a haiku about rain.",
-    "What comes after Wednesday?",
     "Describe a cat in five words.",
-    "What is the opposite of 'ancient'?",
     "How many legs has a spider?",
-    "Tell me a short joke about computers.",
 )
 
 
-def _twenty_prompts(rank, world, new_tokens):
-    """The largest difference of a logit, over 20 prompts one by one and in ragged batches of 4."""
+def _many_prompts(rank, world, new_tokens):
+    """The largest difference of a logit, over some prompts one by one and in ragged batches of 4."""
     from megatron_tree.integrations.transformers import models
     from megatron_tree.integrations.transformers.attention import TreeCache
     from megatron_tree.integrations.transformers.generation import generate
@@ -126,10 +103,10 @@ def _twenty_prompts(rank, world, new_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_twenty_prompts_equal_the_plain_model(world):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", [1, 4])
+def test_many_prompts_equal_the_plain_model(world):
     """Greedy tokens, alone and in ragged batches; logits are about 20, so 1e-4 is fp32's rounding."""
-    worst = largest(run_distributed(_twenty_prompts, world, 12, timeout=1000, fresh=True))
+    worst = largest(run_distributed(_many_prompts, world, 12, timeout=1000, fresh=True))
     print(f"{world} ranks: largest difference of a logit {worst:.1e}")
     assert worst < 1e-4 * 20

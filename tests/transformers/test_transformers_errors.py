@@ -99,21 +99,6 @@ def test_models_that_the_cache_does_not_fit():
             tree_hf.TreeCache(config, **options)
 
 
-def test_a_model_that_changes_what_the_cache_returned(model):
-    cache = tree_hf.TreeCache(model.config)
-    attention = model.model.layers[1].self_attn
-    update = cache.update
-
-    def without_the_first_row(k, v, layer_idx, *args, **kwargs):
-        k, v = update(k, v, layer_idx, *args, **kwargs)
-        return (k[:, :, 1:], v[:, :, 1:]) if layer_idx == 1 else (k, v)
-
-    cache.update = without_the_first_row
-    with pytest.raises(ValueError, match=r"layer_idx=1\) attends to 5 keys.*layer 1 with 6 keys"):
-        model(prompt(1, 6), past_key_values=cache)
-    assert attention.layer_idx == 1
-
-
 def test_generate(model):
     ids = prompt(1, 6)
     cache = tree_hf.TreeCache(model.config)

@@ -143,27 +143,6 @@ def test_rows(name, tmp_path):
     run_distributed(_rows, 2, name, tmp_path / "saved")
 
 
-def _of_another_number_of_ranks(rank, world, folder, save):
-    model, ids = random_model("falcon_h1"), prompt(2, 13)
-    fingerprint, want = model_fingerprint(model), plain(model, ids, 2 * NEW)
-    model.set_attn_implementation("tree")
-    cache = _cache(model, _group(world))
-    if save:
-        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=NEW)
-        cache.save(folder, list(torch.cat((ids, result.tokens), 1)[:, :-1]), fingerprint=fingerprint)
-    else:
-        cache.load(folder, fingerprint=fingerprint)
-        whole = torch.cat((ids, want[0][:, :NEW]), 1)
-        result = tree_hf.generate(model, whole, cache=cache, max_new_tokens=NEW)
-        assert torch.equal(result.tokens, want[0][:, NEW:])
-
-
-@pytest.mark.slow
-def test_saved_and_loaded_on_another_number_of_ranks(tmp_path):
-    run_distributed(_of_another_number_of_ranks, 2, tmp_path / "saved", True)
-    run_distributed(_of_another_number_of_ranks, 4, tmp_path / "saved", False)
-
-
 def _batch(rank, world, name):
     """Transformers' own generate: beams, a cache that is continued, and a run that fails in the middle."""
     model, ids = random_model(name), prompt(2, 9)

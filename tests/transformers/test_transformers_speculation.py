@@ -44,14 +44,13 @@ def _tokens(rank, world, family, ways, dtype="auto"):
     return seen
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "deepseek_v3"])
-def test_speculation_gives_the_plain_tokens(family, world):
+def test_speculation_gives_the_plain_tokens(family):
     if family == "llama":
-        results = run_distributed(_tokens, world, family, ("another model", "the same model", "prompt lookup"))
+        results = run_distributed(_tokens, 2, family, ("another model", "the same model", "prompt lookup"))
         assert results[0][0] < 0, "no token was ever taken back: nothing was speculated"
     else:
-        results = run_distributed(_tokens, world, family, ("the same model", "prompt lookup"))
+        results = run_distributed(_tokens, 2, family, ("the same model", "prompt lookup"))
     assert all(result == results[0] for result in results)
 
 

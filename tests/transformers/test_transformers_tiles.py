@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers  # noqa: F401
 import transformers
-from megatron_tree.integrations.transformers import token_tiles, training
+from megatron_tree.integrations.transformers import batch_shards, token_tiles, training
 from support.hf_architectures import random_model
 from support.hf_models import prompt, tiny_model
 from support.rounding import assert_near, rounding
@@ -42,7 +42,7 @@ def _gradients(model, options, *, dtype=torch.float32, tokens=30, checkpointing=
     ids = prompt(2, tokens)
     labels = ids.clone()
     labels[0, :9] = -100
-    output = model(**training.shard_batch({"input_ids": ids, "labels": labels}, cp_group=None))
+    output = model(**batch_shards.shard_batch({"input_ids": ids, "labels": labels}, cp_group=None))
     (3 * output.loss).backward()  # as loss scales and accumulation do
     return output.loss.item(), {name: p.grad for name, p in model.named_parameters()}, output
 

@@ -30,8 +30,9 @@ from ...comm import collective_call, group_rank, group_size
 from ...config import TreeConfig, default_config
 from ...files import whole_file
 from .. import transformers  # noqa: F401  registers "tree"
+from ..transformers.batch_shards import shard_batch
 from ..transformers.token_tiles import IGNORED
-from ..transformers.training import shard_batch, train_on_shards
+from ..transformers.training import train_on_shards
 from .inference import init_comm
 from .loader import ShardedLoader
 
@@ -96,7 +97,8 @@ class SequenceParallel:
         self._compared = False
 
     def shard_batch(self, batch: dict[str, Tensor], *, dropout_seed: int | None = None) -> dict:
-        """This rank's shard of a batch that is equal on all ranks of its sequence group; see `transformers.training`.
+        """This rank's shard of a batch that is equal on all ranks of its sequence group; see the `shard_batch` of
+        `integrations.transformers`.
 
         dropout_seed: needed if the model has attention dropout: a different number for every batch (also within a
             gradient accumulation) that is the same on all ranks. Data-parallel ranks get different masks from it.

@@ -12,11 +12,12 @@ Importing it registers ``attn_implementation="tree"``:
 """
 
 from .attention import check_model, tree_attention, tree_mask
+from .batch_shards import shard_batch
 from .cache import TreeCache
 from .generation import Generation, generate
 from .layers import TreeCacheLayer
 from .runner import Runner
-from .training import shard_batch, train_on_shards
+from .training import train_on_shards
 
 __all__ = [
     "Generation",

@@ -32,8 +32,8 @@ NOT_CACHED = {
 
 def model_class(config) -> type | None:
     """The causal language model of a configuration; None if Transformers has none, or several."""
-    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return found if isinstance(found, type) else None
+    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return model if isinstance(model, type) else None
 
 
 class LayerKind(NamedTuple):
@@ -57,33 +57,33 @@ def layers_of(config) -> list[LayerKind]:
     if getattr(text, "is_encoder_decoder", False):
         raise ValueError(f"{name}: attn_implementation='tree' serves decoder-only models")
     check_replaceable(model_class(text))
-    if found := UNSUPPORTED.get(text.model_type):
-        raise ValueError(f"{name} has {found}; attn_implementation='tree' does not support it. {INSTEAD}")
+    if reason := UNSUPPORTED.get(text.model_type):
+        raise ValueError(f"{name} has {reason}; attn_implementation='tree' does not support it. {INSTEAD}")
     if getattr(text, "slow_but_exact", False) and text.pretraining_tp > 1:
         raise ValueError(
             f"{name} has slow_but_exact=True with pretraining_tp={text.pretraining_tp}, which is not supported: "
             f"set slow_but_exact=False for attn_implementation='tree'. {INSTEAD}"
         )
     kinds, options = get_layer_types_and_kwargs(text)
-    own_kinds = getattr(text, "layer_types", None) or kinds
-    plain = [kind == "dummy" and own in PLAIN_TYPES for kind, own in zip(kinds, own_kinds, strict=True)]
+    names = getattr(text, "layer_types", None) or kinds
+    plain = [kind == "dummy" and named in PLAIN_TYPES for kind, named in zip(kinds, names, strict=True)]
     known = LAYER_TYPES + RECURRENT_TYPES + BOTH_TYPES
     known += ("chunked_attention",) if text.model_type in CHUNKED else ()
     others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
     if others or getattr(text, "num_kv_shared_layers", 0):
-        found = ", ".join(others) or "layers that share their keys and values"
+        reason = ", ".join(others) or "layers that share their keys and values"
         raise ValueError(
-            f"{name} has {found}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
+            f"{name} has {reason}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
             f"with keys and values of their own, and recurrent ones ({', '.join(RECURRENT_TYPES + BOTH_TYPES)}). "
             f"{INSTEAD}"
         )
-    windows = [None if kind == "chunked_attention" else own.get("sliding_window") for kind, own in zip(kinds, options)]
+    windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
     if text.model_type == "gpt_neo":
         windows = [text.window_size if kind == "local" else None for kind in text.attention_layers]
     attending = (*LAYER_TYPES, *BOTH_TYPES, "chunked_attention")
     return [
-        LayerKind(kind in attending, window, own.get("number_of_states", 0))
-        for kind, window, own in zip(kinds, windows, options, strict=True)
+        LayerKind(kind in attending, window, x.get("number_of_states", 0))
+        for kind, window, x in zip(kinds, windows, options, strict=True)
     ]
 
 
@@ -124,9 +124,9 @@ def check_trainable(config) -> dict[int, int | None]:
 def check_cached(config) -> None:
     """Raise ``ValueError`` for models that a `TreeCache` does not serve although `layers_of` accepts them."""
     text = config.get_text_config(decoder=True)
-    if found := NOT_CACHED.get(text.model_type):
+    if reason := NOT_CACHED.get(text.model_type):
         raise ValueError(
-            f"{type(text).__name__} has {found}; TreeCache does not support it, only training on shards. {INSTEAD}"
+            f"{type(text).__name__} has {reason}; TreeCache does not support it, only training on shards. {INSTEAD}"
         )
     if not any(layer.attends for layer in layers_of(config)):
         raise ValueError(f"{type(text).__name__} has no attention layers: TreeCache has nothing to share. {INSTEAD}")

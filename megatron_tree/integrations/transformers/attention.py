@@ -23,12 +23,13 @@ from ...attention.functional import tree_attn_func
 from ...comm import outside_graphs
 from ...config import AttnSlice
 from .architectures import CHUNKED, WINDOW_IN_MASK, check_replaceable
+from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .latent import latent_heads
 from .llama4 import chunk_size, with_row_temperature
 from .replaced_attention import replace_attention
 from .runs import Update, current_run, forget_notes, last_update
-from .training import SequenceShard, attend_to_shard, current_shard
+from .training import attend_to_shard
 
 NOTHING_BESIDE = "a batch from shard_batch takes neither a cache nor an attention_mask of its own"
 UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}

@@ -80,12 +80,12 @@ class TreeCache(Cache):
         windows = [kinds[layer_idx].window for layer_idx in attending]
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)
         self.rows: list[int] = []
-        """The rows of the batch of Transformers' own `generate`, in its order."""
+        """The batch of Transformers' own `generate`, in its order."""
         self.texts: list[tuple[Row, Tensor]] = []
         """Rows that our `generate` has run, and their tokens then, int64 [n]."""
         self.rope = rope_rule(config)
         self.rope_kinds: list[int] = []
-        """Of the batch of Transformers' own `generate`: `RopeRule.kind` of every row, ..."""
+        """`RopeRule.kind` of every row of the batch, ..."""
         self.rope_slots = 0
         """... and its slots, padding included, after the run that they are for."""
         prepare_generate(config)
@@ -275,10 +275,10 @@ class TreeCache(Cache):
 
     def note_tokens(self, tokens: list[Tensor]) -> None:
         """Tell what the rows of the batch hold, where they may have to be run again; int64 [n] each, or more."""
-        for row_id, own in zip(self.rows, tokens, strict=True):
+        for row_id, text in zip(self.rows, tokens, strict=True):
             row = self.store.book.rows[row_id]
             if self.rope is not None and row.length and row.note is None:
-                row.note = self.rope.note(own[: row.length], row.length)
+                row.note = self.rope.note(text[: row.length], row.length)
 
     def _check_heads(self, what: str) -> None:
         if not self._has_all_heads and self._everyone["weights_group"] is None:

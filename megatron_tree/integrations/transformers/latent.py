@@ -21,13 +21,13 @@ def keep_latents(config, holds) -> None:
     """
     model = model_class(config)
     known = {} if model is None else vars(sys.modules[model.__module__])
-    found = {x for x in known.values() if isinstance(x, type) and "expand_kv" in vars(x)}
-    if not found:
+    attentions = {x for x in known.values() if isinstance(x, type) and "expand_kv" in vars(x)}
+    if not attentions:
         raise ValueError(
             f"{type(config).__name__} has kv_lora_rank={config.kv_lora_rank}, but its model has no attention with a "
             f"method expand_kv: TreeCache does not know how it reads latents. {INSTEAD}"
         )
-    for attention in found:
+    for attention in attentions:
         if not hasattr(attention.expand_kv, "__wrapped__"):
             attention.expand_kv = _handing_on(attention.expand_kv, holds)
 

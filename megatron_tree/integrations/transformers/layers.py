@@ -61,12 +61,12 @@ class RecurrentLayer(LinearAttentionLayer):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The states [b, ...] by a name that tells layer, kind and number."""
-        found = {f"{self.layer_idx}.conv.{i}": x for i, x in self.conv_states.items()}
-        found |= {f"{self.layer_idx}.recurrent.{i}": x for i, x in self.recurrent_states.items()}
-        return {name: x for name, x in found.items() if x is not None}
+        states = {f"{self.layer_idx}.conv.{i}": x for i, x in self.conv_states.items()}
+        states |= {f"{self.layer_idx}.recurrent.{i}": x for i, x in self.recurrent_states.items()}
+        return {name: x for name, x in states.items() if x is not None}
 
     def replace(self, tensors: dict[str, Tensor]) -> None:
-        """Have its own of these states, which models change in place; none: those of rows without tokens."""
+        """Take these states, which models change in place; none: those of rows without tokens."""
         for i in range(self.number_of_states):
             conv = tensors.get(f"{self.layer_idx}.conv.{i}")
             recurrent = tensors.get(f"{self.layer_idx}.recurrent.{i}")

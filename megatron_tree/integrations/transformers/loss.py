@@ -16,7 +16,7 @@ from .token_tiles import IGNORED, DeferredLogits
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """Sum of total / sum of count over all ranks; the gradient is that of the own total, times the number of ranks.
+    """Sum of total / sum of count over all ranks; the gradient is that of this rank's total, times the number of ranks.
 
     count_of_all: what to divide by, if it is not the sum.
     """
@@ -24,8 +24,8 @@ class _MeanOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, total: Tensor, count: Tensor, count_of_all, group, timeout_s: float) -> Tensor:
         sums = torch.stack((total.double(), count.double()))
-        total_of_all, found = all_reduce(sums, group, timeout_s=timeout_s)
-        count_of_all = found if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
+        total_of_all, counted = all_reduce(sums, group, timeout_s=timeout_s)
+        count_of_all = counted if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
         count_of_all = count_of_all.clamp(min=1)
         ctx.scale = group_size(group) / count_of_all
         return (total_of_all / count_of_all).to(total.dtype)

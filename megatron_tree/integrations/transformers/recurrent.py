@@ -66,8 +66,8 @@ class RunStates:
                 "elsewhere. Use attn_implementation='sdpa' for it, and its own cache"
             )
         if self:
-            found = {name: x for layer in self._layers.values() for name, x in layer.tensors.items()}
-            for row, state in zip(rows, split_states(found, [row.length for row in rows]), strict=True):
+            tensors = {name: x for layer in self._layers.values() for name, x in layer.tensors.items()}
+            for row, state in zip(rows, split_states(tensors, [row.length for row in rows]), strict=True):
                 row.state = state
 
     def check_update(self, number: int, state: int, num_tokens: int) -> None:

@@ -60,7 +60,7 @@ class RopeRule:
         return sum(length > switch for switch in self.switches)
 
     def most_at_once(self, length: int) -> int | None:
-        """How many more tokens a row of this length takes at once with the frequencies of one by one; None: any."""
+        """Upper bound of tokens that a row of this length takes at once with the frequencies of single ones."""
         if self.limit is not None and length >= self.limit:
             return 1
         ends = [end for end in (*self.switches, self.limit) if end is not None and end > length]
@@ -68,10 +68,10 @@ class RopeRule:
 
     def representatives(self, lengths: Tensor) -> Tensor:
         """For each length the least one of those with the same frequencies, of the same shape and dtype."""
-        found = torch.ones_like(lengths)
+        least = torch.ones_like(lengths)
         for switch in self.switches:
-            found = found.masked_fill(lengths > switch, switch + 1)
-        return found if self.limit is None else torch.where(lengths > self.limit, lengths, found)
+            least = least.masked_fill(lengths > switch, switch + 1)
+        return least if self.limit is None else torch.where(lengths > self.limit, lengths, least)
 
     def note(self, tokens: Tensor, length: int) -> RowNote:
         """Of a row with keys for this length."""
@@ -80,16 +80,16 @@ class RopeRule:
 
 def _parameters(config) -> list[dict]:
     """The rotary parameters of a model, by kind of layer if they differ."""
-    found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [found] if "rope_type" in found else [own for own in found.values() if isinstance(own, dict)]
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [x for x in parameters.values() if isinstance(x, dict)]
 
 
 def rope_rule(config) -> RopeRule | None:
     """The rule of a model's configuration; None if its rotary embedding doesn't depend on lengths."""
-    parameters = [own for own in _parameters(config) if own.get("rope_type") == "longrope" or _is_dynamic(own)]
+    parameters = [x for x in _parameters(config) if x.get("rope_type") == "longrope" or _is_dynamic(x)]
     if not parameters:
         return None
-    switches = {own["original_max_position_embeddings"] for own in parameters if not _is_dynamic(own)}
+    switches = {x["original_max_position_embeddings"] for x in parameters if not _is_dynamic(x)}
     limit = config.get_text_config(decoder=True).max_position_embeddings
     return RopeRule(tuple(sorted(switches)), limit if any(map(_is_dynamic, parameters)) else None)
 
@@ -102,7 +102,7 @@ def num_positions(config) -> int | None:
     """Tokens that a row may have; None: no limit. Dynamic NTK is made for `factor` times the configuration's."""
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
-    factors = [own.get("factor") or 1.0 for own in _parameters(config) if _is_dynamic(own)]
+    factors = [x.get("factor") or 1.0 for x in _parameters(config) if _is_dynamic(x)]
     return int(limit * min(factors)) if limit is not None and factors else limit
 
 
@@ -136,9 +136,9 @@ def _rotate(module, plain, x: Tensor, position_ids: Tensor, *args, **kwargs):
         _forget_lengths(module)
         last = position_ids.new_full((position_ids.shape[0], 1), length - 1)
         chosen = lengths == length
-        found = plain(x, torch.cat((position_ids * chosen, last), 1), *args, **kwargs)
-        found = [part[:, :-1] for part in (found if isinstance(found, tuple) else (found,))]
-        pairs = zip(found, out or found, strict=True)
+        parts = plain(x, torch.cat((position_ids * chosen, last), 1), *args, **kwargs)
+        parts = [part[:, :-1] for part in (parts if isinstance(parts, tuple) else (parts,))]
+        pairs = zip(parts, out or parts, strict=True)
         out = [torch.where(chosen[..., None], new, old) for new, old in pairs]
     return out[0] if len(out) == 1 else tuple(out)
 

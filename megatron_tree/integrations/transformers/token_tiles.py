@@ -44,13 +44,13 @@ class _InTiles(torch.autograd.Function):
         ctx.save_for_backward(*rows)
         ctx.function, ctx.tile, device = function, tile, rows[0].device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        found = None
+        out = None
         for start in range(0, len(rows[0]), tile):
             part = function(*(x[start : start + tile] for x in rows))
-            if found is None:
-                found = part.new_empty(len(rows[0]), *part.shape[1:])
-            found[start : start + tile] = part
-        return found
+            if out is None:
+                out = part.new_empty(len(rows[0]), *part.shape[1:])
+            out[start : start + tile] = part
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -59,16 +59,16 @@ class _InTiles(torch.autograd.Function):
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in ctx.parameters]
         for start in range(0, len(grad), ctx.tile):
             tile = slice(start, start + ctx.tile)
-            own = [x[tile].detach().requires_grad_(dx is not None) for x, dx in zip(rows, grads, strict=True)]
+            inside = [x[tile].detach().requires_grad_(dx is not None) for x, dx in zip(rows, grads, strict=True)]
             with torch.enable_grad(), torch.autocast(device, dtype, enabled):
-                part = ctx.function(*own)
-            inputs = (*(x for x in own if x.requires_grad), *ctx.parameters)
+                part = ctx.function(*inside)
+            inputs = (*(x for x in inside if x.requires_grad), *ctx.parameters)
             # experts that no token of the tile has chosen are not used
-            found = iter(torch.autograd.grad(part, inputs, grad[tile], materialize_grads=True))
+            parts = iter(torch.autograd.grad(part, inputs, grad[tile], materialize_grads=True))
             for dx in grads:
                 if dx is not None:
-                    dx[tile] = next(found)
-            for total, more in zip(sums, found, strict=True):
+                    dx[tile] = next(parts)
+            for total, more in zip(sums, parts, strict=True):
                 total.add_(more)
         grads += [s.to(p.dtype) for s, p in zip(sums, ctx.parameters)]
         if torch.is_grad_enabled():
@@ -166,7 +166,7 @@ class TiledLoss:
     def begin(self, num_tokens: int) -> None:
         """Of a forward that ends in a loss."""
         if num_tokens > self.tile:
-            # found before the module of this name, whose call would gather its weights with ZeRO 3
+            # looked up before the module of this name, whose call would gather its weights with ZeRO 3
             vars(self.model)[self.name] = lambda hidden: DeferredLogits(self.head, hidden, self.tile, self.asked)
 
     def end(self) -> None:
@@ -205,19 +205,19 @@ def tile_mlps(model, tile: int | None) -> list[nn.Module]:
     _check("mlp_tile", tile)
     if not tile:
         return []
-    found = [module for module in model.modules() if _is_dense_mlp(module) or _is_experts(module)]
+    mlps = [module for module in model.modules() if _is_dense_mlp(module) or _is_experts(module)]
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-    lacking = [name for name, layer in layers if not any(module in found for module in layer.modules())]
-    lacking += [name for name, module in model.named_modules() if _is_stacked(module) and module not in found]
-    if lacking or not found:
+    lacking = [name for name, layer in layers if not any(module in mlps for module in layer.modules())]
+    lacking += [name for name, module in model.named_modules() if _is_stacked(module) and module not in mlps]
+    if lacking or not mlps:
         raise ValueError(
-            f"mlp_tile={tile}: {type(model).__name__} has {len(found)} MLPs of linear layers without dropout that "
+            f"mlp_tile={tile}: {type(model).__name__} has {len(mlps)} MLPs of linear layers without dropout that "
             f"return their own result only, or experts, and none in {', '.join(lacking[:2]) or 'its layers'}; leave "
             "mlp_tile out"
         )
-    for mlp in found:
+    for mlp in mlps:
         mlp.forward = functools.partial(_mlp_forward, mlp, mlp.forward, tile)
-    return found
+    return mlps
 
 
 def _mlp_forward(mlp: nn.Module, plain: Callable, tile: int, x: Tensor, *routing: Tensor) -> Tensor:

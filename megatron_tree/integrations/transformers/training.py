@@ -13,14 +13,9 @@ the rank's own tokens times the number of ranks, so the right gradient is the *a
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import hashlib
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
@@ -28,149 +23,13 @@ from transformers.utils import ModelOutput
 from transformers import PreTrainedModel
 
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
-from ...attention.sequences import dispatch_documents, shard_sequence
-from ...comm import group_size, outside_graphs, process_group
-from ...config import TreeConfig
-from ...layout import Dispatched
+from ...comm import outside_graphs
 from .architectures import CHUNKED, check_trainable
+from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .loss import check_loss, loss_over_all_ranks
 from .rope import follow_whole_rows, row_lengths
-from .token_tiles import IGNORED, DeferredLogits, tile_loss, tile_mlps
-
-BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
-OF_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # position_ids say the same
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SequenceShard:
-    """What the layers and the loss need to know about a batch made by `shard_batch`."""
-
-    cp_group: object
-    loss_group: object
-    config: TreeConfig | None
-    num_tokens: int
-    """Rows of this rank's shard."""
-    documents: Dispatched | None
-    """Who holds what of a packed batch; None: one sequence per row, zigzag."""
-    dropout_seed: str | None
-    row_lengths: Tensor
-    """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
-    used_by: dict = field(default_factory=dict)
-    """The layers that have used this shard, by number, with their windows; and "loss"."""
-
-
-current_shard: contextvars.ContextVar[SequenceShard | None] = contextvars.ContextVar("tree_shard", default=None)
-"""Of the batch that a model runs."""
-
-
-def shard_batch(
-    batch: dict[str, Tensor],
-    *,
-    cp_group,
-    loss_group=None,
-    tree_config: TreeConfig | None = None,
-    dropout_seed: str | None = None,
-) -> dict:
-    """This rank's shard of a batch, as keyword arguments for the model: zigzag along the sequence or, of packed
-    documents, short ones whole on one rank (`dispatch_documents`).
-
-    Args:
-        batch: the same on every rank of cp_group:
-            input_ids int64 [b, s];
-            labels int64 [b, s] as in Transformers: not shifted, -100 for tokens without a loss;
-            attention_mask [b, s]: 0 for padding, which is on the right and has labels of -100;
-            position_ids [b, s]: a position that is not the previous one plus one starts a new document. Documents do
-            not see each other. The rows of such a packed batch become one row. What collators tell flash attention
-            beside them (cu_seq_lens_q and so on) may stay in the batch.
-        cp_group: the ranks that share the sequence, a process group or a 1-D DeviceMesh; None for one rank.
-        loss_group: all ranks whose gradients are averaged, likewise; default cp_group.
-        tree_config: of the attention.
-        dropout_seed: the masks of the attention dropout depend on it and on the layer; needed if the model has dropout.
-    Returns: input_ids, position_ids, attention_mask (of ones), shifted labels, all [b, s / ranks] with s rounded up to
-        a multiple of twice the ranks (packed: [1, t / ranks], rounded up); `sequence_shard`; use_cache=False.
-    Raises: ValueError for unknown keys, wrong shapes, and padding that is not on the right.
-    """
-    cp_group, loss_group = process_group(cp_group), process_group(loss_group)
-    ids, labels, positions, lengths, ends = _checked(batch)
-    packed = len(lengths) > 1
-    rows, documents = _own_rows(lengths, cp_group, ids.device)
-
-    def share(x: Tensor) -> Tensor:
-        return (x.reshape(1, -1) if packed else x)[:, rows.clamp(min=0)]  # rows of padding are never read
-
-    made = {"input_ids": share(ids), "position_ids": share(positions)}
-    if labels is not None:
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        made["labels"] = share(shifted).masked_fill(rows < 0, IGNORED)
-    shard = SequenceShard(
-        cp_group=cp_group,
-        loss_group=cp_group if loss_group is None else loss_group,
-        config=tree_config,
-        num_tokens=len(rows),
-        documents=documents,
-        dropout_seed=dropout_seed,
-        row_lengths=share(ends) if packed else ends[:, :1],
-    )
-    # with a mask of ones Transformers does not read the shard's positions as packed documents
-    return made | {"attention_mask": torch.ones_like(made["input_ids"]), "use_cache": False, "sequence_shard": shard}
-
-
-def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor, list[int], Tensor]:
-    """input_ids, labels, position_ids, all [b, s], the lengths of the documents ([s] unless packed), ends [b, s].
-
-    ends: for every token the last position of its row (or document), without padding, plus one.
-    """
-    unknown = sorted(set(batch) - set(BATCH_KEYS) - set(OF_FLASH if batch.get("position_ids") is not None else ()))
-    if unknown:
-        raise ValueError(f"batch has {unknown}: only {', '.join(BATCH_KEYS)} can be sharded; leave the others out")
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape or ids.dtype != torch.int64:
-        seen = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"input_ids must be int64 [batch, tokens] with at least one token, got {seen}")
-    labels, mask, positions = (batch.get(name) for name in BATCH_KEYS[1:])
-    for name in set(batch) & {*BATCH_KEYS[1:]}:
-        dtype = getattr(batch[name], "dtype", None)
-        if batch[name] is not None and (dtype is None or (name != "attention_mask" and dtype != torch.int64)):
-            raise ValueError(f"{name} must be an int64 tensor, got {dtype or type(batch[name]).__name__}")
-    if positions is None:
-        positions = torch.arange(ids.shape[1], device=ids.device)
-    positions = positions.expand(ids.shape) if positions.dim() < 2 or positions.shape[0] == 1 else positions
-    for name, x in (("labels", labels), ("attention_mask", mask), ("position_ids", positions)):
-        if x is not None and x.shape != ids.shape:
-            raise ValueError(f"{name} {list(x.shape)} must have the shape of input_ids, {list(ids.shape)}")
-    begins = positions.diff(dim=1) != 1
-    if mask is not None:
-        mask = mask.bool()
-        if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
-            raise ValueError("attention_mask: padding must be on the right of every row, where no token sees it")
-        if labels is not None and (labels[~mask] != IGNORED).any():
-            raise ValueError(f"labels of padding (attention_mask 0) must be {IGNORED}")
-        begins = begins & mask[:, 1:]
-        if begins.any() and not mask.all():
-            raise ValueError(
-                "position_ids that start again (packed documents) can't be combined with an attention_mask that has "
-                "padding: leave out the mask; packed documents need no padding"
-            )
-    if not begins.any():
-        real = positions if mask is None else positions * mask
-        return ids, labels, positions, [ids.shape[1]], (real.amax(1, keepdim=True) + 1).expand(ids.shape)
-    starts = F.pad(begins, (1, 0), value=True).flatten().nonzero().flatten().tolist()
-    lengths = [end - start for start, end in pairwise([*starts, ids.numel()])]
-    if (told := batch.get("cu_seq_lens_q")) is not None and told.flatten().tolist() != [*starts, ids.numel()]:
-        raise ValueError(f"cu_seq_lens_q={told.tolist()}, but documents in position_ids begin at {starts}")
-    ends = torch.cat([part[-1:].expand(len(part)) for part in positions.flatten().split(lengths)]) + 1
-    return ids, labels, positions, lengths, ends.view(ids.shape)
-
-
-def _own_rows(lengths: list[int], cp_group, device) -> tuple[Tensor, Dispatched | None]:
-    """int64 [t / p]: for each of this rank's rows its row in the whole batch, -1 for padding; the layout if packed."""
-    whole = torch.arange(sum(lengths), device=device)
-    if len(lengths) > 1:
-        documents = dispatch_documents([0, *accumulate(lengths)], cp_group)
-        return shard_sequence(whole, cp_group, 0, documents, padding=-1), documents
-    parts = 2 * group_size(cp_group) if group_size(cp_group) > 1 else 1
-    return shard_sequence(F.pad(whole, (0, -len(whole) % parts), value=-1), cp_group, 0), None
+from .token_tiles import DeferredLogits, tile_loss, tile_mlps
 
 
 def attend_to_shard(

@@ -75,11 +75,11 @@ def read_pieces(model, folder: Path, layout: WeightLayout) -> None:
         checkpoint = Checkpoint(folder, model)
         for names in tied_parameters(model):
             whole = model.get_parameter(names[0])
-            found = next((name for name in names if name in checkpoint.sources), names[0])
-            if layout.rank and found in layout.of_first_rank:
+            name = next((name for name in names if name in checkpoint.sources), names[0])
+            if layout.rank and name in layout.of_first_rank:
                 piece = torch.zeros(whole.shape, dtype=whole.dtype)
             else:
-                piece = checkpoint.read(found, whole.shape, layout.pieces.get(found)).to(whole.dtype)
+                piece = checkpoint.read(name, whole.shape, layout.pieces.get(name)).to(whole.dtype)
             set_parameter(model, names, piece)
 
 
@@ -123,21 +123,21 @@ class Checkpoint:
         rows = shape[1] // (1 + len(rest))
         experts = []
         for keys in zip(columns, *rest, strict=True):
-            parts, own = [], Piece(piece.dim - 1, piece.runs)
+            parts, local = [], Piece(piece.dim - 1, piece.runs)
             for i, key in enumerate(keys):
                 if joined and piece.dim == 1:
                     inside = [(max(a, i * rows) - i * rows, min(b, (i + 1) * rows) - i * rows) for a, b in piece.runs]
-                    own = Piece(0, tuple(run for run in inside if run[0] < run[1]))
-                if own.runs:
-                    parts.append(self._slices(key, name, torch.Size((rows, *shape[2:])), own))
+                    local = Piece(0, tuple(run for run in inside if run[0] < run[1]))
+                if local.runs:
+                    parts.append(self._slices(key, name, torch.Size((rows, *shape[2:])), local))
             experts.append(torch.cat(parts))
         return torch.stack(experts)
 
     def _slices(self, key: str, name: str, shape: torch.Size, piece: Piece) -> Tensor:
         with safe_open(self._folder / self._files[key], "pt") as file:
-            found = file.get_slice(key)
-            if list(found.get_shape()) != list(shape):
-                raise ValueError(f"{key} is {found.get_shape()}, but {name} needs {list(shape)}")
+            tensor = file.get_slice(key)
+            if list(tensor.get_shape()) != list(shape):
+                raise ValueError(f"{key} is {tensor.get_shape()}, but {name} needs {list(shape)}")
             lead = (slice(None),) * piece.dim
-            parts = [found[(*lead, slice(start, stop))] for start, stop in piece.runs]
+            parts = [tensor[(*lead, slice(start, stop))] for start, stop in piece.runs]
             return torch.cat(parts, piece.dim) if len(parts) > 1 else parts[0].clone()
