@@ -14,7 +14,7 @@ from megatron_tree.kernels import merge_packed
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 
-SHAPES = [(1, 4), (4, 1), (2, 2), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow)]  # nodes x ranks on each
+SHAPES = [(1, 4), (4, 1), (2, 3)]  # nodes x ranks on each
 TRANSPORTS = ("direct", "builtin")
 SCHEDULES = ("allreduce", "allgather", "butterfly", "scatter", "two_level")
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def _work_of_a_team(rank, world, outer, inner, transport, seed):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("outer", "inner"), SHAPES)
 def test_gather_and_reduce_scatter(outer, inner, transport):
-    for seed in range(3):
+    for seed in range(2):
         run_distributed(_work_of_a_team, outer * inner, outer, inner, transport, seed)
 
 
@@ -82,7 +82,7 @@ def _every_reduction(rank, world, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [2, 3, 4, 6])
+@pytest.mark.parametrize("world", [2, 3, 6])
 def test_reductions(world, transport):
     assert largest(run_distributed(_every_reduction, world, transport)) < rounding(world)
 
@@ -150,7 +150,7 @@ def _broadcast(rank, world):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, 5])
 def test_broadcasts(world):
     for results in zip(*run_distributed(_broadcast, world)):
         for x, src, transport, _ in results:
@@ -174,13 +174,9 @@ def test_hosts_are_told_apart():
         assert len(set(found)) == 1 and told == ("node0", "node0", "node1", "node1")
 
 
-def test_transport_is_what_was_asked_for():
-    assert comm.resolve_transport(None, CPU) == "direct"
-
-
 def _transports(rank, world):
     group = dist.group.WORLD
-    assert comm.resolve_transport(group, CPU) == "direct"
+    assert comm.resolve_transport(None, CPU) == comm.resolve_transport(group, CPU) == "direct"
     assert comm.resolve_transport(group, CPU, "builtin") == "builtin"
     assert comm.resolve_transport(group, torch.device("cuda")) == "builtin"
     with pytest.raises(ValueError, match="transport='direct' needs gloo and tensors on the CPU.*'builtin'"):
@@ -212,7 +208,7 @@ def _local_shares(rank, world, transport, hosts):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("world", "several"), [(2, False), (3, False), (3, True), (4, False)])
+@pytest.mark.parametrize(("world", "several"), [(2, False), (3, True), (4, False)])
 def test_local_shares_and_gathers(world, several, transport):
     hosts = tuple(str(rank if several else 0) for rank in range(world))
     run_distributed(_local_shares, world, transport, hosts)
@@ -234,7 +230,7 @@ def _sums(rank, world, hosts):
     return True
 
 
-@pytest.mark.parametrize(("world", "several"), [(1, False), (2, False), (3, False), (3, True), (4, False)])
+@pytest.mark.parametrize(("world", "several"), [(1, False), (2, False), (3, True), (4, False)])
 def test_sums_are_added_up_in_rank_order(world, several):
     run_distributed(_sums, world, tuple(str(rank if several else 0) for rank in range(world)))
 

@@ -122,16 +122,8 @@ def _saves(rank, world, how, victim, folder):
     return train_all(rank, world, [(folder / "run", f"{options} {minutes} --eval-iters 0")])
 
 
-@pytest.mark.parametrize(
-    ("how", "victim"),
-    [
-        ("SIGSTOP", 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("SIGKILL", 3), ("exception", 0), ("out of memory", 2))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "victim"), [("SIGSTOP", 1), ("SIGKILL", 3), ("exception", 0), ("out of memory", 2)])
 def test_a_save_of_training_is_named(how, victim, tmp_path):
     """Survivors of a save say who was lost in which save, in time, and the checkpoint before is in force."""
     pytest.importorskip("megatron.core", reason="saves are Megatron's")

@@ -324,6 +324,7 @@ def _save_and_leave(rank, world, folder):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_rank_0_may_leave_right_after_a_save(tmp_path):
     pytest.importorskip("transformers")
     outcomes = run_to_the_end(_save_and_leave, 3, str(tmp_path / "saved"))
