@@ -1,4 +1,9 @@
-"""Which candidate is taken: the fastest; of those within 1 % of it a baseline last, then what sends least."""
+"""Which candidate is taken: the one with the shortest predicted time.
+
+Times within 1 % of it count as equal. Then the baselines (the ring, the paper's all-reduces) come last, and the
+candidate wins that sends the fewest bytes over the outermost level, then the fewest bytes overall, then the simpler
+one.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +25,9 @@ Candidate = TypeVar("Candidate", PassPlan, Reduction)
 def choose_pair(
     options: Sequence[Sequence[Sequence[PassPlan]]], placed: PlacedTopology, budget: int | None
 ) -> tuple[PassPlan, PassPlan]:
-    """The best forward and backward of one option; an option is the candidates of both that may stand together.
+    """The best forward and backward. Each of the options lists the candidates of both passes that go together.
 
-    Of an option that is faster than need be, both passes may be slower than their fastest candidates by one factor.
+    Where an option is faster than necessary, both passes may be slower than their fastest candidates, by one factor.
     """
     fitting = [[[c for c in candidates if fits(c, budget)] for candidates in passes] for passes in options]
     fitting = [passes for passes in fitting if all(passes)]
@@ -44,7 +49,7 @@ def choose_pair(
 
 
 def choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | None, name: str) -> Candidate:
-    """The best candidate by the rule in the planners' docstrings; the first one if several are equal."""
+    """The best candidate, by the rule above; the first one if several are equal."""
     fitting = [c for c in allowed if fits(c, budget)]
     if not fitting:
         need = min(c.cost.peak_bytes for c in allowed)

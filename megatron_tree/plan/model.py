@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,26 +20,26 @@ class ModelSizes(NamedTuple):
     num_heads_kv: int
     """1 with MLA, whose cache holds a latent for all heads."""
     head_dim: int
-    """Of a query as it meets the cache; with MLA the latent and the rope key."""
+    """Of queries and the keys in the cache; with MLA those of a latent and its rope key together."""
     head_dim_v: int
     cache: int
-    """Of a token and KV head in a layer's cache."""
+    """Words that a token and KV head take in a layer's cache."""
     queries: float
-    """Weights of a layer that make queries; they belong to query heads."""
+    """Weights of a layer's query projections, which are split by query heads."""
     keys: float
-    """That make keys and values, and belong to KV heads."""
+    """Weights of its key and value projections, which are split by KV heads."""
     shared: float
-    """That every head needs: MLA's projections into latents."""
+    """Weights that every head needs: MLA's projections into latents."""
     output: float
-    """The output projection; with MLA what turns latents into values, too."""
+    """Weights of the output projection; with MLA those that make values of latents, too."""
     values: float
-    """The latter alone, ..."""
+    """MLA's weights that make values of latents."""
     value_dim: int
-    """... and the numbers of a head's result that the output projection takes."""
+    """Width of a head's result as the output projection takes it."""
     mlp: float
-    """The MLPs, or the shared experts and the router."""
+    """Weights of a layer's MLP, or of its shared experts and router."""
     expert: float
-    """One expert; experts of several layers are averaged."""
+    """Weights of one expert, averaged over the layers."""
     num_experts: int
     experts_per_token: int
     lm_head: int
@@ -62,35 +63,7 @@ class ModelSizes(NamedTuple):
         if recurrent := sorted(name for name in RECURRENT if config.get(name)):
             raise ValueError(f"the model's config has {recurrent[0]}: models with recurrent layers are not planned")
         layers, hidden, heads = field("num_hidden_layers"), field("hidden_size"), field("num_attention_heads")
-        if rank := field("kv_lora_rank", 0):
-            rope, nope, d_v = field("qk_rope_head_dim"), field("qk_nope_head_dim"), field("v_head_dim")
-            q_rank = field("q_lora_rank", 0)
-            attention = dict(
-                num_heads_kv=1,
-                head_dim=rank + rope,
-                head_dim_v=rank,
-                cache=rank + rope,
-                queries=(q_rank or hidden) * heads * (nope + rope) + heads * nope * rank,
-                keys=0,
-                shared=hidden * (q_rank + rank + rope),
-                output=heads * d_v * (rank + hidden),
-                values=heads * d_v * rank,
-                value_dim=d_v,
-            )
-        else:
-            h_kv, d = field("num_key_value_heads", heads), field("head_dim", hidden // heads)
-            attention = dict(
-                num_heads_kv=h_kv,
-                head_dim=d,
-                head_dim_v=d,
-                cache=2 * d,
-                queries=hidden * heads * d,
-                keys=2 * hidden * h_kv * d,
-                shared=0,
-                output=heads * d * hidden,
-                values=0,
-                value_dim=d,
-            )
+        attention = (_latent_attention if field("kv_lora_rank", 0) else _attention)(field, hidden, heads)
         experts = next((field(name) for name in EXPERTS if config.get(name)), 0)
         dense = layers if not experts else field("first_k_dense_replace", 0)
         one = 3 * hidden * field("moe_intermediate_size", field("intermediate_size")) if experts else 0
@@ -118,6 +91,41 @@ class ModelSizes(NamedTuple):
         """Words of all weights that a step of `batch` tokens reads."""
         layer = self.queries + self.keys + self.shared + self.output + self.mlp + self.experts_read(batch)
         return self.layers * layer + self.lm_head
+
+
+def _attention(field: Callable[..., int], hidden: int, heads: int) -> dict[str, int]:
+    """Sizes of an attention layer with keys and values."""
+    h_kv, d = field("num_key_value_heads", heads), field("head_dim", hidden // heads)
+    return dict(
+        num_heads_kv=h_kv,
+        head_dim=d,
+        head_dim_v=d,
+        cache=2 * d,
+        queries=hidden * heads * d,
+        keys=2 * hidden * h_kv * d,
+        shared=0,
+        output=heads * d * hidden,
+        values=0,
+        value_dim=d,
+    )
+
+
+def _latent_attention(field: Callable[..., int], hidden: int, heads: int) -> dict[str, int]:
+    """Sizes of an attention layer with latents (MLA)."""
+    rank, q_rank = field("kv_lora_rank"), field("q_lora_rank", 0)
+    rope, nope, d_v = field("qk_rope_head_dim"), field("qk_nope_head_dim"), field("v_head_dim")
+    return dict(
+        num_heads_kv=1,
+        head_dim=rank + rope,
+        head_dim_v=rank,
+        cache=rank + rope,
+        queries=(q_rank or hidden) * heads * (nope + rope) + heads * nope * rank,
+        keys=0,
+        shared=hidden * (q_rank + rank + rope),
+        output=heads * d_v * (rank + hidden),
+        values=heads * d_v * rank,
+        value_dim=d_v,
+    )
 
 
 def load_model_sizes(path: str | Path) -> ModelSizes:

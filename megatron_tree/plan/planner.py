@@ -1,7 +1,10 @@
 """Chooses the schedule of a call: pure functions of sizes and topology, no tensors, no communication.
 
-Every candidate gets a predicted cost (`training.py` and `decode.py`, using the model in `cost.py`); the fastest wins.
-All ranks compute the same plan from the same arguments.
+Every candidate gets a predicted cost (`training.py`, `decode.py`, with the model in `cost.py`), and the fastest wins.
+In training u ranks exchange heads, and a grid a x b or a ring joins the others. Every u, every way to place it on
+nodes, and every grid and nesting is a candidate, forward and backward on their own; u is the same for both, since the
+backward uses what the forward has exchanged. Both passes count together. `choice.py` decides between candidates that
+are about equally fast. All ranks compute the same plan from the same arguments.
 """
 
 from __future__ import annotations
@@ -55,32 +58,19 @@ def plan_training(
     head_chunks: int | None = None,
     memory_budget: int | None = None,
 ) -> TrainingPlan:
-    """The plan of one attention call and its gradient over `world` ranks.
-
-    u ranks exchange heads, a grid a x b or a ring joins the others. Every u, every way to place it on nodes, and every
-    grid and nesting is a candidate, forward and backward on their own; u is the same for both, since the backward uses
-    what the forward has exchanged. The fastest by prediction wins, both passes together. Times within 1 % of it count
-    as equal: then a ring is taken last, and the one wins that sends the fewest bytes over the outermost level, then the
-    one that sends the fewest bytes overall. Of the numbers of head chunks within 1 % of a grid's best time, the one
-    with the smallest buffers is taken; buffers below 16 MiB count as equal, then the fewest chunks win.
+    """The plan of one attention call and its gradient over `world` ranks; the options are those of `TreeConfig`.
 
     Args:
         shape: heads and their sizes on one rank.
-        batch, seq_len: of the call; seq_len is that of the whole sequence.
-        seq_len_kv: of cross attention's keys; default seq_len.
+        batch, seq_len, seq_len_kv: of the call, with all tokens of the sequence; seq_len_kv (default seq_len): of cross
+            attention's keys.
         visible_fraction: of the (query, key) pairs within one document and the window, before the causal mask.
         mask: who sees which keys; with it the cast is a candidate, too. The schedule "cast" needs it.
         bytes_per_word: of the inputs' dtype; messages use the same dtype.
         topology, placement: the machine, and the group's ranks in it.
-        schedule: "auto", "grid", "cast" or "ring".
-        ulysses_size: pinned u; None: any that divides the ranks, but 1 with a pinned grid or the ring.
-        grid, grid_backward: pinned grids (a, b) of world / u ranks; `grid` also applies to the backward unless
-            `grid_backward` is given.
-        head_chunks: pinned number of head chunks; it must divide the KV heads of a rank.
-        memory_budget: limit in bytes of a rank's communication buffers; None: no limit.
+        ulysses_size: None: any that divides the ranks, but 1 with a pinned grid or the ring.
 
-    The options are those of `TreeConfig`, which has checked them. Raises: ValueError for a grid or head chunks that
-    don't fit the call, and if no schedule fits the budget.
+    Raises: ValueError for a grid or head chunks that don't fit the call, and if no schedule fits the budget.
     """
     placed = _placed(world, topology, placement)
     if ulysses_size is None and (schedule == "ring" or grid or grid_backward):
@@ -103,21 +93,19 @@ def plan_training(
     if schedule == "auto" and not (grid or grid_backward or head_chunks):
         mixed = [[[*of_pass, *ring] for of_pass, ring in zip(*both)] for both in zip(grids_of, rings_of) if both[1][0]]
         options = [*grids_of, *mixed]
-    chosen = choose_pair(options, placed, memory_budget)
+    pinned = grid or grid_backward or schedule in ("ring", "cast") or (ulysses_size or 1) > 1
     tables = tuple(_by_time([c for passes in (*grids_of, *rings_of) for c in passes[n]]) for n in (0, 1))
-    asked = (
-        " (as asked for)" if grid or grid_backward or schedule in ("ring", "cast") or (ulysses_size or 1) > 1 else ""
-    )
+    return _training_plan(choose_pair(options, placed, memory_budget), tables, placed, bool(pinned))
+
+
+def _training_plan(chosen: tuple[PassPlan, PassPlan], tables, placed: PlacedTopology, pinned: bool) -> TrainingPlan:
+    """tables: all candidates for the forward and for the backward, fastest first."""
     reasons = [
-        f"{name} on {best}{asked}: {_summary(best.cost, placed)}{_baselines(best, table)}"
+        f"{name} on {best}{' (as asked for)' * pinned}: {_summary(best.cost, placed)}{_baselines(best, table)}"
         for name, best, table in zip(("forward", "backward"), chosen, tables)
     ]
-    return TrainingPlan(
-        forward=chosen[0],
-        backward=chosen[1],
-        reason=f"{'; '.join(reasons)} (predicted for {topology.name})",
-        candidates=tables,
-    )
+    reason = f"{'; '.join(reasons)} (predicted for {placed.topology.name})"
+    return TrainingPlan(forward=chosen[0], backward=chosen[1], reason=reason, candidates=tables)
 
 
 @dataclass(frozen=True)
@@ -133,7 +121,7 @@ class _Weigher:
     mask: Mask | None
 
     def head_placements(self, ulysses_size: int | None) -> list[tuple[int, int]]:
-        """(across nodes, inside a node) of the ranks that exchange heads, the smallest u first."""
+        """Every (across nodes, inside a node) of ranks that may exchange heads, the smallest u first."""
         placed, chunks = self.placed, self.head_chunks or 1
         if ulysses_size is None:
             divisors = (n for n in range(1, min(placed.world, self.shape.num_heads) + 1) if placed.world % n == 0)
@@ -143,7 +131,8 @@ class _Weigher:
         return [heads for u in sizes for heads in head_splits(u, placed.nodes, placed.block)]
 
     def grids(self, heads: tuple[int, int], schedule: str) -> list[list[PassPlan]]:
-        """Of forward and backward: every grid and nesting, and the cast, in the best number of head chunks."""
+        """Every grid and nesting, and the cast, for the forward and for the backward, each with the best number of head
+        chunks."""
         u, found = heads[0] * heads[1], []
         split, cells, block = self._split(u), self.placed.world // u, self.placed.block
         chunks = [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
@@ -199,11 +188,7 @@ def plan_decode(
     deterministic: bool = False,
     local_heads: bool = False,
 ) -> DecodePlan:
-    """The plan of one decode step over `world` ranks.
-
-    The fastest reduction by prediction wins. Times within 1 % of it count as equal: then "allreduce" is taken last, the
-    paper's schedule, and the one wins that sends the fewest bytes over the outermost level, then the one that sends the
-    fewest bytes overall, then the simpler one. "auto" never takes the ring, which moves the cache itself.
+    """The plan of one decode step over `world` ranks. "auto" never takes the ring, which moves the cache itself.
 
     Args:
         rows: b * s_q * h, the rows of a partial state.

@@ -11,30 +11,6 @@ from .topology import Topology
 STATISTIC = 4  # bytes of lse or delta of one query and head
 
 
-def forward_words(grid: tuple[int, int], shape: Shape, ulysses_size: int = 1) -> float:
-    """Words per token of a share that a rank sends forward: (u-1)/u (|Q| + |K| + |V| + |O|) to exchange heads, then
-    (a-1)(|Q| + |O| + lse) + (b-1)(|K| + |V|)."""
-    (a, b), u = grid, ulysses_size
-    q, o, kv, statistic = _words(shape, u)
-    return (a - 1) * (q + o + statistic) + (b - 1) * kv + (u - 1) * (q + kv + o) / u
-
-
-def backward_words(grid: tuple[int, int], shape: Shape, ulysses_size: int = 1) -> float:
-    """The same backward: dout, delta and then dq, dk, dv to exchange heads; down the column q, dout, lse, delta and
-    then dq; along the row k, v and then dk, dv."""
-    (a, b), u = grid, ulysses_size
-    q, o, kv, statistic = _words(shape, u)
-    return (a - 1) * (2 * q + o + 2 * statistic) + (b - 1) * 2 * kv + (u - 1) * (o + statistic + q + kv) / u
-
-
-def _words(shape: Shape, u: int) -> tuple[float, float, float, float]:
-    """Words of a token's q, o, k and v, and of one statistic, with the padding and copies of `HeadSplit`."""
-    h, h_kv, d, d_v = shape
-    split = HeadSplit.of(h, h_kv, u)
-    heads, kv_heads = round(h * split.padding), round(h_kv * split.kv_padding)
-    return heads * d, heads * d_v, kv_heads * (d + d_v), heads
-
-
 class CallSizes(NamedTuple):
     """Bytes of one rank's share of an attention call, and its compute."""
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, tree_decode
 from megatron_tree.plan import Shape, grids
-from megatron_tree.plan.sizes import backward_words, forward_words
+from support.plans import backward_words, forward_words
 from support.ranks import run_distributed
 
 H, H_KV, D, D_V, B, ROWS = 4, 2, 8, 6, 2, 10  # rows: one rank's share

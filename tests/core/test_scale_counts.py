@@ -15,7 +15,7 @@ from megatron_tree.kernels.triton import host
 from megatron_tree.kernels.triton import merge as triton_merge
 from megatron_tree.layout import Packed, Segment, gathered_segments, packed_layout, shard_positions
 from megatron_tree.plan import Shape, load_topology, place, plan_decode, plan_training
-from megatron_tree.plan.sizes import backward_words, forward_words
+from support.plans import backward_words, forward_words
 from support.rounding import rounding
 
 MILLION = 1 << 20

@@ -11,9 +11,8 @@ from megatron_tree.config import Visibility
 from megatron_tree.layout import Sharding
 from megatron_tree.plan import Mask, Shape, grids, known_topologies, load_topology, place, plan_training
 from megatron_tree.plan.plans import inner_grids
-from megatron_tree.plan.sizes import backward_words, forward_words
 from megatron_tree.plan.training import seconds_of_pass
-from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, ring, training
+from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, backward_words, forward_words, ring, training
 
 WORDS = forward_words, backward_words
 NETWORKS = {
