@@ -36,22 +36,7 @@ from support.plain_runner import PlainRunner, character_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 ODD = [
-    *(
-        "",
-        "null",
-        "true",
-        "-1",
-        "0",
-        ".nan",
-        ".inf",
-        "-.inf",
-        "1e400",
-        "9" * 40,
-        "9" * 5000,
-        "[]",
-        "[1, [2]]",
-        "{a: 1}",
-    ),
+    *("", "null", "true", "-1", "0", ".nan", "-.inf", "1e400", "9" * 40, "9" * 5000, "[]", "[1, [2]]", "{a: 1}"),
     *('"a\\0b"', "2020-01-01", "0x10", "*a", "&a [*a]", "!!python/object:os.system x", "'\u2028'", "[" * 3000),
 ]
 
@@ -73,18 +58,13 @@ def _train(path):
     return build_parser(), parse_arguments(["--config", path]), lambda args: check_arguments(args, 4)
 
 
-def _generate(path):
-    parser = generate_arguments.build_parser()
-    return (
-        parser,
-        parse_with_config(parser, ["--config", path]),
-        lambda args: generate_arguments.check_arguments(args, 4),
-    )
+def _generate(path, module=generate_arguments):
+    parser = module.build_parser()
+    return parser, parse_with_config(parser, ["--config", path]), lambda args: module.check_arguments(args, 4)
 
 
 def _serve(path):
-    parser = serve_arguments.build_parser()
-    return parser, parse_with_config(parser, ["--config", path]), lambda args: serve_arguments.check_arguments(args, 4)
+    return _generate(path, serve_arguments)
 
 
 TEXTS = {
@@ -158,7 +138,7 @@ def test_hostfiles(tmp_path, seed, count):
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "VIRTUAL_ENV": str(binaries.parent)}
     hosts, text = tmp_path / "hosts", (REPO / "configs" / "hostfile.example").read_text()
     command = ["bash", REPO / "launch" / "deepspeed_hostfile.sh", "--hostfile", hosts, "--master-addr", "127.0.0.1",
-               "--node-rank", "0", REPO / "launch" / "generate.py"]  # fmt: skip
+               "--node-rank", "0", "generate"]  # fmt: skip
     for chance in chances(seed, count):
         hosts.write_bytes(
             damaged(text.encode() if chance.random() < 0.3 else b"node-0 slots=8\nnode-1 slots=8\n", chance)

@@ -60,7 +60,6 @@ def test_a_failure_is_told():
     assert output.splitlines()[-1] == "none/1         FAILED  ERROR: file or directory not found: tests/no_such_file.py"
 
 
-@pytest.mark.parametrize("name", ["default", "avx512/1", "none/0", "none/2/cores"])
-def test_unknown_environments_are_refused(name):
-    status, output = _run("--on", name)
-    assert status == 1 and f"error: --on {name}: expected LEVEL/THREADS" in output
+def test_unknown_environments_are_refused():
+    status, output = _run("--on", "avx512/1")
+    assert status == 1 and "error: --on avx512/1: expected LEVEL/THREADS" in output
