@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from .files import read_yaml
 from .log import logger
@@ -87,63 +87,45 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
 
     Raises: ValueError for an unknown or ill-typed option in the file. SystemExit for `--help` and command-line errors.
     """
-    config = parser.parse_args(argv).config
-    if config is not None:
-        parser.set_defaults(**_read_config(config, parser))
+    path = parser.parse_args(argv).config
+    if path is not None:
+        parser.set_defaults(**_read_config(path, parser))
     return parser.parse_args(argv)
 
 
-def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Options in a YAML file, with the types of the command line."""
+def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, object]:
+    """The options in a YAML file, each parsed as on the command line."""
     if not Path(path).is_file():
         raise ValueError(f"config={path!r} does not exist")
     options = read_yaml(path)
-    if options is None:
-        return {}
-    if not isinstance(options, dict):
+    if not isinstance(options, dict | None):
         raise ValueError(f"config={path!r} must contain options, one `name: value` per line")
-    actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
-    result = {}
-    for name, value in options.items():
-        dest = str(name).replace("-", "_")
-        if dest not in actions:
-            raise ValueError(f"{path}: unknown option {reprlib.repr(name)}; `{parser.prog} --help` lists them")
-        if dest in result:
-            raise ValueError(f"{path}: {name} is given twice, with underscores and with dashes")
-        result[dest] = _typed(actions[dest], value, f"{path}: {name}={reprlib.repr(value)}")
-    return result
+    words, complain = [], parser.error
+    for name, value in (options or {}).items():
+        what = f"{path}: {name}={reprlib.repr(value)}"
+        more = _words(str(name).replace("_", "-"), value, what)
+
+        def refuse(message: str, what: str = what) -> NoReturn:
+            raise ValueError(f"{what}: {message}; `{parser.prog} --help` lists the options")
+
+        parser.error = refuse
+        try:
+            parser.parse_args(more)
+        finally:
+            parser.error = complain
+        words += more
+    return vars(parser.parse_args(words))
 
 
-def _typed(action: argparse.Action, value: Any, what: str) -> Any:
-    if value is None:
-        if action.default is not None:
-            raise ValueError(f"{what} has no value: give one, or leave the line out")
-        return None
-    if isinstance(action, argparse.BooleanOptionalAction):
-        if not isinstance(value, bool):
-            raise ValueError(f"{what} must be true or false")
-        return value
+def _words(name: str, value: object, what: str) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
     values = value if isinstance(value, list) else [value]
-    if action.nargs in (None, "?") and isinstance(value, list):
-        raise ValueError(f"{what} must be a single value")
-    if isinstance(action.nargs, int) and len(values) != action.nargs:
-        raise ValueError(f"{what} must be a list of {action.nargs}")
-    if any(isinstance(item, bool) for item in values):
-        raise ValueError(f"{what} is not a switch: give a value")
     if not values or not all(isinstance(item, (str, int, float, datetime.date)) for item in values):
         raise ValueError(f"{what} must be a value or a list of values")
     if any("\0" in str(item) for item in values):
         raise ValueError(f"{what} contains a NUL character")
-    kind = action.type or str
-    try:
-        values = [kind(str(item)) for item in values]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{what}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{what} must be of type {kind.__name__}: {error}") from None
-    if action.choices is not None and any(item not in action.choices for item in values):
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, action.choices))}")
-    return values if isinstance(value, list) or action.nargs == "+" else values[0]
+    return [f"--{name}", *map(str, values)] if isinstance(value, list) else [f"--{name}={value}"]
 
 
 def run_script(

@@ -5,43 +5,42 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+import yaml
+from megatron.core import parallel_state
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from ..integrations.megatron.compat import no_manager_process
 from ..integrations.megatron.cpu import megatron_on_cpu
 from ..integrations.transformers.models import model_folder
 from ..training.arguments import build_parser, complete
-from ..training.checkpoint import load_weights
+from ..training.checkpoint import load_weights, model_state, write_state
 from ..training.checkpoint_files import begin, checkpoint_folder, finish, newest
-from ..training.checkpoint_options import MODEL, Saved, options_to_save, read_saved
+from ..training.checkpoint_options import MODEL, Saved, read_saved
 from ..training.checkpoint_safety import check_index
 from ..training.data import EOD, TOKENIZER_FILES, open_tokenizer
 from ..training.model import build_model, start_model_parallel
 from .families import config_of, options_of
-from .weights import fill, of_transformers, tensors_of
+from .weights import fill, tensors_of
 
 MODEL_FILE, TOKENIZER = "model.yaml", "tokenizer"
 TRAINING = {"lr": 1e-5, "seq_length": 2048}  # of a model that is trained further; the defaults are a small new model's
+NOTE = "# Options of megatron-tree train for this model; lr, seq_length and bf16 are suggestions.\n"
 
 
-def to_megatron(model: str, out: Path, *, dtype: str = "auto") -> list[str]:
+def to_megatron(model: str, out: Path) -> list[str]:
     """Convert a Transformers model into a checkpoint of weights alone, which any parallel layout loads.
 
     Args:
-        model: folder of a Transformers model, or "smollm2".
+        model: folder of a Transformers model, or "smollm2". Weights in float16 become float32.
         out: folder to make: release/, latest_checkpointed_iteration.txt, model.yaml and tokenizer/.
-        dtype: "float32", "bfloat16", or "auto": as they are (float16 becomes float32).
     Returns: lines to print.
     Raises: ValueError for a model that can't be converted.
     """
@@ -49,35 +48,25 @@ def to_megatron(model: str, out: Path, *, dtype: str = "auto") -> list[str]:
     config = AutoConfig.from_pretrained(source)
     options = options_of(config)
     _check_free(out)
-    whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True)
-    tensors = whole.state_dict()
-    all_bf16 = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
-    options["bf16"] = all_bf16 if dtype == "auto" else dtype == "bfloat16"
+    tensors = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True).state_dict()
+    options["bf16"] = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     options["seq_length"] = config.max_position_embeddings
-    lines, tokenizer = _copy_tokenizer(source, out / TOKENIZER)
-    options["tokenizer_model"] = tokenizer
+    lines = []
+    if _has_tokenizer(source):
+        options["tokenizer_model"] = str(out / TOKENIZER)
+        open_tokenizer(str(source)).save_pretrained(out / TOKENIZER)
+    else:
+        lines += [f"{source} has no tokenizer: training takes bytes, unless {MODEL_FILE} names one (tokenizer_model)"]
     args = arguments_of(options)
     with one_rank(args):
         gpt = _empty_model(args)
-        for _ in _progress(fill(gpt, tensors, options), gpt, "converting"):
-            pass
-        del whole, tensors
+        fill(gpt, tensors, options)
+        del tensors
         final = checkpoint_folder(out, None)
-        unfinished = begin(final)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        state = {
-            "iteration": 0,
-            "consumed_train_samples": 0,
-            "options": options_to_save(args),
-            "world_size": 1,
-            "checkpoint_version": 3.0,  # Megatron-LM asks for it
-            "model": gpt.sharded_state_dict(metadata={"dp_cp_group": group}),
-        }
-        with no_manager_process():
-            dist_checkpointing.save(state, str(unfinished))
+        write_state({"samples": 0, **model_state(gpt)}, str(begin(final)), args, iteration=0)
         finish(final, None)
     for_training = {**options, **TRAINING, "seq_length": min(TRAINING["seq_length"], options["seq_length"])}
-    _write_options(out / MODEL_FILE, for_training)
+    (out / MODEL_FILE).write_text(NOTE + yaml.safe_dump(for_training, sort_keys=False))
     model_options = " ".join(megatron_lm_options(options))
     return [
         *lines,
@@ -86,35 +75,27 @@ def to_megatron(model: str, out: Path, *, dtype: str = "auto") -> list[str]:
     ]
 
 
-def to_huggingface(
-    checkpoint: Path,
-    out: Path,
-    *,
-    like: str | None = None,
-    tokenizer: str | None = None,
-    vocab_size: int | None = None,
-) -> list[str]:
+def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, vocab_size: int | None = None) -> list[str]:
     """Convert a checkpoint of megatron-tree train, of Megatron-LM or of `to_megatron` into a Transformers model folder.
 
     Args:
         checkpoint: folder of --save, or of one checkpoint in it.
         out: folder to make.
-        like: folder of a Transformers model whose configuration and tokenizer are used.
-        tokenizer: folder of the tokenizer; default: that of `like`, else the one the checkpoint names.
-        vocab_size: tokens to keep; default: those of `like`, else as the checkpoint says. Megatron-LM's say only the
-            padded size.
+        like: folder of a Transformers model whose configuration and tokenizer are used; default: the checkpoint's.
+        vocab_size: tokens to keep; default: those of `like`, else of the checkpoint. Megatron-LM's name only the padded
+            size.
     Returns: lines to print.
     Raises: ValueError for a checkpoint that can't be converted.
     """
     saved, lines = _open(checkpoint)
-    options = dict(saved.options)
+    options = saved.options
+    reference = None if like is None else AutoConfig.from_pretrained(model_folder(like))
     rows = options["vocab_size"]
-    reference = AutoConfig.from_pretrained(model_folder(like)) if like is not None else None
-    wanted = vocab_size if vocab_size is not None else (reference.vocab_size if reference is not None else rows)
-    if not 0 < wanted <= rows:
-        raise ValueError(f"vocab_size={wanted} must be from 1 to the checkpoint's {rows}")
+    kept = vocab_size or (rows if reference is None else reference.vocab_size)
+    if not 0 < kept <= rows:
+        raise ValueError(f"vocab_size={kept} must be from 1 to the checkpoint's {rows}")
     dtype = "bfloat16" if options["bf16"] else "float32"
-    config = config_of({**options, "vocab_size": wanted}, dtype=dtype)
+    config = config_of({**options, "vocab_size": kept}, dtype=dtype)
     if reference is not None:
         _check_like(options_of(reference), options, like)
         config = reference
@@ -124,9 +105,7 @@ def to_huggingface(
     with one_rank(args):
         gpt = _empty_model(args)
         load_weights(gpt, saved)
-        total = sum(len(of_transformers(name)) for name, _ in gpt.named_parameters())
-        kept = {**options, "vocab_size": wanted}
-        tensors = dict(_bar(tensors_of(gpt, kept), total, "converting"))
+        tensors = tensors_of(gpt, {**options, "vocab_size": kept})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if config.tie_word_embeddings:
@@ -135,13 +114,13 @@ def to_huggingface(
     model.tie_weights()
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    words = _tokenizer_of(saved, tokenizer, like, rows)
-    if words is None:
-        lines.append("no tokenizer is known: name its folder with --tokenizer, or megatron-tree serve can't read text")
+    tokenizer = _tokenizer_of(saved, like)
+    if tokenizer is None:
+        lines.append("no tokenizer is known: name a model folder with --like, or megatron-tree serve can't read text")
     else:
-        words.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
         if reference is None:
-            model.config.eos_token_id, model.config.bos_token_id = words.eos_token_id, words.bos_token_id
+            model.config.eos_token_id, model.config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
             model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(unfinished)
     unfinished.rename(out)
@@ -153,10 +132,10 @@ def megatron_lm_options(options: dict[str, Any]) -> list[str]:
     words = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"]
     words += ["--group-query-attention", "--max-position-embeddings", str(options["seq_length"])]
     for name in (*MODEL, "bf16", "vocab_size", "make_vocab_size_divisible_by"):
-        value, option = options.get(name, MODEL.get(name)), "--" + name.replace("_", "-")
+        value, option = options.get(name, False), "--" + name.replace("_", "-")
         if value is True:
             words.append(option)
-        elif value is not False and value != MODEL.get(name):
+        elif value is not False:
             words += [option, repr(value) if name == "norm_epsilon" else str(int(value))]
     return words
 
@@ -189,14 +168,11 @@ def _empty_model(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def _open(checkpoint: Path) -> tuple[Saved, list[str]]:
-    if (checkpoint / ".metadata").is_file():
-        found, lines = str(checkpoint), []
-    else:
-        found, lines = newest(checkpoint)
-    if found is None:
+    folder, lines = (str(checkpoint), []) if (checkpoint / ".metadata").is_file() else newest(checkpoint)
+    if folder is None:
         raise ValueError(f"{checkpoint} has no checkpoint: name a folder that --save wrote, or one checkpoint in it")
-    check_index(Path(found))
-    return read_saved(found), lines
+    check_index(Path(folder))
+    return read_saved(folder), lines
 
 
 def _check_free(out: Path) -> None:
@@ -213,54 +189,23 @@ def _check_like(needed: dict[str, Any], options: dict[str, Any], like: str) -> N
             )
 
 
-def _copy_tokenizer(source: Path, target: Path) -> tuple[list[str], str | None]:
-    """Returns: (lines to print, the new folder)."""
-    if not _has_tokenizer(source):
-        line = f"{source} has no tokenizer: training takes bytes, unless {MODEL_FILE} names one (tokenizer_model)"
-        return [line], None
-    open_tokenizer(str(source)).save_pretrained(target)
-    return [], str(target)
-
-
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def _tokenizer_of(saved: Saved, named: str | None, like: str | None, rows: int) -> Any:
-    if named is None and like is not None and _has_tokenizer(model_folder(like)):
-        named = str(model_folder(like))
-    named = named or saved.options["tokenizer_model"]
-    if named is not None:
-        return open_tokenizer(named)
-    return None if saved.by_megatron_lm or rows != EOD + 1 else byte_tokenizer()
+def _tokenizer_of(saved: Saved, like: str | None) -> Any:
+    if like is not None and _has_tokenizer(model_folder(like)):
+        return open_tokenizer(str(model_folder(like)))
+    if saved.options["tokenizer_model"] is not None:
+        return open_tokenizer(saved.options["tokenizer_model"])
+    is_byte_model = not saved.by_megatron_lm and saved.options["vocab_size"] == EOD + 1
+    return byte_tokenizer() if is_byte_model else None
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """The tokens of megatron-tree train without --tokenizer-model: bytes, and 256 for the end of a document."""
-    printed = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    words = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(printed)}, merges=[]))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    words.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>", clean_up_tokenization_spaces=False)
-
-
-def _byte_of(char: str) -> int:
-    """The byte for which a character stands in byte-level BPE: itself if it can be printed, else from U+0100 on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return ord(char) if ord(char) < 256 else others[ord(char) - 256]
-
-
-def _write_options(path: Path, options: dict[str, Any]) -> None:
-    import yaml
-
-    note = "# Options of megatron-tree train for this model; lr, seq_length and bf16 are suggestions.\n"
-    path.write_text(note + yaml.safe_dump(options, sort_keys=False))
-
-
-def _progress(steps: Iterable[Any], model: torch.nn.Module, what: str) -> Iterable[Any]:
-    return _bar(steps, sum(1 for _ in model.parameters()), what)
-
-
-def _bar(steps: Iterable[Any], total: int, what: str) -> Iterable[Any]:
-    return tqdm(steps, total=total, desc=what, unit="tensor", dynamic_ncols=True, disable=not sys.stderr.isatty())
+    vocab = {char: byte for byte, char in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", clean_up_tokenization_spaces=False)

@@ -32,13 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("to-megatron", help="a Transformers model folder -> a checkpoint of weights")
     command.add_argument("model", help="folder with config.json and weights, or smollm2")
     command.add_argument("out", type=Path, help="folder to make")
-    types = ("auto", "float32", "bfloat16")
-    command.add_argument("--dtype", choices=types, default="auto", help="of the weights; auto: as they are")
     command = commands.add_parser("to-huggingface", help="a checkpoint -> a Transformers model folder")
     command.add_argument("checkpoint", type=Path, help="folder of --save, ours or Megatron-LM's (torch_dist)")
     command.add_argument("out", type=Path, help="folder to make")
     command.add_argument("--like", metavar="MODEL", help="model folder whose config.json and tokenizer are used")
-    command.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: as the checkpoint says)")
     command.add_argument("--vocab-size", type=int, metavar="N", help="tokens to keep, without Megatron-LM's padding")
     return parser
 

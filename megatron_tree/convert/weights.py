@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ def parted(weight: Tensor, options: Mapping[str, Any], count: int) -> list[Tenso
 
 
 @torch.no_grad()
-def fill(model: torch.nn.Module, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> Iterator[str]:
-    """Fill a GPTModel's parameters with those of a Transformers model. Yields each parameter's name.
+def fill(model: torch.nn.Module, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
+    """Fill the parameters of a GPTModel with those of a Transformers model.
 
     Raises: ValueError for tensors that have no place in the model, or another shape.
     """
@@ -72,16 +72,17 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, Tensor], options: Mapping
             raise ValueError(f"{sources[0]} makes {tuple(weight.shape)}, but {name} has {tuple(parameter.shape)}")
         parameter.copy_(weight)
         left -= set(sources)
-        yield name
     if left:
         raise ValueError(f"{len(left)} tensors have no place in a GPTModel, for instance {min(left)}")
 
 
-def tensors_of(model: torch.nn.Module, options: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of Transformers of all parameters of a GPTModel, without the padding of the vocabulary."""
+def tensors_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The parameters of a GPTModel under Transformers' names, without the padding of the vocabulary."""
+    tensors = {}
     for name, parameter in model.named_parameters():
         weight, sources = parameter.detach(), of_transformers(name)
         if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             weight = weight[: options["vocab_size"]]
         for source, part in zip(sources, parted(weight, options, len(sources)), strict=True):
-            yield source, part.contiguous()
+            tensors[source] = part.contiguous()
+    return tensors

@@ -1,14 +1,12 @@
 """The files of checkpoints: which folder is complete, and which one to continue from. No tensors here.
 
-    SAVE/iter_0000100/                       a checkpoint, with files.json: size and SHA-256 of each of its files
+    SAVE/iter_0000100/                       a checkpoint, with files.json: the SHA-256 of each of its files
     SAVE/iter_0000100.unfinished/            one that is being written, or whose writer was killed
-    SAVE/iter_0000100.replaced/              the previous one of the same iteration, until the new one is complete
     SAVE/release/                            weights alone, of `megatron-tree convert` or Megatron-LM's tools
     SAVE/latest_checkpointed_iteration.txt   the newest to load, as in Megatron-LM: a number or "release"
 
-`files.json` is written after all other files, and the folder renamed after that: a folder that is incomplete, or whose
-files have changed since, is recognized and not loaded. Megatron-LM writes no such list; what it has written to its end
-is named by its `latest_checkpointed_iteration.txt`.
+`files.json` is written after all other files, and the folder is renamed after that. Megatron-LM writes no `files.json`:
+a folder without it counts as complete if the tracker, which Megatron-LM writes last, names it.
 """
 
 from __future__ import annotations
@@ -19,27 +17,25 @@ import os
 import shutil
 from pathlib import Path
 
-from ..files import digest_of, read_json, whole_file
+from ..files import read_json, whole_file
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 MANIFEST = "files.json"
 RELEASE = "release"  # Megatron-LM's name
 FORMAT_FILES = (".metadata", "common.pt", "metadata.json")  # of Megatron-core's format
-_DIGITS = 18  # of an iteration at most
-_PREFIX, _UNFINISHED, _REPLACED = "iter_", ".unfinished", ".replaced"
+_MAX_DIGITS = 18
+_PREFIX, _UNFINISHED = "iter_", ".unfinished"
 
 
 def checkpoint_folder(folder: str | Path, iteration: int | None) -> Path:
     """folder/iter_0000100; without an iteration folder/release."""
-    if iteration is None:
-        return Path(folder) / RELEASE
-    return Path(folder) / f"{_PREFIX}{iteration:07d}"
+    return Path(folder) / (RELEASE if iteration is None else f"{_PREFIX}{iteration:07d}")
 
 
 def begin(final: Path) -> Path:
     """An empty folder to write the checkpoint `final` into. Unfinished ones are deleted."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    _restore_replaced(final.parent)
+    _recover(final.parent)
     for left in final.parent.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(left)
     unfinished = final.with_name(final.name + _UNFINISHED)
@@ -49,14 +45,11 @@ def begin(final: Path) -> Path:
 
 def finish(final: Path, keep: int | None) -> None:
     """Rename the full folder of `begin` to `final`, point the tracker to it, and delete all but the newest `keep`."""
-    unfinished, replaced = (final.with_name(final.name + ending) for ending in (_UNFINISHED, _REPLACED))
-    paths = sorted(unfinished.iterdir())
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
-    (unfinished / MANIFEST).write_text(json.dumps({"files": files, "sha256": digest_of(files)}, indent=1) + "\n")
-    if final.exists():
-        os.replace(final, replaced)
-    os.replace(unfinished, final)
-    shutil.rmtree(replaced, ignore_errors=True)
+    unfinished = final.with_name(final.name + _UNFINISHED)
+    files = {path.name: _sha256(path) for path in sorted(unfinished.iterdir())}
+    with whole_file(unfinished / MANIFEST) as part:
+        part.write_text(json.dumps(files, indent=1) + "\n")
+    _recover(final.parent)
     with whole_file(final.parent / TRACKER) as part:
         part.write_text(f"{RELEASE if final.name == RELEASE else _iteration(final)}\n")
     if keep is not None:
@@ -68,23 +61,17 @@ def finish(final: Path, keep: int | None) -> None:
 def fault_of(checkpoint: Path, *, named: bool = False) -> str | None:
     """What is wrong with the files of a checkpoint, in words; None if nothing is.
 
-    named: the tracker names it. Then one without a list of its files counts as Megatron-LM's.
+    named: the tracker names it, so it may be Megatron-LM's.
     """
     if named and not (checkpoint / MANIFEST).exists() and all((checkpoint / name).is_file() for name in FORMAT_FILES):
         return None
     try:
-        manifest = read_json((checkpoint / MANIFEST).read_bytes())
-        if manifest["sha256"] != digest_of(manifest["files"]):
-            return f"{MANIFEST} has changed since it was written"
-        for name, about in manifest["files"].items():
-            path = checkpoint / name
-            if path.stat().st_size != about["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {about['bytes']}"
-            if _sha256(path) != about["sha256"]:
+        for name, digest in read_json((checkpoint / MANIFEST).read_bytes()).items():
+            if _sha256(checkpoint / name) != digest:
                 return f"{name} has changed since it was written"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} can't be read ({error.strerror})"
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, AttributeError):
         return f"{MANIFEST} is damaged"
     return None
 
@@ -92,31 +79,32 @@ def fault_of(checkpoint: Path, *, named: bool = False) -> str | None:
 def newest(folder: str | Path) -> tuple[str | None, list[str]]:
     """The newest checkpoint that the tracker allows and that has no fault.
 
-    Returns: (its folder, or None if there are no checkpoints; a line on each newer one).
-    Raises: ValueError if the tracker is damaged, or there are only checkpoints that are passed over.
+    Returns: (its folder, or None if there are no checkpoints; a warning for each newer one that is damaged).
+    Raises: ValueError if the tracker is damaged, or no checkpoint that it allows can be loaded.
     """
     folder = Path(folder)
-    _restore_replaced(folder)
-    found, tracker, lines = _checkpoints(folder), folder / TRACKER, []
-    text = tracker.read_bytes().decode("ascii", "replace").strip() if tracker.is_file() else None
-    if text == RELEASE:
-        found, text = [folder / RELEASE], None
-    if text is not None and not (text.isdecimal() and len(text) <= _DIGITS):
-        raise ValueError(f"{tracker} holds {text[:40]!r} instead of a number: write the iteration to continue from")
-    for path in found:
-        named = path.name == RELEASE or (text is not None and _iteration(path) == int(text))
-        if text is not None and _iteration(path) > int(text):
-            lines.append(f"{path} is ignored: {tracker} says {text}")
-        elif (fault := fault_of(path, named=named)) is None:
-            return str(path), lines
+    _recover(folder)
+    candidates, tracker, named, warnings = _checkpoints(folder), folder / TRACKER, None, []
+    if tracker.is_file():
+        text = tracker.read_bytes().decode("ascii", "replace").strip()
+        if text == RELEASE:
+            named = folder / RELEASE
+            candidates = [named]
+        elif text.isdecimal() and len(text) <= _MAX_DIGITS:
+            named = checkpoint_folder(folder, int(text))
+            candidates = [path for path in candidates if _iteration(path) <= int(text)]
         else:
-            lines.append(f"warning: checkpoint {path} is damaged: {fault}")
-    if found:
-        raise ValueError(
-            f"no checkpoint in {str(folder)!r} can be loaded ({'; '.join(lines)}): restore one, or write an iteration "
-            f"into {TRACKER}"
-        )
-    return None, []
+            raise ValueError(f"{tracker} holds {text[:40]!r} instead of a number: write the iteration to continue from")
+    for path in candidates:
+        if (fault := fault_of(path, named=path == named)) is None:
+            return str(path), warnings
+        warnings.append(f"warning: checkpoint {path} is damaged: {fault}")
+    if named is None and not candidates:
+        return None, []
+    raise ValueError(
+        f"no checkpoint in {str(folder)!r} can be loaded ({'; '.join(warnings) or f'none up to {named.name}'}): "
+        f"restore one, or write an iteration into {tracker}"
+    )
 
 
 def _sha256(path: Path) -> str:
@@ -126,19 +114,18 @@ def _sha256(path: Path) -> str:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Folders of checkpoints, the newest first."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
-    return sorted(found, key=_iteration, reverse=True)
+    paths = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(paths, key=_iteration, reverse=True)
 
 
 def _iteration(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
-def _restore_replaced(folder: Path) -> None:
-    """Undo a replacement that was interrupted between its two renamings; finish one that was interrupted later."""
-    for replaced in folder.glob(f"*{_REPLACED}"):
-        final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+def _recover(folder: Path) -> None:
+    """Rename every folder whose files are complete, in place of an older checkpoint of the same iteration."""
+    for manifest in folder.glob(f"*{_UNFINISHED}/{MANIFEST}"):
+        final = manifest.parent.with_name(manifest.parent.name.removesuffix(_UNFINISHED))
         if final.exists():
-            shutil.rmtree(replaced)
-        else:
-            os.replace(replaced, final)
+            shutil.rmtree(final)
+        os.replace(manifest.parent, final)

@@ -1,8 +1,8 @@
-"""Checkpoints are read, never run: a file of somebody else's must not be able to start a program here.
+"""Checkpoints are read, never run: somebody else's file must not be able to start a program here.
 
 Megatron-core's format holds pickles in three places. `common.pt` and the tensors are read by `torch.load` with
-weights_only=True. Objects of single ranks (random states) are not, unless a variable of torch's forces it. The index
-`.metadata` is read by plain unpickling, so it is looked through before: only records of its own kind may be in it.
+weights_only=True. Objects of single ranks are not, unless a variable of torch's forces it. The index `.metadata` is
+read by plain unpickling, so it is read here first by an unpickler that knows only the records of an index.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import enum
 import os
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import torch
 from megatron.core.safe_globals import SAFE_GLOBALS
@@ -28,18 +29,17 @@ class _IndexReader(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if "." not in name:
-            found = super().find_class(module, name) if module in ("torch", *_RECORDS, "torch.serialization") else None
-            record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-            if (record and found.__module__ == module in _RECORDS) or (module, name) in _VALUES:
-                return found
-            if isinstance(found, torch.dtype):
-                return found
+        if "." not in name and module in ("torch", "torch.serialization", *_RECORDS):
+            value = super().find_class(module, name)
+            record = isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, enum.Enum))
+            defined_here = record and value.__module__ == module and module in _RECORDS
+            if defined_here or (module, name) in _VALUES or isinstance(value, torch.dtype):
+                return value
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
 
 
 def _member(kind: type, name: str) -> enum.Enum:
-    """For getattr, with which Python 3.11.0 to 3.11.3 pickle the members of enums, and nothing else."""
+    """For getattr, with which Python 3.11.0 to 3.11.3 pickle the members of enums."""
     if isinstance(kind, enum.EnumMeta):
         return kind[name]
     raise pickle.UnpicklingError(f"it names {name} of {kind!r}, which has no place in it")
@@ -55,7 +55,7 @@ def check_index(checkpoint: Path) -> None:
         ends: dict[str, int] = {}
         for place in index.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    except Exception as error:  # what a damaged pickle raises has no end
+    except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{path} is no index of a checkpoint of Megatron-core: {error}; take another one") from error
     for name, end in ends.items():
         file = checkpoint / name
@@ -67,12 +67,7 @@ def check_index(checkpoint: Path) -> None:
 def weights_only():
     """While this is open `torch.load` makes tensors, plain values and what Megatron-core lists as harmless (the
     `argparse.Namespace` and the enums of Megatron-LM's options), whatever its callers ask for."""
-    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ[names[0]] = "1"
-    try:
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            yield
-    finally:
-        del os.environ[names[0]]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+    forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+    with mock.patch.dict(os.environ, forced), torch.serialization.safe_globals(SAFE_GLOBALS):
+        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # mock.patch.dict puts it back
+        yield

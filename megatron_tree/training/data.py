@@ -1,4 +1,4 @@
-"""What a run trains on: samples of plain text, a token for each byte, in an order that every parallel layout shares."""
+"""Training data: samples of plain text, in an order that every parallel layout shares."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True, kw_only=True)
 class PackedText:
-    """Documents, each followed by EOD, concatenated and cut into samples: sample i of an epoch's order holds the tokens
-    i * seq_length .. (i + 1) * seq_length (one more than `seq_length`, for the labels). Every epoch has its own order.
+    """Documents, each followed by its end token, concatenated and cut into samples of `seq_length` + 1 tokens, for
+    inputs and labels. Each epoch has its own order.
     """
 
     tokens: np.ndarray
@@ -69,10 +69,10 @@ class Corpus(NamedTuple):
 
 @functools.lru_cache(1)
 def open_tokenizer(folder: str) -> Any:
-    """A tokenizer of Hugging Face's. Raises: ValueError if the folder holds none."""
+    """A Hugging Face tokenizer. Raises: ValueError if the folder holds none."""
     from transformers import AutoTokenizer
 
-    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):  # of nothing it makes an empty tokenizer
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):  # AutoTokenizer would make an empty one
         raise ValueError(f"tokenizer_model={folder!r} is no folder with one of {', '.join(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(folder)
@@ -101,22 +101,20 @@ def load_corpus(
     valid_fraction: float = 0.02,
     tokenizer_model: str | None = None,
 ) -> Corpus:
-    """Read all files below a folder as documents, a token for each byte or by a tokenizer.
+    """Read all files below a folder as documents.
 
     Args:
-        path: folder; None means Python's standard library.
+        path: folder; None: Python's standard library.
         suffix: ending of the file names to take. Installed packages and caches below `path` are left out.
         seq_length: tokens of a sample.
-        seed: of the documents' and the samples' order.
+        seed: of the order of documents and samples.
         valid_fraction: share of the documents held out for validation, at least one of them.
-        tokenizer_model: folder of a tokenizer; None: bytes.
-    Raises: ValueError if the folder doesn't exist or holds too little text.
+        tokenizer_model: folder of a tokenizer; None: each byte is a token.
+    Raises: ValueError if the folder holds too little text.
     """
     folder = Path(path) if path is not None else standard_library()
-    if not folder.is_dir():
-        raise ValueError(f"data_path={str(path)!r} is not a folder: name one that holds text files, or leave it out")
-    found = (file.relative_to(folder) for file in folder.rglob(f"*{suffix}"))
-    names = sorted(name.as_posix() for name in found if not SKIPPED_FOLDERS & set(name.parts))
+    paths = (file.relative_to(folder) for file in folder.rglob(f"*{suffix}"))
+    names = sorted(name.as_posix() for name in paths if not SKIPPED_FOLDERS & set(name.parts))
     documents = [text for name in names if (folder / name).is_file() and (text := (folder / name).read_bytes())]
     if len(documents) < 2:
         raise ValueError(
@@ -145,11 +143,9 @@ def _tokenize(tokenizer: Any, documents: list[bytes]) -> np.ndarray:
 
 
 def microbatch_indices(consumed: int, *, micro_batch_size: int, global_batch_size: int, dp_rank: int, dp_size: int):
-    """Sample numbers of one data-parallel rank's microbatches of the next global batch.
+    """Sample numbers of this data-parallel rank's microbatches of the next global batch, `micro_batch_size` at a time.
 
-    Args: consumed: samples used so far by all ranks together.
-    Yields: ranges of `micro_batch_size` numbers. Over all ranks they are consumed .. consumed + global_batch_size - 1,
-    in every parallel layout.
+    All ranks together use samples consumed .. consumed + global_batch_size - 1, in every parallel layout.
     """
     step = micro_batch_size * dp_size
     for start in range(consumed, consumed + global_batch_size, step):

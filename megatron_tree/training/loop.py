@@ -8,7 +8,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,24 +22,12 @@ from ..integrations import megatron as tree
 from ..integrations.megatron.cpu import megatron_on_cpu
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import Corpus, load_corpus
-from .model import Trainee, build_trainee, start_model_parallel
+from .model import Trainee, build_trainee, seed_generators, start_model_parallel
 from .report import Reporter
 from .step import evaluate, train_step
 
 FINAL_STEPS = 10  # whose mean is the final loss
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # schedulers send either; Slurm: --signal=USR1@120
-
-
-@contextlib.contextmanager
-def recorded_signals() -> Iterator[list[int]]:
-    """In this context SIGTERM and SIGUSR1 are only recorded, in the list; all ranks stop after the same step."""
-    received: list[int] = []
-    former = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 class Outcome(NamedTuple):
@@ -59,8 +46,20 @@ class LossTooHigh(Exception):
     """The final loss misses --assert-below-unigram; raised on every rank."""
 
 
+@contextlib.contextmanager
+def recorded_signals() -> Iterator[list[int]]:
+    """In this context SIGTERM and SIGUSR1 are only recorded, in the list; all ranks stop after the same step."""
+    received: list[int] = []
+    former = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 def run(args: argparse.Namespace) -> None:
-    """The life of one rank of megatron-tree train. args: completed and checked options."""
+    """Train on this rank, from the process group to the last line of output. args: completed and checked options."""
     with recorded_signals() as received:  # from here on a signal ends the run after a step, with a checkpoint
         device = start_on_own_device(60 * args.distributed_timeout_minutes)
         with megatron_on_cpu():
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     loss, unigram, margin = outcome.final_loss, outcome.unigram, args.assert_below_unigram
     if margin is not None and not outcome.stopped and not loss <= unigram - margin:
         raise LossTooHigh(
-            f"the final loss {loss:.4f} is not {margin} below the {_token(args)} unigram model's {unigram:.4f} "
+            f"the final loss {loss:.4f} is not {margin} below the unigram model's {unigram:.4f} "
             "(--assert-below-unigram): train longer, or look for what is wrong"
         )
 
@@ -89,12 +88,12 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
     iteration, samples, notes = load_checkpoint(trainee, args, digest=corpus.digest)
     reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
     unigram = corpus.train.unigram_entropy()
-    _introduce(reporter, args, corpus, trainee, unigram)
-    for note in notes:
-        reporter.say(note)
-    checkpoint, stopped, losses = None, False, deque(maxlen=FINAL_STEPS)
+    for line in (_introduction(reporter, args, corpus, trainee, unigram), *notes):
+        reporter.say(line)
+    stopped, losses = False, deque(maxlen=FINAL_STEPS)
     while iteration < args.train_iters and not stopped:
         started = time.monotonic()
+        seed_generators(args, iteration + 1)
         with comm.monitored(f"step {iteration + 1}"):
             figures, stopping = train_step(trainee, corpus.train, args, samples, device, bool(received))
         iteration += 1
@@ -110,14 +109,11 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
                 reporter.validation(iteration, evaluate(trainee, corpus.valid, args, device))
         if args.save and _due(args.save_interval, iteration, last or stopped):
             with comm.monitored(f"the save after step {iteration}"):
-                checkpoint = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=corpus.digest)
+                folder = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=corpus.digest)
+            reporter.say(f"checkpoint: {folder}")
     outcome = Outcome(iteration, sum(losses) / len(losses), unigram, stopped)
-    _conclude(reporter, args, outcome, checkpoint)
+    _conclude(reporter, args, outcome)
     return outcome
-
-
-def _token(args: argparse.Namespace) -> str:
-    return "byte" if args.tokenizer_model is None else "token"
 
 
 def _due(interval: int, iteration: int, last: bool) -> bool:
@@ -125,13 +121,8 @@ def _due(interval: int, iteration: int, last: bool) -> bool:
 
 
 def _open_corpus(args: argparse.Namespace) -> Corpus:
-    corpus = load_corpus(
-        args.data_path,
-        suffix=args.data_suffix,
-        seq_length=args.seq_length,
-        seed=args.seed,
-        tokenizer_model=args.tokenizer_model,
-    )
+    options = {"suffix": args.data_suffix, "tokenizer_model": args.tokenizer_model}
+    corpus = load_corpus(args.data_path, seq_length=args.seq_length, seed=args.seed, **options)
     digests = share_all(corpus.digest, dist.group.WORLD)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(
@@ -141,31 +132,28 @@ def _open_corpus(args: argparse.Namespace) -> Corpus:
     return corpus
 
 
-def _introduce(reporter: Reporter, args: argparse.Namespace, corpus: Corpus, trainee: Trainee, unigram: float) -> None:
+def _introduction(
+    reporter: Reporter, args: argparse.Namespace, corpus: Corpus, trainee: Trainee, unigram: float
+) -> str:
     dp, parameters = parallel_state.get_data_parallel_world_size(), sum(p.numel() for p in trainee.model.parameters())
     attention = " ".join(args.cp_comm_type) if args.context_parallel_size > 1 else "Megatron's own attention"
     if args.grid:
         attention += " {}x{}".format(*args.grid)
     title = f"{dist.get_world_size()} ranks, context parallel {args.context_parallel_size}: {attention}"
     reporter.event("start", title=title, options=vars(args), unigram_loss=unigram)
-    reporter.say(
+    return (
         f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0, {corpus.num_documents:,} documents, "
-        f"{corpus.train.tokens.size:,} tokens, {_token(args)} unigram loss {unigram:.4f}"
+        f"{corpus.train.tokens.size:,} tokens, unigram loss {unigram:.4f}"
     )
 
 
-def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: Outcome, checkpoint: Path | None) -> None:
+def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: Outcome) -> None:
     loss, unigram = outcome.final_loss, outcome.unigram
     reporter.event("end", final_loss=loss, unigram_loss=unigram)
     reporter.close()
-    if checkpoint is not None:
-        reporter.say(f"checkpoint: {checkpoint}")
     reporter.say(f"log and loss curve: {args.output_dir}")
     if outcome.stopped:
         way_on = f"continue with --load {args.save}" if args.save else "nothing is saved without --save"
         reporter.say(f"stopped by a signal after step {outcome.iteration} of {args.train_iters}; {way_on}")
     else:
-        reporter.say(
-            f"final loss {loss:.4f} nats per {_token(args)}, {_token(args)} unigram model {unigram:.4f}: "
-            f"{unigram - loss:.4f} below"
-        )
+        reporter.say(f"final loss {loss:.4f} nats per token, unigram model {unigram:.4f}: {unigram - loss:.4f} below")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class Trainee(NamedTuple):
 
 
 def start_model_parallel(args: argparse.Namespace) -> None:
-    """Create Megatron's process groups and seed its random number generators."""
+    """Create Megatron's process groups, and seed its generators for the initial weights."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -42,7 +43,12 @@ def start_model_parallel(args: argparse.Namespace) -> None:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()  # as in Megatron-LM
+    seed_generators(args, 0)
+
+
+def seed_generators(args: argparse.Namespace, iteration: int) -> None:
+    """Seed the generators for the initial weights (iteration 0) or the dropout of a step, so that none is saved."""
+    seed = args.seed + 10_000 * iteration + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 
@@ -60,7 +66,7 @@ def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
     )
     model = DistributedDataParallel(config, ddp_config, model)
     named = _named(OptimizerConfig, args)
-    optimizer_config = OptimizerConfig(optimizer="adam", params_dtype=config.params_dtype, **named)
+    optimizer_config = OptimizerConfig(optimizer="adam", adam_beta2=0.95, params_dtype=config.params_dtype, **named)
     optimizer = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     return Trainee(model, optimizer, build_scheduler(args, optimizer))
@@ -72,7 +78,7 @@ def build_model(args: argparse.Namespace, **config: Any) -> GPTModel:
     return GPTModel(
         config=transformer,
         transformer_layer_spec=_block_spec(args, transformer),
-        vocab_size=-(-padded_vocab_size(args) // tp) * tp,
+        vocab_size=-(-padded_vocab_size(vars(args)) // tp) * tp,
         max_sequence_length=args.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -84,14 +90,14 @@ def build_model(args: argparse.Namespace, **config: Any) -> GPTModel:
     )
 
 
-def padded_vocab_size(args: argparse.Namespace) -> int:
+def padded_vocab_size(options: Mapping[str, Any]) -> int:
     """Rows of the embedding, before tensor parallelism asks for a multiple of its ranks."""
-    return -(-args.vocab_size // args.make_vocab_size_divisible_by) * args.make_vocab_size_divisible_by
+    unit = options["make_vocab_size_divisible_by"]
+    return -(-options["vocab_size"] // unit) * unit
 
 
 def transformer_config(args: argparse.Namespace, **others: Any) -> TransformerConfig:
-    """Megatron's model configuration: RMSNorm, SwiGLU, no biases but those of q, k and v, the loss averaged over all
-    tokens. others: further fields.
+    """Megatron's model configuration: RMSNorm, SwiGLU, no biases but those of q, k and v. others: further fields.
 
     Raises: ValueError, AssertionError for values that Megatron-core refuses.
     """
@@ -134,15 +140,13 @@ def _block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
 
 def tree_config(args: argparse.Namespace) -> TreeConfig:
     """The options that are given, over the file in $MEGATRON_TREE_CONFIG. Raises: ValueError if they don't fit."""
-    given = {name: getattr(args, name) for name in ("grid", "grid_backward", "head_chunks", "topology")}
-    given["backend"] = None if args.attention_kernels == "auto" else args.attention_kernels
-    given = {name: value for name, value in given.items() if value is not None}
+    options = {"grid": args.grid, "topology": args.topology}
+    given = {name: value for name, value in options.items() if value is not None}
     return replace(default_config(), **given, timeout_s=60.0 * args.distributed_timeout_minutes)
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
-    """Megatron-core's scheduler: linear warm-up, then `lr_decay_style`. It counts samples, as in Megatron-LM; a resumed
-    run follows its own options, not the checkpoint's."""
+    """Megatron-core's scheduler, which counts samples. A resumed run follows its own options, not the checkpoint's."""
     batch = args.global_batch_size
     return OptimizerParamScheduler(
         optimizer,

@@ -1,41 +1,31 @@
-"""The output of a run: a progress bar or a few lines, a JSON-lines log, TensorBoard curves, and a plot of the loss."""
+"""The output of a run: a few lines, a JSON-lines log, and a plot of the loss."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from ..files import read_json, whole_file
 
 LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
 PLOT_NAME = "loss.png"
-TENSORBOARD_NAMES = {  # Megatron-LM's, where it has the same curve
-    "loss": "lm loss",
-    "grad_norm": "grad-norm",
-    "lr": "learning-rate",
-    "seconds": "iteration-time",
-    "tokens_per_s": "tokens-per-second",
-}
 
 
 class Reporter:
-    """Progress and log of one run, on rank 0; silent on the others.
+    """Lines and log of one run on rank 0; silent on the others.
 
     Args:
-        args: options; output_dir, tensorboard_dir, log_interval and train_iters are used.
+        args: options; output_dir and train_iters are used.
         first_step: of this run, from 1. A resumed run continues the log; the steps that it repeats are replaced.
         enabled: False on all ranks but one.
     """
 
     def __init__(self, args: argparse.Namespace, *, first_step: int, enabled: bool):
-        self._enabled, self._tensorboard = enabled, None
+        self._enabled = enabled
         if not enabled:
             return
         self._folder, self._last = Path(args.output_dir), args.train_iters
@@ -45,14 +35,8 @@ class Reporter:
         with whole_file(log) as part:
             part.write_text("".join(json.dumps(r) + "\n" for r in earlier if r.get("step", 0) < first_step))
         self._file = log.open("a", buffering=1)
-        if args.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=first_step)
-        bar = {"total": self._last, "initial": first_step - 1, "unit": "step", "file": sys.stdout}
-        self._bar = tqdm(**bar, dynamic_ncols=True, disable=not sys.stdout.isatty())
         self._ends = (first_step, self._last)
-        self._interval = args.log_interval or max(1, (self._last - first_step + 1) // LINES_PER_RUN)
+        self._interval = max(1, (self._last - first_step + 1) // LINES_PER_RUN)
 
     def event(self, name: str, **facts: Any) -> None:
         """Log something other than a step."""
@@ -64,40 +48,26 @@ class Reporter:
         if not self._enabled:
             return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._draw(step, {TENSORBOARD_NAMES[name]: value for name, value in values.items()})
-        speed = f"{values['tokens_per_s']:,.0f} tokens/s"
-        self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", refresh=False)
-        self._bar.update()
         if step % self._interval == 0 or step in self._ends:
             norm = "" if values["grad_norm"] is None else f"  grad norm {values['grad_norm']:.2f}"
-            place = f"step {step:>{len(str(self._last))}}/{self._last}"
-            self.say(f"{place}  loss {values['loss']:.4f}{norm}  lr {values['lr']:.2e}  {speed}")
+            line = f"step {step:>{len(str(self._last))}}/{self._last}  loss {values['loss']:.4f}{norm}"
+            self.say(f"{line}  lr {values['lr']:.2e}  {values['tokens_per_s']:,.0f} tokens/s")
 
     def validation(self, step: int, loss: float) -> None:
         """Log a validation."""
         self.event("validation", step=step, loss=loss)
-        self._draw(step, {"lm loss validation": loss})
         self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+        """Print a line."""
         if self._enabled:
-            self._bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            print(text, flush=True)
 
     def close(self) -> None:
         """Close the log and draw the loss curve."""
         if self._enabled:
-            self._bar.close()
             self._file.close()
-            if self._tensorboard is not None:
-                self._tensorboard.close()
             draw_losses(read_log(self._folder / LOG_NAME), self._folder / PLOT_NAME)
-
-    def _draw(self, step: int, values: dict[str, float | None]) -> None:
-        for name, value in values.items():
-            if self._tensorboard is not None and value is not None:
-                self._tensorboard.add_scalar(name, value, step)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ def train_step(
     """One optimizer step on the global batch that starts at sample number `samples`. All ranks call it.
 
     Args: stopping: whether this rank has been asked to stop.
-    Returns: ({loss: mean over the batch's tokens, in nats; grad_norm: before clipping; lr}, whether any rank has been
-        asked to stop); equal on all ranks.
+    Returns: ({loss: mean over the tokens of the batch, in nats; grad_norm: before clipping; lr}, whether any rank has
+        been asked to stop); equal on all ranks.
     Raises: RuntimeError if a gradient is infinite or NaN.
     """
     trainee.model.train()

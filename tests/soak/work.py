@@ -45,7 +45,7 @@ class Training:
     def argv(self, folder: Path, number: int) -> list[str]:
         return _command(
             "train", num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, seq_length=256,
-            init_method_std=0.05, micro_batch_size=1, global_batch_size=2, context_parallel_size=self._ranks,
+            micro_batch_size=1, global_batch_size=2, context_parallel_size=self._ranks,
             cp_comm_type="tree", seed=self._seed, train_iters=self.total, lr=2e-3, data_path=self._text,
             data_suffix=".txt", save=folder / "checkpoints", save_interval=SAVE_INTERVAL, keep_checkpoints=2,
             output_dir=folder / f"log-{number}", distributed_timeout_minutes=self._limit_s / 60,

@@ -4,7 +4,6 @@ outcomes = run_distributed(train_all, 2, [(folder, "--context-parallel-size 2 --
 assert losses(folder) == ...
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -72,15 +71,6 @@ def _clean_up():
     parallel_state.destroy_model_parallel()  # forgets the groups, but leaves their threads running
     for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)
-
-
-def reporter_of(folder, first, last, *, log_interval=0, tensorboard_dir=None, enabled=True):
-    """The reporter of a run of the steps `first` to `last`."""
-    from megatron_tree.training.report import Reporter
-
-    options = {"output_dir": str(folder), "train_iters": last, "log_interval": log_interval}
-    args = argparse.Namespace(**options, tensorboard_dir=tensorboard_dir)
-    return Reporter(args, first_step=first, enabled=enabled)
 
 
 def records(folder, event=None):

@@ -140,7 +140,8 @@ def test_needle_finds_other_tokens(folder, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(needle, "generate", wrong_on_two)
     assert ask(folder, tmp_path, "--ranks", 1, 2) == 1
     assert "300 tokens, depth 0 %: 2 ranks answer" in capfd.readouterr().err
-    assert not (tmp_path / "results.json").exists()
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert [r["ranks"] for r in kept["rows"]] == [1] * 4 and not kept["complete"]
 
 
 def test_the_fact_is_where_it_should_be():

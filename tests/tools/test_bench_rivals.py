@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_tree.bench import command as bench
-from megatron_tree.bench import rivals, torch_ring
+from megatron_tree.bench import rivals
 from support.assumed_links import assume_links
 from support.emulation import emulated
 
@@ -26,46 +26,36 @@ def benchmark(command, *options, out):
     return status, {(r["schedule"], r["part"]): r for r in rows}
 
 
-needs_torch_ring = pytest.mark.skipif(torch_ring.missing() is not None, reason=str(torch_ring.missing()))
-
-
-@needs_torch_ring
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_torch_context_parallelism_beside_ours(ranks, tmp_path, capfd):
-    options = ("--ranks", str(ranks), "--seq-len", "192", "--compute", "real")
-    status, rows = benchmark("train", *options, "--schedules", "auto", "torch_ring", "torch_gather", out=tmp_path)
+@pytest.mark.skipif(rivals.no_torch_ring() is not None, reason=str(rivals.no_torch_ring()))
+def test_torch_context_parallelism_beside_ours(tmp_path, capfd, monkeypatch):
+    """And no speed beside a rival that is wrong."""
+    options = ("--ranks", "3", "--seq-len", "192", "--compute", "real", "--schedules", "auto", "torch_ring")
+    status, rows = benchmark("train", *options, "torch_gather", out=tmp_path / "right")
     assert status == 0, capfd.readouterr().err
     for name in ("torch_ring", "torch_gather"):
         total = rows[name, "total"]
         assert float(total["error"]) <= 1 and float(total["cpu_ms"]) > 0 and int(total["steps"]) == 3
         assert float(rows[name, "forward"]["ms"]) > 0 and float(rows[name, "backward"]["ms"]) > 0
         assert total["sent_bytes"] == total["predicted_ms"] == "" and rows["auto", "total"]["sent_bytes"]
-
-
-@needs_torch_ring
-def test_no_speed_beside_a_wrong_rival(tmp_path, monkeypatch, capfd):
-    right = torch_ring._flash
-    monkeypatch.setattr(torch_ring, "_flash", lambda q, k, v, *rest: right(q * 1.01, k, v, *rest))
-    options = ("--ranks", "2", "--seq-len", "128", "--compute", "real", "--schedules", "auto", "torch_ring")
-    status, _ = benchmark("train", *options, out=tmp_path / "out")
+    right = rivals._flash
+    monkeypatch.setattr(rivals, "_flash", lambda q, k, v, *rest: right(q * 1.01, k, v, *rest))
+    capfd.readouterr()
+    status, _ = benchmark("train", *options, out=tmp_path / "wrong")
     said = capfd.readouterr()
     assert status == 1 and "torch_ring is wrong" in said.err
-    assert " ms" not in said.out.split("torch")[1] and not (tmp_path / "out").exists()
+    assert " ms" not in said.out.split("torch")[1] and not (tmp_path / "wrong").exists()
 
 
 def test_a_rival_that_is_missing(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(torch_ring, "_NEEDED", ("no_such_function",))
+    monkeypatch.setattr(rivals, "_NEEDED", ("no_such_function",))
     monkeypatch.setitem(sys.modules, "ring_attention_pytorch.tree_attn_decoding", None)
-    torch_ring._template.cache_clear()
+    rivals._template.cache_clear()
     options = ("--ranks", "2", "--seq-len", "64", "--compute", "real")
     status, rows = benchmark("train", *options, out=tmp_path / "train")
     said = capfd.readouterr()
     assert status == 0, said.err
     assert "torch_ring is left out: torch " in said.out and "no_such_function" in said.out
     assert {"ring", "auto", "ulysses"} < {name for name, _ in rows} and not {"torch_ring", "usp"} & {n for n, _ in rows}
-    status, rows = benchmark("decode", *options, out=tmp_path / "decode")
-    assert status == 0 and "tree_attn_decode is left out: " in capfd.readouterr().out
-    assert ("auto", "decode") in rows and ("tree_attn_decode", "decode") not in rows
     assert benchmark("decode", *options, "--schedules", "tree_attn_decode", out=tmp_path / "named")[0] == 1
     assert "pip install ring-attention-pytorch" in capfd.readouterr().err
 

@@ -1,25 +1,19 @@
-"""Parts of megatron-tree train that need no ranks: text, microbatches, learning rates, reports, signals."""
+"""Parts of megatron-tree train that need no ranks: text, microbatches, learning rates, reports."""
 
 import argparse
-import json
 import math
-import os
-import signal
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-pytest.importorskip("yaml")
 
 from megatron_tree.training import step as step_module
-from megatron_tree.training.arguments import check_arguments, parse_arguments
+from megatron_tree.training.arguments import parse_arguments
 from megatron_tree.training.data import EOD, PackedText, load_corpus, microbatch_indices
-from megatron_tree.training.loop import recorded_signals
 from megatron_tree.training.model import build_scheduler
-from megatron_tree.training.report import LOG_NAME, PLOT_NAME, read_log
-from support.training_runs import reporter_of
+from megatron_tree.training.report import LOG_NAME, PLOT_NAME, Reporter, read_log
 
 # --- text ---
 
@@ -63,8 +57,6 @@ def test_unigram_entropy():
 
 
 def test_too_little_text_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="is not a folder"):
-        load_corpus(tmp_path / "absent", seq_length=4, seed=0)
     write_documents(tmp_path, {"a.py": b"abc"})
     with pytest.raises(ValueError, match="1 files"):
         load_corpus(tmp_path, seq_length=4, seed=0)
@@ -99,19 +91,6 @@ def test_labels_are_the_next_tokens(monkeypatch):
 # --- learning rate ---
 
 
-def learning_rates(options):
-    """Of every step of a run."""
-    args = parse_arguments(f"--lr 1 --min-lr 0.1 --train-iters 20 --global-batch-size 8 {options}".split())
-    check_arguments(args, 1)
-    optimizer = argparse.Namespace(param_groups=[{}])
-    scheduler = build_scheduler(args, optimizer)
-    rates = []
-    for _ in range(args.train_iters):
-        rates.append(optimizer.param_groups[0]["lr"])
-        scheduler.step(args.global_batch_size)
-    return rates
-
-
 def expected_rate(style, step, *, warmup=4, decay=16):
     if step <= warmup:
         return step / warmup
@@ -130,97 +109,48 @@ def expected_rate(style, step, *, warmup=4, decay=16):
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
 def test_learning_rates(style):
-    options = f"--lr-decay-style {style} --lr-warmup-iters 4 --lr-decay-iters 16"
-    assert learning_rates(options) == pytest.approx([expected_rate(style, step) for step in range(20)])
-
-
-def test_the_default_is_a_cosine_over_the_whole_run():
-    rates = learning_rates("")
-    assert rates == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(20)])
+    options = f"--lr-decay-style {style} --lr-warmup-iters 4 --lr-decay-iters 16 --lr 1 --min-lr 0.1 --train-iters 20"
+    args, optimizer = parse_arguments(options.split()), argparse.Namespace(param_groups=[{}])
+    scheduler, rates = build_scheduler(args, optimizer), []
+    for _ in range(args.train_iters):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(args.global_batch_size)
+    assert rates == pytest.approx([expected_rate(style, step) for step in range(20)])
 
 
 # --- reports ---
 
 
-def test_tensorboard_curves_of_a_resumed_run(tmp_path):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-    pytest.importorskip("matplotlib")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder = str(tmp_path / "curves")
-    for first, last, loss in ((1, 6, 2.0), (5, 8, 1.0)):
-        reporter = reporter_of(tmp_path, first, last, tensorboard_dir=folder)
-        reporter.event("start", title="a run")
-        for step in range(first, last + 1):
-            reporter.step(step, loss=loss, grad_norm=None, lr=1e-3, tokens_per_s=5.0, seconds=0.1)
-        reporter.validation(last, 3.0)
-        reporter.close()
-    events = EventAccumulator(folder)
-    events.Reload()
-    names = {"lm loss", "learning-rate", "iteration-time", "tokens-per-second"}
-    assert set(events.Tags()["scalars"]) == names | {"lm loss validation"}
-    curve = {event.step: event.value for event in events.Scalars("lm loss")}
-    assert curve == {step: 2.0 if step < 5 else 1.0 for step in range(1, 9)}
-    assert [event.value for event in events.Scalars("lm loss validation")][-1] == 3.0
-
-
-def test_what_a_line_tells(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    reporter = reporter_of(tmp_path, 1, 2, log_interval=1)
-    figures = {"lr": 1e-3, "tokens_per_s": 1234.0, "seconds": 0.1}
-    reporter.step(1, loss=2.0, grad_norm=1.0, **figures)
-    reporter.step(2, loss=2.0, grad_norm=None, **figures)
-    reporter.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "step 1/2  loss 2.0000  grad norm 1.00  lr 1.00e-03  1,234 tokens/s",
-        "step 2/2  loss 2.0000  lr 1.00e-03  1,234 tokens/s",
-    ]
-
-
-def report(folder, first, last, loss):
-    reporter = reporter_of(folder, first, last)
+def report(folder, first, last, loss, enabled=True):
+    args = argparse.Namespace(output_dir=str(folder), train_iters=last)
+    reporter = Reporter(args, first_step=first, enabled=enabled)
     reporter.event("start", title="a run", unigram_loss=3.0)
     for step in range(first, last + 1):
-        reporter.step(step, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=10.0, seconds=0.1)
+        reporter.step(step, loss=loss, grad_norm=1.0 if step % 2 else None, lr=1e-3, tokens_per_s=1234.0, seconds=0.1)
     reporter.validation(last, loss)
     reporter.close()
 
 
-def test_log_and_picture(tmp_path, capsys):
+def test_what_a_run_says_and_leaves(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    report(tmp_path, 1, 40, 2.5)
-    lines = capsys.readouterr().out.splitlines()
-    assert 10 <= len([line for line in lines if line.startswith("step")]) <= 13
-    records = [json.loads(line) for line in (tmp_path / LOG_NAME).read_text().splitlines()]
-    assert records[0]["event"] == "start"
-    assert set(records[1]) == {"step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"}
+    report(tmp_path, 1, 30, 2.5)
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        "step  1/30  loss 2.5000  grad norm 1.00  lr 1.00e-03  1,234 tokens/s",
+        "step  3/30  loss 2.5000  grad norm 1.00  lr 1.00e-03  1,234 tokens/s",
+    ]
+    assert said[2].startswith("step  6/30  loss 2.5000  lr") and said[-1] == "step 30: validation loss 2.5000"
+    assert len(said) == 12
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(b"\x89PNG")
 
 
-def test_resumed_run_replaces_the_steps_it_did_again(tmp_path):
+def test_a_resumed_run_replaces_the_steps_it_did_again(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     report(tmp_path, 1, 6, 2.0)
     report(tmp_path, 5, 8, 1.0)
     steps = [record for record in read_log(tmp_path / LOG_NAME) if "event" not in record]
     assert [(record["step"], record["loss"]) for record in steps] == [(i, 2.0 if i < 5 else 1.0) for i in range(1, 9)]
-
-
-def test_other_ranks_are_silent(tmp_path, capsys):
-    reporter = reporter_of(tmp_path / "x", 1, 2, log_interval=1, enabled=False)
-    reporter.step(1, loss=2.0, grad_norm=1.0, lr=1e-3, tokens_per_s=10.0, seconds=0.1)
-    reporter.close()
-    assert capsys.readouterr().out == ""
-    assert not (tmp_path / "x").exists()
-
-
-# --- stopping ---
-
-
-def test_signals_are_noted_and_handlers_restored():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    with recorded_signals() as received:
-        assert not received
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGUSR1, signal.SIGTERM]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"}
+    capsys.readouterr()
+    report(tmp_path / "other_rank", 1, 2, 1.0, enabled=False)
+    assert capsys.readouterr().out == "" and not (tmp_path / "other_rank").exists()
