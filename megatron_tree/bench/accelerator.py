@@ -35,6 +35,9 @@ class Speed(NamedTuple):
     flops: float | None
 
 
+ACCELERATOR = Speed(memory_bandwidth=7e9, flops=1e12)  # a GPU, scaled down as far as the emulated network
+
+
 class Accelerator:
     """Replaces the kernels while `recording` or `replaying` is open; `late` lists each sleep's overrun in seconds."""
 

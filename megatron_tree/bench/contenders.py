@@ -18,126 +18,110 @@ from ..layout import Segment
 from .kernel_cases import PAGE, Case, Timing, in_pages, inputs, truth_of, verify
 from .results import WrongResult
 
-Calls = dict[str, Callable[[], object]]
-"""By name, calls without arguments that compute a case."""
+Call = Callable[[], object]
+"""Computes a case."""
 Emit = Callable[[Timing], None]
 
 
-def ours(case: Case, backends, given) -> Calls:
-    """Our backends, over `given` (q, k, v, dout)."""
-    q, k, v, _ = given
+def ours(case: Case, backend: str, given) -> Call:
+    """One of our backends over `given` (q, k, v, dout); for "bwd" the backward alone, with delta."""
+    q, k, v, dout = given
     spec = AttnSpec(softmax_scale=case.d**-0.5)
     if case.kind == "decode":
         cache = in_pages(k, v, PAGE, case.eight_bits) if case.cache.startswith("paged") else KVCache(k, v)
-        call = functools.partial(kernels.attn_decode, q, cache, spec)
-        return {f"ours, {b}": functools.partial(call, backend=b) for b in backends}
-    whole, calls = (Segment(0, 0, case.s),), {}
-    segments = dict(q_segments=whole, k_segments=whole, spec=spec)
-    for b in backends:
-        forward = functools.partial(kernels.attn_fwd, q, k, v, **segments, backend=b)
-        backward = functools.partial(_our_backward, given, dict(segments, backend=b))
-        in_fp32 = lambda forward=forward: [x.float() for x in forward()]  # noqa: E731
-        calls[f"ours, {b}"] = forward if case.kind == "fwd" else _after(in_fp32, backward)
-    return calls
+        return functools.partial(kernels.attn_decode, q, cache, spec, backend)
+    whole = (Segment(0, 0, case.s),)
+    options = dict(q_segments=whole, k_segments=whole, spec=spec, backend=backend)
+    forward = functools.partial(kernels.attn_fwd, q, k, v, **options)
+    if case.kind == "fwd":
+        return forward
+    state = functools.cache(lambda: [x.float() for x in forward()])
+
+    def backward():
+        out, lse = state()
+        return kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **options)
+
+    return backward
 
 
-def torchs(case: Case, given) -> Calls:
-    """torch's scaled_dot_product_attention with its flash kernel and, on GPUs, with cuDNN."""
+def torchs(case: Case, given) -> dict[str, Call]:
+    """torch's scaled_dot_product_attention with its flash kernel and, on GPUs, with cuDNN, by name."""
     if case.cache:
         return {}
-    on_gpu = given[0].device.type == "cuda"
-    leaves, backward, options = _for_autograd(case, given)
-    forward = functools.partial(sdpa, *leaves, is_causal=case.kind != "decode", **options)
+    q, k, v, dout = (x.transpose(1, 2) for x in given)
+    leaves = [x.detach().requires_grad_(case.kind == "bwd") for x in (q, k, v)]
+    options = dict(is_causal=case.kind != "decode", enable_gqa=case.h != case.h_kv)
+
+    def call_of(backend: SDPBackend) -> Call:
+        def forward():
+            with sdpa_kernel(backend):
+                return sdpa(*leaves, **options)
+
+        once = functools.cache(forward)
+        gradients = functools.partial(torch.autograd.grad, inputs=leaves, grad_outputs=dout, retain_graph=True)
+        return (lambda: gradients(once())) if case.kind == "bwd" else forward
+
     names = {"torch flash": SDPBackend.FLASH_ATTENTION}
-    if on_gpu:
+    if q.device.type == "cuda":
         names["torch cuDNN"] = SDPBackend.CUDNN_ATTENTION
-    calls = {name: functools.partial(_with_backend, backend, forward) for name, backend in names.items()}
-    return {name: _after(call, backward) if case.kind == "bwd" else call for name, call in calls.items()}
-
-
-def flex(case: Case, given) -> Calls:
-    """torch's FlexAttention, compiled: that alone takes a minute."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    leaves, backward, options = _for_autograd(case, given)
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.s, case.s, device=given[0].device)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    call = functools.partial(compiled, *leaves, block_mask=mask, **options)
-    return {"FlexAttention": _after(call, backward) if case.kind == "bwd" else call}
-
-
-def _for_autograd(case: Case, given):
-    """q, k and v as torch's functions take them, the backward as a function of their result, and options."""
-    *inputs_, dout = given
-    leaves = [x.transpose(1, 2).detach().requires_grad_(case.kind == "bwd") for x in inputs_]
-    backward = functools.partial(
-        torch.autograd.grad, inputs=leaves, grad_outputs=dout.transpose(1, 2), retain_graph=True
-    )
-    return leaves, backward, dict(enable_gqa=case.h != case.h_kv)
-
-
-def _with_backend(backend: SDPBackend, call):
-    with sdpa_kernel(backend):
-        return call()
-
-
-def _after(forward, backward):
-    """The backward alone, a function of the forward's result; the forward runs at the first call."""
-    once = functools.cache(forward)
-    return lambda: backward(once())
-
-
-def _our_backward(given, options, state):
-    """The whole backward: delta, which torch's kernels compute as well, and the gradients."""
-    (*inputs_, dout), (out, lse) = given, state
-    return kernels.attn_bwd(dout, *inputs_, lse, kernels.attn_delta(dout, out), **options)
+    return {name: call_of(backend) for name, backend in names.items()}
 
 
 def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dtype: torch.dtype) -> None:
     """Check and time contenders and the device's own limit (a copy, or a matrix product); prints a table.
 
-    which: "flex", "torch", and names of our backends, in this order: "fa3" and "fa4" take the place of torch's flash
-    kernel, until the end of the case. Raises `WrongResult` at the end if one of ours was wrong or could not run; the
-    times of the others are given to `emit` before. A library that is not here, or refuses the case, is no error.
+    which: "torch" and names of our backends, in this order: "fa3" and "fa4" take the place of torch's flash kernel,
+    until the end of the case. Raises `WrongResult` at the end if one of ours was wrong or could not run; the times of
+    the others are given to `emit` before. A library that is not here, or refuses the case, is no error.
     """
     print(f"\n{case.label}, {str(dtype).removeprefix('torch.')}", flush=True)
     given = inputs(case, device, dtype)
     truth = truth_of(case, given)
     calls = {}
     for name in which:
-        others = {"torch": torchs, "flex": flex}
-        calls |= others[name](case, given) if name in others else ours(case, [name], given)
-    optional = {f"ours, {name}" for name in LIBRARIES}
+        calls |= torchs(case, given) if name == "torch" else {f"ours, {name}": ours(case, name, given)}
     work = (case.kv_bytes(dtype) / 1e9, "GB/s") if case.kind == "decode" else (case.flops / 1e12, "TFLOP/s")
-    wrong, first = [], None
     limits = _limits(case, device, dtype)
+    wrong, first = [], None
     for name, (call, amount, unit) in {**{name: (call, *work) for name, call in calls.items()}, **limits}.items():
         try:
             if name not in limits:
                 verify(case, name, call(), truth, dtype)
             seconds = clock(call, device)
-        except Exception as error:  # this library does not support the shape; each has its own kind of error
-            if name.startswith("ours") and not (name in optional and isinstance(error, ValueError)):
-                wrong.append(
-                    str(error) if isinstance(error, WrongResult) else f"{name}: {type(error).__name__}: {error}"
-                )
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            print(f"  {name:<16} not available: {said[:90]}", flush=True)
+        except Exception as error:  # each library has its own kinds of error for what it does not take
+            kind = type(error).__name__
+            print(f"  {name:<16} not available: {(str(error).splitlines() or [kind])[0][:90]}", flush=True)
+            refused = isinstance(error, ValueError) and name.removeprefix("ours, ") in LIBRARIES
+            if name.startswith("ours") and not refused:
+                wrong.append(str(error) if isinstance(error, WrongResult) else f"{name}: {kind}: {error}")
             if not device_works():
-                wrong.append(f"{name} left the GPU unusable: {said}")
+                wrong.append(f"{name} left the GPU unusable: {kind}: {error}")
                 break
             continue
         row = Timing(case.label, case.kind, name, seconds * 1e3, amount / seconds, unit)
         first = first or row
-        print(
-            f"  {name:<16} {row.ms:9.3f} ms {row.rate:9.4g} {unit:<8} {first.name} / this {first.rate / row.rate:5.2f}",
-            flush=True,
-        )
+        ratio = f"{first.name} / this {first.rate / row.rate:5.2f}"
+        print(f"  {name:<16} {row.ms:9.3f} ms {row.rate:9.4g} {unit:<8} {ratio}", flush=True)
         emit(row)
     if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)():
         torch.nn.attention.restore_flash_attention_impl()
     if wrong:
         raise WrongResult("; ".join(wrong))
+
+
+def fastest_backends(rows: list[Timing]) -> dict[str, str]:
+    """{head_dim: our backend with the least time of forward and backward}: `kernels.fastest`'s table of a GPU.
+
+    By the first case of a head_dim whose forward and backward were both timed.
+    """
+    fastest: dict[str, str] = {}
+    times = {(row.case, row.name): row.ms for row in rows if row.name.startswith("ours, ")}
+    for case in dict.fromkeys(row.case for row in rows if row.kind == "fwd"):
+        backward, width = case.replace("fwd", "bwd"), case.rpartition(" d")[2]
+        if names := [name for of, name in times if of == case and (backward, name) in times]:
+            best = min(names, key=lambda name: times[case, name] + times[backward, name])
+            fastest.setdefault(width, best.removeprefix("ours, "))
+    return fastest
 
 
 def device_works() -> bool:
@@ -150,7 +134,7 @@ def device_works() -> bool:
     return True
 
 
-def _limits(case: Case, device, dtype) -> dict[str, tuple[Callable[[], object], float, str]]:
+def _limits(case: Case, device, dtype) -> dict[str, tuple[Call, float, str]]:
     """{name: (call, its amount of work, unit of the rate)}; a copy reads and writes each byte."""
     if case.kind == "decode":
         a = torch.empty(min(case.kv_bytes(dtype), 1 << 30), dtype=torch.uint8, device=device)
@@ -161,7 +145,7 @@ def _limits(case: Case, device, dtype) -> dict[str, tuple[Callable[[], object], 
     return {"matrix product": (lambda: x @ y, 2 * n**3 / 1e12, "TFLOP/s")}
 
 
-def clock(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5) -> float:
+def clock(call: Call, device: torch.device, *, seconds: float = 0.5) -> float:
     """Median time of one call in seconds, after a warm-up; on a GPU with cold L2, measured by events."""
     call()
     if device.type == "cuda":

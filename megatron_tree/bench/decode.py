@@ -32,26 +32,25 @@ CONTENDERS: dict[str, Contender] = {
     for name in OURS
 } | {name: rival.contender for name, rival in rivals.DECODE.items()}
 """By name: from a rank's inputs to (out [b, 1, h, d], lse [b, h, 1]), or (out,)."""
-SWEEP_LENGTHS = tuple(1024 * n for n in (16, 32, 64, 128, 256, 512))
 ORACLE_TOKENS = 4096  # at a time, in float64
 LSE_ALLOWED = 1e-4
 EXAMPLES = """\
 examples:
   megatron-tree bench decode --ranks 4 --seq-len 16k
   megatron-tree bench decode --emulate 4x4 --latency 1ms --rate 1gbit --seq-len 128k
-  megatron-tree bench decode --emulate 4x4 --sweep seq-len ranks        what docs/benchmarks.md shows
-  megatron-tree bench decode --emulate 4x4 --dilate 10                  slow motion: many ranks on few cores
+  megatron-tree bench decode --emulate 2x2 2x4 4x4 --seq-len 16k 64k       over ranks and lengths
+  megatron-tree bench decode --emulate 4x4 --dilate 10                     slow motion: many ranks on few cores
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench decode`."""
-    runs.add_arguments(parser, "decode", CONTENDERS, SWEEP_LENGTHS)
+    runs.add_arguments(parser, "decode", CONTENDERS)
 
 
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
-    session.run(args, "decode", SWEEP_LENGTHS, DecodeBench)
+    session.run(args, "decode", DecodeBench)
 
 
 class DecodeBench:
@@ -65,7 +64,7 @@ class DecodeBench:
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
         self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
         # "never": gloo's ranks don't meet before the paper's all-reduces, which would cost them a latency
-        self.config = TreeConfig(topology=topology, backend=settings.backend, check="never")
+        self.config = TreeConfig(topology=topology, check="never")
         dtype, ranks = DTYPES[case.dtype], case.machines.ranks
         q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, generator=torch.Generator().manual_seed(0))
         shape = (case.batch, case.seq_len // ranks, case.num_heads_kv, case.head_dim)
@@ -106,10 +105,10 @@ class DecodeBench:
     def local_seconds(self) -> float:
         """The local attention alone, all ranks at once: the slowest rank's median."""
         if self.settings.compute == "modelled":
-            return kv_bytes(self.k, self.v) / self.settings.emulated_speed.memory_bandwidth
+            return kv_bytes(self.k, self.v) / self.settings.speed.memory_bandwidth
         cache = kernels.KVCache(self.k, self.v)
-        call = lambda: kernels.attn_decode(self.q, cache, self.spec, self.settings.backend)  # noqa: E731
-        return time_together(call, self.meeting, self.rank, steps=3)
+        call = lambda: kernels.attn_decode(self.q, cache, self.spec)  # noqa: E731
+        return time_together(call, self.meeting, self.rank)
 
     @staticmethod
     def applies(case: Case, contender: str) -> bool:
@@ -122,10 +121,10 @@ class DecodeBench:
         return case.kv_bytes
 
     @staticmethod
-    def predict(case: Case, topology: Topology, hosts, contender: str) -> dict[str, Predicted]:
+    def predict(case: Case, topology: Topology, contender: str) -> dict[str, Predicted]:
         """The planner's prediction for one of `ours`, by pass."""
         call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
-        call.update(placement=place(topology, hosts), schedule=contender)
+        call.update(placement=place(topology, case.machines.hosts), schedule=contender)
         chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks
         weighed = plan_decode(case.machines.ranks, kv_bytes=case.kv_bytes, **call).candidates
         plan = next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))

@@ -1,13 +1,11 @@
-"""What only a real device can show beside speed: several ranks on it, CUDA graphs, offsets beyond 2^31 elements."""
+"""What only a real device can show beside speed: several ranks on it, a CUDA graph, offsets beyond 2^31 elements."""
 
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
-import pathlib
 import tempfile
-import traceback
+import time
 
 import torch
 import torch.distributed as dist
@@ -19,11 +17,11 @@ from ..config import AttnSpec, TreeConfig
 from ..kernels import KVCache
 from ..layout import Segment, shard_positions
 from .contenders import Emit, clock
+from .harness import NotHere
 from .kernel_cases import Case, Timing, inputs, rounding
 from .measure import relative_error
 from .results import WrongResult
 from .step_runner import VOCAB, SmallRunner
-from .supervised import NotHere
 
 RANKS = 2
 RANKS_LIMIT_S = 90.0
@@ -32,57 +30,44 @@ GRAPHED_STEPS = 200  # over a dozen pages of a row
 
 def check_ranks(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
     """Training and decoding on two ranks that share the device, over gloo, against one rank's reference backend."""
-    context = multiprocessing.get_context("spawn")
+    errors = torch.zeros(RANKS, 5).share_memory_()  # of out, dq, dk, dv and the decoded token
     with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        ranks = [
-            context.Process(target=_rank, args=(i, store, folder, case, backend, device, dtype)) for i in range(RANKS)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            for rank in ranks:
-                rank.join(RANKS_LIMIT_S)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-        said = [path.read_text() for path in sorted(pathlib.Path(folder).glob("rank*"))]
-    if failed := [text for text in said if not text.startswith("error ")]:
-        raise WrongResult("; ".join(failed))
-    if len(said) < RANKS:
-        raise RuntimeError(
-            f"{RANKS - len(said)} of {RANKS} ranks ended without a result: {[r.exitcode for r in ranks]}"
+        ranks = torch.multiprocessing.spawn(
+            _rank, (f"file://{folder}/store", errors, case, backend, device, dtype), RANKS, join=False
         )
-    worst = max(float(text.removeprefix("error ")) for text in said)
+        end = time.monotonic() + RANKS_LIMIT_S
+        try:  # raises what a rank raised
+            while not ranks.join(max(0.0, end - time.monotonic())):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"the ranks did not end within {RANKS_LIMIT_S:.0f} s")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+    worst, allowed = errors.max().item(), 4 * rounding(case, dtype)  # partial results are rounded as well
+    if not worst <= allowed:
+        raise WrongResult(f"ranks are off by {errors.tolist()}, allowed {allowed}")
     print(f"  {RANKS} ranks on {device}, {backend}: largest error {worst:.2g} of a row's norm", flush=True)
     emit(Timing(case.label, "ranks", f"{RANKS} ranks, {backend}", None, worst, "relative error"))
 
 
-def _rank(rank: int, store: str, folder: str, case: Case, backend: str, device, dtype) -> None:
-    """One rank: its worst relative error, or what went wrong, goes to a file."""
+def _rank(rank: int, store: str, errors: torch.Tensor, case: Case, backend: str, device, dtype) -> None:
+    """One rank: writes its relative errors."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    path = pathlib.Path(folder, f"rank{rank}")
-    try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-        # a GPU's tensors take gloo's collectives; a rehearsal on a CPU, too
-        group, config = dist.group.WORLD, TreeConfig(backend=backend, grid=(RANKS, 1), transport="builtin")
-        given = inputs(case, device, dtype)
-        rows = shard_positions(case.s, rank, RANKS, device=device)
-        mine = [x[:, rows].clone().requires_grad_() for x in given[:3]]
-        out = tree_attn_func(*mine, cp_group=group, config=config)
-        grads = torch.autograd.grad(out, mine, given[3][:, rows])
-        _, *keys = (x.detach() for x in mine)
-        decoded = tree_decode(given[0][:, :1], *keys, cp_group=group, config=config)
-        errors = [relative_error(x, t) for x, t in zip((out, *grads, decoded), _truth(case, given, rows))]
-        allowed = 4 * rounding(case, dtype)  # partial results are rounded as well
-        worst = max(errors)
-        text = f"error {worst}" if worst <= allowed else f"rank {rank} is off by {errors}, allowed {allowed}"
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:
-        text = f"rank {rank}: {traceback.format_exc()}"
-    path.write_text(text)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    # a GPU's tensors take gloo's collectives; a rehearsal on a CPU, too
+    group, config = dist.group.WORLD, TreeConfig(backend=backend, grid=(RANKS, 1), transport="builtin")
+    given = inputs(case, device, dtype)
+    rows = shard_positions(case.s, rank, RANKS, device=device)
+    local = [x[:, rows].clone().requires_grad_() for x in given[:3]]
+    out = tree_attn_func(*local, cp_group=group, config=config)
+    grads = torch.autograd.grad(out, local, given[3][:, rows])
+    _, *keys = (x.detach() for x in local)
+    decoded = tree_decode(given[0][:, :1], *keys, cp_group=group, config=config)
+    results = zip((out, *grads, decoded), _truth(case, given, rows), strict=True)
+    errors[rank] = torch.tensor([relative_error(x, t) for x, t in results])
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _truth(case: Case, given, rows) -> list[torch.Tensor]:
@@ -94,33 +79,6 @@ def _truth(case: Case, given, rows) -> list[torch.Tensor]:
     grads = kernels.attn_bwd(dout, q, k, v, lse, kernels.attn_delta(dout, out), **call)
     token = kernels.attn_decode(q[:, :1], KVCache(k, v), spec, backend="reference")
     return [*(x[:, rows] for x in (out, *grads)), token[..., :-1]]
-
-
-def check_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
-    """A decode step captured in a CUDA graph: replayed with other inputs, it must give what a call gives.
-
-    Raises: `NotHere` without CUDA graphs.
-    """
-    if device.type != "cuda":
-        raise NotHere("CUDA graphs need a GPU")
-    q, k, v, _ = inputs(case, device, dtype)
-    lengths = torch.full((case.b,), case.s, device=device)
-    spec = AttnSpec(softmax_scale=case.d**-0.5)
-    call = functools.partial(kernels.attn_decode, q, KVCache(k, v, lengths=lengths), spec, backend=backend)
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        state = call()
-    q.copy_(torch.randn(q.shape, device=device))
-    lengths.copy_(torch.arange(case.b) % case.s + 1)
-    graph.replay()
-    if not torch.equal(state, call()):
-        raise WrongResult("the replayed graph gives other numbers than a call with the same inputs")
-    for name, what in (("decode step, launched", call), ("decode step, replayed", graph.replay)):
-        seconds = clock(what, device)
-        print(f"  {name}: {seconds * 1e6:.1f} us", flush=True)
-        emit(Timing(case.label, "graph", name, seconds * 1e3, case.kv_bytes(dtype) / 1e9 / seconds, "GB/s"))
 
 
 def check_step_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:

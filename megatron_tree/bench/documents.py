@@ -15,15 +15,13 @@ from ..attention.functional import tree_attn_varlen_func
 from ..attention.sequences import shard_sequence
 from ..config import TreeConfig, Visibility
 from ..layout import Dispatched, Packed, Segment, Sharding, documents_over, sequences_of, spread_documents
-from ..plan import Mask, Shape, Topology, place, plan_training
+from ..plan import Mask, Topology
 from . import runs, session
-from .kernel_cases import DTYPES
 from .measure import Laps
 from .measurements import Predicted
 from .runs import Case
-from .train import PINS, TrainBench, Whole
+from .train import PINS, TrainBench, Whole, by_pass, planned
 
-SWEEP_LENGTHS = tuple(1024 * n for n in (4, 16, 64))
 LONGEST = 100  # the longest document is 1 / LONGEST of the sequence, so there are about twice as many
 EXAMPLES = """\
 examples:
@@ -50,14 +48,14 @@ CONTENDERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench documents`."""
-    runs.add_arguments(parser, "documents", CONTENDERS, SWEEP_LENGTHS)
+    runs.add_arguments(parser, "documents", CONTENDERS)
 
 
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
     if args.batch > 1:
         raise ValueError(f"--batch {args.batch}: documents are packed in one row")
-    session.run(args, "documents", SWEEP_LENGTHS, DocumentsBench)
+    session.run(args, "documents", DocumentsBench)
 
 
 def lengths_of(seq_len: int) -> tuple[int, ...]:
@@ -116,7 +114,7 @@ class DocumentsBench(TrainBench):
         return shard_sequence(padded, self.group, 0, layout)
 
     def config(self, name: str) -> TreeConfig:
-        return TreeConfig(**self.options, **PINS[CONTENDERS[name].schedule](self.machines))
+        return TreeConfig(topology=self.topology, **PINS[CONTENDERS[name].schedule](self.machines))
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         *leaves, dout = (x.detach() for x in self.inputs[contender])
@@ -142,20 +140,17 @@ class DocumentsBench(TrainBench):
         return TrainBench.applies(case, CONTENDERS[contender].schedule)
 
     @staticmethod
-    def predict(case: Case, topology: Topology, hosts, contender: str) -> dict[str, Predicted]:
+    def predict(case: Case, topology: Topology, contender: str) -> dict[str, Predicted]:
         world, lengths = case.machines.ranks, lengths_of(case.seq_len)
         layout = layout_of(contender, lengths, world)
         shares = Sharding(seq_len=layout.rows(world) * world, world=world, layout=layout)
-        plan = plan_training(
-            world,
-            Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim),
-            batch=1,
-            seq_len=shares.seq_len,
-            bytes_per_word=DTYPES[case.dtype].itemsize,
-            visible_fraction=layout.pairs / shares.seq_len**2,
-            mask=Mask(Visibility(None, 0), shares, shares) if isinstance(layout, Dispatched) else None,
-            topology=topology,
-            placement=place(topology, hosts),
-            **PINS[CONTENDERS[contender].schedule](case.machines),
+        return by_pass(
+            planned(
+                case,
+                topology,
+                PINS[CONTENDERS[contender].schedule](case.machines),
+                seq_len=shares.seq_len,
+                visible_fraction=layout.pairs / shares.seq_len**2,
+                mask=Mask(Visibility(None, 0), shares, shares) if isinstance(layout, Dispatched) else None,
+            )
         )
-        return {name: Predicted(str(p), p.cost) for name, p in (("forward", plan.forward), ("backward", plan.backward))}

@@ -79,6 +79,14 @@ GPU_DECODING = [
     *(Case("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
     Case("decode", 1, 524288, 64, 1, 576, "latent"),
 ]
+TINY_CASES = (
+    [Case("fwd", 1, 64, 2, 1, 16), Case("bwd", 1, 64, 2, 1, 16)],
+    [
+        Case("decode", 1, 128, 4, 2, 16),
+        Case("decode", 1, 128, 4, 2, 16, "paged int8"),
+        Case("decode", 1, 128, 4, 1, 576, "latent"),
+    ],
+)
 CPU_CASES = [Case("fwd", 1, 1024, 4, 2, 64), Case("bwd", 1, 1024, 4, 2, 64)]
 CPU_DECODING = [Case("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")]
 

@@ -9,21 +9,23 @@ import argparse
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import platform
 import shlex
 import time
-from collections.abc import Callable
 
 import torch
 
+from ..files import whole_file
+from ..kernels import fastest
 from . import device_checks
-from .contenders import time_case
-from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, Case, Timing
-from .kernel_record import Record
+from .contenders import fastest_backends, time_case
+from .figures import Curve, Panel, draw, grouped
+from .harness import FAILED, NOT_RUN, NotHere, Outcome, Task, run_tasks
+from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, TINY_CASES, Case, Timing
 from .low_precision import DECODING, TRAINING, check_decoding, check_training
-from .results import WrongResult
-from .supervised import FAILED, NOT_RUN, InThisProcess, NotHere, Outcome, Task, Worker, run_tasks
+from .results import Results, WrongResult
 
 EXAMPLES = """\
 examples:
@@ -38,28 +40,25 @@ STAGES = {
     "race": "other tile sizes at head_dim 128 (GPU)",
     "decode": "caches in tensors, in pages, in 8 bits, and latents",
     "ranks": "two ranks that share the device, over gloo",
-    "graph": "a decode step, and one of the cache's runner, in a CUDA graph (GPU)",
+    "graph": "steps of the cache's runner in a CUDA graph (GPU)",
     "offsets": "tensors of more than 2^31 elements",
-    "flex": "torch's FlexAttention beside them (--flex)",
 }
-TINY = {"training": ("packed",), "decoding": ("int8", "latent")}  # cases of the first stage
+TINY_SMOKE = {"training": ("packed",), "decoding": ("int8", "latent")}
 COMPILE_S = 100.0  # at most, before the first case
 RESERVE_S = 5.0  # of the budget, for the last files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench kernels`."""
-    gpu, stages = torch.cuda.is_available(), tuple(STAGES)[:-1]
+    gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     what = "; ".join(f"{name}: {text}" for name, text in STAGES.items())
-    parser.add_argument("--only", choices=stages, nargs="+", default=stages, help=f"stages, in this order: {what}")
-    parser.add_argument("--flex", action="store_true", help="FlexAttention as well, last: it compiles for minutes")
+    parser.add_argument(
+        "--only", choices=STAGES, nargs="+", default=list(STAGES), help=f"stages, in this order: {what}"
+    )
     parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="the whole run's, kept")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes: a rehearsal, whose times mean nothing")
-    parser.add_argument(
-        "--in-process", action="store_true", help="no process for the cases: for a debugger; nothing stops a case"
-    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-results/kernels"))
 
 
@@ -74,79 +73,69 @@ def run(args: argparse.Namespace) -> None:
         "dtype": args.dtype,
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        "command": shlex.join(["python", "-m", "megatron_tree", "bench", *args.argv]),
+        "command": shlex.join(["megatron-tree", "bench", *args.argv]),
     }
     if gpu:
         about |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-    record = Record(args.out, about)
-    tasks = tasks_of(args, device, dtype)
+    results, outcomes = Results(args.out, about), []
+    results.add()
     if gpu:
-        record.compiled(_compile(args, device, dtype, min(COMPILE_S, (end - time.monotonic()) / 3)))
-    start = InThisProcess if args.in_process else Worker
+        said = _compile(args, device, dtype, min(COMPILE_S, (end - time.monotonic()) / 3))
+        print(said, flush=True)
+        results.add(compiled=said)
+
+    def ended(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        results.add(cases=[x._asdict() for x in outcomes])
+        if outcome.said:
+            print(f"  {outcome.label}: {outcome.status}: {outcome.said}", flush=True)
+
     try:
-        run_tasks(tasks, end=end, emit=record.row, ended=functools.partial(_ended, record), start=start)
+        run_tasks(tasks_of(args, device, dtype), end=end, emit=results.add, ended=ended)
     finally:
-        _summary(record.outcomes)
-        record.finish()
-    if failed := [f"{x.label}: {x.said}" for x in record.outcomes if x.status == FAILED]:
-        raise WrongResult(f"{len(failed)} of {len(record.outcomes)} cases failed:\n" + "\n".join(failed))
+        _summary(outcomes)
+    if results.rows:
+        _finish(results, gpu)
+    if failed := [f"{x.label}: {x.said}" for x in outcomes if x.status == FAILED]:
+        raise WrongResult(f"{len(failed)} of {len(outcomes)} cases failed:\n" + "\n".join(failed))
 
 
 def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Task]:
     """All cases in the order in which they run."""
     gpu, tiny = device.type == "cuda", args.tiny
-    backend = "triton" if gpu or _interpreting() else "auto"
-    where = dict(device=device, dtype=dtype)
-    tasks = []
-
-    def add(stage: str, label: str, call: Callable, *what, seconds: float) -> None:
-        if stage in args.only or (stage == "flex" and args.flex):
-            tasks.append(Task(stage, label, functools.partial(call, *what, **where), seconds))
-
-    for kind, cases in (("training", TRAINING), ("decoding", DECODING)):
-        for name in TINY[kind] if tiny else cases:
-            add("smoke", f"{kind} {name}", _smoke, kind, name, backend, seconds=2)
+    triton = gpu or _interpreting()
+    backend = "triton" if triton else "auto"
     training, decoding = _cases(gpu, tiny)
-    which = (
-        ("triton", "torch", "aten", "cudnn", "fa3", "fa4")
-        if gpu
-        else ("triton",)
-        if backend == "triton"
-        else ("torch", "aten", "reference")
-    )
-    for case in training:
-        add("beside", case.label, time_case, case, which, seconds=8)
+
+    def task(stage: str, label: str, seconds: float, call, *what) -> Task:
+        return Task(stage, label, functools.partial(call, *what, device=device, dtype=dtype), seconds)
+
+    tasks = [
+        task("smoke", f"{kind} {name}", 2, _smoke, kind, name, backend)
+        for kind, cases in (("training", TRAINING), ("decoding", DECODING))
+        for name in (TINY_SMOKE[kind] if tiny else cases)
+    ]
+    gpus = ("triton", "torch", "aten", "cudnn", "fa3", "fa4")
+    which = gpus if gpu else ("triton",) if triton else ("torch", "aten", "reference")
+    tasks += [task("beside", case.label, 8, time_case, case, which) for case in training]
     for kernel in ("fwd", "dq", "dkdv"):
         case = next(c for c in training if c.kind == ("fwd" if kernel == "fwd" else "bwd"))
-        add("race", f"tiles of {kernel}, {case.label}", _race, case, kernel, backend, tiny, seconds=15)
-    for case in decoding:
-        which = (
-            ("triton", "torch") if backend == "triton" and not tiny else (backend,) if tiny else ("auto", "reference")
-        )
-        add("decode", case.label, time_case, case, which, seconds=6)
+        tasks.append(task("race", f"tiles of {kernel}, {case.label}", 15, _race, case, kernel, backend, tiny))
+    which = (backend,) if tiny else ("triton", "torch") if triton else ("auto", "reference")
+    tasks += [task("decode", case.label, 6, time_case, case, which) for case in decoding]
     shared = Case("fwd", 1, 32 if tiny else 512, 4, 2, 16 if tiny else 64)
-    add("ranks", "two ranks", device_checks.check_ranks, shared, backend, seconds=25)
+    tasks.append(task("ranks", "two ranks", 25, device_checks.check_ranks, shared, backend))
     step = Case("decode", 2, 256 if tiny else 8192, 32, 8, 128)
-    add("graph", step.label, device_checks.check_graph, step, backend, seconds=8)
-    add("graph", f"runner, {step.label}", device_checks.check_step_graph, step, backend, seconds=15)
+    tasks.append(task("graph", f"runner, {step.label}", 15, device_checks.check_step_graph, step, backend))
     elements = 1 << 31 if gpu and not tiny else 1 << 16
-    add("offsets", f"{elements} elements", device_checks.check_offsets, elements, backend, seconds=10)
-    for case in training[:2]:
-        add("flex", case.label, time_case, case, ("triton" if backend == "triton" else "aten", "flex"), seconds=90)
-    return tasks
+    tasks.append(task("offsets", f"{elements} elements", 10, device_checks.check_offsets, elements, backend))
+    return [x for x in tasks if x.stage in args.only]
 
 
 def _cases(gpu: bool, tiny: bool) -> tuple[list[Case], list[Case]]:
     """Training and decoding."""
-    if tiny:
-        kinds = ("", "paged int8", "latent")
-        small = [
-            Case("decode", 1, 128, 4, 1 if "latent" in kind else 2, 576 if "latent" in kind else 16, kind)
-            for kind in kinds
-        ]
-        return [Case("fwd", 1, 64, 2, 1, 16), Case("bwd", 1, 64, 2, 1, 16)], small
-    return (GPU_CASES, GPU_DECODING) if gpu else (CPU_CASES, CPU_DECODING)
+    return TINY_CASES if tiny else (GPU_CASES, GPU_DECODING) if gpu else (CPU_CASES, CPU_DECODING)
 
 
 def _interpreting() -> bool:
@@ -160,14 +149,13 @@ def _interpreting() -> bool:
 def _smoke(kind: str, name: str, backend: str, emit, *, device, dtype) -> None:
     cases, check = {"training": (TRAINING, check_training), "decoding": (DECODING, check_decoding)}[kind]
     case = cases[name]
-    if backend == "triton":
+    if backend == "triton" and kind == "decoding" and case.page_size:
         from ..kernels.triton.decode import check_pages
 
-        if kind == "decoding" and case.page_size:
-            try:
-                check_pages(torch.empty(0, case.page_size, 1, 1, dtype=case.stored or dtype, device=device))
-            except ValueError as error:
-                raise NotHere(str(error)) from None
+        try:
+            check_pages(torch.empty(0, case.page_size, 1, 1, dtype=case.stored or dtype, device=device))
+        except ValueError as error:
+            raise NotHere(str(error)) from None
     share = check(case, dtype, device, backend)
     print(f"  {kind} {name}: {share:.2f} of the allowed error", flush=True)
     emit(Timing(f"{kind} {name}", "smoke", backend, None, share, "of the allowed error"))
@@ -178,8 +166,7 @@ def _race(case: Case, kernel: str, backend: str, tiny: bool, emit, *, device, dt
         raise NotHere("tile sizes are Triton's: it needs a GPU, or its interpreter")
     from .race import CANDIDATES, race
 
-    candidates = CANDIDATES[kernel][:1] if tiny else CANDIDATES[kernel]
-    race(case, kernel, candidates, emit, device=device, dtype=dtype)
+    race(case, kernel, CANDIDATES[kernel][: 1 if tiny else None], emit, device=device, dtype=dtype)
 
 
 def _compile(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, limit_s: float) -> str:
@@ -187,26 +174,38 @@ def _compile(args: argparse.Namespace, device: torch.device, dtype: torch.dtype,
     from . import precompile
 
     training, decoding = _cases(True, args.tiny)
-    launches = precompile.smoke_launches(dtype) if "smoke" in args.only else []
-    launches += precompile.case_launches(training, dtype) if "beside" in args.only else []
-    launches += precompile.case_launches(decoding, dtype) if "decode" in args.only else []
-    launches += precompile.race_launches(training[:2], dtype) if "race" in args.only else []
-    return precompile.compile_all(launches, precompile.Machine.this(device), limit_s=limit_s) if launches else "nothing"
-
-
-def _ended(record: Record, outcome: Outcome) -> None:
-    record.ended(outcome)
-    if outcome.said:
-        print(f"  {outcome.label}: {outcome.status}: {outcome.said}", flush=True)
+    launches = {
+        "smoke": precompile.smoke_launches(dtype),
+        "beside": precompile.case_launches(training, dtype),
+        "decode": precompile.case_launches(decoding, dtype),
+        "race": precompile.race_launches(training[:2], dtype),
+    }
+    wanted = [launch for stage, of_stage in launches.items() if stage in args.only for launch in of_stage]
+    return precompile.compile_all(wanted, precompile.Machine.this(device), limit_s=limit_s) if wanted else "nothing"
 
 
 def _summary(outcomes: list[Outcome]) -> None:
     print("\nstage     done  failed  not run  seconds")
-    for stage in dict.fromkeys(x.stage for x in outcomes):
-        mine = [x for x in outcomes if x.stage == stage]
-        failed, left = (sum(x.status == status for x in mine) for status in (FAILED, NOT_RUN))
-        seconds = sum(x.seconds for x in mine)
-        print(f"{stage:<8} {len(mine) - failed - left:5} {failed:7} {left:8} {seconds:8.0f}")
+    for stage, of_stage in grouped(outcomes, lambda x: x.stage).items():
+        failed, left = (sum(x.status == status for x in of_stage) for status in (FAILED, NOT_RUN))
+        seconds = sum(x.seconds for x in of_stage)
+        print(f"{stage:<8} {len(of_stage) - failed - left:5} {failed:7} {left:8} {seconds:8.0f}")
     for x in outcomes:
         if x.status != "done":
             print(f"{x.status}: {x.stage}, {x.label}: {x.said}")
+
+
+def _finish(results: Results, gpu: bool) -> None:
+    """The table of the fastest backends on this GPU, and the plot of what was timed."""
+    if gpu and (backends := fastest_backends(results.rows)):
+        table = results.folder / fastest.TABLE.name
+        with whole_file(table) as path:
+            path.write_text(json.dumps(fastest.table() | {results.about["device"]: backends}, indent=1) + "\n")
+        print(f"for backend='auto': copy {table} over {fastest.TABLE}")
+    title = ", ".join(f"{name} {results.about[name]}" for name in ("device", "dtype", "torch", "triton"))
+    panels = [
+        Panel(unit, "", [Curve(name, [r.case for r in of], [r.rate for r in of]) for name, of in by_name.items()])
+        for unit, rows in grouped([r for r in results.rows if r.ms and r.kind != "race"], lambda r: r.unit).items()
+        if (by_name := grouped(rows, lambda r: r.name))
+    ]
+    results.finish({"results.png": functools.partial(draw, panels=[panels], title=title)} if panels else {})

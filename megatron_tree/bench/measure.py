@@ -48,46 +48,28 @@ class Laps:
 Step = Callable[[Laps], tuple[Tensor, ...]]
 
 
-def first_step(step: Step, accelerator: Accelerator | None) -> tuple[Tensor, ...]:
-    """One step with real kernels, to be checked; the kernels' results are recorded for timed steps."""
-    with accelerator.recording() if accelerator else contextlib.nullcontext():
-        return step(Laps([]))
-
-
 class Timing:
-    """The timed steps of one schedule: at least 3, and up to `steps` within its budget. Collective.
+    """The steps of one schedule: a checked one, then timed ones, at least 3 and up to how.steps in how.budget_s.
 
-    expected: results of the checked step, which every step must reproduce bit for bit. accelerator: replays its
-    kernels; None: real kernels. emulated: the rank is in a node of a `Cluster`. latency_s: of the network, idle before
-    each step.
+    Collective. Every timed step must reproduce the checked one's `results` bit for bit. With modelled compute the
+    accelerator replays the checked step's kernels.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        expected: tuple[Tensor, ...],
-        *,
-        rank: int,
-        meeting: Meeting,
-        accelerator: Accelerator | None,
-        emulated: bool,
-        steps: int,
-        budget_s: float,
-        latency_s: float,
-    ):
-        self._step, self._expected, self._rank, self._meeting = step, expected, rank, meeting
-        self._accelerator, self._emulated, self._steps, self._left_s = accelerator, emulated, steps, budget_s
-        self._gap = 0.02 + 2e-3 * meeting.ranks + 4 * latency_s
+    def __init__(self, step: Step, rank: int, meeting: Meeting, how, emulated: bool):
+        self._step, self._rank, self._meeting, self._how, self._emulated = step, rank, meeting, how, emulated
+        self._accelerator = Accelerator(how.speed) if how.compute == "modelled" else None
+        self._gap = 0.02 + 2e-3 * meeting.ranks + 4 * how.latency_s * how.dilate  # the network is idle before a step
+        self._left_s = how.budget_s
         self._seconds: dict[str, list[float]] = {}
         self._cpu, self._network, self._late = [], [], []
         self._sent, self._memory, self._same = {}, None, True
-        if accelerator:
-            accelerator.late.clear()
+        with self._accelerator.recording() if self._accelerator else contextlib.nullcontext():
+            self.results = step(Laps([]))
 
     @property
     def done(self) -> bool:
         """Whether all ranks have taken enough steps."""
-        return len(self._late) >= self._steps or (len(self._late) >= MIN_STEPS and self._left_s <= 0)
+        return len(self._late) >= self._how.steps or (len(self._late) >= MIN_STEPS and self._left_s <= 0)
 
     def step(self) -> None:
         """Time one step."""
@@ -112,7 +94,7 @@ class Timing:
             self._seconds.setdefault(name, []).append(end - previous)
         self._late.append(late)
         self._left_s -= spent
-        self._same &= all(torch.equal(x, y) for x, y in zip(results, self._expected, strict=True))
+        self._same &= all(torch.equal(x, y) for x, y in zip(results, self.results, strict=True))
 
     def measured(self) -> Measured:
         """This rank's measurements."""
@@ -137,10 +119,10 @@ def take_turns(timings: list[Timing]) -> None:
         timings = waiting[::-1]
 
 
-def time_together(call: Callable[[], object], meeting: Meeting, rank: int, *, steps: int) -> float:
+def time_together(call: Callable[[], object], meeting: Meeting, rank: int) -> float:
     """Seconds of a local computation that all ranks do at once, after one to warm up: the slowest rank's median."""
     times = []
-    for _ in range(1 + steps):
+    for _ in range(4):
         meeting.meet(rank)
         start = time.monotonic()
         call()
@@ -148,9 +130,9 @@ def time_together(call: Callable[[], object], meeting: Meeting, rank: int, *, st
     return meeting.most(rank, statistics.median(times[1:]))[0]
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    """The worst row's error: |found - truth| over |truth| + the rows' root mean square, norms over the last axis."""
-    found, truth = found.double(), truth.double()
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    """The worst row's error: |result - truth| over |truth| + the rows' root mean square, norms over the last axis."""
+    result, truth = result.double(), truth.double()
     norms = truth.norm(dim=-1)
     floor = norms.square().mean().sqrt()
-    return ((found - truth).norm(dim=-1) / (norms + floor).clamp_min(1e-300)).max().item()
+    return ((result - truth).norm(dim=-1) / (norms + floor).clamp_min(1e-300)).max().item()

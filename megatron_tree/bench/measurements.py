@@ -11,6 +11,7 @@ from ..plan import Cost
 from .figures import Curve, Panel, draw, grouped
 from .measure import Measured
 from .results import Plots
+from .runs import Machines
 
 
 class Predicted(NamedTuple):
@@ -63,12 +64,7 @@ class Measurement(NamedTuple):
 
 
 def measurements(
-    base: Measurement,
-    ranks: list[Measured],
-    predicted: dict[str, Predicted],
-    *,
-    ranks_per_node: int,
-    dilate: float = 1.0,
+    base: Measurement, ranks: list[Measured], predicted: dict[str, Predicted], machines: Machines, dilate: float = 1.0
 ) -> list[Measurement]:
     """Rows of one schedule from all ranks: one for each pass and, if there are several, their total.
 
@@ -80,15 +76,15 @@ def measurements(
     for part, passes in parts.items():
         steps = [[sum(times) for times in zip(*(rank.seconds[name] for name in passes))] for rank in ranks]
         slowest = sorted(ms * max(times) for times in zip(*steps))
-        found = dict(part=part, steps=len(slowest), ms=statistics.median(slowest))
-        found["p10_ms"], found["p90_ms"] = (slowest[round((len(slowest) - 1) * x)] for x in (0.1, 0.9))
-        found["sent_bytes"] = round(statistics.mean(sum(rank.sent[name] for name in passes) for rank in ranks))
-        if predicted:
-            costs = [predicted[name].cost for name in passes]
-            found["plan"] = " / ".join(dict.fromkeys(predicted[name].plan for name in passes))
-            found["predicted_ms"] = ms * sum(cost.time_s for cost in costs)
-            found["predicted_sent_bytes"] = round(sum(cost.bytes for cost in costs))
-        rows.append(base._replace(**found))
+        values = dict(part=part, steps=len(slowest), ms=statistics.median(slowest))
+        values["p10_ms"], values["p90_ms"] = (slowest[round((len(slowest) - 1) * x)] for x in (0.1, 0.9))
+        values["sent_bytes"] = round(statistics.mean(sum(rank.sent[name] for name in passes) for rank in ranks))
+        costs = [predicted[name].cost for name in passes] if predicted else []
+        if costs:
+            values["plan"] = " / ".join(dict.fromkeys(predicted[name].plan for name in passes))
+            values["predicted_ms"] = ms * sum(cost.time_s for cost in costs)
+            values["predicted_sent_bytes"] = round(sum(cost.bytes for cost in costs))
+        rows.append(base._replace(**values))
     whole = dict(memory_bytes=max((rank.memory for rank in ranks if rank.memory is not None), default=None))
     if ranks[0].late_start is not None:
         whole["late_start_ms"] = ms * ranks[0].late_start
@@ -96,11 +92,12 @@ def measurements(
     if ranks[0].cpu is not None:
         whole["cpu_ms"] = ms * statistics.median(map(sum, zip(*(rank.cpu for rank in ranks))))
     if ranks[0].network is not None:
-        whole["node_bytes"] = round(statistics.mean(rank.network for rank in ranks[::ranks_per_node]))
-    if predicted:  # `costs` are those of all passes
+        whole["node_bytes"] = round(statistics.mean(rank.network for rank in ranks[:: machines.ranks_per_node]))
+    if costs:  # of all passes
         whole["predicted_memory_bytes"] = max(cost.peak_bytes for cost in costs)
         if ranks[0].network is not None:
-            whole["predicted_node_bytes"] = round(ranks_per_node * sum(cost.bytes_per_level[-1] for cost in costs))
+            node = machines.ranks_per_node * sum(cost.bytes_per_level[-1] for cost in costs)
+            whole["predicted_node_bytes"] = round(node)
     return [*rows[:-1], rows[-1]._replace(**whole)]
 
 
@@ -159,47 +156,47 @@ METRICS = (
 """(label, field, factor) of the columns of a figure."""
 
 
-def _metric(r: Measurement, field: str, factor: float) -> float | None:
-    value, held = getattr(r, field), (r.held_bytes or 0) if "memory" in field else 0
-    return None if value is None else factor * (value + held)
-
-
 def plots(rows: list[Measurement], title: str) -> Plots:
     """Figures over sequence length and over ranks, where these vary; else bars of each case."""
     rows = [r for r in rows if r.part not in ("forward", "backward")]
     what = lambda r: r.model or f"{r.num_heads}/{r.num_heads_kv} heads x {r.head_dim}"  # noqa: E731
-    found: Plots = {}
-    for name, x, heading in (
-        ("seq-len.png", lambda r: r.seq_len / 1024, lambda r: f"{r.machines} ranks, {what(r)}"),
-        ("ranks.png", lambda r: r.ranks, lambda r: f"{_network(r)}, {r.seq_len} tokens, {what(r)}"),
-    ):
+    drawn: Plots = {}
+    for name, axis, x, heading in (
+        ("seq-len.png", "tokens, thousands (1024)", lambda r: r.seq_len / 1024,
+         lambda r: f"{r.machines} ranks, {what(r)}"),
+        ("ranks.png", "ranks", lambda r: r.ranks, lambda r: f"{_network(r)}, {r.seq_len} tokens, {what(r)}"),
+    ):  # fmt: skip
         groups = {k: g for k, g in grouped(rows, heading).items() if len(set(map(x, g))) > 1}
         if groups:
-            axis = {"seq-len.png": "tokens, thousands (1024)", "ranks.png": "ranks"}[name]
-            found[name] = functools.partial(draw, panels=_panels(groups, x, axis), title=title)
+            lines = [_line(heading, of, axis, x) for heading, of in groups.items()]
+            drawn[name] = functools.partial(draw, panels=lines, title=title)
     cases = grouped(rows, lambda r: f"{r.machines} ranks, {r.seq_len} tokens, {what(r)}")
-    return found or {"results.png": functools.partial(draw, panels=_panels(cases, None, ""), title=title)}
+    bars = [_line(heading, of, "", None) for heading, of in cases.items()]
+    return drawn or {"results.png": functools.partial(draw, panels=bars, title=title)}
 
 
-def _panels(groups: dict[str, list[Measurement]], x, axis: str) -> list[list[Panel]]:
-    """A line for each group of rows, a column for each metric; x: row -> its place, None: bars of the schedules."""
-    lines = []
-    for heading, rows in groups.items():
-        line = []
-        for name, field, factor in METRICS:
-            points = [(r, _metric(r, field, factor), _metric(r, f"predicted_{field}", factor)) for r in rows]
-            points = [point for point in points if point[1]]
-            if x is None:
-                curves = [Curve("measured", *zip(*((r.schedule, y, p) for r, y, p in points)))]
-                line.append(Panel(name, "", curves, heading * (not line)))
-                continue
-            curves, dashes = [], itertools.cycle(("--", ":", "-."))
-            for schedule, mine in grouped(points, lambda point: point[0].schedule).items():
-                style = dict(color="grey", linestyle=next(dashes)) if mine[0][0].part == "limit" else {}
-                curves.append(Curve(schedule, *zip(*sorted((x(r), y, p) for r, y, p in mine)), style))
-            line.append(Panel(axis, name, curves, heading * (not line)))
-        lines.append(line)
-    return lines
+def _line(heading: str, rows: list[Measurement], axis: str, x) -> list[Panel]:
+    """A panel for each metric; x: row -> its place; None: bars of the schedules."""
+    line = []
+    for label, field, factor in METRICS:
+        points = [(r, _metric(r, field, factor), _metric(r, f"predicted_{field}", factor)) for r in rows]
+        points = [point for point in points if point[1]]
+        title = heading * (not line)
+        if x is None:
+            bars = [(r.schedule, y, predicted) for r, y, predicted in points]
+            line.append(Panel(label, "", [Curve("measured", *zip(*bars))], title))
+            continue
+        curves, dashes = [], itertools.cycle(("--", ":", "-."))
+        for schedule, of in grouped(points, lambda point: point[0].schedule).items():
+            style = dict(color="grey", linestyle=next(dashes)) if of[0][0].part == "limit" else {}
+            curves.append(Curve(schedule, *zip(*sorted((x(r), y, p) for r, y, p in of)), style))
+        line.append(Panel(axis, label, curves, title))
+    return line
+
+
+def _metric(r: Measurement, field: str, factor: float) -> float | None:
+    value, held = getattr(r, field), (r.held_bytes or 0) if "memory" in field else 0
+    return None if value is None else factor * (value + held)
 
 
 def _network(r: Measurement) -> str:

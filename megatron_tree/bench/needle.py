@@ -21,9 +21,9 @@ from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
 from ..integrations.transformers.rope import num_positions
 from ..units import parse_count
-from .figures import figure, label
+from .figures import figure, grouped, heat_map
 from .ranks import LocalRanks, join
-from .results import WrongResult, metadata, progress_bar, results_kept
+from .results import Results, WrongResult, metadata, progress_bar
 
 FACT = "The secret number of the lighthouse is {number}."
 QUESTION = "What is the secret number of the lighthouse? Answer with the number."
@@ -77,26 +77,23 @@ def run(args: argparse.Namespace) -> None:
     texts = list(itertools.product(sorted(set(args.lengths)), sorted(set(args.depths))))
     ranks = list(dict.fromkeys(args.ranks))
     print(f"{args.model}: {len(texts)} texts on {' '.join(map(str, ranks))} ranks each", flush=True)
-    about = metadata("needle", model=args.model, dtype="fp32", question=QUESTION)
-
-    def plots(rows: list[Answer]) -> dict:
-        return {"results.png": functools.partial(_draw, rows=rows, model=args.model)}
-
-    with results_kept(args.out, about, plots) as rows, progress_bar(len(texts) * len(ranks), "text") as bar:
+    results = Results(args.out, metadata("needle", model=args.model, dtype="fp32", question=QUESTION))
+    with progress_bar(len(texts) * len(ranks), "text") as bar:
         for p in ranks:
             limit_s = ANSWER_LIMIT_S * len(texts)
-            found = LocalRanks(p).run(on_rank, folder, texts, args.new_tokens, timeout_s=limit_s)[0]
+            answers = LocalRanks(p).run(on_rank, folder, texts, args.new_tokens, timeout_s=limit_s)[0]
             bar.update(len(texts))
-            for mine, first in zip(found, rows or found):
-                if mine.tokens != first.tokens:
+            for answer, first in zip(answers, results.rows or answers):
+                if answer.tokens != first.tokens:
                     raise WrongResult(
-                        f"{mine.length} tokens, depth {mine.depth:g} %: {p} ranks answer {mine.answer!r} "
-                        f"({mine.tokens}), {first.ranks} {first.answer!r} ({first.tokens})"
+                        f"{first.length} tokens, depth {first.depth:g} %: {p} ranks answer {answer.answer!r} "
+                        f"({answer.tokens}), {first.ranks} {first.answer!r} ({first.tokens})"
                     )
-            rows += found
+            results.add(*answers)
     print(f"\nthe same tokens on {' '.join(map(str, ranks))} ranks in all {len(texts)} texts\n  tokens  depth  found")
-    for r in rows[: len(texts)]:
+    for r in results.rows[: len(texts)]:
         print(f"  {r.prompt_tokens:>6} {r.depth:>5g}%  {'yes' if r.found else 'no '}  {r.answer!r}")
+    results.finish({"results.png": functools.partial(_draw, rows=results.rows, model=args.model)})
 
 
 def on_rank(folder: pathlib.Path, texts: list[tuple[int, float]], new_tokens: int) -> list[Answer]:
@@ -105,7 +102,7 @@ def on_rank(folder: pathlib.Path, texts: list[tuple[int, float]], new_tokens: in
     tokenizer, model = models.load_tokenizer(folder), models.load_model(folder, torch.float32)
     model.set_attn_implementation("tree")
     options = dict(max_new_tokens=new_tokens, eos_token_id=model.generation_config.eos_token_id)
-    found = []
+    answers = []
     for length, depth in texts:
         secret = 1000 + (7919 * length + 104729 * round(10 * depth)) % 9000
         ids = haystack(tokenizer, length, depth, FACT.format(number=secret))
@@ -114,8 +111,8 @@ def on_rank(folder: pathlib.Path, texts: list[tuple[int, float]], new_tokens: in
         tokens, right = " ".join(map(str, result.tokens[0].tolist())), str(secret) in answer.replace(",", "")
         times = result.prefill_s, max(result.step_s, default=None)
         given = length, depth, comm.group_size(group), ids.shape[1], secret
-        found.append(Answer(*given, right, answer, tokens, *times))
-    return found
+        answers.append(Answer(*given, right, answer, tokens, *times))
+    return answers
 
 
 def haystack(tokenizer, length: int, depth: float, fact: str) -> torch.Tensor:
@@ -141,18 +138,15 @@ def haystack(tokenizer, length: int, depth: float, fact: str) -> torch.Tensor:
 def _draw(path: pathlib.Path, rows: list[Answer], model: str) -> None:
     from matplotlib.colors import ListedColormap
 
-    lengths, depths = sorted({r.length for r in rows}), sorted({r.depth for r in rows})
-    ranks = list(dict.fromkeys(r.ranks for r in rows))
+    colours = ListedColormap(["tab:red", "tab:green"])
+    by_ranks = grouped(rows, lambda r: r.ranks)
     title = f"{model}: a fact in a long text, the same tokens on every number of ranks"
-    with figure(path, 1, len(ranks), size=(3.6 * len(ranks) + 0.6, 3.2), title=title) as axes:
-        for ax, p in zip(axes[0], ranks):
-            mine = {(r.length, r.depth): r.found for r in rows if r.ranks == p}
-            grid = [[mine[n, d] for n in lengths] for d in depths]
-            ax.imshow(grid, cmap=ListedColormap(["tab:red", "tab:green"]), vmin=0, vmax=1, aspect="auto", alpha=0.75)
-            for (y, d), (x, n) in itertools.product(enumerate(depths), enumerate(lengths)):
-                ax.text(x, y, "found" if mine[n, d] else "not found", ha="center", va="center", fontsize=8)
-            ax.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-            ax.set_yticks(range(len(depths)), [f"{d:g} %" for d in depths])
-            ax.set_title(f"{p} rank{'s' * (p > 1)}", fontsize=9)
-            label(ax, "tokens in the prompt", "depth of the fact" * (p == ranks[0]))
-            ax.grid(False)
+    with figure(path, 1, len(by_ranks), size=(3.6 * len(by_ranks) + 0.6, 3.2), title=title) as axes:
+        for ax, (ranks, of_ranks) in zip(axes[0], by_ranks.items()):
+            lines = grouped(of_ranks, lambda r: r.depth)
+            values = [[r.found for r in line] for line in lines.values()]
+            texts = [["found" if found else "not found" for found in line] for line in values]
+            ticks = [f"{r.length:,}" for r in next(iter(lines.values()))], [f"{depth:g} %" for depth in lines]
+            labels = "tokens in the prompt", "depth of the fact"
+            heat_map(ax, values, texts, limits=(0, 1), cmap=colours, labels=labels, ticks=ticks)
+            ax.set_title(f"{ranks} rank{'s' * (ranks > 1)}", fontsize=9)

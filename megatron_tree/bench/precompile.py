@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from .contenders import ours
 from .kernel_cases import Case, inputs
 from .low_precision import DECODING, TRAINING, decoding_inputs, run_decoding, run_training, training_inputs
 from .race import CANDIDATES, pinned
+from .ranks import CORES
 
 META = torch.device("meta")
 Launch = Callable[[], object]
@@ -105,8 +105,7 @@ def _decoding(name: str, dtype: torch.dtype) -> None:
 
 
 def _contender(case: Case, dtype: torch.dtype) -> None:
-    (call,) = ours(case, ["triton"], inputs(case, META, dtype)).values()
-    call()
+    ours(case, "triton", inputs(case, META, dtype))()
 
 
 def _candidate(case: Case, dtype: torch.dtype, kernel: str, tiles) -> None:
@@ -140,10 +139,8 @@ def compile_all(launches: list[Launch], machine: Machine, *, limit_s: float) -> 
     What is not compiled in time is compiled by its first launch.
     """
     begun, done, failed = time.monotonic(), 0, []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    context = multiprocessing.get_context("spawn")
     with (
-        context.Pool(min(cores, len(launches)), compile_only, (machine,)) as pool,
+        multiprocessing.get_context("spawn").Pool(min(CORES, len(launches)), compile_only, (machine,)) as pool,
         contextlib.suppress(multiprocessing.TimeoutError),
     ):
         results = pool.imap_unordered(_try, launches)
@@ -151,5 +148,5 @@ def compile_all(launches: list[Launch], machine: Machine, *, limit_s: float) -> 
             error = results.next(max(0.0, limit_s - (time.monotonic() - begun)))
             done += 1
             failed += [error] if error else []
-    said = f"{done} of {len(launches)} launches compiled in {time.monotonic() - begun:.0f} s on {cores} cores"
+    said = f"{done} of {len(launches)} launches compiled in {time.monotonic() - begun:.0f} s on {CORES} cores"
     return said + (f"; {len(failed)} can't be compiled, the first because of {failed[0]}" if failed else "")

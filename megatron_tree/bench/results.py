@@ -1,15 +1,14 @@
-"""What every benchmark ends with: a table on standard output, and CSV, JSON and PNG files in a folder."""
+"""What every benchmark writes: CSV and JSON after each result, and plots in the end, in one folder."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import datetime
+import importlib.util
 import json
 import pathlib
 import platform
-import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import torch
 
@@ -48,32 +47,32 @@ def write_csv(path: pathlib.Path, rows: list) -> None:
             writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])
 
 
-@contextlib.contextmanager
-def results_kept(folder: pathlib.Path, about: dict, plots: Callable[[list], Plots]) -> Generator[list, None, None]:
-    """A list for the rows, which are written to `folder` when the block ends, or at Ctrl-C.
+class Results:
+    """The rows of a run. Each addition replaces results.csv and results.json, so a run that is stopped keeps them."""
 
-    about: metadata for all rows. Raises: ValueError without rows.
-    """
-    rows: list = []
-    try:
-        yield rows
-    except KeyboardInterrupt as error:
-        if rows:
-            print(f"\ninterrupted ({type(error).__name__}): keeping the results so far", file=sys.stderr)
-            _write(folder, rows, {**about, "ended_by": f"{type(error).__name__}: {error}"}, plots(rows))
-        raise
-    if not rows:
-        raise ValueError("nothing was measured: no contender could take any of the cases")
-    _write(folder, rows, about, plots(rows))
+    def __init__(self, folder: pathlib.Path, about: dict):
+        self.folder, self.rows = folder, []
+        self.about = {"date": datetime.date.today().isoformat(), **about, "complete": False}
 
+    def add(self, *rows, **about) -> None:
+        """Add named tuples of one type, and what else is known about the run."""
+        self.rows += rows
+        self.about |= about
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.rows:
+            write_csv(self.folder / "results.csv", self.rows)
+        with whole_file(self.folder / "results.json") as path:
+            path.write_text(json.dumps({**self.about, "rows": [row._asdict() for row in self.rows]}, indent=1))
 
-def _write(folder: pathlib.Path, rows: list, about: dict, plots: Plots) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {"date": datetime.date.today().isoformat(), **about}
-    write_csv(folder / "results.csv", rows)
-    with whole_file(folder / "results.json") as path:
-        path.write_text(json.dumps({**about, "rows": [r._asdict() for r in rows]}, indent=1))
-    for name, draw in plots.items():
-        with whole_file(folder / name) as path:
-            draw(path)
-    print(f"\nresults.csv, results.json and {', '.join(plots)} are in {folder}")
+    def finish(self, plots: Plots) -> None:
+        """Mark the results as complete, and draw the plots. Raises: ValueError without rows."""
+        if not self.rows:
+            raise ValueError("nothing was measured: no contender could take any of the cases")
+        self.add(complete=True)
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no plot: matplotlib is not installed")
+            plots = {}
+        for name, draw in plots.items():
+            with whole_file(self.folder / name) as path:
+                draw(path)
+        print(f"\n{', '.join(['results.csv', 'results.json', *plots])} are in {self.folder}")

@@ -1,16 +1,16 @@
-"""The options of a benchmark of several ranks: machines, cases, settings, and the sweeps of docs/benchmarks.md."""
+"""The options of a benchmark of several ranks: machines, cases and settings."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import pathlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..config import BACKENDS
 from ..emulate import Cluster
 from ..units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
-from .accelerator import Speed
+from .accelerator import ACCELERATOR, Speed
 from .kernel_cases import DTYPES
 from .ranks import CORES, LocalRanks
 
@@ -29,6 +29,11 @@ class Machines(NamedTuple):
     @property
     def label(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node}" if self.emulated else f"{self.ranks} local"
+
+    @property
+    def hosts(self) -> list[int]:
+        """The node of each rank."""
+        return [rank // self.ranks_per_node for rank in range(self.ranks)]
 
 
 class Case(NamedTuple):
@@ -63,11 +68,9 @@ class Settings(NamedTuple):
     latency_s: float
     rate_bits: float
     compute: str = "real"
-    speed: Speed = Speed(None, None)
     dilate: float = 1.0
     steps: int = 1
     budget_s: float = 1.0
-    backend: str = "auto"
 
     def start(self, machines: Machines, lifetime_s: float):
         """A context of ranks: an emulated cluster whose network is `dilate` times slower, or local ranks."""
@@ -93,26 +96,24 @@ class Settings(NamedTuple):
     def compute_text(self) -> str:
         """Whether kernels ran in the timed steps, in words."""
         if self.compute == "real":
-            return f"real (backend {self.backend})"
+            return "real"
         return (
-            f"modelled (timed steps sleep for KV bytes / {self.speed.memory_bandwidth / 1e9:g} GB/s or flops / "
-            f"{self.speed.flops / 1e12:g} TFLOP/s and return the checked step's results)"
+            f"modelled (timed steps sleep for KV bytes / {ACCELERATOR.memory_bandwidth / 1e9:g} GB/s or flops / "
+            f"{ACCELERATOR.flops / 1e12:g} TFLOP/s and return the checked step's results)"
         )
 
     @property
-    def emulated_speed(self) -> Speed:
+    def speed(self) -> Speed:
         """The modelled accelerator's speed, divided by `dilate`."""
-        return Speed(*(x / self.dilate for x in self.speed))
+        return Speed(*(x / self.dilate for x in ACCELERATOR))
 
 
-def add_arguments(parser, command: str, contenders: Iterable[str], lengths: tuple[int, ...]) -> None:
-    """Options shared by `bench decode` and `bench train`; `lengths`: of --sweep seq-len."""
+def add_arguments(parser, command: str, contenders: Iterable[str]) -> None:
+    """Options shared by `bench decode`, `train` and `documents`."""
     decode, add = command == "decode", parser.add_argument
     add_machines(parser)
-    add("--sweep", nargs="+", choices=SWEEPS, default=(), help="seq-len: "
-        f"{' '.join(f'{s // 1024}k' for s in lengths)} tokens on NxM and on a flat network of N*M nodes; "
-        "ranks: N*M of them, half as many, ... 2")  # fmt: skip
-    add("--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence")
+    add("--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence; "
+        "one or several")  # fmt: skip
     add("--heads", type=parse_count, default=16)
     add("--kv-heads", type=_numbers, default="8" if decode else "16,4,2", help="one or several")
     add("--head-dim", type=parse_count, default=128)
@@ -122,10 +123,7 @@ def add_arguments(parser, command: str, contenders: Iterable[str], lengths: tupl
     add("--compute", choices=("real", "modelled"), help="modelled: timed steps sleep as long as an accelerator would "
         "compute and reuse the checked step's results (default with more ranks than cores); real: run the kernels",
         )  # fmt: skip
-    add("--memory-bandwidth", type=float, default=7e9, help="of the modelled accelerator, bytes/s")
-    add("--flops", type=float, default=1e12, help="of the modelled accelerator's kernels")
     add("--dilate", type=float, default=1.0, help="run with all times this much longer, and report them divided by it")
-    add("--backend", choices=BACKENDS, default="auto", help="kernels of the checked and of real steps")
     add("--steps", type=parse_count, default=20, help="timed steps of each schedule; at least 3, whatever the budget")
     add("--budget", type=float, default=10.0, help="seconds for the timed steps of a schedule")
     add("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))
@@ -135,7 +133,8 @@ def add_machines(parser) -> None:
     """Options for where ranks run; `machines_of` reads them."""
     add = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True).add_argument
     add("--ranks", type=parse_count, metavar="N", help="N processes of this machine, over loopback")
-    add("--emulate", type=parse_nodes_by_ranks, metavar="NxM", help="N nodes with M ranks each (Linux, root)")
+    add("--emulate", type=parse_nodes_by_ranks, nargs="+", metavar="NxM", help="N nodes with M ranks each (Linux, "
+        "root); one or several")  # fmt: skip
     add = parser.add_argument
     add("--latency", type=parse_seconds, default="1ms", help="between emulated nodes (default: %(default)s)")
     add("--rate", type=parse_bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
@@ -148,63 +147,35 @@ def _numbers(text: str) -> tuple[int, ...]:
 def settings(args: argparse.Namespace) -> Settings:
     """Settings of a command line. Raises ``ValueError`` for invalid or contradictory values."""
     machines = machines_of(args)
-    compute = args.compute or ("modelled" if machines.ranks > CORES else "real")
-    for name in ("memory_bandwidth", "flops", "dilate", "budget"):
+    compute = args.compute or ("modelled" if max(m.ranks for m in machines) > CORES else "real")
+    for name in ("dilate", "budget"):
         if getattr(args, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be positive")
-    if args.dilate != 1 and (compute == "real" or not machines.emulated):
+            raise ValueError(f"--{name} {getattr(args, name):g}: must be positive")
+    if args.dilate != 1 and (compute == "real" or not args.emulate):
         raise ValueError(
             f"--dilate {args.dilate:g} slows down an emulated network and a modelled accelerator: it needs --emulate "
             "and --compute modelled"
         )
-    if args.sweep and not machines.emulated:
-        raise ValueError(f"--sweep {' '.join(args.sweep)} compares networks: it needs --emulate, for instance 4x4")
-    return Settings(
-        tuple(args.schedules or ()), machines.emulated, args.latency, args.rate, compute,
-        Speed(args.memory_bandwidth, args.flops), args.dilate, args.steps, args.budget, args.backend,
-    )  # fmt: skip
+    network = bool(args.emulate), args.latency, args.rate
+    return Settings(tuple(args.schedules or ()), *network, compute, args.dilate, args.steps, args.budget)
 
 
-def machines_of(args) -> Machines:
+def machines_of(args) -> list[Machines]:
     """The machines of a command line. Raises ``ValueError`` for a single rank."""
-    machines = Machines(*args.emulate) if args.emulate else Machines(1, args.ranks, emulated=False)
-    if machines.ranks < 2:
-        raise ValueError(f"{machines.label} rank: start at least two, to measure communication")
+    machines = [Machines(*pair) for pair in args.emulate or ()] or [Machines(1, args.ranks, emulated=False)]
+    for one in machines:
+        if one.ranks < 2:
+            raise ValueError(f"{one.label} rank: start at least two, to measure communication")
     return machines
 
 
-def cases(args: argparse.Namespace, lengths: tuple[int, ...]) -> list[Case]:
-    """The cases of a command line, without repetitions, ordered by machines; `lengths`: of --sweep seq-len."""
+def cases(args: argparse.Namespace) -> list[Case]:
+    """The cases of a command line, by machines. Raises ``ValueError`` for sizes that do not divide evenly."""
     machines = machines_of(args)
-    wanted = [(machines, s) for s in args.seq_len] if not args.sweep else []
-    for sweep in args.sweep:
-        wanted += SWEEPS[sweep](machines, lengths, args.seq_len)
-    for ranks, s in {(m.ranks, s) for m, s in wanted}:
-        if s % (2 * ranks):
-            raise ValueError(f"--seq-len {s}: must be a multiple of 2 x {ranks} ranks, for equal shares")
+    for one, s in itertools.product(machines, args.seq_len):
+        if s % (2 * one.ranks):
+            raise ValueError(f"--seq-len {s}: must be a multiple of 2 x {one.ranks} ranks, for equal shares")
     if uneven := [n for n in args.kv_heads if args.heads % n]:
         raise ValueError(f"--kv-heads {uneven[0]}: must divide --heads {args.heads}")
-    wanted = sorted(dict.fromkeys(wanted), key=lambda run: (run[0].ranks_per_node, run))
     rest = (args.head_dim, args.batch, args.dtype)
-    return [Case(m, s, args.heads, h_kv, *rest) for m, s in wanted for h_kv in args.kv_heads]
-
-
-def _smaller(machines: Machines) -> list[Machines]:
-    """These machines, halved again and again at the larger factor, down to two ranks: 4x4, 2x4, 2x2, 2x1."""
-    n, m = machines.nodes, machines.ranks_per_node
-    found = [machines]
-    while n >= max(m, 4) or (m > 1 and n * m > 3):
-        n, m = (n // 2, m) if n >= max(m, 4) else (n, m // 2)
-        found.append(Machines(n, m))
-    return found
-
-
-def _both(machines: Machines) -> tuple[Machines, Machines]:
-    """These, and a flat network of as many ranks."""
-    return machines, Machines(machines.ranks, 1)
-
-
-SWEEPS = {
-    "seq-len": lambda machines, lengths, _: [(m, s) for m in _both(machines) for s in lengths],
-    "ranks": lambda machines, _, lengths: [(m, s) for top in _both(machines) for m in _smaller(top) for s in lengths],
-}
+    return [Case(m, s, args.heads, h_kv, *rest) for m in machines for s in args.seq_len for h_kv in args.kv_heads]

@@ -7,6 +7,7 @@ between turns, as a server's does. Speeds are shown only if all answers are the 
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import statistics
 import time
@@ -20,15 +21,15 @@ from .. import comm
 from ..generation.requests import Request
 from ..generation.sampling import SamplingParams
 from ..generation.scheduler import Scheduler
-from ..integrations.transformers import models
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.runner import CHUNK_SIZE, Runner
 from ..units import parse_count
+from .figures import Curve, Panel, draw
+from .model import add_model, check_model, load_model
 from .ranks import LocalRanks, Meeting, join
-from .results import WrongResult, write_csv
+from .results import Results, WrongResult, metadata
 
 LIMIT_S = 3600.0
-SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}
 EXAMPLES = """\
 examples:
   megatron-tree bench serve                                   50 requests of 32 tokens, on one rank
@@ -62,11 +63,8 @@ class Row(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench serve`."""
+    add_model(parser)
     add = parser.add_argument
-    add("--model", default="tiny", help="tiny: a Llama with random weights (the default); smollm2; or a "
-        "folder with a Transformers model")  # fmt: skip
-    for name, value in SIZES.items():
-        add(f"--{name.replace('_', '-')}", type=parse_count, default=value, help="of tiny (default: %(default)s)")
     add("--requests", type=parse_count, default=50, help="(default: %(default)s)")
     add("--prompt-tokens", type=parse_count, nargs=2, default=[16, 100], metavar=("LEAST", "MOST"), help="lengths are "
         "drawn between these (default: 16 100)")  # fmt: skip
@@ -86,14 +84,15 @@ def run(args: argparse.Namespace) -> None:
     least, most = args.prompt_tokens
     if not 1 <= least <= most:
         raise ValueError(f"--prompt-tokens {least} {most}: give the least and the most, 1 or more")
-    limits = Meeting(args.ranks, timeout_s=LIMIT_S), LIMIT_S
-    by_rank = LocalRanks(args.ranks).run(on_rank, args, limits[0], timeout_s=limits[1])
+    check_model(args, most + args.new_tokens)
+    meeting = Meeting(args.ranks, timeout_s=LIMIT_S)
+    by_rank = LocalRanks(args.ranks).run(on_rank, args, meeting, timeout_s=LIMIT_S)
     plain, ours = by_rank[0]
     for turn in (*plain, *ours):
         for i, (tokens, right) in enumerate(zip(turn.tokens, plain[0].tokens, strict=True)):
             if tokens != right:
                 raise WrongResult(f"request {i}: the scheduler answers {tokens}, the padded batch {right}")
-    rows = [_row(args, "plain", 1, [plain]), _row(args, "ours", args.ranks, [own for _, own in by_rank])]
+    rows = [_row(args, "plain", [plain]), _row(args, "ours", [turns for _, turns in by_rank])]
     shape = f"{args.requests} requests of {least} to {most} + {args.new_tokens} tokens"
     print(f"{args.model}, {shape}: the same tokens in all turns\n")
     print("  contender  ranks   CPU s  tokens/CPU s       s  tokens/s")
@@ -104,26 +103,24 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"  plain / ours, CPU time turn by turn: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_csv(args.out / "results.csv", rows)
+    results = Results(args.out, metadata("serve", model=args.model, requests=shape))
+    results.add(*rows)
+    bars = [Curve("tokens/s", [r.contender for r in rows], [r.tokens_per_s for r in rows])]
+    results.finish({"results.png": functools.partial(draw, panels=[[Panel("tokens/s", "", bars)]], title=shape)})
 
 
-def _row(args, contender: str, ranks: int, turns: list[list[Turn]]) -> Row:
-    """turns: of every rank."""
-    cpu_s, s = (max(statistics.median(getattr(t, name) for t in own) for own in turns) for name in ("cpu_s", "s"))
+def _row(args, contender: str, turns: list[list[Turn]]) -> Row:
+    """turns: of each rank."""
+    cpu_s, s = (max(statistics.median(getattr(t, name) for t in rank) for rank in turns) for name in ("cpu_s", "s"))
     tokens = args.requests * args.new_tokens
-    return Row(contender, ranks, args.requests, args.new_tokens, cpu_s, s, tokens / cpu_s, tokens / s)
+    return Row(contender, len(turns), args.requests, args.new_tokens, cpu_s, s, tokens / cpu_s, tokens / s)
 
 
 def on_rank(args, meeting: Meeting) -> tuple[list[Turn], list[Turn]]:
     """One rank's part: the turns of the plain model, which rank 0 runs alone, and of the scheduler."""
     group = join(timeout_s=LIMIT_S)
     rank, most = comm.group_rank(group), args.prompt_tokens[1]
-    if args.model == "tiny":
-        sizes = {name: getattr(args, name) for name in SIZES}
-        model = models.random_llama(**sizes, positions=most + args.new_tokens)
-    else:
-        model = models.load_model(models.model_folder(args.model), torch.float32)
+    model = load_model(args, most + args.new_tokens)
     prompts = _prompts(args, model.config.get_text_config(decoder=True).vocab_size)
     model.set_attn_implementation("tree")
     runner = Runner(model, TreeCache(model.config, cp_group=group), chunk_size=args.prefill_chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,11 +15,11 @@ import torch
 
 from ..calibrate import calibrate
 from ..plan import Topology, save_topology
-from .accelerator import Accelerator, Speed
-from .measure import Measured, Timing, first_step, take_turns
+from .accelerator import Speed
+from .measure import Measured, Timing, take_turns
 from .measurements import Measurement, measurements, plots, table_of, with_ratios
 from .ranks import Meeting, join
-from .results import WrongResult, metadata, progress_bar, results_kept
+from .results import Results, WrongResult, metadata, progress_bar
 from .runs import Case, Machines, Settings, cases, settings
 
 ALLOWED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -28,39 +29,30 @@ SETUP_S = 60.0  # for ranks to start and make their inputs
 
 
 def run_cases(
-    args,
-    command: str,
-    how: Settings,
-    cases: list,
-    run_case: Callable,
-    time_limit: Callable,
-    checked: str,
-    title: str,
-    **about: str,
+    args, about: dict, title: str, how: Settings, cases: list, run_case: Callable, time_limit: Callable, checked: str
 ) -> None:
     """Run all cases of a command on their machines, print their tables and write the results.
 
     run_case(case, ranks, topology, path) -> rows; `ranks` is where to `run` functions, `path` the topology's file.
     time_limit(case): in seconds. checked: how its results are verified, with {worst}, the largest error.
     """
-    about = metadata(command, network=how.network_text, **about)
+    about = metadata(network=how.network_text, **about)
     print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
-    with (
-        results_kept(args.out, about, lambda rows: plots(rows, f"{command}, {title}, {how.network_text}")) as rows,
-        progress_bar(len(cases), "case") as bar,
-    ):
+    results = Results(args.out, about)
+    with progress_bar(len(cases), "case") as bar:
         for machines, group in itertools.groupby(cases, key=lambda case: case.machines):
             group = list(group)
             lifetime_s = 60.0 + sum(map(time_limit, group))
             with _started(machines, how, lifetime_s) as (ranks, topology, path):
                 for case in group:
                     bar.set_description(case.label)
-                    found = with_ratios(run_case(case, ranks, topology, path))
-                    rows += found
+                    rows = with_ratios(run_case(case, ranks, topology, path))
+                    results.add(*rows)
                     bar.update()
                     bar.clear()
-                    worst = max(r.error for r in found if r.error is not None)
-                    print(table_of(case.label, checked.format(worst=f"{worst:.2g}"), found), flush=True)
+                    worst = max(r.error for r in rows if r.error is not None)
+                    print(table_of(case.label, checked.format(worst=f"{worst:.2g}"), rows), flush=True)
+    results.finish(plots(results.rows, f"{about['command']}, {title}, {how.network_text}"))
 
 
 @contextlib.contextmanager
@@ -79,10 +71,10 @@ def _started(machines: Machines, how: Settings, lifetime_s: float) -> Iterator[t
 def calibrated(machines: Machines, how: Settings) -> Topology:
     """The result of `megatron-tree calibrate` on these machines, its network level slowed by `dilate`."""
     with how._replace(dilate=1.0).start(machines, CALIBRATION_S + 30.0) as ranks:
-        found = ranks.run(calibrate_on_rank, how, machines.label, timeout_s=CALIBRATION_S)[0]
+        topology = ranks.run(calibrate_on_rank, how, machines.label, timeout_s=CALIBRATION_S)[0]
     if machines.nodes == 1:
-        return found
-    *inside, network = found.levels
+        return topology
+    *inside, network = topology.levels
     slower = replace(
         network,
         latency_s=network.latency_s + (how.dilate - 1) * how.latency_s,
@@ -91,27 +83,33 @@ def calibrated(machines: Machines, how: Settings) -> Topology:
     )
     if not inside:  # at the innermost level a port belongs to one rank
         slower = replace(slower, port_bandwidth=slower.bandwidth)
-    return replace(found, levels=(*inside, slower))
+    return replace(topology, levels=(*inside, slower))
 
 
 def calibrate_on_rank(how: Settings, name: str) -> Topology:
     """One rank's part of the calibration; the speed of a modelled accelerator is given, not measured."""
     join(timeout_s=CALIBRATION_S)
-    speed = how.emulated_speed if how.compute == "modelled" else Speed(None, None)
+    speed = how.speed if how.compute == "modelled" else Speed(None, None)
     return calibrate(torch.device("cpu"), name=name, **speed._asdict()).topology
 
 
-def run(args, command: str, lengths: tuple[int, ...], bench) -> None:
-    """`bench decode` or `bench train`: all cases of a command line with `bench`, a class like `decode.DecodeBench`.
+def run(args, command: str, bench) -> None:
+    """Run all cases of a command line with `bench`, a class like `decode.DecodeBench`.
 
     Raises: ValueError for contradictory options. WrongResult, Unavailable, RuntimeError.
     """
-    how = settings(args)
+    how, todo = settings(args), cases(args)
     how = how._replace(schedules=_schedules(how, bench))
-    checked = "every schedule's result was checked on all ranks: worst error {worst} of what is allowed"
-    run_case, time_limit = functools.partial(_attention_case, how, bench), functools.partial(_time_limit, how)
-    todo, title = cases(args, lengths), f"compute {how.compute}"
-    run_cases(args, command, how, todo, run_case, time_limit, checked, title, compute=how.compute_text)
+    run_cases(
+        args,
+        dict(command=command, compute=how.compute_text),
+        f"compute {how.compute}",
+        how,
+        todo,
+        functools.partial(_run_case, how, bench),
+        functools.partial(_time_limit, how),
+        "every schedule's result was checked on all ranks: worst error {worst} of what is allowed",
+    )
 
 
 def _schedules(how: Settings, bench) -> tuple[str, ...]:
@@ -134,73 +132,45 @@ def _time_limit(how: Settings, case: Case) -> float:
     return SETUP_S + 600.0 + len(how.schedules) * (how.budget_s * 3 + 10 * slow)
 
 
-def _attention_case(how: Settings, bench, case: Case, ranks, topology: Topology, path: str) -> list[Measurement]:
+def _run_case(how: Settings, bench, case: Case, ranks, topology: Topology, path: str) -> list[Measurement]:
     """All contenders of one case. Raises `WrongResult` if the result of one of them was wrong."""
-    meeting, shared = Meeting(case.machines.ranks), bench.shared(case)
-    by_rank = ranks.run(_on_rank, case, how, bench, path, meeting, shared, timeout_s=_time_limit(how, case))
-    local_s = by_rank[0][0]
-    hosts = [r // case.machines.ranks_per_node for r in range(case.machines.ranks)]
-    given = {**case._asdict(), "machines": case.machines.label, "ranks": case.machines.ranks}
-    base, rows = Measurement(**given, compute=how.compute, dilate=how.dilate), []
-    names, errors = _applicable(how, bench, case), by_rank[0][1]
+    names = [name for name in how.schedules if bench.applies(case, name)]
+    meeting, shared, limit_s = Meeting(case.machines.ranks), bench.shared(case), _time_limit(how, case)
+    by_rank = ranks.run(_on_rank, case, how, bench, names, path, meeting, shared, timeout_s=limit_s)
+    local_s, errors, _ = by_rank[0]
     for name, error in zip(names, errors):
         if not error <= 1:
-            differ = " (ranks differ in their results)" * (error == float("inf"))
+            differ = " (ranks differ in their results)" * (error == math.inf)
             raise WrongResult(f"{name} is wrong on {case.label}: {error:.3g} times the error that is allowed{differ}")
-    for name, error, measured in zip(names, errors, map(list, zip(*(found for *_, found in by_rank)))):
+    given = {**case._asdict(), "machines": case.machines.label, "ranks": case.machines.ranks}
+    base, rows = Measurement(**given, compute=how.compute, dilate=how.dilate), []
+    for name, error, *measured in zip(names, errors, *(of_rank for *_, of_rank in by_rank)):
         if not all(rank.same for rank in measured):
             raise WrongResult(f"{name} on {case.label}: a timed step gave another result than the checked one")
-        predicted = bench.predict(case, topology, hosts, name) if name in bench.ours else {}
-        found = measurements(
-            base._replace(schedule=name),
-            measured,
-            predicted,
-            ranks_per_node=case.machines.ranks_per_node,
-            dilate=how.dilate,
-        )
+        predicted = bench.predict(case, topology, name) if name in bench.ours else {}
+        passes = measurements(base._replace(schedule=name), measured, predicted, case.machines, how.dilate)
         if name not in bench.ours:  # what others send is not logged; a node's counter sees it
-            found = [row._replace(sent_bytes=None) for row in found]
-        rows += [*found[:-1], found[-1]._replace(held_bytes=bench.held_bytes(case), error=error)]
-    for name, limit_s in bench.limits(case, how, local_s / how.dilate).items():
-        rows.append(base._replace(schedule=name, part="limit", ms=limit_s * 1e3))
+            passes = [row._replace(sent_bytes=None) for row in passes]
+        rows += [*passes[:-1], passes[-1]._replace(held_bytes=bench.held_bytes(case), error=error)]
+    for name, seconds in bench.limits(case, how, local_s / how.dilate).items():
+        rows.append(base._replace(schedule=name, part="limit", ms=seconds * 1e3))
     return rows
 
 
-def _on_rank(case, how: Settings, bench, topology_path, meeting, shared) -> tuple[float, list[float], list[Measured]]:
+def _on_rank(case, how: Settings, bench, names, path, meeting, shared) -> tuple[float, list[float], list[Measured]]:
     """One rank's part of a case: (seconds of local compute alone, errors up to the first wrong one, measurements).
 
     No contender is timed if one of them is wrong.
     """
     group = join(timeout_s=600.0)
     rank = torch.distributed.get_rank(group)
-    inputs = bench(case, how, topology_path, group, meeting, shared)
+    inputs = bench(case, how, path, group, meeting, shared)
     local_s, errors, timings = inputs.local_seconds(), [], []
-    for schedule in _applicable(how, bench, case):
-        accelerator = Accelerator(how.emulated_speed) if how.compute == "modelled" else None
-        step = functools.partial(inputs.step, schedule)
-        results = first_step(step, accelerator)
-        errors.append(inputs.error(results, schedule))
+    for name in names:
+        timings.append(Timing(functools.partial(inputs.step, name), rank, meeting, how, case.machines.emulated))
+        errors.append(inputs.error(timings[-1].results, name))
         if not errors[-1] <= 1:
-            break
-        timings.append(
-            Timing(
-                step,
-                results,
-                rank=rank,
-                meeting=meeting,
-                accelerator=accelerator,
-                emulated=case.machines.emulated,
-                steps=how.steps,
-                budget_s=how.budget_s,
-                latency_s=how.latency_s * how.dilate,
-            )
-        )
-    if len(timings) < len(errors):
-        timings = []
+            return local_s, errors, []
     take_turns(timings)
     meeting.meet(rank)
     return local_s, errors, [timing.measured() for timing in timings]
-
-
-def _applicable(how: Settings, bench, case: Case) -> list[str]:
-    return [name for name in how.schedules if bench.applies(case, name)]

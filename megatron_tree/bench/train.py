@@ -1,10 +1,9 @@
 """Attention forward and backward over a sharded sequence: ring, KV gather, pure tree, the best grid without an exchange
-of heads, Ulysses, USP, the planner's choice, and torch's own context parallelism."""
+of heads, Ulysses, the planner's choice, and torch's own context parallelism."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -12,15 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..attention.autograd import tree_attention
-from ..attention.call import AttnArgs
 from ..attention.functional import tree_attn_func
-from ..attention.topology import GroupTopology
 from ..config import AttnSpec, TreeConfig
 from ..kernels import reference
-from ..layout import Segment, Sharding, shard_positions, shard_segments
+from ..layout import Segment, shard_positions, shard_segments
 from ..plan import Shape, Topology, TrainingPlan, place, plan_training
-from ..plan.plans import rival_names
 from . import rivals, runs, session
 from .accelerator import attention_flops, visible_pairs
 from .decode import uneven
@@ -36,28 +31,10 @@ PINS: dict[str, Callable[[Machines], dict]] = {
     "pure_tree": lambda m: dict(grid=(m.ranks, 1)),
     "grid": lambda m: dict(ulysses_size=1),
     "ulysses": lambda m: dict(ulysses_size=m.ranks),
-    "usp": lambda m: dict(schedule="ring", ulysses_size=m.ranks_per_node),
     "auto": lambda m: {},
 }
 """Our schedules, by name: options of `TreeConfig` and of the planner on these machines."""
 Contender = Callable[["TrainBench", Tensor, Tensor, Tensor], Tensor]
-
-
-def _usp(bench: TrainBench, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`tree_attn_func` with heads exchanged inside the nodes, as USP does: the planner could put them across."""
-    config = bench.config("usp")
-    sharding = Sharding(seq_len=bench.seq_len, world=bench.machines.ranks, layout="zigzag")
-    args = AttnArgs(spec=bench.spec, group=bench.group, queries=sharding, keys=sharding, config=config)
-    with comm.collective_call("usp", bench.group, config) as started:
-        started.agree()
-        net = GroupTopology.of(bench.group, q.device, config).placed(bench.group, q.device, config)
-        call = args.planned(q, k, v, net, kernels.choose(q, k, v, bench.spec, config.backend), False)
-        return tree_attention(q, k, v, None, dataclasses.replace(call, plan=_inside(call.plan)), False)[0]
-
-
-def _inside(plan: TrainingPlan) -> TrainingPlan:
-    passes = (next(c for c in candidates if "a2a+p2p" in rival_names(c)) for candidates in plan.candidates)
-    return dataclasses.replace(plan, **dict(zip(("forward", "backward"), passes)))
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -65,29 +42,40 @@ CONTENDERS: dict[str, Contender] = {
         name: lambda bench, q, k, v, name=name: tree_attn_func(q, k, v, cp_group=bench.group, config=bench.config(name))
         for name in PINS
     },
-    "usp": _usp,
     **{name: rival.contender for name, rival in rivals.TRAIN.items()},
 }
 """By name: from a rank's shares of q, k and v [b, s, h, d], sharded as by `layout.shard_positions`, to out; autograd
 differentiates it."""
-SWEEP_LENGTHS = tuple(1024 * n for n in (2, 4, 8))
 GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
 EXAMPLES = """\
 examples:
   megatron-tree bench train --ranks 4 --seq-len 2k
   megatron-tree bench train --emulate 4x4 --kv-heads 16,4,2 --dilate 10
-  megatron-tree bench train --emulate 4x4 --sweep seq-len ranks --dilate 10     what docs/benchmarks.md shows
+  megatron-tree bench train --emulate 2x4 4x4 --seq-len 2k 4k --dilate 10       over ranks and lengths
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench train`."""
-    runs.add_arguments(parser, "train", CONTENDERS, SWEEP_LENGTHS)
+    runs.add_arguments(parser, "train", CONTENDERS)
 
 
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
-    session.run(args, "train", SWEEP_LENGTHS, TrainBench)
+    session.run(args, "train", TrainBench)
+
+
+def planned(case: Case, topology: Topology, pins: dict, **options) -> TrainingPlan:
+    """The plan for a case, with options of the planner."""
+    given = dict(batch=case.batch, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
+    shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
+    where = dict(topology=topology, placement=place(topology, case.machines.hosts))
+    return plan_training(case.machines.ranks, shape, **given | where | pins | options)
+
+
+def by_pass(plan: TrainingPlan) -> dict[str, Predicted]:
+    """What a plan predicts."""
+    return {name: Predicted(str(p), p.cost) for name, p in (("forward", plan.forward), ("backward", plan.backward))}
 
 
 class Whole:
@@ -123,8 +111,7 @@ class TrainBench:
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, whole: Whole):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
         self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
-        self.options = dict(topology=topology, backend=settings.backend)
-        self.machines, self.seq_len, world = case.machines, case.seq_len, case.machines.ranks
+        self.topology, self.machines, self.seq_len, world = topology, case.machines, case.seq_len, case.machines.ranks
         rows = shard_positions(case.seq_len, self.rank, world)
         dtype = DTYPES[case.dtype]
         kv = (case.batch, len(rows), *whole.k.shape[2:])
@@ -147,7 +134,7 @@ class TrainBench:
 
     def config(self, name: str) -> TreeConfig:
         """The configuration of one of `ours`."""
-        return TreeConfig(**self.options, **PINS[name](self.machines))
+        return TreeConfig(topology=self.topology, **PINS[name](self.machines))
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
@@ -175,23 +162,20 @@ class TrainBench:
             b, _, h, d = self.q.shape
             pairs = b * h * visible_pairs(**self.segments, spec=self.spec)
             both = sum(attention_flops(pairs, d, d, name) for name in ("attn_fwd", "attn_bwd"))
-            return p * both / self.settings.emulated_speed.flops
-        options = dict(**self.segments, spec=self.spec, backend=self.settings.backend)
+            return p * both / self.settings.speed.flops
+        options = dict(**self.segments, spec=self.spec)
 
         def pair():
             out, lse = kernels.attn_fwd(self.q, self.k, self.v, **options)
             delta = kernels.attn_delta(self.dout, out)
             kernels.attn_bwd(self.dout, self.q, self.k, self.v, lse, delta, **options)
 
-        return p * time_together(pair, self.meeting, self.rank, steps=3)
+        return p * time_together(pair, self.meeting, self.rank)
 
     @staticmethod
     def applies(case: Case, contender: str) -> bool:
-        """Whether there are heads enough to exchange, and for USP several nodes of several ranks."""
-        machines, pins = case.machines, PINS.get(contender, lambda m: {})(case.machines)
-        if contender == "usp" and 1 in (machines.nodes, machines.ranks_per_node):
-            return False
-        return pins.get("ulysses_size", 1) <= case.num_heads
+        """Whether there are heads enough to exchange."""
+        return contender != "ulysses" or case.machines.ranks <= case.num_heads
 
     @staticmethod
     def held_bytes(case: Case) -> int:
@@ -199,20 +183,9 @@ class TrainBench:
         return case.kv_bytes * (1 + case.num_heads // case.num_heads_kv)
 
     @staticmethod
-    def predict(case: Case, topology: Topology, hosts, contender: str) -> dict[str, Predicted]:
+    def predict(case: Case, topology: Topology, contender: str) -> dict[str, Predicted]:
         """The planner's prediction for one of `ours`, by pass."""
-        plan = plan_training(
-            case.machines.ranks,
-            Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim),
-            batch=case.batch,
-            seq_len=case.seq_len,
-            bytes_per_word=DTYPES[case.dtype].itemsize,
-            topology=topology,
-            placement=place(topology, hosts),
-            **PINS[contender](case.machines),
-        )
-        plan = _inside(plan) if contender == "usp" else plan
-        return {name: Predicted(str(p), p.cost) for name, p in (("forward", plan.forward), ("backward", plan.backward))}
+        return by_pass(planned(case, topology, PINS[contender](case.machines)))
 
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:

@@ -8,9 +8,8 @@ import io
 import torch
 
 from .. import kernels
-from ..bench.contenders import time_case
+from ..bench.contenders import fastest_backends, time_case
 from ..bench.kernel_cases import Case, Timing
-from ..bench.kernel_record import fastest_backends
 from ..config import AttnSpec
 from ..kernels import fastest
 

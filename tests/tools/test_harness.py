@@ -49,17 +49,10 @@ def _sleep_on(rank, world, ranks, pid_folder):
     child.kill()
 
 
-def _environment_of(rank, world):
-    return os.environ.get("A_VARIABLE"), os.environ["RANK"], dist.get_debug_level().name
-
-
-def _uninitialised(rank, world):
+def _facts(rank, world):
     x = torch.ones(2)
-    return [bool(t.isnan().all()) for t in (torch.empty(2), torch.empty_like(x), x.new_empty(2, 2))]
-
-
-def _draw(rank, world):
-    return torch.rand(3)
+    poisoned = all(bool(t.isnan().all()) for t in (torch.empty(2), torch.empty_like(x), x.new_empty(2, 2)))
+    return os.environ.get("A_VARIABLE"), dist.get_debug_level().name, poisoned, torch.rand(3).tolist()
 
 
 def _alive(pid):
@@ -112,22 +105,12 @@ def test_time_out_names_the_ranks_and_kills_everything(tmp_path):
     assert not _wait_gone(pids)
 
 
-def test_environment_is_set_for_the_call_only():
+def test_ranks_get_the_calls_environment_poisoned_memory_and_one_seed():
     env = {"A_VARIABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    assert run_distributed(_environment_of, 2, env=env) == [("1", "0", "DETAIL"), ("1", "1", "DETAIL")]
-    assert run_distributed(_environment_of, 2) == [(None, "0", "OFF"), (None, "1", "OFF")]
-
-
-def test_uninitialised_memory_is_nan_here_and_on_the_ranks():
-    assert _uninitialised(0, 1) == [True] * 3
-    assert run_distributed(_uninitialised, 2) == [[True] * 3] * 2
-    assert torch.empty(2, dtype=torch.int64).dtype == torch.int64
-
-
-def test_seeds_are_the_same_in_every_call_and_rank():
-    first, second = run_distributed(_draw, 2)
-    assert torch.equal(first, second)
-    assert torch.equal(run_distributed(_draw, 2)[0], first)
+    first, second = run_distributed(_facts, 2, env=env)
+    assert first == second and first[:3] == ("1", "DETAIL", True)
+    assert run_distributed(_facts, 2) == [(None, "OFF", True, first[3])] * 2
+    assert torch.empty(2).isnan().all() and torch.empty(2, dtype=torch.int64).dtype == torch.int64
 
 
 def test_no_worker_survives_a_killed_session(tmp_path):
@@ -150,17 +133,6 @@ def test_no_worker_survives_a_killed_session(tmp_path):
         session.kill()
         session.wait()
     assert not _wait_gone(pids)
-
-
-@pytest.fixture(scope="module")
-def made_once():
-    return None
-
-
-def test_tests_that_share_a_fixture_are_kept_together(made_once, request):
-    """pytest-xdist puts the group behind the test's name; some releases of pytest don't let it."""
-    in_parallel = getattr(request.config.option, "loadgroup", False)
-    assert request.node.nodeid.endswith("@test_harness") == in_parallel
 
 
 def test_rounding_is_told_from_errors():

@@ -68,7 +68,7 @@ class Worker:
         theirs.close()
 
     def run(self, task: Task, limit_s: float, emit: Emit) -> tuple[str, str]:
-        """Run a task for at most limit_s seconds: its status, and what it said."""
+        """Run a task for at most limit_s seconds: its status, and why it failed or did not run."""
         end = time.monotonic() + limit_s
         try:
             self._ours.send(task)
@@ -101,28 +101,17 @@ class Worker:
         self._ours.close()
 
 
-class InThisProcess:
-    """Instead of a worker: for a debugger or a profiler. Nothing stops a task that takes too long."""
-
-    gone = False
-
-    def run(self, task: Task, limit_s: float, emit: Emit) -> tuple[str, str]:
-        return _run(task, emit)
-
-    def close(self) -> None:
-        pass
-
-
 def _serve(connection, parent: int) -> None:
     os.setsid()  # a group, so that what a task starts is killed with it
     die_with(parent)
     while True:
         task = connection.recv()
-        status, said = _run(task, lambda row: connection.send(("row", row)))
+        status, said = run_task(task, lambda row: connection.send(("row", row)))
         connection.send(("end", status, said, device_works()))
 
 
-def _run(task: Task, emit: Emit) -> tuple[str, str]:
+def run_task(task: Task, emit: Emit) -> tuple[str, str]:
+    """Run a task in this process: its status, and why it failed or did not run."""
     try:
         task.call(emit)
     except NotHere as reason:
@@ -138,17 +127,10 @@ def _run(task: Task, emit: Emit) -> tuple[str, str]:
     return DONE, ""
 
 
-def run_tasks(
-    tasks: Iterable[Task],
-    *,
-    end: float,
-    emit: Emit,
-    ended: Callable[[Outcome], None],
-    start: Callable[[], Worker | InThisProcess] = Worker,
-) -> None:
+def run_tasks(tasks: Iterable[Task], *, end: float, emit: Emit, ended: Callable[[Outcome], None]) -> None:
     """Run tasks in order until the instant `end` of time.monotonic(); those that don't fit any more are not run.
 
-    emit gets the results as they come, ended each task's outcome. start: makes the worker.
+    emit gets the results as they come, ended each task's outcome.
     """
     worker = None
     try:
@@ -159,10 +141,9 @@ def run_tasks(
                 said = f"needs about {task.seconds:.0f} s, and {max(left, 0):.0f} s of the budget are left"
                 ended(Outcome(task.stage, task.label, NOT_RUN, 0.0, said))
                 continue
-            first = worker is None
-            worker = worker or start()
-            limit = task.limit_s + (START_S if first else 0.0)
-            status, said = worker.run(task, min(left, limit), emit)
+            limit_s = task.limit_s + (0.0 if worker else START_S)
+            worker = worker or Worker()
+            status, said = worker.run(task, min(left, limit_s), emit)
             if worker.gone:
                 worker = None
             ended(Outcome(task.stage, task.label, status, time.monotonic() - begun, said))
