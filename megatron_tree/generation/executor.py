@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cache.runner import RowRunner
-from .plans import Operation
+from .plans import Operation, PrefillRows, apply
 
 
 class Executor:
@@ -23,8 +23,13 @@ class Executor:
 
     @torch.no_grad()
     def run(self, operations: Sequence[Operation]) -> list[Tensor]:
-        """The logits that they return, in their order."""
-        return [logits for operation in operations for logits in operation.apply(self) or ()]
+        """The logits of those that have some, in their order; of `PrefillRows` each row's."""
+        outputs = []
+        for operation in operations:
+            logits = apply(operation, self)
+            if logits is not None:
+                outputs += logits if isinstance(operation, PrefillRows) else [logits]
+        return outputs
 
     def add(self, handle: int) -> None:
         self._rows[handle] = self.runner.add()

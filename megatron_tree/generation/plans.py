@@ -1,6 +1,6 @@
 """What the ranks do in a turn of continuous batching: a short list of operations that the leader sends to all ranks.
 
-Rows are named by handles that the leader chose; an operation is applied to an `Executor`, or to a `Forecast` of memory.
+Rows are named by handles that the leader chose.
 """
 
 from __future__ import annotations
@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 
 class Add(NamedTuple):
     """A new, empty row."""
 
     handle: int
-
-    def apply(self, rows) -> None:
-        rows.add(self.handle)
 
 
 class Fork(NamedTuple):
@@ -26,9 +21,6 @@ class Fork(NamedTuple):
     handle: int
     copy: int
 
-    def apply(self, rows) -> None:
-        rows.fork(self.handle, self.copy)
-
 
 class Crop(NamedTuple):
     """Forget a row's tokens from position `length` on."""
@@ -36,17 +28,11 @@ class Crop(NamedTuple):
     handle: int
     length: int
 
-    def apply(self, rows) -> None:
-        rows.crop(self.handle, self.length)
-
 
 class Remove(NamedTuple):
     """Forget a row."""
 
     handle: int
-
-    def apply(self, rows) -> None:
-        rows.remove(self.handle)
 
 
 class End(NamedTuple):
@@ -58,18 +44,12 @@ class End(NamedTuple):
     reason: str
     error: str | None
 
-    def apply(self, executor) -> None:
-        executor.end(*self)
-
 
 class Step(NamedTuple):
     """Append tokens to rows: the last one of each answer, and those that are drafted after it."""
 
     handles: list[int]
     tokens: list[list[int]]
-
-    def apply(self, executor) -> list[Tensor]:
-        return [executor.step(self.handles, self.tokens)]
 
 
 class Prefill(NamedTuple):
@@ -79,18 +59,12 @@ class Prefill(NamedTuple):
     tokens: list[int]
     row_length: int
 
-    def apply(self, executor) -> list[Tensor]:
-        return [executor.prefill(self.handle, self.tokens, self.row_length)]
-
 
 class PrefillRows(NamedTuple):
     """Append several short prompts to their rows in one pass."""
 
     handles: list[int]
     prompts: list[list[int]]
-
-    def apply(self, executor) -> list[Tensor]:
-        return list(executor.prefill_rows(self.handles, self.prompts))
 
 
 class Score(NamedTuple):
@@ -100,13 +74,18 @@ class Score(NamedTuple):
     tokens: list[int]
     row_length: int
 
-    def apply(self, executor) -> list[Tensor]:
-        return [executor.score(self.handle, self.tokens, self.row_length)]
+
+Operation = Add | Fork | Crop | Remove | End | Step | Prefill | PrefillRows | Score
+METHODS: dict[type, str] = {
+    Add: "add", Fork: "fork", Crop: "crop", Remove: "remove", End: "end",
+    Step: "step", Prefill: "prefill", PrefillRows: "prefill_rows", Score: "score",
+}  # fmt: skip
+KINDS = {name: kind for kind, name in METHODS.items()}
 
 
-RowOperation = Add | Fork | Crop | Remove
-Operation = RowOperation | End | Step | Prefill | PrefillRows | Score
-KINDS = {kind.__name__: kind for kind in (Add, Fork, Crop, Remove, End, Step, Prefill, PrefillRows, Score)}
+def apply(operation: Operation, target) -> Any:
+    """Call the method that carries it out, of an `Executor`, or of a `Forecast` of rows and memory."""
+    return getattr(target, METHODS[type(operation)])(*operation)
 
 
 class Plan(NamedTuple):
@@ -121,8 +100,7 @@ class Plan(NamedTuple):
     """Why the leader gives up: there is nothing else in the plan."""
 
     def to_json(self) -> list[Any]:
-        operations = [(type(operation).__name__, *operation) for operation in self.operations]
-        return [operations, self.stop, self.idle, self.failed]
+        return [[(METHODS[type(operation)], *operation) for operation in self.operations], *self[1:]]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Plan:

@@ -227,22 +227,3 @@ class ServedRequest:
     def num_rows_held(self) -> int:
         """Rows that all answers have or will have without asking again."""
         return self.num_rows * sum(answer.handle is not None for answer in self.unfinished)
-
-
-def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
-    """int64 [n], on the CPU. Raises: ``ValueError`` for an empty one, other shapes, tokens that the model lacks."""
-    try:
-        tokens = torch.as_tensor(prompt).cpu()
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"prompt must be a list of token numbers: {error}") from None
-    if tokens.dim() != 1 or len(tokens) == 0 or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
-        given = f"{list(tokens.shape)} of {tokens.dtype}"
-        raise ValueError(f"prompt must be a list of one token number or more, got {given}")
-    tokens = tokens.to(torch.int64)
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"prompt holds the token {low if low < 0 else high}, the model has 0 to {vocab_size - 1}: is the tokenizer "
-            "the model's own?"
-        )
-    return tokens

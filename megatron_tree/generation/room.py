@@ -13,7 +13,7 @@ import math
 
 from ..errors import TreeError
 from .executor import Executor
-from .plans import Add, Crop, End, Fork, Operation, Remove
+from .plans import Add, Crop, End, Fork, Operation, Remove, apply
 from .prefixes import Prefixes
 from .requests import ActiveAnswer, ServedRequest
 
@@ -263,7 +263,7 @@ class Room:
         if forecast is not None:
             for operation in self.operations:
                 if not isinstance(operation, End):
-                    operation.apply(forecast)
+                    apply(operation, forecast)
         return forecast
 
     def _free(self) -> float:

@@ -21,11 +21,12 @@ from ..comm import group_rank
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
+from .checks import check_request
 from .executor import Executor
 from .grammars import Grammars
 from .planner import StepPlanner
 from .plans import Plan
-from .requests import EventSink, KeptRow, Request, ServedRequest, prompt_tensor
+from .requests import EventSink, KeptRow, Request, ServedRequest
 from .speculation import NO_SPECULATION, Speculated, Speculation
 from .waiting import Waiting
 
@@ -134,44 +135,7 @@ class Scheduler:
         Raises: ``ValueError`` that says what is wrong: tokens that the model lacks, too long for the model's positions
             or for the whole cache, more answers than rows, stop texts without a tokenizer.
         """
-        params, runner = request.sampling, self._runner
-        prompt = prompt_tensor(request.prompt, runner.vocab_size)
-        if not isinstance(request.n, int) or not 1 <= request.n <= self.max_rows:
-            raise ValueError(f"n={request.n!r} must be from 1 to max_rows={self.max_rows}: ask for fewer answers")
-        if not isinstance(request.priority, int):
-            raise ValueError(f"priority={request.priority!r} must be an integer; lower ones go first")
-        if request.row is not None and request.n > 1:
-            raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
-        for name in ("stop_token_ids", "logit_bias"):
-            value = getattr(params, name)
-            if any(token >= runner.vocab_size for token in value):
-                raise ValueError(f"{name}={value}: the model has tokens 0 to {runner.vocab_size - 1}")
-        if params.min_tokens > params.max_tokens:
-            raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}: ask for less")
-        if params.stop and self._tokenizer is None:
-            raise ValueError(
-                f"stop={params.stop!r} needs a tokenizer: give one to the scheduler, or use stop_token_ids"
-            )
-        if params.grammar is not None:
-            if params.ignore_eos or params.min_tokens:
-                raise ValueError("ignore_eos and min_tokens: an answer with a grammar ends with it: leave them out")
-            self._grammars.check(params.grammar)
-        length = len(prompt) + params.max_tokens
-        asked = f"{len(prompt):,} prompt tokens and max_tokens={params.max_tokens:,}"
-        if runner.max_positions is not None and length > runner.max_positions:
-            raise ValueError(
-                f"{asked} exceed the model's {runner.max_positions:,} positions: shorten the prompt, or ask for at "
-                f"most {max(runner.max_positions - len(prompt), 0):,} new tokens"
-            )
-        page = runner.page_size
-        pages = request.n * -(-length // page) - (request.n - 1) * (len(prompt) // page)
-        if self._capacity is not None and pages * page > self._capacity:
-            each = f" for each of {request.n} answers" if request.n > 1 else ""
-            raise ValueError(
-                f"{asked}{each} exceed the cache of {self._capacity:,} tokens: shorten the prompt, ask for less, or "
-                "give the cache more memory"
-            )
-        return prompt
+        return check_request(request, self._runner, self._capacity, self.max_rows, self._tokenizer, self._grammars)
 
     def submit(self, request: Request, sink: EventSink) -> int:
         """Queue a request; returns its number. On the leader, from any thread.

@@ -15,7 +15,8 @@ from torch import Tensor
 from ...comm import collective_call, shared_checks
 from ...config import check_choice, default_config
 from ...generation.answers import Answer, Recorder, answer_all
-from ...generation.requests import Request, prompt_tensor
+from ...generation.checks import prompt_tensor
+from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
 from .attention import TreeCache, check_model

@@ -1,0 +1,73 @@
+"""Whether a request can be served once there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache.runner import RowRunner
+from .grammars import Grammars
+from .requests import Request
+
+
+def check_request(
+    request: Request, runner: RowRunner, capacity: int | None, max_rows: int, tokenizer, grammars: Grammars
+) -> Tensor:
+    """See `Scheduler.check`. capacity: tokens of the whole cache; None: it grows."""
+    params = request.sampling
+    prompt = prompt_tensor(request.prompt, runner.vocab_size)
+    if not isinstance(request.n, int) or not 1 <= request.n <= max_rows:
+        raise ValueError(f"n={request.n!r} must be from 1 to max_rows={max_rows}: ask for fewer answers")
+    if not isinstance(request.priority, int):
+        raise ValueError(f"priority={request.priority!r} must be an integer; lower ones go first")
+    if request.row is not None and request.n > 1:
+        raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
+    for name in ("stop_token_ids", "logit_bias"):
+        value = getattr(params, name)
+        if any(token >= runner.vocab_size for token in value):
+            raise ValueError(f"{name}={value}: the model has tokens 0 to {runner.vocab_size - 1}")
+    if params.min_tokens > params.max_tokens:
+        raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}: ask for less")
+    if params.stop and tokenizer is None:
+        raise ValueError(f"stop={params.stop!r} needs a tokenizer: give one to the scheduler, or use stop_token_ids")
+    if params.grammar is not None:
+        if params.ignore_eos or params.min_tokens:
+            raise ValueError("ignore_eos and min_tokens: an answer with a grammar ends with it: leave them out")
+        grammars.check(params.grammar)
+    length = len(prompt) + params.max_tokens
+    asked = f"{len(prompt):,} prompt tokens and max_tokens={params.max_tokens:,}"
+    if runner.max_positions is not None and length > runner.max_positions:
+        raise ValueError(
+            f"{asked} exceed the model's {runner.max_positions:,} positions: shorten the prompt, or ask for at "
+            f"most {max(runner.max_positions - len(prompt), 0):,} new tokens"
+        )
+    page = runner.page_size
+    pages = request.n * -(-length // page) - (request.n - 1) * (len(prompt) // page)
+    if capacity is not None and pages * page > capacity:
+        each = f" for each of {request.n} answers" if request.n > 1 else ""
+        raise ValueError(
+            f"{asked}{each} exceed the cache of {capacity:,} tokens: shorten the prompt, ask for less, or "
+            "give the cache more memory"
+        )
+    return prompt
+
+
+def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
+    """int64 [n], on the CPU. Raises: ``ValueError`` for an empty one, other shapes, tokens that the model lacks."""
+    try:
+        tokens = torch.as_tensor(prompt).cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"prompt must be a list of token numbers: {error}") from None
+    if tokens.dim() != 1 or len(tokens) == 0 or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
+        given = f"{list(tokens.shape)} of {tokens.dtype}"
+        raise ValueError(f"prompt must be a list of one token number or more, got {given}")
+    tokens = tokens.to(torch.int64)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"prompt holds the token {low if low < 0 else high}, the model has 0 to {vocab_size - 1}: is the tokenizer "
+            "the model's own?"
+        )
+    return tokens
