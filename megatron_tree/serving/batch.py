@@ -26,6 +26,7 @@ from ..generation.requests import Event, Request
 from ..generation.sampling import SamplingParams, derived_seed, first_fault
 from ..generation.scheduler import Scheduler
 from .batch_output import Output, key_of
+from .messages import ChatMessage
 from .transcript import chat_tokens
 
 VERSION = 2
@@ -153,14 +154,16 @@ class _Batch:
 def _result(entry: BatchRequest, events: list[Event]) -> dict[str, Any]:
     answers = []
     for number in range(entry.request.n):
-        own = [event for event in events if event.answer == number]
-        answer = {"text": "".join(e.text for e in own), "finish_reason": own[-1].finish_reason}
-        answer["stop_reason"] = own[-1].stop_reason
+        told = [event for event in events if event.answer == number]
+        answer = {"text": "".join(e.text for e in told), "finish_reason": told[-1].finish_reason}
+        answer["stop_reason"] = told[-1].stop_reason
         if entry.request.sampling.logprobs is not None:
-            answer["logprobs"] = [{"token": e.token, "logprob": e.logprob, "top": e.top_logprobs} for e in own]
+            answer["logprobs"] = [{"token": e.token, "logprob": e.logprob, "top": e.top_logprobs} for e in told]
         if entry.request.sampling.prompt_logprobs is not None:
-            told = own[0].prompt_logprobs
-            answer["prompt_logprobs"] = [{"token": c.token, "logprob": c.logprob, "top": c.top_logprobs} for c in told]
+            choices = told[0].prompt_logprobs
+            answer["prompt_logprobs"] = [
+                {"token": c.token, "logprob": c.logprob, "top": c.top_logprobs} for c in choices
+            ]
         answers.append(answer)
     usages = [event.usage for event in events if event.usage is not None]
     return {
@@ -217,21 +220,13 @@ def _each_line(data: bytes, name: str, read: Callable[[bytes, int], Any]) -> lis
     return entries
 
 
-class Message(BaseModel):
-    """A message of a chat; the model's template may use more fields."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: str
-    content: str
-
-
 class Line(BaseModel):
     """One line of the input. Its other fields are options of `SamplingParams`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     id: int | str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     n: int | None = None
 
 
@@ -267,4 +262,4 @@ def _encode(tokenizer, line: Line) -> list[int]:
         return tokenizer(line.prompt).input_ids
     if not tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
-    return chat_tokens(tokenizer, [message.model_dump() for message in line.messages])
+    return chat_tokens(tokenizer, [message.for_template() for message in line.messages])

@@ -48,26 +48,25 @@ class Output:
         for number, line in enumerate(data.split(b"\n")[:-1], 1):
             try:
                 entry = read_json(line)
-                header, found = (entry["job"], None) if number == 1 else (None, key_of(entry["id"]))
+                value = entry["job"]["sampling"]["seed"] if number == 1 else key_of(entry["id"])
             except (KeyError, TypeError, ValueError):
                 what = "the output of a batch" if number == 1 else "a result: something else wrote it, or it is damaged"
                 raise ValueError(
                     f"output {self._path!r}, line {number}, is not {what}; {_WAY_OUT[number == 1]}"
                 ) from None
-            if header is not None:
-                self._check_header(header, seed)
+            if number == 1:
+                self._header["sampling"]["seed"] = value if seed is None else seed
+                self._check_header(entry["job"])
             if _checksum(line[: line.rfind(_CHECKSUM)]) != entry.get("crc32"):
                 raise ValueError(
                     f"output {self._path!r}, line {number}, holds other bytes than were written (its crc32 differs); "
                     + _WAY_OUT[number == 1]
                 )
-            if found is not None:
-                self.done.add(found)
+            if number > 1:
+                self.done.add(value)
 
-    def _check_header(self, found: Mapping[str, Any], seed: int | None) -> None:
-        if seed is None:
-            self._header["sampling"]["seed"] = _seed_of(found)
-        now, then = _flat(self._header), _flat(found if isinstance(found, dict) else {"job": found})
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        now, then = _flat(self._header), _flat(header)
         other = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
         if other:
             changes = "; ".join(f"{name}={then.get(name)!r} then, {now.get(name)!r} now" for name in other)
@@ -113,11 +112,6 @@ def _checksum(data: bytes) -> str:
 def key_of(identity: str | int) -> str:
     """A key that differs for different ids: 1 and "1" are two ids."""
     return json.dumps(identity)
-
-
-def _seed_of(header: object) -> object:
-    sampling = header.get("sampling") if isinstance(header, dict) else None
-    return sampling.get("seed") if isinstance(sampling, dict) else None
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -32,7 +32,7 @@ def run(args: Namespace) -> None:
 
 
 def _run(args: Namespace, params: SamplingParams, ready: Started) -> None:
-    conversation = ready.conversation(args.prefill)
+    conversation = ready.conversation()
     if ready.rank != 0:
         try:
             share_check(None, ready.group)  # the input is open

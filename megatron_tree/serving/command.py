@@ -40,7 +40,7 @@ def serve(argv: list[str]) -> int:
     from .http.arguments import build_parser, check_arguments
 
     def load():
-        from .http.run import run
+        from .http.server import run
         from .start import StartError
 
         return run, (StartError,)

@@ -80,22 +80,20 @@ def _run_one(args: Namespace, ready: Started) -> None:
     say = print if rank == 0 else lambda *_, **__: None
     say(f"{prompt.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)
     params = sampling_params(args).with_seed()  # only rank 0's counts
-    conversation = ready.conversation(args.prefill)
+    conversation = ready.conversation()
     with hold_log():  # until the answer is complete
         result = conversation.answer(
             prompt[0].tolist(),
             params,
-            on_text=(lambda text: print(text, end="", flush=True)) if args.stream else None,
+            on_text=lambda text: print(text, end="", flush=True),
             progress=progress_bar("prefill") if rank == 0 else None,
             keep_logits=args.check and rank == 0,
         )
-        say("" if args.stream else result.text, flush=True)
-    prefill = "replicated" if conversation.runner.has_states else args.prefill
-    figures = time_figures(result, prefill=prefill, schedule=args.schedule)
-    cache = conversation.runner.cache
-    own = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
-    own["weight_bytes"] = engine.weight_bytes
-    figures["ranks"] = share_all(own | {"prefill_s": result.prefill_s}, ready.group)
+        say("", flush=True)
+    figures, cache = time_figures(result), conversation.runner.cache
+    local = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
+    local |= {"weight_bytes": engine.weight_bytes, "prefill_s": result.prefill_s}
+    figures["ranks"] = share_all(local, ready.group)
     if rank == 0:
         if args.num_speculative_tokens:
             figures["speculation"] = conversation.speculated._asdict()

@@ -1,4 +1,4 @@
-"""The messages and tools of a chat: what OpenAI's clients send, in the form that chat templates take."""
+"""The messages of a chat: what OpenAI's clients send, in the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ...generation.sampling import Strict
-from .errors import bad_value, refused
+from ..generation.sampling import Strict
 
 # Fields of messages and their parts that clients send back or add, and that no template reads
 IGNORED = frozenset({"annotations", "cache_control", "provider_specific_fields"})
@@ -72,7 +71,7 @@ class ToolCall(Lenient):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class Message(Lenient):
+class ChatMessage(Lenient):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -88,7 +87,7 @@ class Message(Lenient):
     def _refuse(cls, data: Any) -> Any:
         for name, why in REFUSED.items():
             if isinstance(data, dict) and data.get(name) is not None:
-                raise refused("messages", f"{name}: {why}")
+                raise ValueError(f"{name}: {why}")
         return data
 
     @model_validator(mode="after")
@@ -109,50 +108,3 @@ class Message(Lenient):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
-
-
-class Function(Lenient):
-    """A function that the model may call. parameters: a JSON schema."""
-
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    strict: bool = False
-
-
-class Tool(Lenient):
-    """One of `tools`."""
-
-    type: Literal["function"]
-    function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
-
-
-class NamedFunction(Strict):
-    name: str
-
-
-class NamedTool(Strict):
-    """`tool_choice`: this function."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-
-def tools_for(tools: list[Tool], choice: ToolChoice) -> list[Tool]:
-    """The tools that may be called. Raises: `ApiError` (400) for a choice that is not among them."""
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise bad_value("tools", f"names must differ, got {', '.join(names)}")
-    if choice == "none":
-        return []
-    if not tools and choice != "auto":
-        raise bad_value("tool_choice", "needs tools: pass them, or leave this out")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise bad_value("tool_choice", f"there is no tool {choice.function.name!r}, only {', '.join(map(repr, names))}")
-    return tools

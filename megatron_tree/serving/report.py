@@ -55,7 +55,7 @@ def time_table(figures: dict[str, Any]) -> str:
     steps, speculation = figures["new_tokens"] - 1, figures.get("speculation")
     prompt, seconds = figures["prompt_tokens"], figures["prefill_s"]
     lines = [
-        f"prompt               {prompt:,} tokens, prefill {figures['prefill']}",
+        f"prompt               {prompt:,} tokens",
         f"prefill              {seconds:.2f} s ({prompt / seconds:,.0f} tokens/s)",
         f"time to first token  {figures['first_token_s']:.2f} s",
     ]
@@ -63,7 +63,7 @@ def time_table(figures: dict[str, Any]) -> str:
         median, longest = 1e3 * figures["token_median_s"], 1e3 * figures["token_max_s"]
         lines.append(
             f"per token            {median:.1f} ms median, {longest:.1f} ms at most "
-            f"({speculation['steps'] if speculation else steps} steps, schedule {figures['schedule']})"
+            f"({speculation['steps'] if speculation else steps} steps)"
         )
     if speculation:
         lines.append(f"speculation          {speculation_text(Speculated(**speculation))}")
@@ -76,14 +76,12 @@ def speculation_text(numbers: Speculated) -> str:
     return f"{numbers.accepted:,} of {numbers.drafted:,} drafted tokens were right, {each:.2f} tokens per step"
 
 
-def time_figures(result, *, prefill: str, schedule: str) -> dict[str, Any]:
+def time_figures(result) -> dict[str, Any]:
     """Sizes and times of an `Answer`, ready for JSON."""
     steps = result.step_s
     return {
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.tokens),
-        "prefill": prefill,
-        "schedule": schedule,
         "prefill_s": result.prefill_s,
         "first_token_s": result.first_token_s,
         "token_median_s": statistics.median(steps) if steps else None,

@@ -65,12 +65,11 @@ class Started(NamedTuple):
         options |= {"keep_bytes": keep_bytes, "speculation": self._speculation(runner, keep_bytes)}
         return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
 
-    def conversation(self, prefill: str) -> Conversation:
-        """A conversation over a new cache; prefill: "sharded" or "replicated"."""
+    def conversation(self) -> Conversation:
+        """A conversation over a new cache."""
         options = {"end_tokens": self.end_tokens, "group": self.group, "timeout_s": self.timeout_s}
         runner = self.engine.new_runner()
-        options |= {"sharded": prefill == "sharded", "speculation": self._speculation(runner, DRAFT_BYTES)}
-        return Conversation(runner, self.tokenizer, **options)
+        return Conversation(runner, self.tokenizer, speculation=self._speculation(runner, DRAFT_BYTES), **options)
 
     def _speculation(self, runner, keep_bytes: int) -> Speculation | None:
         if self.num_drafted and runner.has_states:  # on all ranks: others have no speculation that could raise
@@ -100,8 +99,7 @@ def _load_draft(
         )
     model = models.load_model(folder, dtype).to(device)
     model.set_attn_implementation("tree")
-    options = {"block_size": args.cache_block_size, "dtype": args.cache_dtype, "tree_config": tree_config}
-    cache = TreeCache(model.config, **options)
+    cache = TreeCache(model.config, dtype=args.cache_dtype, tree_config=tree_config)
     return Runner(model, cache, chunk_size=_served_chunk(device, 1), cuda_graphs=args.cuda_graphs)
 
 
@@ -119,12 +117,10 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
 
 def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     timeout_s = 60 * args.distributed_timeout_minutes
-    given = {"topology": args.topology} if args.topology else {}
-    given |= {"backend": args.backend} if args.backend != "auto" else {}
-    tree_config = replace(default_config(), **given, timeout_s=timeout_s)
+    tree_config = replace(default_config(), timeout_s=timeout_s)
     device = tree_deepspeed.init_distributed(timeout_s=timeout_s)
     if args.cuda_graphs:
-        check_cuda_graphs(device_type=device.type, schedule=args.schedule, config=tree_config)
+        check_cuda_graphs(device_type=device.type, schedule="auto", config=tree_config)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
     models.hide_progress_bars()
@@ -142,16 +138,12 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     model = folder if args.weights == "sharded" else models.load_model(folder, dtype)  # a rank reads its pieces only
     engine = tree_deepspeed.init_inference(
         model,
-        config=args.deepspeed_config,
-        sp_size=args.context_parallel_size,
         tp_size=args.tensor_model_parallel_size,
         weights=args.weights,
         queries=args.queries,
         dtype=dtype,
-        block_size=args.cache_block_size,
         cache_dtype=args.cache_dtype,
         prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
-        schedule=args.schedule,
         tree_config=tree_config,
         cuda_graphs=args.cuda_graphs,
     )

@@ -36,8 +36,8 @@ class Lines:
                 return None
             data = os.read(self._fd, 1 << 16)
             self._rest, self._ended = self._rest + data, not data
-        line, found, self._rest = self._rest.partition(b"\n")
-        if not found and not line:
+        line, end, self._rest = self._rest.partition(b"\n")
+        if not end and not line:
             raise EOFError
         return line.decode(errors="replace").rstrip("\r")
 

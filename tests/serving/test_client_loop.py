@@ -15,7 +15,7 @@ import openai
 import pydantic
 import torch
 
-from megatron_tree.serving.http.fields import IGNORED
+from megatron_tree.serving.http.protocol import IGNORED
 from megatron_tree.serving.http.tools import ToolText
 from support.http_server import NAME, byte_model, byte_tokenizer, serving
 
@@ -70,10 +70,9 @@ def _bad(create, words, **options):
     return error.value
 
 
-@pytest.mark.parametrize("dump", [lambda message: message, lambda message: message.model_dump()])
-def test_answers_are_sent_back_as_they_came(chat, server, dump):
+def test_answers_are_sent_back_as_they_came(chat):
     messages = list(ASK)
-    for _ in range(3):
+    for dump in (lambda message: message, lambda message: message.model_dump()):
         answer = chat(messages)
         prompt = "".join(f"<{m['role']}>{m['content']}\n" for m in map(dict, messages)) + "<assistant>"
         assert answer.usage.prompt_tokens == len(prompt.encode())
@@ -154,7 +153,7 @@ def _in_pieces(text, size, **options):
     return sent + rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize(
     ("text", "options", "want"),
     [
@@ -192,40 +191,22 @@ def test_answers_of_a_given_form(server, chat, complete):
     for body in ({"regex": "[ab]{3}c+d"}, {"grammar": "start: /[ab]{3}c+d/"}):
         answer = complete(extra_body={"structured_outputs": body}, **sampled).choices[0]
         assert re.fullmatch("[ab]{3}c+d", answer.text) and answer.finish_reason == "stop"
-    answer = chat(response_format={"type": "regex", "value": "[0-9]-[0-9]"}, **sampled).choices[0]
-    assert re.fullmatch("[0-9]-[0-9]", answer.message.content)
-    assert complete(extra_body={"guided_choice": ["a.c", "xyz"]}, **sampled).choices[0].text in ("a.c", "xyz")
-    assert json.loads(complete(extra_body={"guided_json": {"enum": [7, 8]}}).choices[0].text) in (7, 8)
+    for body, allowed in (({"choice": ["a.c", "xyz"]}, ("a.c", "xyz")), ({"json": {"enum": [7, 8]}}, ("7", "8"))):
+        assert complete(extra_body={"structured_outputs": body}, **sampled).choices[0].text in allowed
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"response_format": {"type": "json_schema"}}, "json_schema belongs to the type"),
-        ({"structured_outputs": {}}, "one of json, regex, choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of json, regex, choice"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "another form"),
-        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "an older form of structured_outputs"),
-    ],
-)
-def test_forms_that_contradict(complete, options, words):
-    _bad(complete, words, extra_body=options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
         ({"structured_outputs": {"regex": "("}}, "unclosed group"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}},
-            "type: y",
-        ),
-        ({"structured_outputs": {"json": "{"}}, "EOF"),
         ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/x"}}}, "does not fetch"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ends with it"),
     ],
 )
-def test_forms_that_are_not_valid(complete, options, words):
+def test_forms_that_are_refused(complete, options, words):
     pytest.importorskip("llguidance")
     assert _bad(complete, words, extra_body=options).code == "invalid_value"
 
@@ -242,7 +223,7 @@ def test_bias(complete):
     assert _bad(complete, "less than or equal to 100", logit_bias={"3": 101}).param == "logit_bias"
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("max_tokens", [0, 3])
 def test_echo_with_logprobs_of_the_prompt_as_lm_eval_reads_them(server, complete, max_tokens):
     texts = ["the quick brown fox " * 7, "b"]  # 140 tokens: more than a chunk
     tokens = [TOKENIZER(text).input_ids for text in texts]
@@ -317,6 +298,6 @@ def test_options_for_the_template(chat):
         _bad(chat, f"can't set {name}", extra_body={"chat_template_kwargs": {name: "x"}})
 
 
-@pytest.mark.parametrize("name", sorted(IGNORED))
-def test_fields_without_effect_on_the_answer(chat, name):
-    assert chat(extra_body={name: {"any": "thing"}}).choices[0].message == chat().choices[0].message
+def test_fields_without_effect_on_the_answer(chat):
+    ignored = {name: {"any": "thing"} for name in IGNORED}
+    assert chat(extra_body=ignored).choices[0].message == chat().choices[0].message

@@ -16,9 +16,9 @@ pytest.importorskip("uvicorn")
 
 import h11
 
+from megatron_tree.serving.http import errors
 from megatron_tree.serving.http.app import create_app
-from megatron_tree.serving.http.fields import IGNORED, REFUSED
-from megatron_tree.serving.http.protocol import ChatRequest, CompletionRequest
+from megatron_tree.serving.http.protocol import IGNORED, REFUSED, ChatRequest, CompletionRequest
 from support.damage import chances, damaged, examples
 from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, serving, until
 
@@ -71,7 +71,8 @@ HEADERS = [
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(byte_model(), byte_tokenizer(), max_model_len=64, max_body_bytes=500_000) as server:
+    with pytest.MonkeyPatch.context() as patch, serving(byte_model(), byte_tokenizer(), max_model_len=64) as server:
+        patch.setattr(errors, "MAX_BODY_BYTES", 500_000)
         yield server
 
 

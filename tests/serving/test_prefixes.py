@@ -78,7 +78,7 @@ def _want(request, family="llama"):
     return plain(tiny_model(family), torch.tensor([request.prompt]), request.sampling.max_tokens)[0][0].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
 def test_later_questions_run_little_more_than_themselves(family):
     scheduler, runner = _scheduler(_model(family))
     for i, question in enumerate(_questions(6)):

@@ -20,35 +20,7 @@ LOGITS = torch.tensor([0.3, -1.2, 2.0, 1.9, -math.inf, 0.31, 1.1, -3.0, 0.0, 1.0
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("max_tokens", 0),
-        ("max_tokens", 2.0),
-        ("temperature", -1.0),
-        ("temperature", math.nan),
-        ("temperature", "hot"),
-        ("top_k", -2),
-        ("top_k", True),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("temperature", 10**400),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", 1e-45),
-        ("repetition_penalty", 101),
-        ("presence_penalty", math.inf),
-        ("frequency_penalty", -1e39),
-        ("frequency_penalty", None),
-        ("seed", -(2**64)),
-        ("seed", 2**63),
-        ("stop", ("",)),
-        ("stop", (3,)),
-        ("stop_token_ids", (-1,)),
-        ("stop_token_ids", 3),
-        ("ignore_eos", 1),
-        ("logprobs", -1),
-        ("logprobs", 101),
-    ],
+    [("temperature", math.nan), ("top_k", True), ("top_p", 0.0), ("seed", 2**63), ("stop", ("",)), ("logprobs", 101)],
 )
 def test_a_wrong_option_is_named(name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
@@ -97,16 +69,7 @@ def _expected(logits, params):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.6},
-        {"top_k": 3},
-        {"top_p": 0.8},
-        {"min_p": 0.3},
-        {"temperature": 1.7, "top_k": 7, "top_p": 0.85, "min_p": 0.15},
-    ],
-    ids=str,
+    "options", [{"top_p": 0.8}, {"temperature": 1.7, "top_k": 7, "top_p": 0.85, "min_p": 0.15}], ids=str
 )
 def test_draws_follow_the_exact_distribution(options):
     params, draws = SamplingParams(**{"temperature": 1.0, "seed": 5, **options}), 3000

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import urllib.error
 import urllib.request
 
 import pytest
@@ -105,13 +104,12 @@ def test_a_chat_without_a_limit_goes_on_to_the_models_last_position(client):
     assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
 
 
-@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_streams_add_up_to_the_whole_answer(client, options):
-    options = {"model": NAME, "n": 3, "max_tokens": 40, **options}
+def test_streams_add_up_to_the_whole_answer(client):
+    options = {"model": NAME, "n": 2, "max_tokens": 20, **SEEDED}
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
     whole = client.completions.create(prompt=["ab", "c"], **options)
     texts, reasons, usage = _chunks(client.completions.create(prompt=["ab", "c"], **options, **streaming))
-    assert texts == {choice.index: choice.text for choice in whole.choices} and len(texts) == 6
+    assert texts == {choice.index: choice.text for choice in whole.choices} and len(texts) == 4
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     assert usage == whole.usage
     whole = client.chat.completions.create(messages=MESSAGES, **options)
@@ -119,7 +117,7 @@ def test_streams_add_up_to_the_whole_answer(client, options):
     assert texts == {choice.index: choice.message.content for choice in whole.choices}
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     assert usage == whole.usage
-    assert (len(set(texts.values())) == 1) == (options["temperature"] == 0), "every choice draws for itself"
+    assert len(set(texts.values())) == 2, "every choice draws for itself"
 
 
 def test_a_stream_as_it_is_sent(server):
@@ -135,17 +133,23 @@ def test_a_stream_as_it_is_sent(server):
 
 
 def test_stop_texts_and_end_tokens(client):
-    options = {"model": NAME, "prompt": "go", "max_tokens": 200, "temperature": 2.0, "seed": 5}
+    options = {"model": NAME, "prompt": "go", "max_tokens": 150, "temperature": 2.0, "seed": 5}
     free = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0].text
     pairs = [free[i : i + 2] for i in range(4, len(free) - 1)]
     stop = next(pair for pair in pairs if pair.isascii() and pair.isprintable())
     ended = client.completions.create(**options, stop=["no such text", stop], extra_body={"ignore_eos": True})
     assert ended.choices[0].text == free[: free.index(stop)]
-    assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens < 200
+    assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens < 150
     body = {"ignore_eos": True, "stop_token_ids": TOKENIZER(stop[0]).input_ids}
     by_token = client.completions.create(**options, extra_body=body)
     assert by_token.choices[0].text == free[: free.index(stop[0])]
     assert by_token.choices[0].finish_reason == "stop"
+    body = {"logit_bias": {"0": 3.0}}
+    answer = client.completions.create(**options, extra_body=body)
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 150
+    assert END not in answer.choices[0].text
+    further = client.completions.create(**options, extra_body=body | {"ignore_eos": True}).choices[0]
+    assert further.finish_reason == "length" and further.text.startswith(answer.choices[0].text.rstrip("\ufffd"))
 
 
 def test_logprobs(client):
@@ -191,8 +195,7 @@ def test_many_at_once_get_what_each_gets_alone(server, client):
     until(lambda: is_idle(server))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize(("stream", "waiting"), [(False, True), (True, False)])
 def test_a_client_that_leaves_frees_its_rows(model, stream, waiting):
     with serving(model, TOKENIZER, max_rows=1) as server:
         server.runner.gate.clear()
@@ -255,19 +258,11 @@ def test_metrics(model):
         assert after["megatron_tree_requests_waiting"] == after["megatron_tree_requests_running"] == "0"
         counts = [int(n) for name, n in after.items() if name.startswith("megatron_tree_answer_seconds_bucket")]
         assert counts == sorted(counts) and counts[-1] == 4
-        kinds = [line.split()[2:] for line in _page(server) if line.startswith("# TYPE ")]
-        assert {kind for _, kind in kinds} == {"gauge", "counter", "histogram"}
-        assert all(any(name.startswith(kind[0]) for kind in kinds) for name in after)
-    with serving(model, TOKENIZER, api_keys=("a-key-for-tests",)) as server:
-        assert "API key" in "".join(_page(server))
 
 
 def _page(server):
-    try:
-        with urllib.request.urlopen(f"{server.url}/metrics") as page:
-            return page.read().decode().splitlines()
-    except urllib.error.HTTPError as error:
-        return error.read().decode().splitlines()
+    with urllib.request.urlopen(f"{server.url}/metrics") as page:
+        return page.read().decode().splitlines()
 
 
 def test_a_request_that_takes_too_long_is_cancelled(model):
@@ -281,20 +276,3 @@ def test_a_request_that_takes_too_long_is_cancelled(model):
             list(server.client().completions.create(**body, stream=True))
         server.runner.gate.set()
         until(lambda: is_idle(server))
-
-
-def test_an_end_token_ends_the_answer(model):
-    answer = None
-    with serving(model, TOKENIZER) as server:
-        client = server.client()
-        for seed in range(40):
-            answer = client.completions.create(model=NAME, prompt="e", max_tokens=60, temperature=2.0, seed=seed)
-            if answer.choices[0].finish_reason == "stop":
-                break
-        assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 60
-        assert END not in answer.choices[0].text
-        on = client.completions.create(
-            model=NAME, prompt="e", max_tokens=60, temperature=2.0, seed=seed, extra_body={"ignore_eos": True}
-        )
-        assert on.choices[0].finish_reason == "length" and on.usage.completion_tokens == 60
-        assert on.choices[0].text.startswith(answer.choices[0].text.rstrip("\ufffd"))

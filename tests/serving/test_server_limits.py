@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
 from megatron_tree import comm
+from megatron_tree.serving.http import errors
 from megatron_tree.serving.http.errors import ApiError
 from megatron_tree.serving.http.prompts import Prompts
 from support.http_server import NAME, byte_model, byte_tokenizer, raw, serving
@@ -69,8 +70,9 @@ def test_long_texts_of_few_tokens_are_served(model):
     prompts.close()
 
 
-def test_clients_that_do_not_send_their_request(model):
-    with serving(model, TOKENIZER, receive_timeout=2.0) as server:
+def test_clients_that_do_not_send_their_request(model, monkeypatch):
+    monkeypatch.setattr(errors, "RECEIVE_TIMEOUT_S", 2.0)
+    with serving(model, TOKENIZER) as server:
         host = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         silent = [socket.create_connection(host, timeout=30) for _ in range(20)]

@@ -12,7 +12,7 @@ from megatron_tree.generation.drafters import DraftModel, PromptLookup, last_mat
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import Grammar, SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import LONGEST_PAUSE, MOST, DraftState, Speculation, StepCost
+from megatron_tree.generation.speculation import LONGEST_PAUSE, DraftState, Speculation, StepCost
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from support.byte_tokens import byte_tokenizer
@@ -105,7 +105,7 @@ def _ranks(rank, world, family):
     return found
 
 
-@pytest.mark.parametrize(("family", "world"), [("llama", 1), ("llama", 2), ("gemma3", 2)])
+@pytest.mark.parametrize(("family", "world"), [("llama", 2), ("gemma3", 2)])
 def test_same_tokens_in_fewer_steps_on_all_ranks(family, world):
     results = run_distributed(_ranks, world, family)
     assert all([own[0] for own in rank] == [own[0] for own in results[0]] for rank in results), "ranks ran other steps"
@@ -184,11 +184,6 @@ class TestDrafts:
             state.add(token)
         assert widths[0] == 0 and set(widths[-50:]) == {4}
 
-    @pytest.mark.parametrize("bad", [0, MOST + 1, 2.0])
-    def test_refused_sizes(self, bad):
-        with pytest.raises(ValueError, match=rf"num_speculative_tokens={bad} must be from 1 to {MOST}"):
-            Speculation(bad, PromptLookup())
-
 
 def _steps(runner):
     return [len(call[2][0]) for call in runner.calls if call[0] == "step"]
@@ -211,8 +206,7 @@ def test_nothing_right_switches_it_off():
     assert made.numbers.accepted <= 4 and wide[-1] > 60, "it is tried again later"
 
 
-@pytest.mark.parametrize("page_size", [1, 8])
-def test_a_full_cache_and_the_last_positions_bound_the_width(page_size):
+def test_a_full_cache_and_the_last_positions_bound_the_width():
     model = tiny_model("llama")
     requests = [
         Request(prompt=prompt(1, 10)[0].tolist() * 2, sampling=SamplingParams(max_tokens=n)) for n in (12, 20, 5)
@@ -220,7 +214,7 @@ def test_a_full_cache_and_the_last_positions_bound_the_width(page_size):
     requests.append(Request(prompt=prompt(1, 200)[0], sampling=SamplingParams(max_tokens=56)))
     plain = serve(_scheduler(PlainRunner(model)), requests)
     for capacity in (256, 300):
-        runner = PlainRunner(model, capacity=capacity, page_size=page_size)  # asserts that it never overflows
+        runner = PlainRunner(model, capacity=capacity, page_size=8)  # asserts that it never overflows
         made = speculation(Told(whole(requests, plain)))
         events = serve(_scheduler(runner, speculation=made), requests)
         assert [tokens_of(e) for e in events] == [tokens_of(e) for e in plain]

@@ -106,13 +106,6 @@ def test_stop_texts_are_found_however_the_text_is_cut():
         assert (told, found) == (expected, by), (text, stops)
 
 
-def test_only_what_may_be_a_stop_text_is_held_back():
-    finder = StopTexts(["\nUser:", "###"])
-    told = [finder.add(piece)[0] for piece in ("Hi", "\n", "Us", "ed #", "#", "\n")]
-    assert told == ["Hi", "", "", "\nUsed ", "", "##"]
-    assert finder.flush() == "\n"
-
-
 def _run(tokenizer, tokens, end_tokens=(256,), **options):
     stopper, pieces = Stopper(tokenizer, SamplingParams(**options), end_tokens), []
     for token in tokens:

@@ -293,7 +293,7 @@ def test_what_the_launch_scripts_listen_on(tmp_path, script):
     byte_tokenizer().save_pretrained(model)
     byte_model().save_pretrained(model)
     (tmp_path / "text").write_text("the quick brown fox")
-    common = ["--model", model, "--cache-block-size", 8]
+    common = ["--model", model]
     arguments = {
         "train_gpt": [*TINY.split(), "--data-path", write_text(tmp_path / "texts"), "--context-parallel-size", 2,
                       "--output-dir", tmp_path / "out", "--save", tmp_path / "kept"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,18 +15,14 @@ from starlette.responses import JSONResponse, Response
 
 from ...generation.sampling import first_fault
 from ...log import logger
-from .answers import ChatForm, CompletionForm, Form
-from .errors import ApiError, failed, stopping, too_large, too_slow
+from .answers import ChatForm, CompletionForm, Form, respond
+from .errors import TOO_MUCH, ApiError, failed, stopping
 from .frontend import Frontend
 from .guard import Guard
 from .metrics import CONTENT_TYPE
 from .prompts import Prompts
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
-from .respond import respond
 from .tools import ToolText
-
-MAX_BODY_BYTES = 32 << 20
-RECEIVE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +38,6 @@ class Service:
     api_keys: tuple[str, ...] = ()
     """Each is a client of its own; none: requests need no key."""
     loopback_names_only: bool = False
-    max_body_bytes: int = MAX_BODY_BYTES
-    receive_timeout: float = RECEIVE_TIMEOUT_S
-    """Seconds that the headers of a request may take, and its body."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_entry(self, name: str) -> dict[str, Any]:
@@ -61,19 +53,13 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
     )
-    app.add_middleware(
-        Guard,
-        api_keys=service.api_keys,
-        loopback_names_only=service.loopback_names_only,
-        max_body_bytes=service.max_body_bytes,
-        receive_timeout=service.receive_timeout,
-    )
-    _add_error_handlers(app, service)
+    app.add_middleware(Guard, api_keys=service.api_keys, loopback_names_only=service.loopback_names_only)
+    _add_error_handlers(app)
 
     @app.get("/health")
     async def health() -> Response:
-        found = service.frontend.health()
-        return JSONResponse(found, 200 if found["status"] == "ok" else 503)
+        health = service.frontend.health()
+        return JSONResponse(health, 200 if health["status"] == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -134,7 +120,7 @@ def _tool_text(body: ChatRequest) -> Callable[[], ToolText] | None:
     return functools.partial(ToolText, names, **options)
 
 
-def _add_error_handlers(app: FastAPI, service: Service) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return error.response()
@@ -145,12 +131,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        if error.status_code == 413:
-            return too_large(service.max_body_bytes).response()
-        if error.status_code == 408:
-            return too_slow(service.receive_timeout).response()
-        if (unread := unreadable_body(error.__cause__)) is not None:
-            return unread.response()
+        if error.status_code in TOO_MUCH:
+            return TOO_MUCH[error.status_code].response()
+        if error.status_code == 400 and error.__cause__ is not None:  # by FastAPI, for what json.loads raises
+            return ApiError(400, f"the body is not valid JSON: {error.__cause__}").response()
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}; docs/serving.md lists what is served"
@@ -160,20 +144,6 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return failed(f"the server failed on this request: {type(error).__name__}; see its log").response()
-
-
-def unreadable_body(cause: BaseException | None) -> ApiError | None:
-    """400 for a body that could not be read as JSON, by what FastAPI met; None for another cause."""
-    match cause:
-        case RecursionError():
-            fault = "it is nested too deeply"
-        case UnicodeDecodeError():
-            fault = f"it is not UTF-8: {cause.reason} at byte {cause.start}"
-        case ValueError():  # of int(): more digits than Python takes
-            fault = f"a number in it has more than {sys.get_int_max_str_digits():,} digits"
-        case _:
-            return None
-    return ApiError(400, f"the body is not valid JSON: {fault}")
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:

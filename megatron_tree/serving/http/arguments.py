@@ -18,7 +18,7 @@ Serve a language model over HTTP with OpenAI's API, the KV cache of every reques
 /v1/chat/completions, /v1/completions, /v1/models and /health; docs/serving.md explains limits and security.
 """
 EXAMPLES = """\
-examples (the deepspeed launcher starts the ranks; so does launch/deepspeed_local.sh, also without GPUs):
+examples:
   the default model on 2 ranks, for programs on this machine
     bash launch/deepspeed_local.sh -n 2 serve
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
@@ -26,15 +26,13 @@ examples (the deepspeed launcher starts the ranks; so does launch/deepspeed_loca
   a model in a local folder on 8 GPUs, for other machines, with a key
     deepspeed --num_gpus 8 --no_local_rank --module megatron_tree serve --model /models/llama --host 0.0.0.0 \\
         --api-key-file key.txt --max-rows 16 --max-model-len 131072
-  options from a file, a free port
-    bash launch/deepspeed_local.sh -n 2 serve --config serve.yaml --port 0
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of megatron-tree serve."""
     parser, switch = new_parser("megatron-tree serve", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
-    add_model_options(parser, prefill=False)
+    add_model_options(parser)
     parser.set_defaults(prefill_chunk=None)
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use for the "
         "model (default: the last part of --model)")  # fmt: skip
@@ -43,19 +41,14 @@ def build_parser() -> argparse.ArgumentParser:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1: this machine "
         "only); any other needs an API key")  # fmt: skip
     http.add_argument("--port", type=int, default=8000, help="0: a free one, which is printed (default: 8000)")
-    http.add_argument("--api-key", nargs="+", metavar="KEY", help="token that clients must send; with several, each "
-        "is a client that takes turns with the others; other users of this machine see them in the list of processes: "
-        f"--api-key-file and the variable {KEY_VARIABLE} hide them")  # fmt: skip
-    http.add_argument("--api-key-file", metavar="FILE", help="file with these tokens, one a line")
+    http.add_argument("--api-key-file", metavar="FILE", help="file with the tokens that clients must send, one a line; "
+        f"each is a client that takes turns with the others (or one in the variable {KEY_VARIABLE})")  # fmt: skip
     http.add_argument("--allow-open", action=switch, default=False, help="serve other machines without an API key: "
         "everyone who can reach the port can use the model and fill its queue")  # fmt: skip
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds from a request's "
         "arrival to the end of its answer; then it is cancelled (default: 600)")  # fmt: skip
     http.add_argument("--wait-timeout", type=float, default=60.0, metavar="S", help="seconds that a rank waits for "
         "another one while it serves; then the server ends with an error that names it (default: 60)")  # fmt: skip
-    http.add_argument("--receive-timeout", type=float, default=30.0, metavar="S", help="seconds that the headers of a "
-        "request may take, and its body (default: 30)")  # fmt: skip
-    http.add_argument("--max-body-mib", type=float, default=32.0, metavar="N", help="size of a request (default: 32)")
     http.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds that accepted requests have to "
         "finish after SIGTERM or SIGINT; then they are cancelled (default: 20; the launcher kills at 30)")  # fmt: skip
 
@@ -83,10 +76,10 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     check_counts(args, "max_rows", "max_waiting", "max_model_len", "cache_tokens")
     if args.cache_bytes < 0:
         raise ValueError(f"--cache-bytes {args.cache_bytes} must be 0 or more")
-    for name in ("request_timeout", "wait_timeout", "receive_timeout", "max_body_mib", "grace"):
-        value, may_be_none = getattr(args, name), name == "grace"
-        if not (0 < value < math.inf or (value == 0 and may_be_none)):
-            least = "0 or more" if may_be_none else "more than 0"
+    for name in ("request_timeout", "wait_timeout", "grace"):
+        value = getattr(args, name)
+        if not (0 < value < math.inf or (value == 0 and name == "grace")):
+            least = "0 or more" if name == "grace" else "more than 0"
             raise ValueError(f"--{name.replace('_', '-')} {value} must be a finite number, {least}")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must be between 0 and 65535")
@@ -102,28 +95,17 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         )
 
 
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()] or [""]
-
-
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """The tokens out of the first place that is given: the option, the file, the environment variable."""
-    if isinstance(args.api_key, str):
-        args.api_key = [args.api_key]
-    if args.api_key is not None and args.api_key_file is not None:
-        raise ValueError("--api-key and --api-key-file: pass one of the two")
-    places = {
-        "--api-key": args.api_key,
-        "--api-key-file": None
-        if args.api_key_file is None
-        else _lines(Path(args.api_key_file).read_bytes().decode("ascii", "replace")),
-        KEY_VARIABLE: _lines(os.environ[KEY_VARIABLE]) if KEY_VARIABLE in os.environ else None,
-    }
-    place, keys = next(((place, keys) for place, keys in places.items() if keys is not None), ("", []))
-    if place == "--api-key-file":
-        place = f"{place} {args.api_key_file!r}"
-        if keys == [""]:
-            raise ValueError(f"{place} is empty: write a key into it, one a line")
+    """The tokens in the file, or else in the environment variable."""
+    if args.api_key_file is not None:
+        place, text = f"--api-key-file {args.api_key_file!r}", Path(args.api_key_file).read_bytes()
+    elif KEY_VARIABLE in os.environ:
+        place, text = KEY_VARIABLE, os.environ[KEY_VARIABLE].encode()
+    else:
+        return ()
+    keys = [line.strip() for line in text.decode("ascii", "replace").strip().splitlines()]
+    if not keys:
+        raise ValueError(f"{place} is empty: write a key into it, one a line")
     for key in keys:
         if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
             raise ValueError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse
 
+MAX_BODY_BYTES = 32 << 20
+RECEIVE_TIMEOUT_S = 30.0  # for the headers of a request, and for its body
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -46,22 +48,6 @@ def stopping() -> ApiError:
     return ApiError(503, text, code="shutting_down", headers={"Retry-After": "30"})
 
 
-def too_large(max_bytes: int) -> ApiError:
-    """413 for a body that is too large."""
-    return ApiError(
-        413,
-        f"the body is larger than this server's limit of {max_bytes:,} bytes: send less at once, or start the server "
-        "with a larger --max-body-mib",
-        code="body_too_large",
-    )
-
-
-def too_slow(seconds: float) -> ApiError:
-    """408 for a body that does not come."""
-    text = f"the body was not complete after this server's limit of {seconds:g} s (--receive-timeout): send it faster"
-    return ApiError(408, text, code="body_too_slow", headers={"Connection": "close"})
-
-
 def timed_out(seconds: float) -> ApiError:
     """504 for a request that took longer than the server allows, with the time it had."""
     return ApiError(
@@ -75,3 +61,19 @@ def timed_out(seconds: float) -> ApiError:
 def failed(message: str) -> ApiError:
     """500 for a failure of the server."""
     return ApiError(500, message, code="internal_error")
+
+
+TOO_MUCH = {
+    413: ApiError(
+        413,
+        f"the body is larger than this server's limit of {MAX_BODY_BYTES:,} bytes: send less at once",
+        code="body_too_large",
+    ),
+    408: ApiError(
+        408,
+        f"the body was not complete after this server's limit of {RECEIVE_TIMEOUT_S:g} s: send it faster",
+        code="body_too_slow",
+        headers={"Connection": "close"},
+    ),
+}
+"""By status, the errors of a body that is too large or too slow."""

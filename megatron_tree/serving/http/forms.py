@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ...generation.sampling import Grammar
-from .messages import Lenient, NamedTool, Tool, ToolChoice
+from ..messages import Lenient
+from .tools import NamedTool, Tool, ToolChoice
 
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # vLLM's older names
 ANY_OBJECT = {"type": "object"}
 
 
@@ -29,31 +29,23 @@ class JsonSchema(Lenient):
 
 
 class ResponseFormat(Lenient):
-    """`response_format`; "regex" is not OpenAI's."""
+    """`response_format`."""
 
-    type: Literal["text", "json_object", "json_schema", "regex"]
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    value: str | None = None
 
     @model_validator(mode="after")
     def _complete(self):
-        for kind, name in (("json_schema", "json_schema"), ("regex", "value")):
-            if (self.type == kind) != (getattr(self, name) is not None):
-                raise ValueError(f"{name} belongs to the type {kind!r}")
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type 'json_schema'")
         return self
 
     @property
     def grammar(self) -> Grammar | None:
         """None for text."""
-        match self.type:
-            case "text":
-                return None
-            case "json_object":
-                return _json(ANY_OBJECT)
-            case "json_schema":
-                return _json(self.json_schema.schema_)
-            case "regex":
-                return Grammar(kind="regex", text=self.value)
+        if self.type == "text":
+            return None
+        return _json(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
 
 
 class StructuredOutputs(Lenient):

@@ -1,4 +1,4 @@
-"""Checks of every HTTP request before it is parsed: API key, Host header, size of the body."""
+"""Checks of every HTTP request before it is parsed: API key, Host header, size of the body, time that it takes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .errors import ApiError, too_large
+from . import errors
+from .errors import TOO_MUCH, ApiError
 
 OPEN_PATHS = ("/health",)  # load balancers and supervisors have no token
 
@@ -38,20 +41,10 @@ class Guard:
 
     api_keys: the right tokens, or none. loopback_names_only: refuse Host headers of other names: a web page can give
     its own name the address 127.0.0.1 and so make a browser talk to a server that asks for no token.
-    max_body_bytes: of a request's body, however it is sent. receive_timeout: seconds that it may take to come.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_keys: Sequence[str],
-        loopback_names_only: bool,
-        max_body_bytes: int,
-        receive_timeout: float,
-    ):
-        self.app, self.loopback_names_only, self.max_body_bytes = app, loopback_names_only, max_body_bytes
-        self.receive_timeout = receive_timeout
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], loopback_names_only: bool):
+        self.app, self.loopback_names_only = app, loopback_names_only
         self.api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +61,7 @@ class Guard:
 
     def _limited(self, receive: Receive) -> Receive:
         """Limits size, for chunked bodies without a Content-Length, and time."""
-        size, whole, end = 0, False, asyncio.get_running_loop().time() + self.receive_timeout
+        size, whole, end = 0, False, asyncio.get_running_loop().time() + errors.RECEIVE_TIMEOUT_S
 
         async def limited() -> Message:
             nonlocal size, whole
@@ -79,7 +72,7 @@ class Guard:
                 raise HTTPException(408) from None  # the one kind of error that FastAPI lets through while it reads
             whole = not message.get("more_body", False)
             size += len(message.get("body", b""))
-            if size > self.max_body_bytes:
+            if size > errors.MAX_BODY_BYTES:
                 raise HTTPException(413)
             return message
 
@@ -88,7 +81,7 @@ class Guard:
     def _length_error(self, length: str) -> ApiError | None:
         if not length.isascii() or not length.isdecimal():
             return ApiError(400, f"the header Content-Length: {length[:40]!r} must be a number of bytes")
-        return too_large(self.max_body_bytes) if int(length[:20]) > self.max_body_bytes else None
+        return TOO_MUCH[413] if int(length[:20]) > errors.MAX_BODY_BYTES else None
 
     def _name_error(self, headers: Headers) -> ApiError | None:
         name = _name_of(headers.get("host", ""))
@@ -123,3 +116,36 @@ class Guard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol, with a time limit for the headers of a request that is under way.
+
+    Between requests its own time limit applies; `Guard` has that of the body.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait()
+        else:
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(errors.RECEIVE_TIMEOUT_S, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

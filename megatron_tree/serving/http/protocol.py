@@ -7,16 +7,51 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ...generation.sampling import Grammar, Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
+from ..messages import ChatMessage
 from .errors import bad_value, refused
-from .fields import IGNORED, REFUSED
-from .forms import GUIDED, ResponseFormat, StructuredOutputs, forced_calls
-from .messages import Message, Tool, ToolChoice, tools_for
+from .forms import ResponseFormat, StructuredOutputs, forced_calls
+from .tools import Tool, ToolChoice, tools_for
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+# No effect on the answer: records, caches and speed
+IGNORED = frozenset({
+    "cache_salt", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store", "user",
+})  # fmt: skip
+
+_TOOLS = "an older form of tools and tool_choice: pass those"
+_TEXT_ONLY = "this server reads and writes text only: leave the field out"
+_NO_BEAMS = "answers are sampled, not searched for: ask for n choices"
+_RANKED = "candidates are not ranked here: ask for n choices with logprobs and rank them yourself"
+_SPECIAL = "special tokens are never part of the text: ask for logprobs, which name them"
+# What would change the answer: (values that change nothing, besides null; why, and what to do instead)
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "allowed_token_ids": ((), "tokens can't be listed: use structured_outputs, or logit_bias"),
+    "audio": ((), _TEXT_ONLY),
+    "bad_words": (([],), "texts can't be banned: use logit_bias"),
+    "best_of": ((1,), _RANKED),
+    "chat_template": ((), "the model's own template is used: format the prompt yourself and use /v1/completions"),
+    "documents": (([],), "put them into the messages"),
+    "function_call": (("none",), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "include_stop_str_in_output": ((False,), "what ended the answer is not part of it: leave the field out"),
+    "length_penalty": ((1.0, 1), _NO_BEAMS),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "moderation": ((), "answers are not moderated here: leave the field out"),
+    "prompt_logprobs": ((), "ask /v1/completions with echo and logprobs"),
+    "return_token_ids": ((False,), "answers are text: ask for logprobs"),
+    "skip_special_tokens": ((True,), _SPECIAL),
+    "spaces_between_special_tokens": ((True,), _SPECIAL),
+    "suffix": (("",), "text can't be inserted: put what follows into the prompt"),
+    "truncate_prompt_tokens": ((), "prompts are not cut: send what fits"),
+    "use_beam_search": ((False,), _NO_BEAMS),
+    "verbosity": ((), "the verbosity can't be set: ask for it in the messages"),
+    "web_search_options": ((), "this server searches nothing: leave the field out"),
+}
 
 
 class StreamOptions(Strict):
@@ -58,12 +93,6 @@ class GenerationRequest(Sampling):
                 raise refused(name, why)
         default = {name for name, field in cls.model_fields.items() if not field.is_required()}
         known = {name: x for name, x in data.items() if name not in IGNORED and name not in REFUSED}
-        guided = {name.removeprefix("guided_"): known.pop(name) for name in GUIDED if name in known}
-        guided = {name: x for name, x in guided.items() if x is not None}
-        if guided and known.get("structured_outputs") is not None:
-            raise bad_value(f"guided_{min(guided)}", "an older form of structured_outputs: pass one of the two")
-        if guided:
-            known["structured_outputs"] = guided
         return {name: x for name, x in known.items() if not (x is None and name in default)}
 
     @model_validator(mode="after")
@@ -87,11 +116,11 @@ class GenerationRequest(Sampling):
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must look like. Raises: `ApiError` (400) for more than one such wish."""
-        wishes = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
-        found = {name: wish.grammar for name, wish in wishes.items() if wish is not None and wish.grammar is not None}
-        if len(found) > 1:
+        wishes = self.response_format, self.structured_outputs
+        grammars = [wish.grammar for wish in wishes if wish is not None and wish.grammar is not None]
+        if len(grammars) > 1:
             raise bad_value("structured_outputs", "response_format says another form: pass one of the two")
-        return next(iter(found.values()), None)
+        return grammars[0] if grammars else None
 
     @property
     def limit(self) -> int | None:
@@ -151,7 +180,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

@@ -23,9 +23,8 @@ from ...integrations.transformers.runner import Runner
 from ...log import logger
 from ..start import Started, start
 from .app import Service, create_app
-from .connections import protocol
 from .frontend import Frontend
-from .guard import is_loopback
+from .guard import TimedProtocol, is_loopback
 from .prompts import Prompts
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -39,9 +38,8 @@ def bind(host: str, port: int) -> socket.socket:
     """
     listener = None
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = addresses[0]
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -59,7 +57,7 @@ class HttpServer:
         self._socket = listener
         config = uvicorn.Config(
             create_app(service),
-            http=protocol(service.receive_timeout),
+            http=TimedProtocol,
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -171,8 +169,6 @@ def _run(args: Namespace, at: Started, runner: Runner) -> None:
             request_timeout=args.request_timeout,
             api_keys=args.api_keys,
             loopback_names_only=not args.api_keys and is_loopback(args.host),
-            max_body_bytes=int(args.max_body_mib * 2**20),
-            receive_timeout=args.receive_timeout,
         )
 
         def ready(stop: Callable[[str], None]) -> None:

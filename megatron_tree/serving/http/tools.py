@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes: found in the text of an answer, whole or in pieces."""
+"""Tools: those that a request offers, and their calls in the text of an answer, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -6,10 +6,63 @@ import json
 import re
 import uuid
 from collections.abc import Collection
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...generation.sampling import Strict
+from ..messages import Lenient
+from .errors import bad_value
 
 MARK, END = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(f"{MARK}(.*?)(?:{END}|$)", re.DOTALL)
+_CALL = re.compile(f"{MARK}(.*?)(?:{END}|$)", re.DOTALL)
+
+
+class Function(Lenient):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
+
+
+class Tool(Lenient):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    """`tool_choice`: this function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def tools_for(tools: list[Tool], choice: ToolChoice) -> list[Tool]:
+    """The tools that may be called. Raises: `ApiError` (400) for a choice that is not among them."""
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_value("tools", f"names must differ, got {', '.join(names)}")
+    if choice == "none":
+        return []
+    if not tools and choice != "auto":
+        raise bad_value("tool_choice", "needs tools: pass them, or leave this out")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise bad_value("tool_choice", f"there is no tool {choice.function.name!r}, only {', '.join(map(repr, names))}")
+    return tools
 
 
 class ToolText:
@@ -40,16 +93,16 @@ class ToolText:
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """(the rest of the text, the calls in OpenAI's form). A call that can't be read stays text."""
         held, self._held = self._held, ""
-        blocks = _BLOCK.findall(held) or [held]
+        texts = _CALL.findall(held) or [held]
         try:
-            found = [call for block in blocks for call in self._calls(block)]
+            calls = [call for text in texts for call in self._calls(text)]
         except (ValueError, RecursionError):
             return held, []
-        rest = "" if not held.startswith(MARK) else _BLOCK.sub("", held).strip()
-        return rest, found[: self._most]
+        rest = "" if not held.startswith(MARK) else _CALL.sub("", held).strip()
+        return rest, calls[: self._most]
 
-    def _calls(self, block: str) -> list[dict[str, Any]]:
-        values = json.loads(block)
+    def _calls(self, text: str) -> list[dict[str, Any]]:
+        values = json.loads(text)
         values = values if isinstance(values, list) else [values]
         if not values:
             raise ValueError("no call")
