@@ -69,12 +69,10 @@ def _load(rank, world, folder, family, dtype="auto", block_size=3):
 @pytest.mark.parametrize(
     ("family", "writers", "readers", "dtype"),
     [
-        ("llama", 4, 2, "auto"),
         ("llama", 1, 3, "auto"),
         ("gemma2", 4, 2, "auto"),
         ("mistral", 2, 4, "auto"),
         ("deepseek_v3", 2, 1, "auto"),
-        ("llama", 4, 2, "int8"),
         ("gemma3", 2, 1, "fp8"),
     ],
 )
@@ -157,9 +155,8 @@ def _rows_of_a_runner(rank, world, folder):
         save_rows(runner.cache.store, [a], folder + "2", [first], **options)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_rows_of_a_runner(tmp_path, world):
-    run_distributed(_rows_of_a_runner, world, str(tmp_path / "saved"))
+def test_rows_of_a_runner(tmp_path):
+    run_distributed(_rows_of_a_runner, 2, str(tmp_path / "saved"))
 
 
 def _refused(rank, world, folder, changes):
@@ -185,7 +182,6 @@ def saved(tmp_path_factory):
     [
         ({"seed": 2}, "is of another model.*fingerprint="),
         ({"family": "mistral"}, "is of another model.*windows="),
-        ({"family": "qwen3"}, "is of another model.*fingerprint='LlamaForCausalLM"),
         ({"dtype": "int8"}, "is of another model.*stored='auto', here 'torch.int8'"),
         ({"fingerprint": "mine"}, "here 'mine'"),
     ],

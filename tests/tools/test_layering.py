@@ -13,11 +13,8 @@ PACKAGE = REPO / "megatron_tree"
 MAX_LINES = 350
 MAX_FUNCTION_LINES = 60
 # Kernels of Triton are one function each. The others wait for somebody to split them; nothing may join them.
-LONG_FUNCTIONS = {"attn_bwd_dkdv_kernel", "attn_decode_kernel", "build_parser", "init_inference", "tree_prefill"}
-KNOWN_CYCLES = (
-    {"megatron_tree.cache.graph", "megatron_tree.cache.runner"},
-    {f"megatron_tree.generation.{name}" for name in ("grammars", "processors", "sampling")},
-)
+LONG_FUNCTIONS = {"attn_bwd_dkdv_kernel", "attn_decode_kernel", "build_parser", "tree_prefill"}
+KNOWN_CYCLES = ({f"megatron_tree.generation.{name}" for name in ("grammars", "processors", "sampling")},)
 
 # From the bottom up. A module imports from its own layer and those below. docs/design.md has the same list.
 LAYERS = (

@@ -210,7 +210,10 @@ class TreeCache(Cache):
         forward = self._runs.forward
         if forward is not None and not self._runs.has_stored(self.slot_of.get(layer_idx)):
             return max(forward.append.first)
-        return max((self.store.book.rows[row].length for row in self.rows), default=0)
+        return self._longest()
+
+    def _longest(self) -> int:
+        return max((row.length for row in self._batch()), default=0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
@@ -237,7 +240,7 @@ class TreeCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens of all rows of the batch; zero or negative, as in Transformers."""
-        length = self.get_seq_length()
+        length = self._longest()
         if tokens_to_remove > 0 or -tokens_to_remove > length:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
         if tokens_to_remove:
