@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def describe(x: object) -> str:
     """A tensor's dtype and shape, or the type of another object."""
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def check_device(name: str, x: Tensor, q: Tensor) -> None:
@@ -80,28 +80,28 @@ def check_ulysses(size: int | None, world: int, num_heads: int) -> None:
 def check_runs(shares) -> list[list[tuple[int, int]]]:
     """The positions of queries: lists of runs (first position, count)."""
     try:
-        found = [[integers(run, 0) for run in runs] for runs in shares]
+        by_rank = [[integers(run, 0) for run in runs] for runs in shares]
     except TypeError:
-        found = [[None]]
-    if any(run is None or len(run) != 2 for runs in found for run in runs):
+        by_rank = [[None]]
+    if any(run is None or len(run) != 2 for runs in by_rank for run in runs):
         raise ValueError(f"shares={shares!r} must be lists of runs (first position, count), in integers, one per rank")
-    return found
+    return by_rank
 
 
 def check_segments(given) -> list[Segment] | list[list[Segment]]:
     """Segments of one rank, or a list of them for every rank. A segment may be a tuple, and a list one, too."""
     of_ranks = isinstance(given, (list, tuple)) and any(isinstance(x, (list, tuple)) and not integers(x) for x in given)
     try:
-        found = [[integers(s, 0) for s in segments] for segments in (given if of_ranks else [given])]
+        by_rank = [[integers(s, 0) for s in segments] for segments in (given if of_ranks else [given])]
     except TypeError:
-        found = [[None]]
-    if any(s is None or len(s) not in (3, 4) for segments in found for s in segments):
+        by_rank = [[None]]
+    if any(s is None or len(s) not in (3, 4) for segments in by_rank for s in segments):
         raise ValueError(
             f"key_segments={given!r} must be segments (row, position, length), in integers, or a list of these for "
             "each rank"
         )
-    found = [[Segment(*s) for s in segments] for segments in found]
-    return found if of_ranks else found[0]
+    by_rank = [[Segment(*s) for s in segments] for segments in by_rank]
+    return by_rank if of_ranks else by_rank[0]
 
 
 def check_latents(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, head_dim_v: int | None) -> None:

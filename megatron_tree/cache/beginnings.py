@@ -16,12 +16,12 @@ def common_beginnings(pages: Sequence[list[int]], least: int) -> list[tuple[list
     """
     order = sorted(range(len(pages)), key=pages.__getitem__)
     shared = [_length(pages[a], pages[b]) for a, b in itertools.pairwise(order)]  # by neighbours
-    found = []
-    _split(order, shared, max(least, 1), found)
-    return found
+    groups = []
+    _split(order, shared, max(least, 1), groups)
+    return groups
 
 
-def _split(order: list[int], shared: list[int], least: int, found: list[tuple[list[int], int]]) -> None:
+def _split(order: list[int], shared: list[int], least: int, groups: list[tuple[list[int], int]]) -> None:
     """Add the group of neighbours that saves most, and those on both sides of it."""
     best = (least - 1, 0, 0, 0)
     for first in range(len(shared)):
@@ -33,9 +33,9 @@ def _split(order: list[int], shared: list[int], least: int, found: list[tuple[li
             best = max(best, ((last - first + 1) * most, -first, last, most))
     if best[3]:
         first, last = -best[1], best[2]
-        found.append((order[first : last + 2], best[3]))
-        _split(order[:first], shared[: max(first - 1, 0)], least, found)
-        _split(order[last + 2 :], shared[last + 2 :], least, found)
+        groups.append((order[first : last + 2], best[3]))
+        _split(order[:first], shared[: max(first - 1, 0)], least, groups)
+        _split(order[last + 2 :], shared[last + 2 :], least, groups)
 
 
 def _length(a: list[int], b: list[int]) -> int:

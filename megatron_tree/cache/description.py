@@ -124,9 +124,9 @@ def check_size(path: Path, size: int) -> None:
 
 def check_digest(path: Path, sha256: str) -> None:
     with naming(path), open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        raise ValueError(f"{path} is damaged: its sha256 is {found[:16]}... instead of {sha256[:16]}...")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        raise ValueError(f"{path} is damaged: its sha256 is {digest[:16]}... instead of {sha256[:16]}...")
 
 
 def file_of(rank: int) -> str:

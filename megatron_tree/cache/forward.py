@@ -13,7 +13,7 @@ from ..comm import Team
 from ..config import TreeConfig, default_config
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
-from .packed import Packed
+from .packed import PackedRows
 from .prefill_attention import PrefillAttention
 from .step_attention import StepAttention
 
@@ -87,7 +87,7 @@ class ForwardPass:
         self.views: dict[int, View] = {}
         self.shares: list[list[tuple[int, int]]] | None = None
         self.positions: Tensor | None = None
-        self.packed: Packed | None = None
+        self.packed: PackedRows | None = None
         self._progress, self._default_config = progress, default_config()
         self._prefill = PrefillAttention(store, append, cp_group)
         self._step = StepAttention(store, schedule, head_shares)

@@ -87,23 +87,23 @@ def num_words(parts: Sequence[Parts], world: int) -> int:
 
 def own_part(model, parts: Sequence[Parts], world: int, rank: int) -> Tensor:
     """What this rank contributes, one after another, [1, elements of the longest contribution]."""
-    own = []
+    local = []
     for p in parts:
         dim = p.pieces[rank].dim
         rows = model.get_parameter(p.name).data.narrow(dim, p.first[rank], p.shape_of(rank)[dim])
-        own.append(rows.flatten())
-    flat = torch.cat(own)
+        local.append(rows.flatten())
+    flat = torch.cat(local)
     return F.pad(flat, (0, num_words(parts, world) - len(flat)))[None]
 
 
 def whole_parameters(model, parts: Sequence[Parts], arrived: Tensor) -> dict[str, Tensor]:
     """The whole parameters by name; arrived [ranks, elements]: what all ranks contribute."""
-    found = {p.name: model.get_parameter(p.name).data.new_empty(p.shape) for p in parts}
+    whole = {p.name: model.get_parameter(p.name).data.new_empty(p.shape) for p in parts}
     for rank, flat in enumerate(arrived):
         sizes = [p.shape_of(rank).numel() for p in parts]
-        for p, own in zip(parts, flat[: sum(sizes)].split(sizes)):
-            (dim, runs), own, at = p.pieces[rank], own.view(p.shape_of(rank)), 0
+        for p, rows in zip(parts, flat[: sum(sizes)].split(sizes)):
+            (dim, runs), rows, at = p.pieces[rank], rows.view(p.shape_of(rank)), 0
             for start, stop in runs:
-                found[p.name].narrow(dim, start, stop - start).copy_(own.narrow(dim, at, stop - start))
+                whole[p.name].narrow(dim, start, stop - start).copy_(rows.narrow(dim, at, stop - start))
                 at += stop - start
-    return found
+    return whole

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Packed:
+class PackedRows:
     """Tokens of b rows, `counts` of them each: [1, sum(counts), ...], or padded at the end [b, max(counts), ...].
 
     Attributes: ends: list[int], the last token of each row among the packed ones. inside: bool [b, max(counts)], False

@@ -37,7 +37,7 @@ class LayerPages:
         self.k = self.v = self.k_scale = self.v_scale = None
         self.dtype: torch.dtype | None = None
         self._taken: tuple | None = None
-        """What the last tokens were like that `reserve` found to fit."""
+        """`_kinds` of the last tokens that fitted."""
 
     def reserve(self, num_pages: int, k: Tensor, v: Tensor) -> None:
         """Allocate at least num_pages pages for tokens like k [b, n, h_kv, d] and v [b, n, h_kv, d_v].
@@ -104,8 +104,8 @@ class LayerPages:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """k, v and, in 8 bits, k_scale and v_scale, [pages, page_size, ...]; none before the first token."""
-        found = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
-        return {name: x for name, x in found.items() if x is not None}
+        tensors = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: x for name, x in tensors.items() if x is not None}
 
     def put(self, slots: Tensor, tokens: dict[str, Tensor]) -> None:
         """Put already quantized tokens, [n, ...] for each of `tensors`, into slots, int64 [n]."""
@@ -137,10 +137,10 @@ class LayerPages:
             pages = pages.view(_bits(pages))
             pages[destinations] = pages[sources]
 
-    def kv_cache(self, block_table: Tensor, **seen) -> KVCache:
-        """The rows of a block table as the kernels take them; seen: other fields of `KVCache`."""
+    def kv_cache(self, block_table: Tensor, **fields) -> KVCache:
+        """The rows of a block table as the kernels take them; fields: others of `KVCache`."""
         v = None if self.joined else self.v
-        return KVCache(self.k, v, self.k_scale, self.v_scale, block_table=block_table, **seen)
+        return KVCache(self.k, v, self.k_scale, self.v_scale, block_table=block_table, **fields)
 
     def row(self, block_table: Tensor, row: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The first `length` tokens of a row: k [1, length, h_kv, d], v [1, length, h_kv, d_v] in dtype.

@@ -1,12 +1,13 @@
 """Which rank holds which tokens of a sharded KV cache, for any number of sequences ("rows"). Numbers, not keys.
 
-A row is cut into blocks of page_size tokens. Each block belongs to one rank: the one with the fewest blocks of all rows
-when the block starts. So the ranks' numbers of blocks differ by at most one, whatever the lengths of the rows. Every
-rank keeps the same book of all rows and computes the same result, without communication.
+A row is cut into pages of page_size tokens. Each page belongs to one rank: the one with the fewest pages of all rows
+when the page starts. So the ranks' numbers of pages differ by at most one, whatever the lengths of the rows. Every rank
+keeps the same book of all rows and computes the same result, without communication.
 
-On its rank a block occupies one page. Layers of one kind (all keys, or a window of the last ones) hold the same tokens,
-so they share page numbers. Rows may share pages (a fork) until one of them writes. Shared blocks count once, but those
-that are not full count for every row: a row that goes on writes into its last block, and gets a copy.
+A page has an index in its row, and a number in the pool of its rank. Layers of one kind (all keys, or a window of the
+last ones) hold the same tokens, so they share page numbers. Rows may share pages (a fork) until one of them writes.
+Shared pages count once, but those that are not full count for every row: a row that goes on writes into its last page,
+and gets a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..layout import Segment
-from .blocks import Block, PageNumbers, Runs
+from .page_numbers import PageNumbers, PageRuns, RowPage
 from .states import RowState
 
 
@@ -35,14 +36,14 @@ class Row:
     """One sequence."""
 
     length: int = 0
-    parts: list[Block] = field(default_factory=list)
-    """All of its blocks, on all ranks."""
-    runs: list[Runs] = field(default_factory=list)
-    """By rank: their numbers."""
-    blocks: list[list[int]] = field(default_factory=list)
-    """By kind: the blocks that this rank still holds, in ascending order."""
+    parts: list[RowPage] = field(default_factory=list)
+    """All of its pages, on all ranks."""
+    runs: list[PageRuns] = field(default_factory=list)
+    """By rank: their indices."""
+    indices: list[list[int]] = field(default_factory=list)
+    """By kind: of the pages that this rank still holds, in ascending order."""
     pages: list[list[int]] = field(default_factory=list)
-    """By kind: their pages."""
+    """By kind: their page numbers."""
     forgotten: list[int] = field(default_factory=list)
     """By kind: positions below this have left the window."""
     version: int = 0
@@ -89,7 +90,7 @@ class RowBook:
 
     Args:
         rank, world: this rank's number in the group over which the cache is sharded, and the group's size.
-        page_size: tokens of a block.
+        page_size: tokens of a page.
         windows: for each kind of layer, how many of the last tokens a query sees, including its own; None: all.
     Raises: ValueError for a rank outside the group, or sizes below 1.
     """
@@ -114,18 +115,18 @@ class RowBook:
         row_id, self._next_id = self._next_id, self._next_id + 1
         kinds = len(self.windows)
         self.rows[row_id] = Row(
-            blocks=[[] for _ in range(kinds)],
+            indices=[[] for _ in range(kinds)],
             pages=[[] for _ in range(kinds)],
             forgotten=[0] * kinds,
             tabled=[0] * kinds,
-            runs=[Runs() for _ in range(self.world)],
+            runs=[PageRuns() for _ in range(self.world)],
         )
         return row_id
 
     def append(self, row_ids, num_tokens: int, *, sharded: bool = False) -> Append:
         """Make room for num_tokens >= 1 more tokens at the end of each row.
 
-        sharded: each rank receives only its own tokens (of one row), whole blocks as in `Append.shares`. Otherwise
+        sharded: each rank receives only its own tokens (of one row), whole pages as in `Append.shares`. Otherwise
             all ranks receive all tokens and store their own.
         """
         assert num_tokens >= 1 and (not sharded or len(row_ids) == 1), (row_ids, num_tokens, sharded)
@@ -138,25 +139,25 @@ class RowBook:
             if end > size * len(row.parts):
                 for rank in self._assign(-(-end // size) - len(row.parts)):
                     row.runs[rank].add(len(row.parts))
-                    row.parts.append(Block(rank))
+                    row.parts.append(RowPage(rank))
             token = 0
-            for block in range(begin // size, -(-end // size)):
-                start, stop = max(begin, block * size), min(end, (block + 1) * size)
-                if row.parts[block].rank == self.rank:
+            for i in range(begin // size, -(-end // size)):
+                start, stop = max(begin, i * size), min(end, (i + 1) * size)
+                if row.parts[i].rank == self.rank:
                     at = token if sharded else start - begin
                     for kind in range(len(self.windows)):
-                        page = self._page_of(row, kind, block, copies[kind])
-                        writes[kind].append(Write(index, at, page, start - block * size, stop - start))
+                        page = self._page_of(row, kind, i, copies[kind])
+                        writes[kind].append(Write(index, at, page, start - i * size, stop - start))
                     token += stop - start
             row.length = end
         shares = self._shares(rows[0], first[0]) if sharded else None
         return Append(tuple(row_ids), num_tokens, first, writes, copies, shares)
 
-    def _page_of(self, row: Row, kind: int, block: int, copies: list[tuple[int, int]]) -> int:
-        """The page to write this block to: a new one, or that of the last block, copied first if it is shared."""
-        blocks, pages, numbers = row.blocks[kind], row.pages[kind], self.numbers[kind]
-        if not blocks or blocks[-1] != block:
-            blocks.append(block)
+    def _page_of(self, row: Row, kind: int, i: int, copies: list[tuple[int, int]]) -> int:
+        """The number to write page i of a row to: a new one, or that of its last page, copied first if it is shared."""
+        indices, pages, numbers = row.indices[kind], row.pages[kind], self.numbers[kind]
+        if not indices or indices[-1] != i:
+            indices.append(i)
             pages.append(numbers.take())
             row.version += 1
         elif numbers.is_shared(pages[-1]):
@@ -168,16 +169,16 @@ class RowBook:
             row.tabled[kind] = min(row.tabled[kind], len(pages) - 1)
         return pages[-1]
 
-    def _assign(self, num_blocks: int) -> list[int]:
-        """Ranks of new blocks: balanced, counting existing blocks; each rank gets at most two runs (zigzag)."""
-        if num_blocks == 1:
+    def _assign(self, num_pages: int) -> list[int]:
+        """Ranks of new pages: balanced, counting existing pages; each rank gets at most two runs (zigzag)."""
+        if num_pages == 1:
             rank = self.loads.index(min(self.loads))
             self.loads[rank] += 1
             return [rank]
         counts = [0] * self.world
         heap = [(load, rank) for rank, load in enumerate(self.loads)]
         heapq.heapify(heap)
-        for _ in range(num_blocks):
+        for _ in range(num_pages):
             load, rank = heap[0]
             counts[rank] += 1
             self.loads[rank] += 1
@@ -189,9 +190,9 @@ class RowBook:
     def _shares(self, row: Row, begin: int) -> list[list[tuple[int, int]]]:
         """By rank: runs (position, count) of its tokens from position `begin` on."""
         shares, size = [[] for _ in range(self.world)], self.page_size
-        for block in range(begin // size, len(row.parts)):
-            start, stop = max(begin, block * size), min(row.length, (block + 1) * size)
-            runs = shares[row.parts[block].rank]
+        for i in range(begin // size, len(row.parts)):
+            start, stop = max(begin, i * size), min(row.length, (i + 1) * size)
+            runs = shares[row.parts[i].rank]
             if runs and sum(runs[-1]) == start:
                 runs[-1] = (runs[-1][0], runs[-1][1] + stop - start)
             else:
@@ -204,12 +205,12 @@ class RowBook:
             if window is None:
                 continue
             row.forgotten[kind] = max(row.forgotten[kind], row.length - window + 1 - self.spare)
-            blocks, pages = row.blocks[kind], row.pages[kind]
+            indices, pages = row.indices[kind], row.pages[kind]
             gone = 0
-            while gone < len(blocks) and (blocks[gone] + 1) * self.page_size <= row.forgotten[kind]:
+            while gone < len(indices) and (indices[gone] + 1) * self.page_size <= row.forgotten[kind]:
                 self.numbers[kind].release(pages[gone])
                 gone += 1
-            del blocks[:gone], pages[:gone]
+            del indices[:gone], pages[:gone]
             if gone:
                 row.version, row.tabled[kind] = row.version + gone, 0
 
@@ -225,10 +226,10 @@ class RowBook:
     def num_local(self, row_id: int, kind: int) -> int:
         """Tokens of a row that this rank holds for layers of this kind."""
         row = self.rows[row_id]
-        if not row.blocks[kind]:
+        if not row.indices[kind]:
             return 0
-        last = row.blocks[kind][-1]
-        return len(row.blocks[kind]) * self.page_size - max(0, (last + 1) * self.page_size - row.length)
+        last = row.indices[kind][-1]
+        return len(row.indices[kind]) * self.page_size - max(0, (last + 1) * self.page_size - row.length)
 
     def key_segments(
         self, row_id: int, kind: int, begin: int, rank: int | None = None, *, by_position: bool = False
@@ -241,11 +242,11 @@ class RowBook:
         by_position = by_position or self.windows[kind] is not None
         row, size = self.rows[row_id], self.page_size
         runs, held = row.runs[self.rank if rank is None else rank], row.forgotten[kind] // size
-        first = held if by_position else max(held, begin // size)  # blocks before this one only count
+        first = held if by_position else max(held, begin // size)  # pages before this one only count
         before = runs.count(first) - runs.count(held)
         segments, at = [Segment(0, 0, before * size)] if before else [], before * size
-        for block, last in runs.since(first):
-            start, stop = block * size, min(row.length, last * size)
+        for i, last in runs.since(first):
+            start, stop = i * size, min(row.length, last * size)
             if not by_position and start < begin:
                 middle = min(begin, stop)
                 self._extend(segments, Segment(at, at, middle - start))
@@ -267,18 +268,18 @@ class RowBook:
         self.check_crop(row_id, length)
         row = self.rows[row_id]
         keep = -(-length // self.page_size)
-        for block in row.parts[keep:]:
-            self._release(block)
+        for page in row.parts[keep:]:
+            self._release(page)
         del row.parts[keep:]
         for runs in row.runs:
             runs.cut(keep)
         if length % self.page_size and row.parts[-1].rows > 1:
             self._release(row.parts[-1])
-            row.parts[-1] = self._own(row.parts[-1].rank)
+            row.parts[-1] = self._new_page(row.parts[-1].rank)
         for kind, numbers in enumerate(self.numbers):
-            blocks, pages = row.blocks[kind], row.pages[kind]
-            while blocks and blocks[-1] >= keep:
-                blocks.pop()
+            indices, pages = row.indices[kind], row.pages[kind]
+            while indices and indices[-1] >= keep:
+                indices.pop()
                 numbers.release(pages.pop())
             row.tabled[kind] = min(row.tabled[kind], len(pages))
             if not length:
@@ -311,24 +312,24 @@ class RowBook:
         copy, full = self.rows[copy_id], row.length // self.page_size
         copy.length, copy.forgotten = row.length, list(row.forgotten)
         copy.note, copy.state = row.note, row.state
-        copy.blocks = [list(blocks) for blocks in row.blocks]
+        copy.indices = [list(indices) for indices in row.indices]
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
-        for block in row.parts[:full]:
-            block.rows += 1
+        for page in row.parts[:full]:
+            page.rows += 1
         copy.runs = [runs.copy() for runs in row.runs]
-        copy.parts = row.parts[:full] + [self._own(block.rank) for block in row.parts[full:]]
+        copy.parts = row.parts[:full] + [self._new_page(page.rank) for page in row.parts[full:]]
         return copy_id
 
-    def _own(self, rank: int) -> Block:
-        """A new block, of one row."""
+    def _new_page(self, rank: int) -> RowPage:
+        """A new page of one row."""
         self.loads[rank] += 1
-        return Block(rank)
+        return RowPage(rank)
 
-    def _release(self, block: Block) -> None:
-        """A row has a block no more."""
-        block.rows -= 1
-        if not block.rows:
-            self.loads[block.rank] -= 1
+    def _release(self, page: RowPage) -> None:
+        """A row gives up a page."""
+        page.rows -= 1
+        if not page.rows:
+            self.loads[page.rank] -= 1
 
     def remove(self, row_id: int) -> None:
         """Remove a row."""

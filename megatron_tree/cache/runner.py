@@ -16,10 +16,10 @@ from torch import Tensor
 from ..comm import CollectiveCall, Team, broadcast, collective_call, group_size, monitored, process_group, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
-from .blocks import Forecast
 from .forward import ForwardPass, forward_pass
 from .graph import GraphedSteps
-from .packed import Packed
+from .packed import PackedRows
+from .page_numbers import Forecast
 from .weight_gathering import WeightGathering
 
 CHUNK_SIZE = 2048
@@ -204,7 +204,7 @@ class RowRunner:
         if self.has_states or any(len(new) > len(prompt) for new, prompt in zip(whole, prompts, strict=True)):
             return torch.stack([self._prefill(row, new.to(self.device)) for row, new in zip(rows, whole, strict=True)])
         with self._forward_pass(rows, tokens.shape[1]) as forward:
-            packed = forward.packed = Packed([len(prompt) for prompt in prompts], self.device)
+            packed = forward.packed = PackedRows([len(prompt) for prompt in prompts], self.device)
             tokens, positions = packed.pack(tokens), packed.pack(forward.new_positions(self.device))
             logits = self._run(forward, tokens, positions, keep=packed.ends)[0].float()
         for row, end in zip(rows, ends, strict=True):

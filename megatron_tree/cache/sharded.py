@@ -22,8 +22,8 @@ class View:
     """int32 [b, pages]: the pages of each row in order; entries beyond its length are not used."""
     lengths: Tensor
     """int64 [b]: tokens of each row on this rank."""
-    blocks: Tensor
-    """int64 [b, pages]: the number of the block in each page."""
+    indices: Tensor
+    """int64 [b, pages]: each page's index in its row."""
     page_size: int
     shared: tuple[SharedPages, ...] = ()
     """What some of the rows begin with on this rank, where reading it once for all of them is worth it,"""
@@ -33,16 +33,16 @@ class View:
     @functools.cached_property
     def positions(self) -> Tensor:
         """int64 [b, pages * page_size]: the tokens' positions in the row."""
-        within = torch.arange(self.page_size, device=self.blocks.device)
-        return (self.blocks[..., None] * self.page_size + within).flatten(1)
+        within = torch.arange(self.page_size, device=self.indices.device)
+        return (self.indices[..., None] * self.page_size + within).flatten(1)
 
 
 class RowTables:
-    """Of rows: pages int32 [b, width] and blocks int64 [b, width], see `View`; `ShardedCache.fill` writes them."""
+    """Pages int32 [b, width] of rows and their indices int64 [b, width], see `View`; `ShardedCache.fill` sets them."""
 
     def __init__(self, num_rows: int, width: int, device):
         self.pages = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
-        self.blocks = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
+        self.indices = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         self.known: list[tuple[int, int] | None] = [None] * num_rows
         """(row, its version) that each entry shows."""
 
@@ -53,7 +53,7 @@ class ShardedCache:
     Args:
         windows: for every layer, how many of the last tokens a query sees, including its own; None: all.
         rank, world: this rank's number in the group, and the group's size.
-        page_size: tokens of a page, and of a block of neighbouring tokens on one rank.
+        page_size: tokens of a page.
         dtype: "auto" (that of the keys), "int8" or "fp8" (e4m3), the last two with a scale per token and head.
         latent: the keys are latents, the values rotary keys; see `LayerPages`.
     Raises: ValueError for sizes below 1 or an unknown dtype.
@@ -148,10 +148,10 @@ class ShardedCache:
     def runs(self, kind: int, row_id: int, first: int = 0) -> list[tuple[int, int, int]]:
         """This rank's tokens of a row from position `first` on, as runs (position, slot, count) in ascending order."""
         row, size, runs = self.book.rows[row_id], self.page_size, []
-        for block, page in zip(row.blocks[kind], row.pages[kind], strict=True):
-            start, stop = max(first, block * size), min(row.length, (block + 1) * size)
+        for i, page in zip(row.indices[kind], row.pages[kind], strict=True):
+            start, stop = max(first, i * size), min(row.length, (i + 1) * size)
             if start < stop:
-                runs.append((start, page * size + start - block * size, stop - start))
+                runs.append((start, page * size + start - i * size, stop - start))
         return runs
 
     def view(self, kind: int, row_ids, device) -> View:
@@ -166,20 +166,21 @@ class ShardedCache:
             tables = RowTables(len(rows), width, device)
             self._views[kind] = (row_ids, device, width), tables
         self.fill(tables, kind, row_ids)
-        pages, blocks = tables.pages, tables.blocks
+        pages, indices = tables.pages, tables.indices
         if len(rows) == 1 or self.book.windows[kind] is not None:
-            return View(pages, lengths, blocks, self.page_size)
-        shared, skipped, own = self._beginnings(kind, rows, held, (row_ids, device, versions), [pages, blocks])
-        rest = View(own[0], lengths - skipped * self.page_size, own[1], self.page_size) if shared else None
-        return View(pages, lengths, blocks, self.page_size, shared, rest)
+            return View(pages, lengths, indices, self.page_size)
+        state = row_ids, device, versions
+        shared, skipped, tables = self._beginnings(kind, rows, held, state, [pages, indices])
+        rest = View(tables[0], lengths - skipped * self.page_size, tables[1], self.page_size) if shared else None
+        return View(pages, lengths, indices, self.page_size, shared, rest)
 
     def fill(self, tables: RowTables, kind: int, row_ids) -> None:
         """Bring tables of these rows, wide enough for the longest, up to date: a few rows begin a page in a step."""
         for i, row_id in enumerate(row_ids):
             state = row_id, self.book.rows[row_id].version
             if tables.known[i] != state:
-                pages, blocks = self._table(kind, row_id, tables.pages.device)
-                tables.pages[i, : len(pages)], tables.blocks[i, : len(blocks)] = pages, blocks
+                pages, indices = self._table(kind, row_id, tables.pages.device)
+                tables.pages[i, : len(pages)], tables.indices[i, : len(indices)] = pages, indices
                 tables.known[i] = state
 
     def _beginnings(self, kind: int, rows: list[Row], held: list[int], state: tuple, tables: list[Tensor]) -> tuple:
@@ -190,7 +191,7 @@ class ShardedCache:
         if kind not in self._shared or self._shared[kind][0] != state:
             device = tables[0].device
             full = [row.pages[kind][: n // self.page_size] for row, n in zip(rows, held, strict=True)]
-            shared, skipped, own = [], torch.zeros(len(rows), dtype=torch.int64, device=device), None
+            shared, skipped, rest = [], torch.zeros(len(rows), dtype=torch.int64, device=device), None
             for group, count in common_beginnings(full, -(-SAVED_TOKENS // self.page_size)):
                 numbers = torch.tensor(sorted(group), device=device)
                 skipped[numbers] = count
@@ -198,18 +199,18 @@ class ShardedCache:
             if shared:
                 width = max(1, tables[0].shape[1] - int(skipped.min()))
                 at = (torch.arange(width, device=device) + skipped[:, None]).clamp(max=tables[0].shape[1] - 1)
-                own = [table.gather(1, at) for table in tables]
-            self._shared[kind] = state, (tuple(shared), skipped, own)
+                rest = [table.gather(1, at) for table in tables]
+            self._shared[kind] = state, (tuple(shared), skipped, rest)
         return self._shared[kind][1]
 
     def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
-        """(pages int32 [n], their blocks int64 [n]) of a row; cached, and what has changed is made anew."""
+        """(pages int32 [n], their indices int64 [n]) of a row; cached, and what has changed is made anew."""
         row = self.book.rows[row_id]
         state, known = (device, row.version), self._tables.get((kind, row_id))
         if known is None or known[0] != state:
             same = 0 if known is None or known[0][0] != device else row.tabled[kind]
             table = []
-            for i, (numbers, dtype) in enumerate(((row.pages[kind], torch.int32), (row.blocks[kind], torch.int64))):
+            for i, (numbers, dtype) in enumerate(((row.pages[kind], torch.int32), (row.indices[kind], torch.int64))):
                 new = torch.tensor(numbers[same:] if numbers else [0], dtype=dtype).to(device)
                 table.append(torch.cat((known[1][i][:same], new)) if same else new)
             self._tables[kind, row_id] = known = state, tuple(table)
@@ -222,8 +223,8 @@ class ShardedCache:
         if key not in append.segments:
             ranks = range(self.book.world) if of_all_ranks else (None,)
             row = append.rows[0], kind, append.first[0]
-            found = [self.book.key_segments(*row, rank, by_position=by_position) for rank in ranks]
-            append.segments[key] = found if of_all_ranks else found[0]
+            by_rank = [self.book.key_segments(*row, rank, by_position=by_position) for rank in ranks]
+            append.segments[key] = by_rank if of_all_ranks else by_rank[0]
         return append.segments[key]
 
     def crop(self, row_id: int, length: int) -> None:
@@ -264,7 +265,7 @@ class ShardedCache:
     def used_bytes(self) -> int:
         """Bytes of the pages and recurrent states that rows use on this rank; what several share counts once."""
         used = [numbers.used * self.page_size for numbers in self.book.numbers]
-        pages = sum(used[kind] * own.bytes_of_a_token for kind, own in zip(self.kind_of, self.layers, strict=True))
+        pages = sum(used[kind] * layer.bytes_of_a_token for kind, layer in zip(self.kind_of, self.layers, strict=True))
         return pages + self.state_bytes
 
     @property

@@ -1,7 +1,7 @@
 """A decode step whose launches depend on the number of rows and a capacity alone; all else is in tensors that stay.
 
 What changes from token to token (tokens, positions, lengths, pages, and where this rank stores the new ones) is read on
-the device. A rank that does not own a row's new block stores its token in a page that no row has. So the same
+the device. A rank that does not own a row's new page stores its token in a page that no row has. So the same
 launches are right for every token, and a CUDA graph of them can be replayed (graph.py).
 """
 
@@ -31,7 +31,7 @@ class Capacity(NamedTuple):
 
 
 class Capacities:
-    """The capacity for the rows of a step. Every rank finds the same, in its own book of all ranks' blocks."""
+    """The capacity for the rows of a step. Every rank finds the same, in its own book of all ranks' pages."""
 
     def __init__(self, store: ShardedCache):
         self._book = store.book
@@ -44,7 +44,7 @@ class Capacities:
             row = book.rows[row_id]
             state = row.version, len(row.parts)
             known = self._most.get(row_id)
-            if known is None or known[0] != state:  # when a block begins
+            if known is None or known[0] != state:  # when a page begins
                 known = state, max(runs.count() for runs in row.runs)
             most[row_id] = known
         self._most = most
@@ -112,7 +112,7 @@ class StaticPass(ForwardPass):
         super().__init__(inputs.store, append, **options)
         self.inputs = inputs
         self.views = {
-            kind: View(tables.pages, inputs.lengths[kind], tables.blocks, inputs.store.page_size)
+            kind: View(tables.pages, inputs.lengths[kind], tables.indices, inputs.store.page_size)
             for kind, tables in enumerate(inputs.tables)
         }
 

@@ -97,12 +97,12 @@ def _blocks(q_segments: tuple, k_segments: tuple, spec: AttnSpec) -> tuple[Block
 def _together(blocks: tuple[Block, ...], q: Tensor, k: Tensor, v: Tensor) -> list[list[Block]]:
     """The blocks; on a CPU fully visible ones of the same rows in one list where copying their keys side by side takes
     less memory traffic than merging their states."""
-    found: dict[tuple, list[Block]] = {}
+    by_rows: dict[tuple, list[Block]] = {}
     for block in blocks:
         full = block.kind == FULL and not _on_gpu(q)
-        found.setdefault((block.q_row, block.q_len) if full else block, []).append(block)
+        by_rows.setdefault((block.q_row, block.q_len) if full else block, []).append(block)
     joined = []
-    for same in found.values():
+    for same in by_rows.values():
         numbers = sum(block.k_len for block in same) * k.shape[2] * (k.shape[3] + v.shape[3])
         merged = (len(same) - 1) * same[0].q_len * q.shape[2] * v.shape[3]
         joined += [same] if numbers <= 4 * merged else [[block] for block in same]
@@ -192,10 +192,10 @@ def _out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
 def _two_largest(x: Tensor) -> Tensor:
     """Indices [..., 2] of the entries with the largest magnitudes, or [..., 1]. topk(2) takes thrice as long."""
     size = x.abs()
-    found = [size.max(-1, keepdim=True).indices]
-    if x.shape[-1] > 1:
-        found.append(size.scatter_(-1, found[0], -1.0).max(-1, keepdim=True).indices)
-    return torch.cat(found, -1)
+    first = size.max(-1, keepdim=True).indices
+    if x.shape[-1] == 1:
+        return first
+    return torch.cat((first, size.scatter_(-1, first, -1.0).max(-1, keepdim=True).indices), -1)
 
 
 def _mask(block: Block, q: Tensor, spec: AttnSpec) -> Tensor | None:

@@ -77,7 +77,7 @@ class Backend:
     def with_largest_logits(self, q: Tensor) -> tuple[Backend, Tensor]:
         """The same, and the largest logit [h] of the calls of its `attn_fwd`, for a call whose queries are q."""
         module = LargestLogits(self.module, q)
-        return replace(self, module=module), module.found
+        return replace(self, module=module), module.largest
 
 
 def choose(

@@ -78,7 +78,7 @@ def _full_or_causal(q: Segment, k: Segment, causal: bool) -> list[Block]:
 
 
 def _windowed(q: Segment, k: Segment, spec: AttnSpec) -> list[Block]:
-    found = []
+    blocks = []
     for q_from in range(0, q.length, STRIP):
         q_to = min(q_from + STRIP, q.length)
         first, last = q.pos + q_from, q.pos + q_to - 1
@@ -88,8 +88,8 @@ def _windowed(q: Segment, k: Segment, spec: AttnSpec) -> list[Block]:
             continue
         all_left = spec.left is None or last - spec.left <= k.pos + lo
         all_right = spec.right is None or first + spec.right >= k.pos + hi - 1
-        found += _block(FULL if all_left and all_right else MASKED, q, k, q_from, q_to, lo, hi)
-    return found
+        blocks += _block(FULL if all_left and all_right else MASKED, q, k, q_from, q_to, lo, hi)
+    return blocks
 
 
 def _fuse(blocks: list[Block]) -> list[Block]:

@@ -20,7 +20,7 @@ TABLE = Path(__file__).with_name("fastest.json")
 NAMES = ("triton", "aten", "cudnn", "fa3", "fa4")
 
 
-def own_table() -> Path:
+def user_table() -> Path:
     """Where the user's own table is, if there is one."""
     return cache_folder() / TABLE.name
 
@@ -28,31 +28,31 @@ def own_table() -> Path:
 @functools.lru_cache
 def table() -> dict[str, dict[str, str]]:
     """{name of a GPU: {largest head_dim: backend}}. Raises ``ValueError`` if a file holds anything else."""
-    return _read(TABLE) | (_read(own_table()) if own_table().is_file() else {})
+    return _read(TABLE) | (_read(user_table()) if user_table().is_file() else {})
 
 
-def keep(gpu: str, found: dict[str, str]) -> Path:
+def keep(gpu: str, backends: dict[str, str]) -> Path:
     """Put what was measured on a GPU, {largest head_dim: backend}, into the user's own table; returns its path."""
-    path = own_table()
+    path = user_table()
     path.parent.mkdir(parents=True, exist_ok=True)
     others = _read(path) if path.is_file() else {}
     with whole_file(path) as part:
-        part.write_text(json.dumps(others | {gpu: found}, indent=1) + "\n")
+        part.write_text(json.dumps(others | {gpu: backends}, indent=1) + "\n")
     table.cache_clear()
     return path
 
 
 def _read(path: Path) -> dict[str, dict[str, str]]:
     try:
-        found = read_json(path.read_bytes())
-        for gpu, of_width in found.items():
+        content = read_json(path.read_bytes())
+        for gpu, of_width in content.items():
             for width, name in of_width.items():
                 if not width.isdecimal() or name not in NAMES:
                     wanted = f"a head_dim and one of {', '.join(NAMES)}"
                     raise ValueError(f"{gpu}: {width}: {name!r} must be {wanted}")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    return found
+    return content
 
 
 def of_device(device: torch.device, head_dim: int) -> tuple[str, ...]:

@@ -85,13 +85,10 @@ class KVCache(NamedTuple):
         if (numbers.diff() == 1).all():
             first = int(numbers[0]) if len(numbers) else 0
             numbers = slice(first, first + len(numbers))
-        found = []
-        for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
-            x = None if pages is None else _tokens(pages, numbers, length)
-            if scale is not None:
-                x = (x.float() * _tokens(scale, numbers, length)[..., None]).to(dtype)
-            found.append(None if x is None else x[None])
-        return tuple(found)
+        return tuple(
+            None if pages is None else _tokens(pages, scale, numbers, length, dtype)[None]
+            for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
+        )
 
     def mask(self, spec: AttnSpec) -> Tensor | None:
         """Of a dense cache, bool [b, 1 or s_q, s]: what each query sees; None for everything."""
@@ -124,11 +121,15 @@ class KVCache(NamedTuple):
         return self._replace(k=k, v=v, lengths=lengths, k_positions=positions)
 
 
-def _tokens(pages: Tensor, numbers: Tensor | slice, length: int) -> Tensor:
-    """[length, ...] of pages [pages, page_size, ...]; torch can't index fp8 on every device, so its bytes are."""
-    if pages.dtype == torch.float8_e4m3fn:
-        return pages.view(torch.uint8)[numbers].view(pages.dtype).flatten(0, 1)[:length]
-    return pages[numbers].flatten(0, 1)[:length]
+def _tokens(pages: Tensor, scale: Tensor | None, numbers: Tensor | slice, length: int, dtype: torch.dtype) -> Tensor:
+    """The first `length` tokens [length, h_kv, d] of some pages; with a scale they get this dtype."""
+    if pages.dtype == torch.float8_e4m3fn:  # torch can't index it on every device
+        x = pages.view(torch.uint8)[numbers].view(pages.dtype)
+    else:
+        x = pages[numbers]
+    if scale is not None:
+        x = (x.float() * scale[numbers][..., None]).to(dtype)
+    return x.flatten(0, 1)[:length]
 
 
 def decode_shared(decode: Callable, q: Tensor, cache: KVCache, spec: AttnSpec, state: Tensor) -> Tensor:

@@ -21,17 +21,17 @@ QUERIES, KEYS = 256, 1024  # rows of a tile
 
 
 class LargestLogits:
-    """A backend's module whose `attn_fwd` also keeps the largest logit of each head of the call in `found`, [h]."""
+    """A backend's module whose `attn_fwd` also keeps the largest logit of each head of the call in `largest`, [h]."""
 
     def __init__(self, module: ModuleType, q: Tensor):
         self._module = module
-        self.found = torch.full((q.shape[2],), NEG_INF, dtype=state_dtype(q.dtype), device=q.device)
+        self.largest = torch.full((q.shape[2],), NEG_INF, dtype=state_dtype(q.dtype), device=q.device)
 
     def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None):
         """See `Backend.attn_fwd`. Head 0 of q is head spec.first_head of the call; beyond its last is padding."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
-        own = self.found[spec.first_head : spec.first_head + q.shape[2]]
-        torch.maximum(own, largest_logits(q, k, **call)[: len(own)], out=own)
+        of_heads = self.largest[spec.first_head : spec.first_head + q.shape[2]]
+        torch.maximum(of_heads, largest_logits(q, k, **call)[: len(of_heads)], out=of_heads)
         return self._module.attn_fwd(q, k, v, **call, out_dtype=out_dtype)
 
     def __getattr__(self, name: str):
@@ -45,7 +45,7 @@ def largest_logits(q: Tensor, k: Tensor, *, q_segments, k_segments, spec: AttnSp
     q [b, s_q, h, d], k [b, s_k, h_kv, d]; with spec's scale and softcap, without sinks and dropout.
     """
     dtype = state_dtype(q.dtype)
-    found = torch.full((q.shape[2],), NEG_INF, dtype=dtype, device=q.device)
+    largest = torch.full((q.shape[2],), NEG_INF, dtype=dtype, device=q.device)
     for block in split(q_segments, k_segments, spec):
         for i in range(0, block.q_len, QUERIES):
             for j in range(0, block.k_len, KEYS):
@@ -53,9 +53,9 @@ def largest_logits(q: Tensor, k: Tensor, *, q_segments, k_segments, spec: AttnSp
                 last_seen = None if spec.right is None else tile.q_pos + tile.q_len - 1 + spec.right
                 if block.kind != FULL and last_seen is not None and tile.k_pos > last_seen:
                     break  # later keys are hidden from all of these queries
-                own = _largest(q[:, tile.q_rows].to(dtype), k[:, tile.k_rows].to(dtype), tile, spec)
-                torch.maximum(found, own, out=found)
-    return found
+                of_tile = _largest(q[:, tile.q_rows].to(dtype), k[:, tile.k_rows].to(dtype), tile, spec)
+                torch.maximum(largest, of_tile, out=largest)
+    return largest
 
 
 def _tile(block: Block, i: int, j: int) -> Block:

@@ -52,7 +52,7 @@ def slice_groups(spec: AttnSpec) -> tuple[SliceGroup, ...]:
 def _cut(
     group: SliceGroup, queries: tuple[Segment, ...], keys: tuple[Segment, ...]
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    found: tuple[list[Segment], list[Segment]] = ([], [])
+    cut: tuple[list[Segment], list[Segment]] = ([], [])
     for seq, piece in enumerate(group.slices):
         parts = [[s.part(*span) for s in side] for side, span in ((queries, piece.q_range), (keys, piece.k_range))]
         parts = [[s._replace(seq=seq) for s in side if s.length] for side in parts]
@@ -60,9 +60,9 @@ def _cut(
             continue
         shift = piece.right if piece.right is not None else -piece.left if piece.left is not None else 0
         base = max(0, shift - piece.k_range[0])  # no position becomes negative
-        for side, add, into in zip(parts, (base, base - shift), found):
+        for side, add, into in zip(parts, (base, base - shift), cut):
             into.extend(s._replace(pos=s.pos + add) for s in side)
-    return tuple(sorted(found[0])), tuple(sorted(found[1]))
+    return tuple(sorted(cut[0])), tuple(sorted(cut[1]))
 
 
 def attn_fwd(

@@ -120,7 +120,7 @@ def _doubling_steps(placed: PlacedTopology, stride: int) -> tuple[dict[int, tupl
     fold = [(core + i, i) for i in range(n - core)]
     middle = [[(x, x ^ (1 << bit)) for x in range(core)] for bit in range(core.bit_length() - 1)]
     back = [(y, x) for x, y in fold]
-    found = []
+    steps = []
     for pairs in (fold, *middle, back):
         ports, used = Counter(), Counter()
         for x, y in pairs:
@@ -131,8 +131,8 @@ def _doubling_steps(placed: PlacedTopology, stride: int) -> tuple[dict[int, tupl
                     ports[level, way, placed.units[at * stride][level - 1]] += 1
         if pairs:
             busiest = {level: max((m for (i, *_), m in ports.items() if i == level), default=1) for level in used}
-            found.append({level: (m, busiest[level]) for level, m in used.items()})
-    return tuple(found)
+            steps.append({level: (m, busiest[level]) for level, m in used.items()})
+    return tuple(steps)
 
 
 def _doubling(total: _Sum, stride: int, state: int) -> int:
@@ -253,7 +253,7 @@ def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = Fals
     compute = step.kv_bytes / placed.topology.memory_bandwidth
     ready = placed.topology.levels[placed.top].latency_s if placed.direct and placed.world > 1 else 0.0
     start = max(compute, ready)  # receivers report that they are ready meanwhile
-    found = [
+    schedules = [
         ("allgather", "direct", _allgather),
         ("butterfly", "direct", _butterfly),
         ("scatter", "direct", partial(_scatter, local_heads=local_heads)),
@@ -262,7 +262,7 @@ def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = Fals
         ("allreduce", "direct", _allreduce),
     ]
     costs = []
-    for schedule, across, take in found:
+    for schedule, across, take in schedules:
         if across == "butterfly" and not (placed.direct and placed.block > 1 and placed.nodes > 2):
             continue
         total, peak = take(placed, step) if placed.world > 1 else (_Sum(placed), 0)

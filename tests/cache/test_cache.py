@@ -88,8 +88,8 @@ class Fleet:
         books = [cache.book for cache in self.caches]
         for rank, book in enumerate(books):
             assert book.loads == books[0].loads
-            held = [(row.pages[0][i], row.length - block * self.page_size) for row in book.rows.values()
-                    for i, block in enumerate(row.blocks[0])]  # fmt: skip
+            held = [(row.pages[0][i], row.length - at * self.page_size) for row in book.rows.values()
+                    for i, at in enumerate(row.indices[0])]  # fmt: skip
             full = {page for page, tokens in held if tokens >= self.page_size}
             begun = [page for page, tokens in held if tokens < self.page_size]
             assert book.loads[rank] == len(full) + len(begun), "shared pages that are full count once"
@@ -189,7 +189,7 @@ def test_a_fork_copies_a_page_when_one_of_the_two_writes():
     used = [cache.book.numbers[0].used for cache in fleet.caches]
     copy = fleet.fork(row)
     assert [cache.book.numbers[0].used for cache in fleet.caches] == used
-    fleet.append([copy], 1)  # into the third block, which both share
+    fleet.append([copy], 1)  # into the third page, which both share
     assert sum(cache.book.numbers[0].used for cache in fleet.caches) == sum(used) + 1
     fleet.check()
 

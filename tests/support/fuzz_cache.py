@@ -295,7 +295,7 @@ def run_life(rank, world, life):
             model.rows.pop(row)
         assert [cache.book.rows[i].length for i in ids] == [len(tokens) for tokens in model.rows]
         ranks = list({id(part): part.rank for i in ids for part in cache.book.rows[i].parts}.values())
-        assert cache.book.loads == [ranks.count(r) for r in range(world)]  # rows share blocks
+        assert cache.book.loads == [ranks.count(r) for r in range(world)]  # rows share pages
     for i in ids:
         cache.remove(i)
     assert cache.book.numbers[0].used == 0 and not any(cache.book.loads)

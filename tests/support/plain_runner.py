@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from megatron_tree.cache.blocks import Forecast
+from megatron_tree.cache.page_numbers import Forecast
 from megatron_tree.cache.rows import RowBook
 from transformers import DynamicCache
 

@@ -72,8 +72,8 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     parts = torch.empty((b, num_chunks, s_q * h, d_v + 2))
     out = torch.empty((b, s_q, h, d_v + 1))
     table = None if table is None else _unit_columns(table)
-    seen = (cache.lengths, cache.q_positions, cache.k_positions)
-    lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in seen)
+    integers = (cache.lengths, cache.q_positions, cache.k_positions)
+    lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in integers)
     lengths = None if lengths is None else lengths.contiguous()
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
     tensors = (q, k, v, k_scale, v_scale, table, lengths, q_positions, k_positions, slopes, parts, out)

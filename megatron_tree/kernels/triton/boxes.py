@@ -16,10 +16,10 @@ def arguments(k: Tensor, v: Tensor, tiles: configs.Tiles, arch: str) -> dict:
     SPECIALIZED, which needs boxes.
     """
     wanted = tiles.boxes and arch in ARCHES
-    found = [_descriptor(x, tiles.n) for x in (k, v)] if wanted else [None]
-    if None in found:
+    descriptors = [_descriptor(x, tiles.n) for x in (k, v)] if wanted else [None]
+    if None in descriptors:
         return dict(K_BOXES=None, V_BOXES=None, SPECIALIZED=False)
-    return dict(K_BOXES=found[0], V_BOXES=found[1], SPECIALIZED=tiles.specialized and arch == "sm100")
+    return dict(K_BOXES=descriptors[0], V_BOXES=descriptors[1], SPECIALIZED=tiles.specialized and arch == "sm100")
 
 
 def of_dq(dq: Tensor, tiles: configs.Tiles, arch: str, deterministic: bool) -> TensorDescriptor | None:

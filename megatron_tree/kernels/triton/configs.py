@@ -99,10 +99,10 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool =
     if itemsize > 2:
         return Tiles(32, 32, 8, 1) if width <= 192 and arch != "gfx942" else Tiles(16, 16, 4, 1)
     table = ARCHES[arch][kernel]
-    found = next(table[w] for w in sorted(table) if width <= w)
+    chosen = next(table[w] for w in sorted(table) if width <= w)
     if dropout:
-        found = found._replace(n=min(found.n, 64), warps=8 if found.m * found.n >= 128 * 64 else found.warps)
-    return found
+        chosen = chosen._replace(n=min(chosen.n, 64), warps=8 if chosen.m * chosen.n >= 128 * 64 else chosen.warps)
+    return chosen
 
 
 # of decoding with keys wider than 256 (latents): a key and its value fill the shared memory

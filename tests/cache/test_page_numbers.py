@@ -1,4 +1,4 @@
-"""Blocks of the cache: ranks hold equally many, rows share them, and changes can be foreseen."""
+"""Pages of the cache: ranks hold equally many, rows share them, and changes can be foreseen."""
 
 import random
 import sys
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron_tree.cache import RowBook, ShardedCache
-from megatron_tree.cache.blocks import Forecast, Runs
+from megatron_tree.cache.page_numbers import Forecast, PageRuns
 
 
 @pytest.mark.parametrize(("world", "page_size"), [(1, 4), (3, 1), (7, 4)])
-def test_ranks_hold_equally_many_blocks(world, page_size):
+def test_ranks_hold_equally_many_pages(world, page_size):
     draw = random.Random(world)
     book = RowBook(0, world, page_size)
     rows = [book.add() for _ in range(20)]
@@ -23,20 +23,20 @@ def test_ranks_hold_equally_many_blocks(world, page_size):
         assert sum(book.loads) == sum(-(-book.rows[row].length // page_size) for row in rows)
 
 
-def test_runs_are_the_blocks():
-    draw, runs, blocks = random.Random(5), Runs(), []
+def test_runs_are_the_pages():
+    draw, runs, pages = random.Random(5), PageRuns(), []
     for _ in range(300):
         if draw.random() < 0.15:
-            cut = draw.randrange(blocks[-1] + 3) if blocks else 0
+            cut = draw.randrange(pages[-1] + 3) if pages else 0
             runs.cut(cut)
-            blocks = [block for block in blocks if block < cut]
+            pages = [page for page in pages if page < cut]
         else:
-            blocks.append(blocks[-1] + draw.choice((1, 1, 1, 2, 5)) if blocks else draw.randrange(3))
-            runs.add(blocks[-1])
-        assert runs.count() == len(blocks)
-        for at in (0, draw.randrange(blocks[-1] + 3) if blocks else 1):
-            assert runs.count(at) == sum(block < at for block in blocks)
-            assert [i for run in runs.since(at) for i in range(*run)] == [block for block in blocks if block >= at]
+            pages.append(pages[-1] + draw.choice((1, 1, 1, 2, 5)) if pages else draw.randrange(3))
+            runs.add(pages[-1])
+        assert runs.count() == len(pages)
+        for at in (0, draw.randrange(pages[-1] + 3) if pages else 1):
+            assert runs.count(at) == sum(page < at for page in pages)
+            assert [i for run in runs.since(at) for i in range(*run)] == [page for page in pages if page >= at]
 
 
 def _lines(act):
@@ -71,7 +71,7 @@ def _work(length, by_position):
             store.append([row], 1)
             view = store.view(0, [row], "cpu")
     held = store.book.rows[row]
-    assert view.block_table.tolist() == held.pages and view.blocks.tolist() == held.blocks
+    assert view.block_table.tolist() == held.pages and view.indices.tolist() == held.indices
     return lines, sum(made)
 
 
@@ -81,8 +81,8 @@ def test_work_does_not_grow_with_what_is_cached(by_position):
 
 
 @pytest.mark.parametrize("world", [2, 5])
-def test_new_blocks_go_where_there_is_most_room(world):
-    """Rows that go leave gaps; what comes fills them first: no rank that gets a block ends above another by two."""
+def test_new_pages_go_where_there_is_most_room(world):
+    """Rows that go leave gaps; what comes fills them first: no rank that gets a page ends above another by two."""
     draw = random.Random(world)
     book = RowBook(0, world, 4)
     rows = []

@@ -1,4 +1,4 @@
-"""Blocks and pages that rows share: how many are used, and how many will be when rows have been changed."""
+"""Pages that rows share: which numbers are used, and how many pages will be when rows have been changed."""
 
 from __future__ import annotations
 
@@ -51,53 +51,53 @@ class PageNumbers:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
-    """A block of neighbouring tokens of a row, or of rows that share it."""
+class RowPage:
+    """A page of neighbouring tokens of a row, or of rows that share it."""
 
     rank: int
     rows: int = 1
 
 
 @dataclass
-class Runs:
-    """The blocks of a row on one rank, in ascending order, as runs of neighbours: prompts make a few, however long."""
+class PageRuns:
+    """Indices of a row's pages on one rank, ascending, as runs of neighbours: prompts make a few, however long."""
 
     firsts: list[int] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
-    """How many blocks are in earlier runs."""
+    """How many pages are in earlier runs."""
 
-    def add(self, block: int) -> None:
-        """block: behind all others."""
-        if self.stops and self.stops[-1] == block:
+    def add(self, index: int) -> None:
+        """index: behind all others."""
+        if self.stops and self.stops[-1] == index:
             self.stops[-1] += 1
         else:
             self.before.append(self.count())
-            self.firsts.append(block)
-            self.stops.append(block + 1)
+            self.firsts.append(index)
+            self.stops.append(index + 1)
 
     def count(self, stop: int | None = None) -> int:
-        """How many blocks there are, before block `stop`."""
+        """How many pages there are, before index `stop`."""
         i = len(self.firsts) if stop is None else bisect.bisect_left(self.firsts, stop)
         if not i:
             return 0
         last = self.stops[i - 1] if stop is None else min(stop, self.stops[i - 1])
         return self.before[i - 1] + last - self.firsts[i - 1]
 
-    def since(self, block: int) -> list[tuple[int, int]]:
-        """Runs (first, stop) of the blocks from this one on."""
-        i = bisect.bisect_right(self.stops, block)
-        return [(max(first, block), stop) for first, stop in zip(self.firsts[i:], self.stops[i:])]
+    def since(self, index: int) -> list[tuple[int, int]]:
+        """Runs (first, stop) of the pages from this one on."""
+        i = bisect.bisect_right(self.stops, index)
+        return [(max(first, index), stop) for first, stop in zip(self.firsts[i:], self.stops[i:])]
 
     def cut(self, stop: int) -> None:
-        """Drop block `stop` and those behind it."""
+        """Drop page `stop` and those behind it."""
         n = bisect.bisect_left(self.firsts, stop)
         del self.firsts[n:], self.stops[n:], self.before[n:]
         if n:
             self.stops[-1] = min(self.stops[-1], stop)
 
-    def copy(self) -> Runs:
-        return Runs(list(self.firsts), list(self.stops), list(self.before))
+    def copy(self) -> PageRuns:
+        return PageRuns(list(self.firsts), list(self.stops), list(self.before))
 
 
 class Forecast:
@@ -109,48 +109,48 @@ class Forecast:
     def __init__(self, book, rows: Mapping[int, int], capacity_tokens: int):
         self._book, self._ids, self._size = book, rows, book.page_size
         self._free = capacity_tokens // self._size - sum(book.loads)
-        self._rows: dict[int, tuple[int, list[Block]]] = {}  # those that change: (length, blocks)
-        self._changes: Counter[Block] = Counter()  # of the numbers of rows that share a block
+        self._rows: dict[int, tuple[int, list[RowPage]]] = {}  # those that change: (length, pages)
+        self._changes: Counter[RowPage] = Counter()  # of the numbers of rows that share a page
 
     @property
     def free_tokens(self) -> int:
-        """In whole blocks; less than 0 if the rows don't fit."""
+        """In whole pages; less than 0 if the rows don't fit."""
         return self._free * self._size
 
     def add(self, name: int) -> None:
         self._rows[name] = 0, []
 
     def fork(self, name: int, copy: int) -> None:
-        length, blocks = self._row(name)
+        length, pages = self._row(name)
         full = length // self._size
-        self._changes.update(blocks[:full])
-        self._rows[copy] = length, blocks[:full] + [self._own(block) for block in blocks[full:]]
+        self._changes.update(pages[:full])
+        self._rows[copy] = length, pages[:full] + [self._copy(page) for page in pages[full:]]
 
     def crop(self, name: int, length: int) -> None:
-        _, blocks = self._row(name)
+        _, pages = self._row(name)
         keep = -(-length // self._size)
-        for block in blocks[keep:]:
-            self._release(block)
-        blocks = blocks[:keep]
-        if length % self._size and blocks[-1].rows + self._changes[blocks[-1]] > 1:
-            self._release(blocks[-1])
-            blocks[-1] = self._own(blocks[-1])
-        self._rows[name] = length, blocks
+        for page in pages[keep:]:
+            self._release(page)
+        pages = pages[:keep]
+        if length % self._size and pages[-1].rows + self._changes[pages[-1]] > 1:
+            self._release(pages[-1])
+            pages[-1] = self._copy(pages[-1])
+        self._rows[name] = length, pages
 
     def remove(self, name: int) -> None:
         self.crop(name, 0)
         del self._rows[name]
 
-    def _row(self, name: int) -> tuple[int, list[Block]]:
+    def _row(self, name: int) -> tuple[int, list[RowPage]]:
         if name in self._rows:
             return self._rows[name]
         row = self._book.rows[self._ids[name]]
         return row.length, row.parts
 
-    def _own(self, block: Block) -> Block:
+    def _copy(self, page: RowPage) -> RowPage:
         self._free -= 1
-        return Block(block.rank)
+        return RowPage(page.rank)
 
-    def _release(self, block: Block) -> None:
-        self._changes[block] -= 1
-        self._free += block.rows + self._changes[block] == 0
+    def _release(self, page: RowPage) -> None:
+        self._changes[page] -= 1
+        self._free += page.rows + self._changes[page] == 0
