@@ -163,6 +163,7 @@ def _masks(rank, world):
         "causal and padding": (causal, both, both[:, :, rows]),
         "padding_causal": (padding_causal, pad, pad),
         "padding_causal, square": (padding_causal, both | square, (both | square)[:, :, rows]),
+        "padding_causal, padding alone": (padding_causal, square, square[:, :, rows]),
         "nothing hidden": (padding, pad & False, pad & False),
     }
     errors = {}

@@ -1,8 +1,8 @@
 """Packed batches that are not cut document by document: dispatched documents, and a sequence that is cut as a whole.
 
-Megatron's rotary embedding takes every document of a packed batch to be cut zigzag on its own. So for Megatron such a
-batch is *one* document over all rows, and `TreePackedSeqParams.layout` says what really lies where: core attention
-reads it, and the embedding's table is laid out accordingly.
+Megatron's rotary embedding takes every document of a packed batch to be cut zigzag on its own. So Megatron sees such a
+batch as *one* document over all rows, and `TreePackedSeqParams.layout` says what really lies where: core attention
+reads it, and the table of the embedding is laid out accordingly.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from . import compat
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 SHARDED = {"tokens": 0, "labels": 0, "loss_mask": 0.0, "position_ids": 0}
-"""Entries of a batch that are cut, and what rows without a token get."""
+"""Entries of a batch that are cut, with their fill values for padding rows."""
 
 
 @dataclass
 class TreePackedSeqParams(PackedSeqParams):
-    """Megatron's `PackedSeqParams` of one document over all rows, and what lies in them."""
+    """Megatron's `PackedSeqParams` of one document over all rows, and the layout of the real ones."""
 
     layout: Dispatched | None = None
     positions: Tensor | None = field(default=None, repr=False)
     """int64 [rows of this rank]: positions for the rotary embedding; None: those in the whole sequence."""
     embedded: bool = False
-    """Whether a model that `use_dispatched_documents` prepared has taken it."""
+    """Whether a model that `use_dispatched_documents` prepared has seen it."""
 
     @classmethod
     def of(cls, layout: Dispatched, positions: Tensor | None, device: Any) -> TreePackedSeqParams:
@@ -50,12 +50,12 @@ def dispatch_batch(
 ) -> tuple[dict[str, Any], TreePackedSeqParams]:
     """This rank's share of a packed batch, with short documents whole on one rank; no document needs padding.
 
-    Takes the place of Megatron's `get_thd_batch_on_this_cp_rank`, for a model that went through
-    `use_dispatched_documents`. All ranks of cp_group pass the whole batch.
+    Replaces Megatron's `get_thd_batch_on_this_cp_rank`, for a model that went through `use_dispatched_documents`. All
+    ranks of cp_group pass the whole batch.
 
     Args:
-        batch: tensors [1, t]; tokens, labels, loss_mask and position_ids are cut (rows without a token get 0), others
-            are returned as they are. Missing position_ids are made.
+        batch: tensors [1, t]; tokens, labels, loss_mask and position_ids are cut (padding rows get 0), others are
+            returned as they are. Missing position_ids are made.
         cu_seqlens: int32 [n + 1], from 0 to t: boundaries of the documents, without padding.
         cp_group: process group or 1-D DeviceMesh; default: Megatron's context-parallel group.
         multiple_of: each rank's rows are a multiple of this and of 2; with sequence parallelism the tensor-parallel
@@ -95,77 +95,75 @@ def use_dispatched_documents(model: Any) -> Any:
 
 
 def watch_batches(model: Any) -> None:
-    """`use_dispatched_documents` of a model that may never get such a batch: what it can't take is refused then."""
+    """`use_dispatched_documents` for a model that may never get such a batch: it is checked at its first one."""
     for module in model.modules():
         embedding = getattr(module, "rotary_pos_emb", None)
-        if isinstance(embedding, torch.nn.Module) and not isinstance(embedding.forward, _Placed):
-            embedding.forward = _Placed(embedding, compat.context_parallel_group(module))
+        if isinstance(embedding, torch.nn.Module) and not isinstance(embedding.forward, _LaidOutEmbedding):
+            embedding.forward = _LaidOutEmbedding(embedding, compat.context_parallel_group(module))
         if hasattr(module, "decoder") or isinstance(embedding, torch.nn.Module):
-            _watch(module)
+            _tell_embedding(module)
 
 
 def _refuse(module: Any) -> None:
+    refused = None
     if compat.is_recurrent(module):
+        refused = f"{type(module).__name__} (a layer with a recurrent state)"
+    elif number := getattr(getattr(module, "config", None), "mtp_num_layers", None):
+        refused = f"mtp_num_layers={number}"
+    elif getattr(module, "position_embedding_type", None) == "mrope":
+        refused = "position_embedding_type='mrope'"
+    if refused:
         raise ValueError(
-            f"{type(module).__name__} (a layer with a recurrent state) needs packed documents that are cut one by one: "
-            "use Megatron's own packed batches (get_thd_batch_on_this_cp_rank)"
+            f"{refused} needs packed documents that are cut one by one: use Megatron's own packed batches "
+            "(get_thd_batch_on_this_cp_rank), without --dataloader-inter-document-masking"
         )
-    kind = getattr(module, "position_embedding_type", None)
-    for name, given in (
-        ("mtp_num_layers", getattr(getattr(module, "config", None), "mtp_num_layers", None)),
-        ("position_embedding_type", kind if kind == "mrope" else None),
-    ):
-        if given:
-            raise ValueError(
-                f"{name}={given!r} needs packed documents that are cut one by one: use Megatron's own packed batches "
-                "(get_thd_batch_on_this_cp_rank), without --dataloader-inter-document-masking"
-            )
 
 
-class _Placed:
-    """The forward of a rotary embedding, whose table holds the rows of `packed` where Megatron looks for them."""
+class _LaidOutEmbedding:
+    """The forward of a rotary embedding that puts each row of `packed` where Megatron will look for it."""
 
     def __init__(self, embedding: torch.nn.Module, group: Any):
         self._forward, self._group = embedding.forward, group
         self.packed: TreePackedSeqParams | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._forward(*args, **kwargs)
+        result = self._forward(*args, **kwargs)
         if self.packed is None or self.packed.positions is None:
-            return found
-        table, *rest = found if isinstance(found, tuple) else (found,)
+            return result
+        table, *rest = result if isinstance(result, tuple) else (result,)
         rows = table[self.packed.positions]
         world, rank = comm.group_size(self._group), comm.group_rank(self._group)
-        placed = rows.new_zeros(world * len(rows), *rows.shape[1:])
-        placed[shard_positions(len(placed), rank, world, device=rows.device)] = rows
-        return (placed, *rest) if isinstance(found, tuple) else placed
+        laid_out = rows.new_zeros(world * len(rows), *rows.shape[1:])
+        laid_out[shard_positions(len(laid_out), rank, world, device=rows.device)] = rows
+        return (laid_out, *rest) if isinstance(result, tuple) else laid_out
 
 
-def _watch(module: Any) -> None:
+def _tell_embedding(module: Any) -> None:
     """Tell the module's rotary embedding, before every forward, which batch it is for."""
     signature = inspect.signature(type(module).forward)
 
     def before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         call = signature.bind(module, *args, **kwargs)
         packed = _cut_as_a_whole(call.arguments.get("packed_seq_params"))
-        ours = packed if isinstance(packed, TreePackedSeqParams) else None
         embedding = getattr(module, "rotary_pos_emb", None)
         if isinstance(embedding, torch.nn.Module):
-            embedding.forward.packed = ours
-        if ours is None:
+            embedding.forward.packed = packed
+        if packed is None:
             return None
         _refuse(module)
-        ours.embedded = True
-        call.arguments["packed_seq_params"] = ours
+        packed.embedded = True
+        call.arguments["packed_seq_params"] = packed
         return call.args[1:], call.kwargs
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _cut_as_a_whole(packed: Any) -> Any:
-    """A batch of Megatron-LM's inter-document masking as `TreePackedSeqParams`; others as they are."""
-    if packed is None or isinstance(packed, TreePackedSeqParams) or not compat.cuts_packed_rows_as_a_whole():
+def _cut_as_a_whole(packed: Any) -> TreePackedSeqParams | None:
+    """A batch that is not cut document by document; one of inter-document masking gets its layout here."""
+    if packed is None or isinstance(packed, TreePackedSeqParams):
         return packed
+    if not compat.cuts_packed_rows_as_a_whole():
+        return None
     documents = packed_layout(packed.cu_seqlens_q)
     layout = documents_over(documents.lengths, documents.padded, comm.group_size(compat.context_parallel_group()))
     return TreePackedSeqParams.of(layout, None, packed.cu_seqlens_q.device)

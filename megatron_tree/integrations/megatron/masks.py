@@ -1,7 +1,7 @@
 """Megatron's attention masks, reduced to what tree attention needs to know of them.
 
 Core attention gets boolean tensors, True = hidden. A mask must be causal, or hide padding at the end of rows, or both:
-then the lengths of the rows say it all. Or it is causal within documents that lie one after another in a row, as with
+then the lengths of the rows describe it. Or it is causal within documents that lie one after another in a row, as with
 --reset-attention-mask. All layers get the same tensor, so it is read once.
 """
 
@@ -19,19 +19,25 @@ from ... import comm
 from ...layout import Dispatched, documents_over, shard_positions
 from . import compat
 
-# whether the kernels apply the causal mask; for `arbitrary` the mask itself decides
+# whether the kernels apply the causal mask; with `arbitrary` the mask itself decides
 CAUSAL = {
     AttnMaskType.causal: True,
     AttnMaskType.padding_causal: True,
     AttnMaskType.no_mask: False,
     AttnMaskType.padding: False,
 }
+# by type, the masks that it may come with: (whether the mask hides later keys, whether the kernels are to)
+MASKS = {
+    AttnMaskType.causal: [(True, True)],
+    AttnMaskType.padding_causal: [(True, True), (False, True)],
+    AttnMaskType.arbitrary: [(False, False), (True, True)],
+}
 
-_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, how it was read, what was found)
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, the arguments, the result)
 
 
 class MaskRead(NamedTuple):
-    """What a mask shows."""
+    """What a mask lets through."""
 
     causal: bool
     lengths: tuple[int, ...] | None = None
@@ -50,7 +56,7 @@ def read_mask(
     cp_group,
     timeout_s: float = 600.0,
 ) -> MaskRead:
-    """What this rank's part of a mask shows, the same on all ranks.
+    """What this rank's part of a mask lets through, the same on all ranks.
 
     A mask is not read where Megatron-LM's data loader makes causal ones only (no --reset-attention-mask).
 
@@ -68,47 +74,44 @@ def read_mask(
         return MaskRead(CAUSAL[mask_type])
     if mask_type == AttnMaskType.causal and compat.loads_causal_masks():
         return MaskRead(True)
-    how = (mask_type, batch, num_queries, num_keys, cp_group)
+    arguments = (mask_type, batch, num_queries, num_keys, cp_group)
     known = _read.get(mask)
-    if known is None or known[:2] != (mask._version, how):
-        known = _read[mask] = mask._version, how, _find(mask, *how, timeout_s)
+    if known is None or known[:2] != (mask._version, arguments):
+        known = _read[mask] = mask._version, arguments, _read_tensor(mask, *arguments, timeout_s)
     return known[2]
 
 
-def _find(
+def _read_tensor(
     mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, num_keys: int, cp_group, timeout_s: float
-):
+) -> MaskRead:
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    total = num_keys * world
     q_pos, k_pos = (shard_positions(n * world, rank, world) for n in (num_queries, num_keys))
-    if mask.dim() == 4 and mask.shape[-1] == num_keys * world:
-        k_pos = torch.arange(num_keys * world)
+    if mask.dim() == 4 and mask.shape[-1] == total:
+        k_pos = torch.arange(total)
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] == 1 and mask.shape[3] == len(k_pos)
     if mask.dtype != torch.bool or not fits or mask.shape[2] not in (1, num_queries):
         raise ValueError(
             f"attention_mask {mask.dtype} {tuple(mask.shape)}: expected bool [{batch} or 1, 1, {num_queries} or 1, "
-            f"{num_keys * world} or {num_keys}], True = hidden; pass None if nothing is padded"
+            f"{total} or {num_keys}], True = hidden; pass None if nothing is padded"
         )
-    seen = ~mask[:, 0]
+    shown = ~mask[:, 0]  # [b or 1, queries, keys]
     q_pos, k_pos = q_pos.to(mask.device), k_pos.to(mask.device)
-    lengths = torch.where(seen.any(1), k_pos + 1, 0).amax(-1).expand(batch).contiguous()
+    lengths = torch.where(shown.any(1), k_pos + 1, 0).amax(-1).expand(batch).contiguous()
     comm.all_reduce(lengths, cp_group, op="max", timeout_s=timeout_s)
-    padded = (k_pos < lengths[:, None])[:, None]
-    above = k_pos[None] <= q_pos[:, None] if mask.shape[2] == num_queries else torch.ones_like(padded)
-    plain, causal = ((~seen.any(-1, keepdim=True) | (seen == x)).all() for x in (padded, padded & above))
-    agreed = ~torch.stack((plain, causal))
-    found = comm.all_reduce(agreed.to(torch.int32), cp_group, op="max", timeout_s=timeout_s).tolist()
-    allowed = {
-        AttnMaskType.causal: [(1, True)],
-        AttnMaskType.padding_causal: [(1, True), (0, True)],
-        AttnMaskType.arbitrary: [(0, False), (1, True)],
-    }.get(mask_type, [(0, False)])
-    for which, is_causal in allowed:
-        if not found[which]:
+    unpadded = (k_pos < lengths[:, None])[:, None]
+    earlier = k_pos[None] <= q_pos[:, None] if mask.shape[2] == num_queries else torch.ones_like(unpadded)
+    empty = ~shown.any(-1, keepdim=True)
+    differs = torch.stack([(~empty & (shown != x)).any() for x in (unpadded, unpadded & earlier)])
+    differs = comm.all_reduce(differs.to(torch.int32), cp_group, op="max", timeout_s=timeout_s).tolist()
+    allowed = MASKS.get(mask_type, [(False, False)])
+    for hides_later, causal in allowed:
+        if not differs[hides_later]:
             tokens = tuple(lengths.tolist())
-            return MaskRead(is_causal, None if set(tokens) == {num_keys * world} else tokens)
+            return MaskRead(causal, None if set(tokens) == {total} else tokens)
     square = mask.shape[2:] == (num_queries, num_queries * world)
-    if square and num_keys == num_queries and any(is_causal for _, is_causal in allowed):
-        documents = _documents(seen, q_pos, k_pos, batch, cp_group, timeout_s)
+    if square and num_keys == num_queries and any(causal for _, causal in allowed):
+        documents = _documents(shown, q_pos, k_pos, batch, cp_group, timeout_s)
         if documents is not None:
             return MaskRead(True, documents=documents)
     raise ValueError(
@@ -118,20 +121,23 @@ def _find(
     )
 
 
-def _documents(seen: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, cp_group, timeout_s: float) -> Dispatched | None:
+def _documents(
+    shown: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, cp_group, timeout_s: float
+) -> Dispatched | None:
     """The documents of a mask [b or 1, queries, keys], True = visible, that is causal within each; None for others."""
     world = comm.group_size(cp_group)
     total = len(q_pos) * world
-    first = torch.where(seen, k_pos, total).amin(-1)  # [b, queries]: the first key that is seen
-    begins = torch.full((len(seen), total), -1, dtype=torch.int64, device=seen.device)
+    first = torch.where(shown, k_pos, total).amin(-1)  # [b, queries]: the first visible key
+    begins = torch.full((len(shown), total), -1, dtype=torch.int64, device=shown.device)
     begins[:, q_pos] = first
     comm.all_reduce(begins, cp_group, op="max", timeout_s=timeout_s)
-    own = begins == torch.arange(total, device=seen.device)  # where a document begins
-    inside = torch.where(own, begins, -1).cummax(-1).values
-    shown = (k_pos >= first[..., None]) & (k_pos <= q_pos[:, None])
-    wrong = torch.tensor([int(not (torch.equal(inside, begins) and torch.equal(seen, shown)))], device=seen.device)
+    is_first = begins == torch.arange(total, device=shown.device)  # whether a document begins at a token
+    begins_so_far = torch.where(is_first, begins, -1).cummax(-1).values
+    expected = (k_pos >= first[..., None]) & (k_pos <= q_pos[:, None])
+    wrong = not (torch.equal(begins_so_far, begins) and torch.equal(shown, expected))
+    wrong = torch.tensor([int(wrong)], device=shown.device)
     if int(comm.all_reduce(wrong, cp_group, op="max", timeout_s=timeout_s)):
         return None
-    edges = [[*row.nonzero().flatten().tolist(), total] for row in own.expand(batch, -1)]
+    edges = [[*row.nonzero().flatten().tolist(), total] for row in is_first.expand(batch, -1)]
     lengths = tuple(b - a for row in edges for a, b in itertools.pairwise(row))
     return documents_over(lengths, lengths, world, batch=batch)

@@ -12,6 +12,7 @@ release from 0.14 to 0.19. Differences are found by looking at signatures and at
 - `checkpoint`: distributed checkpoints.
 """
 
+# ruff: noqa: F401
 from ....config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
 from .call import (
     batch_on_this_cp_rank,
@@ -49,41 +50,3 @@ from .release import (
     megatron_lm_arguments,
     megatron_version,
 )
-
-__all__ = [
-    "CP_COMM_TYPES",
-    "TREE_CP_COMM_TYPES",
-    "UnsupportedMegatronError",
-    "attention_classes",
-    "batch_on_this_cp_rank",
-    "context_parallel_group",
-    "core_replacements",
-    "cuts_packed_rows_as_a_whole",
-    "decoder_layer_specs",
-    "fixed_cp_comm_type_list",
-    "group_of_batch",
-    "hide_import_notices",
-    "hierarchical_sizes",
-    "is_patched",
-    "is_recurrent",
-    "latent_projection",
-    "loading_torch_adam",
-    "loads_causal_masks",
-    "lookup",
-    "megatron_lm_arguments",
-    "megatron_version",
-    "misreads_cp_comm_type_list",
-    "mla_without_transformer_engine",
-    "name_missing_transformer_engine",
-    "no_manager_process",
-    "normed_input",
-    "process_groups",
-    "refuse_misspelled_cp_comm_type",
-    "refuse_unknown_arguments",
-    "sequence_parallel_switches",
-    "sharded_parameters",
-    "switched_off",
-    "token_group",
-    "training_replacements",
-    "window_of_layer",
-]
