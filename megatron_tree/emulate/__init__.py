@@ -8,10 +8,7 @@
 docs/emulation.md describes what is emulated and what is not.
 """
 
-from ..units import parse_bits_per_second as bits_per_second
-from ..units import parse_nodes_by_ranks as nodes_by_ranks
-from ..units import parse_seconds as seconds
 from .cluster import Cluster
 from .network import Unavailable, network_bytes
 
-__all__ = ["Cluster", "Unavailable", "bits_per_second", "network_bytes", "nodes_by_ranks", "seconds"]
+__all__ = ["Cluster", "Unavailable", "network_bytes"]
