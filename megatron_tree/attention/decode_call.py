@@ -100,7 +100,7 @@ class DecodeCall:
             positions=cache.q_positions is not None,
             paged=cache.block_table is not None,
             config=config,
-            topology=net.digest,
+            topology=net.fingerprint,
         )
         net = GroupTopology.over_cache(group, q.device, config)
         plan, merged_dim = _plan(net, options, whole, head_shares, d_v, projection if of_all else None)

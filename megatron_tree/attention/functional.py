@@ -249,7 +249,7 @@ def _attend(
         return_lse=return_lse,
         return_max_logit=return_max_logit,
         config=config,
-        topology=net.digest,
+        topology=net.fingerprint,
     )
     if return_max_logit:
         backend, largest = backend.with_largest_logits(q)

@@ -160,7 +160,7 @@ class _Prefill:
             grid=self.grid,
             num_keys=self.num_keys,
             config=self.config,
-            topology=GroupTopology.of(self.group, q.device, self.config).digest,
+            topology=GroupTopology.of(self.group, q.device, self.config).fingerprint,
         )
 
     def run(self, q: Tensor) -> State:

@@ -18,7 +18,7 @@ class GroupTopology(NamedTuple):
     """The network that the planner assumes; `topology.transport` is the transport that is actually used."""
 
     topology: Topology
-    digest: str
+    fingerprint: str
     """Name and checksum of the topology: files with the same name may differ between hosts."""
     placement: Placement | None = None
 

@@ -1,4 +1,4 @@
-"""Collective calls: checked by every rank, compared among the ranks, and then run."""
+"""Collective calls: every rank checks its arguments, the ranks compare them, then the call runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_AGREED = 4096  # signatures that a group remembers
 
 
 def call_stamp(group) -> int:
-    """What the messages of the group's current call, or else of its latest, carry; 0 before the first one."""
+    """What the messages of the group's current call carry, else those of its latest; 0 before the first one."""
     return GroupState.of(group).calls.stamp
 
 
@@ -53,7 +53,7 @@ class Agreement(NamedTuple):
 
     values: dict
     digest: int
-    """Of those values that messages depend on."""
+    """32 bits of the values that messages depend on."""
 
 
 class CollectiveCall:
@@ -73,7 +73,7 @@ class CollectiveCall:
         if not self._alone and error is not None and not isinstance(error, (CommError, _EARLY_STOP)):
             if self._runs:
                 self._failed(error)
-            elif self._call is None and isinstance(error, Exception):  # otherwise the ranks know: it comes from `agree`
+            elif self._call is None and isinstance(error, Exception):  # else it comes from `agree`, and all ranks know
                 _reject(self._group, self._name, error)
         if self._call is not None:
             self._state.calls.leave(self._call)
@@ -88,12 +88,11 @@ class CollectiveCall:
         of values and of_batch, so that they can't reach another call.
 
         Args:
-            values: what must be equal, hashable; dataclasses are compared field by field.
-            of_batch: values that must be equal, hashable, and new with every batch; for calls that communicate by
-                `Mail` only, which has their digest in its tags from the start. Where `values` have been compared
-                before, these are compared while the call runs: ranks that differ raise by the end of the call or, if
-                gradients are to be computed, of its backward, and can't use the group any more.
-            changing: values that must also be equal but differ from call to call; compared when `values` are.
+            values: hashable values that must be equal; dataclasses are compared field by field.
+            of_batch: the same, but new with every batch; for calls that communicate by `Mail` only, whose tags have
+                their digest. Once `values` are known, these are compared while the call runs: ranks that differ raise
+                by the end of the call or, with gradients, of its backward, and can't use the group any more.
+            changing: values that must be equal but differ from call to call; compared when `values` are.
         Returns: what `repeat` takes.
         Raises: ValueError with both values where two ranks differ. `CommError`, naming the missing ranks, when some
             don't come within config.timeout_s.
@@ -163,8 +162,8 @@ class CollectiveCall:
 
 @contextlib.contextmanager
 def part_of_call() -> Iterator[None]:
-    """Context of calls that are part of one that this rank is in: they have no number, and are not compared. For calls
-    that are recorded now and carried out later, when other ranks may not record them."""
+    """Calls in this context are part of a call that this rank is in: they have no number and are not compared. For
+    calls that are recorded now and carried out later, when other ranks may not record them."""
     token = IN_PART.set(True)
     try:
         yield
@@ -174,7 +173,7 @@ def part_of_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_checks(name: str, group) -> Iterator[None]:
-    """What this rank raises in this context, before the calls of `name`, all ranks that wait for it raise as well."""
+    """What this rank raises in this context, before a call of `name`, the ranks that wait for it raise, too."""
     try:
         yield
     except CommError:

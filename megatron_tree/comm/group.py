@@ -17,10 +17,10 @@ from .call_record import CallRecord
 
 @dataclass(eq=False)
 class GroupState:
-    """What this process keeps about one process group; it is dropped with the group. `GroupState.of(group)` finds it.
+    """What this process keeps about one process group, until the group is freed; `GroupState.of(group)` looks it up.
 
-    Nothing in here refers to the group itself. Each field is written by the module named beside it, and by no other;
-    what is `Any` is that module's own, and None until it makes it.
+    No field refers to the group itself. Each is written by the module named beside it, and by no other; what is `Any`
+    has a type of that module, and is None until that module makes it.
     """
 
     size: int
@@ -36,7 +36,7 @@ class GroupState:
     hosts: tuple[str, ...] | None = None
     """machines.py: the host of every rank, once asked."""
     shared: Any = None
-    """shared/: its `SharedMemory`, or a text that says why there is none."""
+    """shared/: a `SharedMemory`, or a text that says why there is none."""
     transports: dict[tuple[str, str], str] = field(default_factory=dict)
     """shared/: (type of a device, transport asked for) -> how small collectives travel."""
     topologies: dict[tuple, Any] = field(default_factory=dict)
@@ -46,9 +46,9 @@ class GroupState:
     calls: CallRecord = field(default_factory=CallRecord)
     """calls.py: the calls that this rank has made."""
     watchdog: Any = None
-    """health/watchdog.py: its `Watchdog`."""
+    """health/watchdog.py: a `Watchdog`."""
     store: Any = None
-    """health/store.py: its `StoreClient`; of the default group alone."""
+    """health/store.py: a `StoreClient`; of the default group alone."""
     region: str = ""
     """health/watchdog.py: the `monitored` region that the job is in; of the default group alone."""
     wait_limit_s: float = math.inf
@@ -61,12 +61,12 @@ class GroupState:
             return _ALONE
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise _not_a_member()
-        if (found := _states.get(group)) is None:
+        if (state := _states.get(group)) is None:
             if dist.get_rank(group) < 0:
                 raise _not_a_member()
             ranks = tuple(dist.get_process_group_ranks(group))
-            found = _states[group] = cls(len(ranks), dist.get_rank(group), dist.get_backend(group), ranks)
-        return found
+            state = _states[group] = cls(len(ranks), dist.get_rank(group), dist.get_backend(group), ranks)
+        return state
 
 
 IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_call", default=False)

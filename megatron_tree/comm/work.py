@@ -19,7 +19,7 @@ from .traffic import note
 
 TAGS = 1 << 12  # of the collectives in progress; then they start again
 CALLS = (1 << 19) - 1  # digests of calls that tags tell apart
-ASK_S = 20e-6  # between two questions whether a device is done
+ASK_S = 20e-6  # between two calls of is_done
 
 
 def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
@@ -47,8 +47,8 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
 
 
 def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) -> None:
-    """Wait for work with collectives of the group that is queued on a device without their own time limits (a CUDA
-    graph), by asking is_done. A single rank does not wait.
+    """Wait for collectives of the group that are queued on a device without time limits (in a CUDA graph), by asking
+    is_done. A single rank does not wait.
 
     Raises: `CommError` after timeout_s, or if another rank failed.
     """
@@ -70,7 +70,7 @@ def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) 
 
 
 def _tag(state: GroupState, number: int) -> int:
-    """Of messages of the group's current call. number: below TAGS; 0 for those that arrive in the order of sending."""
+    """The tag of messages of the group's current call. number: below TAGS; 0 where messages arrive in order."""
     return number + TAGS * (state.calls.digest % CALLS)
 
 

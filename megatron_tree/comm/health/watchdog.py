@@ -1,9 +1,9 @@
 """Watchdogs: ranks that wait for one another find out together which rank failed, within about a second.
 
-Every rank has a `Watchdog` of each group. A rank whose wait fails, or that raises in the middle of a call, reports it
-in the job's store (reports.py). The watchdogs of ranks that wait look for reports ten times a second, among more than
-a hundred ranks less often (store.py), and interrupt the wait. Then all ranks that respond conclude which one failed:
-the first one that raised, or else those that others wait for and that report nothing.
+Every rank has a `Watchdog` for each group. A rank whose wait fails, or that raises in the middle of a call, reports it
+in the job's store (reports.py). The watchdogs of waiting ranks look for reports ten times a second, less often among
+more than a hundred ranks (store.py), and interrupt the wait. Then all ranks that respond conclude which one failed: the
+first one that raised, or else those that others wait for and that report nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Watchdog:
         self.rank, self.world, self.ranks, self.calls = state.rank, state.size, state.ranks, state.calls
         self.store = StoreClient.here()
         self._prefix = f"megatron_tree/{group.group_name}"
-        # a new group may have the name of a former one: count how many there were, the same number on every rank
+        # a new group may have the name of a freed one: number them, the same way on every rank
         self._prefix = self.key(self.store.run(self._count, timeout_s))
         self.reports = Reports(self.key, self.rank, self.ranks, later_s=self.store.poll_s - POLL_S)
         self.waiting_on = None
@@ -96,7 +96,7 @@ class Watchdog:
             self.store.run(lambda store: self._reject(store, call.number, error), REJECT_S)
 
     def compare_meanwhile(self, call: Call, request: Request) -> None:
-        """Start to compare a call that this rank goes on with. If ranks differ, the waits of all of them end."""
+        """Start to compare a call while this rank runs it. If ranks differ, the waits of all of them end."""
 
         def compare(store):
             outcome = yield from request(store)
@@ -120,7 +120,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waits(self, on) -> Iterator[None]:
-        """The main thread waits on the group or a sub-group of it: another rank's failure ends that wait."""
+        """While the main thread waits on the group or a sub-group of it, another rank's failure ends that wait."""
         before = self.waiting_on, self.waiting_since
         self.waiting_on, self.waiting_since = on, time.monotonic()
         try:
@@ -136,14 +136,14 @@ class Watchdog:
         watchdogs = (self, job.watchdog) if job.region else (self,)
         return self._is_overdue or any(x._failure_seen or x.rejection is not None for x in watchdogs)
 
-    # what the store client's thread does; also used by requests of agreement.py
+    # runs in the store client's thread, and in requests of agreement.py
 
     def poll(self, store):
-        """A request: look for what concerns this rank while its main thread waits."""
+        """A request: look for failures, rejections and questions while the main thread waits."""
         if time.monotonic() - self.waiting_since > wait_limit():
             self._is_overdue = True
             interrupt(self.waiting_on)
-        # one operation where there is nothing new: hundreds of ranks may be waiting
+        # one operation if nothing is new: hundreds of ranks may be waiting
         joined = self.calls.joined()
         seen = self.num_updates(store), joined[-1].number if joined else 0
         asked = []
@@ -176,7 +176,7 @@ class Watchdog:
         return now - began > max(ASK_S, 2 * self._longest_wait_s)
 
     def num_updates(self, store) -> int:
-        """A number that grows with all that another rank may have to look at."""
+        """A number that grows with every report, rejection and question."""
         return store.add(self.key("updates"), 0)
 
     def ask_others(self, store, number: int) -> None:
