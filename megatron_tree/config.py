@@ -253,15 +253,15 @@ class AttnSlice(NamedTuple):
         return any(a[0] < b[1] and b[0] < a[1] for a, b in zip(self[:2], other[:2]))
 
 
-class Visibility(NamedTuple):
+class MaskBounds(NamedTuple):
     """Which keys a query sees, by their positions."""
 
     left: int | None = None
-    """As far as this many positions before its own; None: all."""
+    """Positions before the query's that it sees; None: all."""
     right: int | None = None
-    """As far as this many positions after its own; None: all."""
+    """Positions after the query's that it sees; None: all."""
     slices: tuple[AttnSlice, ...] | None = None
-    """If given, the union of these instead."""
+    """If given, the mask is the union of these instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,8 +285,8 @@ class AttnSpec:
     """Number of the tensors' head 0 among the query heads of the whole call."""
 
     @property
-    def sees(self) -> Visibility:
-        return Visibility(self.left, self.right, self.ranges)
+    def mask_bounds(self) -> MaskBounds:
+        return MaskBounds(self.left, self.right, self.ranges)
 
     def heads_from(self, first: int, count: int) -> AttnSpec:
         """The same call for tensors with `count` query heads, of which head 0 is this call's `first`; what lies beyond

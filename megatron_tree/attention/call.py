@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import AttnSpec, TreeConfig, Visibility
+from ..config import AttnSpec, MaskBounds, TreeConfig
 from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
@@ -76,7 +76,7 @@ class AttnArgs:
         windowed = self.spec.left is not None and not isinstance(self.queries.layout, Packed)
         dispatched = isinstance(self.queries.layout, Dispatched)
         if windowed or dispatched or self.spec.ranges is not None or self.config.schedule == "cast":
-            return Mask(self.spec.sees, self.queries, self.keys)
+            return Mask(self.spec.mask_bounds, self.queries, self.keys)
         return None
 
 
@@ -104,7 +104,7 @@ class AttnCall(AttnArgs):
         at = neighbours(self.order, self.rank, plan.arrangement)
         if plan.schedule == "cast":
             ranks, holders = self.ring(plan)
-            rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, self.spec.sees)
+            rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, self.spec.mask_bounds)
             team = self._team("cast", plan, tuple((r,) for r in ranks))
             keys = VisibleRows(team, self.keys.segments(at.holder), *rows)
         else:
@@ -168,14 +168,14 @@ def _rows_of_cast(
     local: int,
     queries: Sharding,
     keys: Sharding,
-    sees: Visibility,
+    bounds: MaskBounds,
 ) -> tuple[tuple[tuple[Segment, ...], ...], tuple[int, ...], tuple[Segment, ...]]:
     """sent, lengths and arriving of `VisibleRows`, for the holder at index `local`."""
     of_queries, of_keys = ([by_document(x.segments(holder)) for holder in holders] for x in (queries, keys))
     sent, lengths, arrived = [()] * len(holders), [0] * len(holders), []
     for i in (i for i in range(len(holders)) if i != local):
-        sent[i] = visible_rows(of_queries[i], of_keys[local], sees)
-        for segment in visible_rows(of_queries[local], of_keys[i], sees):
+        sent[i] = visible_rows(of_queries[i], of_keys[local], bounds)
+        for segment in visible_rows(of_queries[local], of_keys[i], bounds):
             arrived.append(segment._replace(row=sum(lengths)))
             lengths[i] += segment.length
     return tuple(sent), tuple(lengths), join(arrived)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention.functional import tree_attn_varlen_func
 from ..attention.sequences import shard_sequence
-from ..config import TreeConfig, Visibility
+from ..config import MaskBounds, TreeConfig
 from ..layout import Dispatched, Packed, Segment, Sharding, documents_over, sequences_of, spread_documents
 from ..plan import Mask, Topology
 from . import runs, session
@@ -151,6 +151,6 @@ class DocumentsBench(TrainBench):
                 PINS[CONTENDERS[contender].schedule](case.machines),
                 seq_len=shares.seq_len,
                 visible_fraction=layout.pairs / shares.seq_len**2,
-                mask=Mask(Visibility(None, 0), shares, shares) if isinstance(layout, Dispatched) else None,
+                mask=Mask(MaskBounds(None, 0), shares, shares) if isinstance(layout, Dispatched) else None,
             )
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import Visibility
+from ..config import MaskBounds
 
 
 class Segment(NamedTuple):
@@ -79,21 +79,21 @@ def by_document(segments: Iterable[Segment]) -> Documents:
     return found
 
 
-def visible_rows(queries: Documents, keys: Documents, sees: Visibility) -> tuple[Segment, ...]:
+def visible_rows(queries: Documents, keys: Documents, bounds: MaskBounds) -> tuple[Segment, ...]:
     """The parts of `keys` that some query sees, in the order of their rows."""
     found = []
     for document in queries.keys() & keys.keys():  # few: most documents lie on one rank
         for k in keys[document]:
-            found += (k.part(first, last) for first, last in _united(_spans(queries[document], k, sees)))
+            found += (k.part(first, last) for first, last in _united(_spans(queries[document], k, bounds)))
     return tuple(sorted(found))
 
 
-def _spans(queries: list[Segment], k: Segment, sees: Visibility) -> Iterator[tuple[int, int]]:
+def _spans(queries: list[Segment], k: Segment, bounds: MaskBounds) -> Iterator[tuple[int, int]]:
     """The positions of k, from the first to before the last, that queries see."""
-    if sees.slices is None:
-        yield from (_span(q, k, sees.left, sees.right) for q in queries)
+    if bounds.slices is None:
+        yield from (_span(q, k, bounds.left, bounds.right) for q in queries)
         return
-    for piece in sees.slices:
+    for piece in bounds.slices:
         of_keys = k.part(*piece.k_range)
         for q in queries if of_keys.length else ():
             yield _span(q.part(*piece.q_range), of_keys, piece.left, piece.right)

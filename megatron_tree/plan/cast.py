@@ -6,7 +6,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..config import Visibility
+from ..config import MaskBounds
 from ..layout import Sharding, by_document, visible_rows
 from .arrangement import Arrangement, HeadSplit
 from .cost import Phase, PlacedTopology, spread
@@ -18,7 +18,7 @@ from .training import exchange_buffers, exchanges, packing_seconds, seconds_of_p
 class Mask(NamedTuple):
     """Which keys a query sees, and who holds them."""
 
-    sees: Visibility
+    bounds: MaskBounds
     queries: Sharding
     keys: Sharding
 
@@ -51,7 +51,7 @@ def flows(placed: PlacedTopology, arrangement: Arrangement, mask: Mask) -> tuple
         for y in (y for y in places if y != x):
             level = placed.level(x, y)
             to, back = (
-                sum(s.length for s in visible_rows(held[q][0], held[k][1], mask.sees)) for q, k in ((y, x), (x, y))
+                sum(s.length for s in visible_rows(held[q][0], held[k][1], mask.bounds)) for q, k in ((y, x), (x, y))
             )
             sent[level] += to
             returned[level] += back

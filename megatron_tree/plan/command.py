@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..config import DECODE_SCHEDULES, SCHEDULES, TreeConfig, Visibility
+from ..config import DECODE_SCHEDULES, SCHEDULES, MaskBounds, TreeConfig
 from ..layout import Sharding, shard_lengths, spread_documents
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
 from .cast import Mask
@@ -184,7 +184,7 @@ def _training(args, topology: Topology, hosts: list[int], shape: Shape):
         fraction = min(1.0, (args.window + 1) / args.seq_len * (2 if causal else 1))
     if args.documents is not None or args.window is not None or args.schedule == "cast":
         sharding = Sharding(seq_len=args.seq_len, world=len(hosts), layout=layout)
-        mask = Mask(Visibility(args.window, 0 if causal else None), sharding, sharding)
+        mask = Mask(MaskBounds(args.window, 0 if causal else None), sharding, sharding)
     return plan_training(
         len(hosts),
         shape,

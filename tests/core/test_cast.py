@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, comm, packed_layout, tree_attn_func
-from megatron_tree.config import Visibility
+from megatron_tree.config import MaskBounds
 from megatron_tree.layout import Segment, by_document, shard_segments, visible_rows
 from support.attention import make_inputs, make_sinks, oracle, run_one, worst_error
 from support.ranks import largest, run_distributed
@@ -20,7 +20,7 @@ def test_visible_rows_are_those_that_some_query_sees(layout, window):
     world, n = 4, 48
     for a, b in itertools.product(range(world), repeat=2):
         queries, keys = shard_segments(n, a, world, layout), shard_segments(n, b, world, layout)
-        found = visible_rows(by_document(queries), by_document(keys), Visibility(left, right))
+        found = visible_rows(by_document(queries), by_document(keys), MaskBounds(left, right))
         seen = set()
         for q, k in itertools.product(queries, keys):
             for i, j in itertools.product(range(q.length), range(k.length)):
@@ -32,7 +32,7 @@ def test_visible_rows_are_those_that_some_query_sees(layout, window):
 
 def test_overlapping_queries_ask_for_a_row_once():
     queries = (Segment(0, 4, 4), Segment(4, 6, 4))
-    assert visible_rows({0: list(queries)}, {0: [Segment(0, 0, 16)]}, Visibility(1, 0)) == (Segment(3, 3, 7),)
+    assert visible_rows({0: list(queries)}, {0: [Segment(0, 0, 16)]}, MaskBounds(1, 0)) == (Segment(3, 3, 7),)
 
 
 def _masks(rank, world, transport):

@@ -94,7 +94,7 @@ def test_visible_rows_are_those_that_some_query_sees(name, layout):
         queries, keys = (shard_segments(48, r, world, layout) for r in (a, b))
         rows = [shard_positions(48, r, world, layout) for r in (a, b)]
         expected = keep[rows[0]][:, rows[1]].any(0).nonzero().flatten().tolist()
-        found = visible_rows(by_document(queries), by_document(keys), spec.sees)
+        found = visible_rows(by_document(queries), by_document(keys), spec.mask_bounds)
         assert [s.row + i for s in found for i in range(s.length)] == expected
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree.config import Visibility
+from megatron_tree.config import MaskBounds
 from megatron_tree.layout import Sharding
 from megatron_tree.plan import Mask, Shape, grids, known_topologies, load_topology, place, plan_training
 from megatron_tree.plan.plans import inner_grids
@@ -233,7 +233,7 @@ def test_head_chunks_keep_buffers_small_where_they_cost_no_time():
 def windowed(window, seq_len, shape, world=64, hosts=8, **options):
     """A window layer on zigzag shares."""
     shares = Sharding(seq_len=seq_len, world=world, layout="zigzag")
-    mask = Mask(Visibility(window, 0), shares, shares)
+    mask = Mask(MaskBounds(window, 0), shares, shares)
     fraction = min(1.0, 2 * (window + 1) / seq_len)
     options |= dict(seq_len=seq_len, mask=mask, visible_fraction=fraction)
     return training(world, shape, DGX, [n // hosts for n in range(world)], **options)
