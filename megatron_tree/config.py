@@ -34,24 +34,24 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def integer(value: object) -> int | None:
-    """The integer that value is, one of numpy's too; None for anything else, such as True and 4.0."""
+    """value as an int if it is an integer, of numpy too; None for anything else, such as True and 4.0."""
     if type(value) is int:
         return value
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
 def integers(values: object, least: int | None = None) -> tuple[int, ...] | None:
-    """The same of a list or tuple; None unless all are integers, of at least `least`."""
-    found = tuple(map(integer, values)) if isinstance(values, (tuple, list)) else (None,)
-    return None if any(n is None or (least is not None and n < least) for n in found) else found
+    """The integers of a list or tuple; None unless all are integers, of at least `least`."""
+    numbers = tuple(map(integer, values)) if isinstance(values, (tuple, list)) else (None,)
+    return None if any(n is None or (least is not None and n < least) for n in numbers) else numbers
 
 
 def check_positive(name: str, value: object, what: str = "integer") -> int | None:
     """A positive integer, or None; ``ValueError`` for anything else."""
-    found = integer(value)
-    if value is not None and (found is None or found < 1):
+    number = integer(value)
+    if value is not None and (number is None or number < 1):
         raise ValueError(f"{name}={value!r} must be a positive {what}, or None")
-    return found
+    return number
 
 
 def check_pair(name: str, grid: object) -> tuple[int, int]:
@@ -126,42 +126,41 @@ class TreeConfig:
     is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by row."""
 
     def __post_init__(self):
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_choice("backend", self.backend, BACKENDS)
-        check_choice("comm_dtype", self.comm_dtype, COMM_DTYPES)
-        check_choice("check", self.check, CHECKS)
-        check_choice("transport", self.transport, TRANSPORTS)
-        check_choice("deterministic", self.deterministic, (False, True))
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         if not (isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+        if self.topology is not None and not isinstance(self.topology, str):
+            raise ValueError(f"topology={self.topology!r} must be a name or the path of a YAML file, or None")
         for name in ("grid", "grid_backward"):
-            object.__setattr__(self, name, self._checked_grid(name, getattr(self, name)))
+            if (grid := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_pair(name, grid))
         for name, what in (
             ("head_chunks", "integer that divides the KV heads"),
             ("ulysses_size", "integer that divides the ranks"),
             ("memory_budget", "number of bytes"),
         ):
             object.__setattr__(self, name, check_positive(name, getattr(self, name), what))
-        if self.head_chunks is not None and self.schedule == "ring":
-            raise ValueError(
-                f"head_chunks={self.head_chunks} has no meaning with schedule='ring': leave one of the two out"
-            )
-        if self.topology is not None and not isinstance(self.topology, str):
-            raise ValueError(f"topology={self.topology!r} must be a name or the path of a YAML file, or None")
+        for name in _WITHOUT_MEANING.get(self.schedule, ()):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name}={value!r} has no meaning with schedule={self.schedule!r}: leave one of the two out"
+                )
 
-    def _checked_grid(self, name: str, grid) -> tuple[int, int] | None:
-        if grid is None:
-            return None
-        grid = check_pair(name, grid)
-        if self.schedule in ("ring", "cast"):
-            raise ValueError(
-                f"{name}={grid!r} has no meaning with schedule={self.schedule!r}: leave one of the two out"
-            )
-        return grid
+
+_CHOICES = {
+    "schedule": SCHEDULES,
+    "backend": BACKENDS,
+    "comm_dtype": COMM_DTYPES,
+    "check": CHECKS,
+    "transport": TRANSPORTS,
+    "deterministic": (False, True),
+}
+_WITHOUT_MEANING = {"ring": ("grid", "grid_backward", "head_chunks"), "cast": ("grid", "grid_backward")}
 
 
 def default_config() -> TreeConfig:
-    """What a call or a layer uses that is given no TreeConfig: that of the file in $MEGATRON_TREE_CONFIG, else the
+    """The TreeConfig of calls and layers that are given none: that of the file in $MEGATRON_TREE_CONFIG, else the
     defaults. Raises: ValueError as `read_config`."""
     path = os.environ.get(CONFIG_VARIABLE)
     return read_config(path) if path else _DEFAULT
