@@ -107,15 +107,3 @@ def test_products_inside_are_not_cast(backend):
     with torch.autocast("cpu", BF16):
         grads = torch.autograd.grad(loss, inputs)
     assert all(map(torch.equal, grads, torch.autograd.grad(expected, inputs)))
-
-
-def test_mixed_dtypes_as_torch_has_them():
-    """float64 stays, so the others don't fit to it, with torch's function either; without autocast nothing is cast."""
-    q, k, v = _inputs((torch.float64, torch.float32, torch.float32))
-    with torch.autocast("cpu", BF16):
-        with pytest.raises(RuntimeError, match="same dtype"):
-            _sdpa(q, k, v)
-        with pytest.raises(ValueError, match="k has dtype torch.bfloat16 but q has torch.float64"):
-            tree_attn_func(q, k, v, cp_group=None)
-    with pytest.raises(ValueError, match="k has dtype torch.float32 but q has torch.float64"):
-        tree_attn_func(q, k, v, cp_group=None)
