@@ -41,9 +41,9 @@ class _TreeAttention(torch.autograd.Function):
         call, kept = ctx.call, passes.Kept(*kept)
         # every rank takes part in the backward's collectives, even without a gradient
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-        own = call.queries.segments((call.rank,))
-        if sum(segment.length for segment in own) < out.shape[1]:  # rows of padding: their gradients may be NaN
-            padding = sequences_of(own, out.shape[1]).to(out.device) < 0
+        local = call.queries.segments((call.rank,))
+        if sum(segment.length for segment in local) < out.shape[1]:  # rows of padding: their gradients may be NaN
+            padding = sequences_of(local, out.shape[1]).to(out.device) < 0
             dout = dout.masked_fill(padding[:, None, None], 0)
             dlse = None if dlse is None else dlse.masked_fill(padding, 0)
         outside = torch.autocast(dout.device.type, enabled=False)

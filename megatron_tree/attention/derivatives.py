@@ -36,8 +36,8 @@ def once(grads: list[Tensor | None], sources: tuple[Tensor | None, ...], error: 
     torch's once_differentiable only sees the gradients that a backward gets.
     """
     given = [x for x in grads if x is not None]
-    found = iter(_Once.apply(error, len(given), *given, *sources))
-    return [None if x is None else next(found) for x in grads]
+    guarded = iter(_Once.apply(error, len(given), *given, *sources))
+    return [None if x is None else next(guarded) for x in grads]
 
 
 class _Once(torch.autograd.Function):

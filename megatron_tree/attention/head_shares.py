@@ -1,4 +1,4 @@
-"""Queries whose heads are split over the ranks of a cache: heads are gathered, and each rank gets its own ones back.
+"""Queries whose heads are split over the ranks of a cache: heads are gathered, and each rank gets those of its share.
 
 `shares` holds the number of heads of every rank, in rank order. In a message every rank's heads are padded to the
 longest share, so that all messages are of one size. Ranks that compute the queries of all heads have nothing to gather.

@@ -23,20 +23,20 @@ class _Ring:
         self.call = call
         self.order, self.holders = call.ring(plan)
         self.size, self.at = len(self.order), self.order.index(call.rank)
-        self.own = call.queries.segments(self.holders[self.at])
+        self.local = call.queries.segments(self.holders[self.at])
         self.rows = len(self.holders[self.at]) * call.keys.rows
 
     def shift(self, x: Tensor, into: Tensor) -> comm.Transfer:
         return comm.start_shift(x, into, self.call.group, self.order, timeout_s=self.call.config.timeout_s)
 
     def packed(self, k: Tensor, v: Tensor) -> Tensor:
-        """[rows, b, h_kv, d + d_v], padded to the longest share."""
+        """[rows, b, h_kv, d + d_v], padded to the longest shard."""
         kv = torch.cat((k, v), -1).transpose(0, 1)
         return F.pad(kv, (0, 0) * 3 + (0, self.rows - kv.shape[0])).contiguous()
 
     def segments(self, step: int) -> dict:
-        """Own queries against the share that is here at this step."""
-        return dict(q_segments=self.own, k_segments=self.call.keys.segments(self.holders[self.at - step]))
+        """This rank's queries against the shard that is here at this step."""
+        return dict(q_segments=self.local, k_segments=self.call.keys.segments(self.holders[self.at - step]))
 
 
 class RingForward(comm.Stages):

@@ -50,7 +50,7 @@ def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatc
 def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, padding: float = 0) -> Tensor:
     """This rank's shard of x, which holds the whole sequence along `dim`. Differentiable; no communication.
 
-    padding: what rows get that hold no token of dispatched documents, for instance labels of -100.
+    padding: fill value for the padding rows of dispatched documents, for instance labels of -100.
     Raises ``ValueError`` if the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
     """
     cp_group = comm.process_group(cp_group)

@@ -66,12 +66,12 @@ def _dropout(p: float, seed: int | None) -> Dropout | None:
         raise ValueError(f"dropout_p={p!r} must be a probability, 0 <= dropout_p < 1; 0 turns it off")
     if p == 0:
         return None
-    if (found := integer(seed)) is None or not 0 <= found < 1 << 63:
+    if (number := integer(seed)) is None or not 0 <= number < 1 << 63:
         raise ValueError(
             f"dropout_seed={seed!r} must be an integer from 0 to 2**63 - 1 when dropout_p={p}: draw a new one for "
             "every call, the same on all ranks of cp_group"
         )
-    return Dropout(float(p), found)
+    return Dropout(float(p), number)
 
 
 def _slopes(slopes: Tensor, q: Tensor) -> tuple[tuple[float, ...], ...]:

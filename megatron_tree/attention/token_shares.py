@@ -63,7 +63,7 @@ class HeadsForTokens:
         return comm.start_all_to_all_v(list(parts), self._lengths, self._team).wait()[None]
 
     def to_tokens(self, x: Tensor, *, num_rows: int) -> Tensor:
-        """`to_heads` back: x [1, tokens of the place, h / K, d] -> [1, num_rows, h, d], zeros after the own tokens."""
+        """`to_heads` back: x [1, tokens of the place, h / K, d] -> [1, num_rows, h, d], padded with zeros."""
         k, parts = self._team.size, list(x[0].split(tuple(self._lengths)))
         arrived = comm.start_all_to_all_v(parts, [self._own] * k, self._team).wait()
         whole = arrived.unflatten(0, (k, self._own)).transpose(0, 1).flatten(1, 2)

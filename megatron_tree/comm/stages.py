@@ -33,7 +33,7 @@ class Stages:
         """Wait for that."""
 
 
-# One round: how far ahead of the round's own chunk the next stage's chunk is, and the stage.
+# One round: each stage, and how far ahead of the round's chunk the chunk is that runs it.
 _ROUND = ((0, "receive"), (1, "gather"), (2, "exchange"), (0, "attend"), (-1, "advance"), (-2, "give_back"))
 
 

@@ -63,11 +63,11 @@ class _Documents:
 
     def source(self, rank: int, world: int) -> tuple[Segment, ...]:
         """The rank's rows that hold a row of the packed sequence, padding too; positions are those rows."""
-        row, found = 0, []
+        row, segments = 0, []
         for first, count in self.runs(rank, world):
-            found.append(Segment(row, first, count))
+            segments.append(Segment(row, first, count))
             row += count
-        return join(found)
+        return join(segments)
 
     def _pieces(self, runs: Iterable[Run]) -> Iterator[Segment]:
         """The tokens of these runs, one run after another."""
@@ -123,14 +123,14 @@ class Packed(_Documents):
 
 @dataclass(frozen=True, repr=False)
 class Dispatched(_Documents):
-    """Packed documents of which every rank holds any runs of rows.
+    """Packed documents whose runs of rows may lie on any ranks.
 
     A rank's rows are its runs one after another, and padding up to `num_rows`, so that all ranks have equally many.
 
     Args:
         lengths, padded: as of `Packed`, but no rank's share depends on the padding.
-        shares: of every rank: (first row, number of rows) of its runs; every row of the packed sequence is in one.
-        num_rows: of every rank.
+        shares: the runs (first row, number of rows) of each rank; every row of the packed sequence is in one.
+        num_rows: rows of each rank.
     Raises: ValueError if a row is in no share or in two, or a share has more rows than num_rows.
     """
 
@@ -213,10 +213,10 @@ def document_bounds(name: str, values) -> tuple[int, ...]:
     is_tensor = isinstance(values, Tensor)
     if is_tensor and (known := _read.get(values)) is not None and known[0] == values._version:
         return known[1]
-    found = values.flatten().tolist() if is_tensor else list(values)
-    bounds = integers(found)
+    given = values.flatten().tolist() if is_tensor else list(values)
+    bounds = integers(given)
     if not bounds or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"{name}={shown(tuple(found))} must be integers that start at 0 and do not decrease")
+        raise ValueError(f"{name}={shown(tuple(given))} must be integers that start at 0 and do not decrease")
     if is_tensor:
         _read[values] = values._version, bounds
     return bounds

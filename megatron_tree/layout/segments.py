@@ -44,11 +44,11 @@ def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 def in_chunks(segments: Iterable[Segment], size: int) -> list[Segment]:
     """Segments of one sequence, cut where a chunk of `size` positions begins; each chunk is a document of its own."""
-    found = []
+    cut = []
     for s in segments:
         for chunk in range(s.pos // size, -(-(s.pos + s.length) // size)):
-            found.append(s.part(chunk * size, (chunk + 1) * size)._replace(seq=chunk))
-    return found
+            cut.append(s.part(chunk * size, (chunk + 1) * size)._replace(seq=chunk))
+    return cut
 
 
 def sequences_of(segments: Iterable[Segment], num_rows: int, *, device=None) -> Tensor:
@@ -73,19 +73,19 @@ Documents = dict[int, list[Segment]]
 
 def by_document(segments: Iterable[Segment]) -> Documents:
     """The segments of every document."""
-    found: Documents = {}
+    documents: Documents = {}
     for s in segments:
-        found.setdefault(s.seq, []).append(s)
-    return found
+        documents.setdefault(s.seq, []).append(s)
+    return documents
 
 
 def visible_rows(queries: Documents, keys: Documents, bounds: MaskBounds) -> tuple[Segment, ...]:
     """The parts of `keys` that some query sees, in the order of their rows."""
-    found = []
+    visible = []
     for document in queries.keys() & keys.keys():  # few: most documents lie on one rank
         for k in keys[document]:
-            found += (k.part(first, last) for first, last in _united(_spans(queries[document], k, bounds)))
-    return tuple(sorted(found))
+            visible += (k.part(first, last) for first, last in _united(_spans(queries[document], k, bounds)))
+    return tuple(sorted(visible))
 
 
 def _spans(queries: list[Segment], k: Segment, bounds: MaskBounds) -> Iterator[tuple[int, int]]:
