@@ -108,8 +108,8 @@ class AttnCall(AttnArgs):
             team = self._team("cast", plan, tuple((r,) for r in ranks))
             keys = VisibleRows(team, self.keys.segments(at.holder), *rows)
         else:
-            keys = TeamRows.of(self._team("row", plan, at.key_team), self.keys, at.key_holders)
-        queries = TeamRows.of(self._team("column", plan, at.query_team), self.queries, at.query_holders)
+            keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
+        queries = TeamRows.of(self._team("queries", plan, at.query_team), self.queries, at.query_holders)
         return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype)
 
     def head_team(self, plan: PassPlan) -> comm.Team | None:

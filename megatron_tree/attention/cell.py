@@ -1,11 +1,11 @@
 """One cell of the grid: gather rows of queries and of keys, attend, return the results to the ranks they belong to.
 
-Training, the cast and prefill differ in the rows that travel (rows.py):
+Schedules differ in the rows that travel (rows.py):
 
-    schedule    queries                            keys
-    grid        those of the column                those of the row
-    cast        this rank's                        those that this rank's queries see
-    prefill     the column's tokens, or its heads  those of the row
+    schedule    queries                                          keys
+    grid        those of the query team (the rank's column)      those of the key team (its row)
+    cast        this rank's                                      those that this rank's queries see
+    prefill     the query team's tokens, or its heads            those of the key team
 
 A training pass computes the local pair, this rank's queries and keys, while others' rows are on their way. With the
 global lse and delta no softmax statistics are left to merge backward: gradients are sums.
@@ -76,58 +76,6 @@ class Cell:
         return state if out_dtype is None else round_state(state, out_dtype)
 
 
-def wire_dtype(dtype: torch.dtype, config: TreeConfig) -> torch.dtype:
-    """The dtype in which partial outputs and gradients of inputs of `dtype` are sent."""
-    return torch.promote_types(dtype, torch.float32) if config.comm_dtype == "fp32" else dtype
-
-
-class Kept(NamedTuple):
-    """What the backward needs: of this rank's heads, or of those that it has after an exchange."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    """[b, h, s], with sinks."""
-
-    def part(self, chunk: HeadChunk) -> Kept:
-        """The same of a chunk's heads."""
-        q, k, v = self.q[:, :, chunk.queries], self.k[:, :, chunk.kv], self.v[:, :, chunk.kv]
-        return Kept(q, k, v, self.lse[:, chunk.queries])
-
-
-class LocalState:
-    """The state of this rank's queries over its keys, which needs no message: of all chunks, computed by the first.
-
-    Chunks merge what other ranks' keys contribute into their heads of it, in place.
-    """
-
-    def __init__(self, cell: Cell, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype):
-        self._cell, self._pair = cell, (q, (k, v), cell.queries.local, cell.keys.local, spec, dtype)
-        self.state: State | None = None
-
-    def part(self, chunk: HeadChunk) -> State:
-        """Views of the chunk's heads."""
-        if self.state is None:
-            self.state = self._cell.attend(*self._pair)
-        return heads_of_state(self.state, chunk.queries)
-
-
-class LocalGrads:
-    """The same for the gradients of the local pair."""
-
-    def __init__(self, cell: Cell, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
-        self._cell, self._spec, self._pair = cell, spec, (dout, *kept, delta)
-        self.grads: Grads | None = None
-
-    def part(self, chunk: HeadChunk) -> Grads:
-        if self.grads is None:
-            segments = dict(q_segments=self._cell.queries.local, k_segments=self._cell.keys.local)
-            self.grads = self._cell.backend.attn_bwd(*self._pair, **segments, spec=self._spec)
-        dq, dk, dv = self.grads
-        return dq[:, :, chunk.queries], dk[:, :, chunk.kv], dv[:, :, chunk.kv]
-
-
 class CellForward(comm.Stages):
     """The forward of a head chunk: `state`, of this rank's queries over the whole sequence.
 
@@ -185,6 +133,23 @@ class CellForward(comm.Stages):
             packed = self.cell.queries.reduced(self.reduction, self.q.shape[1])
             state, self.reduction = unpack_state(packed, state_dtype(self.q.dtype)), None
             self.state = state if self.state is None else copy_state(self.state, state)
+
+
+class LocalState:
+    """The state of this rank's queries over its keys, which needs no message: of all chunks, computed by the first.
+
+    Chunks merge what other ranks' keys contribute into their heads of it, in place.
+    """
+
+    def __init__(self, cell: Cell, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype):
+        self._cell, self._pair = cell, (q, (k, v), cell.queries.local, cell.keys.local, spec, dtype)
+        self.state: State | None = None
+
+    def part(self, chunk: HeadChunk) -> State:
+        """Views of the chunk's heads."""
+        if self.state is None:
+            self.state = self._cell.attend(*self._pair)
+        return heads_of_state(self.state, chunk.queries)
 
 
 class CellBackward(comm.Stages):
@@ -260,7 +225,42 @@ class CellBackward(comm.Stages):
         self.reductions.clear()
 
 
+class Kept(NamedTuple):
+    """What the backward needs: of this rank's heads, or of those that it has after an exchange."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    """[b, h, s], with sinks."""
+
+    def part(self, chunk: HeadChunk) -> Kept:
+        """The same of a chunk's heads."""
+        q, k, v = self.q[:, :, chunk.queries], self.k[:, :, chunk.kv], self.v[:, :, chunk.kv]
+        return Kept(q, k, v, self.lse[:, chunk.queries])
+
+
+class LocalGrads:
+    """The same for the gradients of the local pair."""
+
+    def __init__(self, cell: Cell, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
+        self._cell, self._spec, self._pair = cell, spec, (dout, *kept, delta)
+        self.grads: Grads | None = None
+
+    def part(self, chunk: HeadChunk) -> Grads:
+        if self.grads is None:
+            segments = dict(q_segments=self._cell.queries.local, k_segments=self._cell.keys.local)
+            self.grads = self._cell.backend.attn_bwd(*self._pair, **segments, spec=self._spec)
+        dq, dk, dv = self.grads
+        return dq[:, :, chunk.queries], dk[:, :, chunk.kv], dv[:, :, chunk.kv]
+
+
 def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """[h]: the gradient of sinks [h], from this rank's lse, with sinks, and delta."""
     seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))
     return -(seen * delta).sum((0, 2)).to(sinks.dtype)  # d2F/dsinks dzeta: (8)
+
+
+def wire_dtype(dtype: torch.dtype, config: TreeConfig) -> torch.dtype:
+    """The dtype in which partial outputs and gradients of inputs of `dtype` are sent."""
+    return torch.promote_types(dtype, torch.float32) if config.comm_dtype == "fp32" else dtype

@@ -209,7 +209,7 @@ class PrefillGrid(NamedTuple):
                 transport = GroupTopology.of(group, device, config).transport
             return comm.Team(group, ranks, transport, config.timeout_s, (name, *plan.arrangement))
 
-        return cls(team("column", at.query_team), team("row", at.key_team), plan.head_chunks)
+        return cls(team("queries", at.query_team), team("keys", at.key_team), plan.head_chunks)
 
 
 def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:

@@ -35,7 +35,7 @@ class Team:
     transport: str
     timeout_s: float
     name: tuple = ()
-    """What all ranks of the group call their teams of this kind, for instance ("row", (2, 4), (1, 2))."""
+    """What all ranks of the group call their teams of this kind, for instance ("keys", (2, 4), (1, 2))."""
 
     @classmethod
     def flat(cls, group, *, transport: str, timeout_s: float) -> Team:
