@@ -12,7 +12,7 @@ from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.layout import Segment
 from megatron_tree.plan import grids
 from support.attention import dense, make_slopes
-from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle, prefill_chunk, same_everywhere
+from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk, same_everywhere
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 
@@ -26,6 +26,7 @@ FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "alibi": ((4, 2), 8, 8, {"alibi_slopes": make_slopes(4)}),
     "window, sinks": ((4, 2), 8, 8, {"window_size": (0, 0), "sinks": torch.linspace(-1, 1, 4)}),
 }
+OF_PREFILL = FORMS | {"chunks": ((4, 2), 8, 8, {"attention_chunk_size": 11})}
 BF16 = ({}, {"alibi_slopes": make_slopes(8)})
 # how a prompt comes in: chunks that end inside pages, shorter than the ranks, one token
 CHUNKS = ((7, 30, 1, 2, 19), (64,), (1, 1, 13))
@@ -37,7 +38,7 @@ def want(*args, **options):
 
 def _prefill(rank, world, page_size):
     worst = {}
-    for form, (heads, d, d_v, options) in FORMS.items():
+    for form, (heads, d, d_v, options) in OF_PREFILL.items():
         for chunks in CHUNKS:
             for grid in grids(world) if chunks is CHUNKS[0] else (None,):
                 q, k, v = decode_inputs(1, sum(chunks), sum(chunks), heads, d, d_v, torch.float32)
@@ -62,27 +63,6 @@ def test_prefill_in_chunks(world, page_size):
     # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
     for worst in run_distributed(_prefill, world, page_size):
         assert largest(worst.values()) < rounding(max(map(sum, CHUNKS))), worst
-
-
-def _prefill_of_attention_chunks(rank, world):
-    """Queries see their own chunk of 11 positions: prompts that end inside a chunk, keys or queries gathered."""
-    worst, size = [], 11
-    chunk_of = torch.arange(59) // size
-    for grid in grids(world):
-        q, k, v = decode_inputs(1, 59, 59, dtype=torch.float32)
-        cache, row = cache_of(rank, world, {}, 4)
-        options = {"attention_chunk_size": size}
-        for new in (slice(0, 7), slice(7, 37), slice(37, 59)):
-            out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
-            keep = (chunk_of[new, None] == chunk_of[: new.stop]) & torch.ones(59, 59).tril()[new, : new.stop].bool()
-            truth, _ = decode_oracle(q[:, new], k[:, : new.stop], v[:, : new.stop], keep)
-            worst.append(error(out, truth[:, torch.tensor(mine).long()]))
-    return largest(worst)
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_prefill_where_queries_see_their_own_chunk(world):
-    assert largest(run_distributed(_prefill_of_attention_chunks, world)) < rounding(59)
 
 
 def _prefill_with_triton(rank, world):

@@ -24,7 +24,6 @@ print(json.dumps([resources.usage(k, widths[w], a, *d)._asdict() for k, w, a, *d
 FAST = [  # the slow test has all
     ("fwd", 128, "sm90"),
     ("dkdv+dropout", 128, "sm90"),
-    ("decode", 128, "sm90"),
     ("merge", 128, "sm90"),
     ("dq", 64, "gfx942"),
     (resources.LATENT_KERNEL, 576, "sm90"),

@@ -22,11 +22,14 @@ def decode_oracle(q, k, v, keep, *, softcap=0.0, sinks=None):
     return energy.attention(q, k, v, spec=spec, keep=keep, sinks=None if sinks is None else sinks.double())
 
 
-def cached_oracle(q, k, v, first, *, sinks=None, alibi_slopes=None, **mask):
+def cached_oracle(q, k, v, first, *, sinks=None, alibi_slopes=None, attention_chunk_size=None, **mask):
     """(out, lse) of queries [b, n, h, d] at position `first` and later over keys from 0 on."""
     spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, alibi_slopes=slopes_of(alibi_slopes), **mask)
     positions = torch.arange(first, first + q.shape[1]), torch.arange(k.shape[1])
     options = dict(spec=spec, keep=energy.visible(*positions, spec), distance=distances(*positions))
+    if attention_chunk_size:
+        of_queries, of_keys = (x // attention_chunk_size for x in positions)
+        options["keep"] &= of_queries[:, None] == of_keys
     options["sinks"] = None if sinks is None else sinks.double()
     return energy.attention(*(x.double() for x in (q, k, v)), **options)
 
