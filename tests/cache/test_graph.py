@@ -11,13 +11,13 @@ pytest.importorskip("transformers")
 from megatron_tree import CommError, TreeConfig, comm
 from megatron_tree.bench.step_runner import VOCAB, SmallRunner
 from megatron_tree.cache import graph, static
-from megatron_tree.cache.graph import GraphedSteps, check_runner
+from megatron_tree.cache.graph import check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from support.hf_architectures import SERVED, random_model
 from support.hf_models import tiny_model
 from support.ranks import largest, run_distributed
-from support.tape import Tape
+from support.tape import Tape, TapedSteps
 
 TRITON = TreeConfig(backend="triton")  # in its interpreter
 CASES = {
@@ -35,7 +35,7 @@ class Pair:
 
     def __init__(self, runners):
         self.ordinary, self.graphed = runners
-        self.graphed._graphs = GraphedSteps(self.graphed, capture=Tape)
+        self.graphed._graphs = TapedSteps(self.graphed)
         self.worst, self._random = 0.0, torch.Generator().manual_seed(3)
 
     @classmethod
@@ -194,7 +194,7 @@ LOOKS = {
 def test_a_model_that_looks_at_lengths_or_values_is_refused(name):
     look, message = LOOKS[name]
     runner = _UsesLengths(page_size=4)
-    runner._graphs, row = GraphedSteps(runner, capture=Tape), runner.add()
+    runner._graphs, row = TapedSteps(runner), runner.add()
     runner.prefill(row, torch.arange(9))
     runner.look = look
     for _ in range(2):

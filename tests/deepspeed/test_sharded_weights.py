@@ -12,9 +12,8 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
 from megatron_tree import TreeConfig
-from megatron_tree.cache.graph import GraphedSteps
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
-from support.tape import Tape
+from support.tape import TapedSteps
 
 NEW = 6
 BLOCK = 2
@@ -271,7 +270,7 @@ def _replayed(rank, world, families):
         options = dict(weights="sharded", block_size=BLOCK, tree_config=TreeConfig(transport="builtin"))
         engine = tree_deepspeed.init_inference(tiny_model(family), **options)
         ordinary, replayed = engine.new_runner(), engine.new_runner()
-        replayed._graphs, tokens, errors = GraphedSteps(replayed, capture=Tape), prompt(3, 12), []
+        replayed._graphs, tokens, errors = TapedSteps(replayed), prompt(3, 12), []
         for runner in (ordinary, replayed):
             for own, n in zip(tokens, (12, 7, 3)):
                 runner.prefill(runner.add(), own[:n])

@@ -13,7 +13,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_tree.cache.graph import GraphedSteps
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron.attention import serving
 from support import megatron_models, megatron_serving
@@ -22,7 +21,7 @@ from support.megatron_layouts import Run, build_chunks, config_of, in_layout, pl
 from support.megatron_models import Case, build_model, megatron
 from support.megatron_serving import FullForwards, check, compare, scenario, served, text_of
 from support.ranks import largest, run_distributed
-from support.tape import Tape
+from support.tape import Tape, TapedSteps
 from support_matrix import refused
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1}
@@ -136,7 +135,7 @@ def test_served_with_yarn():
 def _replayed(rank, world):
     def replaying(case, **options):
         runner = served(case, **options)
-        runner._graphs = GraphedSteps(runner, capture=Tape)
+        runner._graphs = TapedSteps(runner)
         return runner
 
     cases = [{"window_size": (5, 0), "window_attn_skip_freq": 2}, {"mla": True}, {"positions": "learned_absolute"}]

@@ -1,7 +1,7 @@
 """What stands in for a CUDA graph where there is no GPU: operations are written down once, with their tensors and
 numbers, and done again on the same memory. What a step has read on the host is done again as it was.
 
-    steps = GraphedSteps(runner, capture=Tape)
+    runner._graphs = TapedSteps(runner)
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_tree.attention import validate_cache
+from megatron_tree.cache.graph import GraphedSteps
 from megatron_tree.cache.trace import _described, _reads_on_host
 from megatron_tree.kernels import native
 
@@ -101,13 +102,23 @@ class Tape(TorchDispatchMode):
         from megatron_tree.kernels.triton import decode, merge
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(validate_cache, "_is_beyond", return_value=False))
             stack.enter_context(
                 mock.patch.object(native, "attn_decode", self._opaque("native.attn_decode", native.attn_decode))
             )
             for module, kernel in ((decode, "attn_decode_kernel"), (merge, "merge_states_kernel")):
                 stack.enter_context(mock.patch.object(module, kernel, _Launches(self, kernel, getattr(module, kernel))))
             yield
+
+
+class TapedSteps(GraphedSteps):
+    """Steps whose graphs are tapes. As on a GPU, nobody looks at the values of block tables and lengths."""
+
+    def __init__(self, runner):
+        super().__init__(runner, capture=Tape)
+
+    def _run(self, *args, **options):
+        with mock.patch.object(validate_cache, "_is_beyond", return_value=False):
+            return super()._run(*args, **options)
 
 
 def _storages(tree):
