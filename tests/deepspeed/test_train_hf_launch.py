@@ -1,5 +1,8 @@
-"""launch/train_hf.py as users run it: by the deepspeed launcher, with a checkpoint that is continued."""
+"""launch/train_hf.py: on ranks that are there already and, slow, by the deepspeed launcher as users run it."""
 
+import contextlib
+import io
+import json
 import os
 import re
 import runpy
@@ -10,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from support.ranks import run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -40,7 +45,11 @@ def _losses(text_folder, save, *options):
     done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (save / "latest").is_file() and not (save / "compiled").exists()
-    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)/\d+ +loss ([\d.]+)", done.stdout)}
+    return _steps(done.stdout)
+
+
+def _steps(said):
+    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)/\d+ +loss ([\d.]+)", said)}
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +60,29 @@ def text(tmp_path_factory):
     return folder
 
 
+def _in_process(rank, world, argv):
+    """What this rank prints when it runs the script."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    script, out = runpy.run_path(str(SCRIPT)), io.StringIO()
+    args = script["build_parser"]().parse_args(argv)
+    script["check_arguments"](args, world)
+    with contextlib.redirect_stdout(out):
+        script["run"](args)
+    return out.getvalue()
+
+
 def test_it_trains_and_saves(text, tmp_path):
-    losses = _losses(text, tmp_path, "--steps", 3, "--lr", 0.01)
-    assert list(losses) == [1, 2, 3]
-    assert losses[3] < losses[1] - 0.05
+    # the default buckets are gigabytes, which poisoned_empty fills
+    zero = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}}
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    argv = ["--model", "tiny", "--seq-length", "48", "--data-path", str(text), "--save", str(tmp_path / "run")]
+    argv += ["--deepspeed-config", str(tmp_path / "zero.json")]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")}
+    said, silent = run_distributed(_in_process, 2, [*argv, "--steps", "4", "--lr", "0.01"], env=env, fresh=True)
+    losses = _steps(said)
+    assert list(losses) == [1, 2, 3, 4]
+    assert losses[4] < losses[1] - 0.1
+    assert (tmp_path / "run" / "latest").is_file() and not (tmp_path / "compiled").exists() and not _steps(silent)
 
 
 @pytest.mark.slow
