@@ -144,7 +144,7 @@ class Neighbours(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def neighbours(order: tuple[int, ...], rank: int, arrangement: Arrangement) -> Neighbours:
     x = order.index(rank)
-    rows, columns = arrangement.row_of(x), arrangement.column_of(x)
+    rows, columns = arrangement.key_team_of(x), arrangement.query_team_of(x)
     row, column = (tuple(tuple(order[y] for y in place) for place in places) for places in (rows, columns))
     holders = (_holders(order, arrangement, [y for place in places for y in place]) for places in (rows, columns))
     return Neighbours(row, column, *_holders(order, arrangement, [x]), *holders)

@@ -4,7 +4,7 @@
 - calls.py        one call that all ranks make together: check, agree, run
 - group.py        a process group, and what this process keeps about it
 - interop.py      torch.compile, DeviceMesh and DTensor
-- team.py         rows and columns of the grid, nested by node, and their process groups
+- team.py         ranks that gather keys or queries together, nested by node, and their process groups
 - machines.py     on which host every rank runs
 - work.py         messages and collectives in progress, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; sums and broadcast

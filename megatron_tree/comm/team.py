@@ -1,4 +1,4 @@
-"""Teams: the rows and columns of the grid, nested by node, and their process groups."""
+"""Teams: the ranks that gather keys or queries together, nested by node, and their process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def from_next(ranks: tuple[int, ...], index: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks of a group that work together: a row or a column of the grid, as `inner` ranks of each of `outer` nodes.
+    """Ranks of a group that gather together: a key team or a query team, `inner` ranks of each of `outer` nodes.
 
     `ranks[i][o]` is the group rank with place i on node o of the team; what they gather is laid out in this order,
     place by place. A collective over a team whose both factors are above 1 has two levels: across nodes, among ranks

@@ -52,13 +52,13 @@ class Arrangement(NamedTuple):
         node = (i1 * self.outer[1] + j1) * u1 + w1
         return node * self.block + (i0 * self.inner[1] + j0) * u0 + w0
 
-    def row_of(self, x: int) -> tuple[range, ...]:
-        """Positions of x's row, which gathers keys: those of place i on all nodes, for every place i."""
+    def key_team_of(self, x: int) -> tuple[range, ...]:
+        """Positions that gather keys together with x: those of place i on all nodes, for every place i."""
         w, i, _ = self.coordinates(x)
         return self._line(self.position(w, i, (0, 0)), self.outer[1], self.inner[1], strides=(1, 1))
 
-    def column_of(self, x: int) -> tuple[range, ...]:
-        """The same of x's column, which gathers queries."""
+    def query_team_of(self, x: int) -> tuple[range, ...]:
+        """Positions that gather queries together with x, in the same order."""
         w, _, j = self.coordinates(x)
         strides = self.outer[1], self.inner[1]
         return self._line(self.position(w, (0, 0), j), self.outer[0], self.inner[0], strides=strides)

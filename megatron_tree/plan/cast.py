@@ -74,7 +74,7 @@ def cast_plan(
     sizes = sizes.split(split) if u > 1 else sizes
     row_bytes = sizes.kv / u / max(1, mask.keys.rows)  # of a KV row, with the heads of this rank
     compute = sizes.seconds(placed.topology, backward)
-    own = compute / (arrangement.grid[0] * arrangement.grid[1])
+    local_s = compute / (arrangement.grid[0] * arrangement.grid[1])
     sent, probes, most = [0.0] * len(placed.topology.levels), [], 0
     found = flows(placed, arrangement, mask)
     part = 1 / len(found)
@@ -97,7 +97,7 @@ def cast_plan(
     packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
         time_s=seconds_of_pass(
-            probes, chunks, own, (compute - own) / chunks + launch, together=u == 1, packing=packing
+            probes, chunks, local_s, (compute - local_s) / chunks + launch, together=u == 1, packing=packing
         ),
         compute_s=compute,
         bytes_per_level=tuple(sent),

@@ -111,9 +111,9 @@ class PlacedTopology:
             moved[phase.level] = max(moved.get(phase.level, 0.0), phase.hops * level.latency_s + flow)
             ready = max(ready, 0.0 if posted or not self.direct else level.latency_s)
             messages += phase.messages
-        own = (messages if calls is None else calls) * self.topology.overhead_s
-        everyones = messages * (self.world if active is None else active) * self.topology.shared_overhead_s
-        start = max(ready, own, everyones) + (self.topology.wake_s if messages else 0.0)
+        calls_s = (messages if calls is None else calls) * self.topology.overhead_s
+        all_ranks_s = messages * (self.world if active is None else active) * self.topology.shared_overhead_s
+        start = max(ready, calls_s, all_ranks_s) + (self.topology.wake_s if messages else 0.0)
         return {level: start + seconds for level, seconds in moved.items()}
 
     def exchange(self, counts: Callable[[int], Counter], message_bytes: float, calls: int | None = None):

@@ -1,7 +1,7 @@
 """A chunk of a prompt where N ranks share a model's weights: do activations move, or weights?
 
 Activations: every rank runs all tokens with its part of the weights, and partial results are added up after attention
-and after every other block (an MLP, experts). Weights: every rank runs its own tokens; the weights of attention are
+and after every other block (an MLP, experts). Weights: every rank runs its tokens; the weights of attention are
 gathered, and those of every other block, unless its tokens are fewer bytes (gathered before, reduced and scattered
 after it).
 """
@@ -35,7 +35,7 @@ class PrefillPlan(NamedTuple):
     """How the ranks run a chunk; bytes are those that one rank sends, without those of `tree_prefill` in both forms."""
 
     shares_tokens: bool
-    """Every rank runs its own tokens."""
+    """Every rank runs its tokens, else all tokens."""
     gathers: tuple[bool, ...]
     """Then, by block: its weights are gathered; otherwise its tokens are."""
     sharing: float

@@ -1,7 +1,7 @@
 """The grid on which a chunk of a prompt attends to a sharded cache.
 
-Of p ranks in a x b, each has 1/p of the chunk's queries and of the row's visible keys. With x bytes of the chunk's q,
-out and lse and y bytes of the row's keys and values, a rank sends ((a - 1) x + (b - 1) y) / p.
+Of p ranks in a x b, each has 1/p of the chunk's queries and of the sequence's visible keys. With x bytes of the
+chunk's q, out and lse and y bytes of the sequence's keys and values, a rank sends ((a - 1) x + (b - 1) y) / p.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def chunk_sizes(
     """What a chunk over a cache moves and computes, on each of `world` ranks.
 
     Args:
-        num_queries, num_keys: tokens of the chunk, and of the row that they see, on all ranks together.
+        num_queries, num_keys: tokens of the chunk, and of the sequence that they see, on all ranks together.
         num_heads: query heads of all ranks. head_dims: (d, d_v) of q and of out.
         key_numbers: numbers of a token's keys and values as they travel.
         sends_queries: False where every rank has the queries of all heads.
@@ -67,7 +67,7 @@ def plan_prefill_grid(
     allowed = [(grid, size) for grid, size in zip(grids(placed.world), sizes, strict=True) if size is not None]
 
     def plan(arrangement: Arrangement, size: CallSizes, chunks: int = 1) -> PassPlan:
-        return grid_plan(placed, size, arrangement, split, chunks, backward=False, own_first=False)
+        return grid_plan(placed, size, arrangement, split, chunks, backward=False, local_first=False)
 
     if placed.shared:
         ends = [(grid, size) for grid, size in allowed if 1 in grid] or allowed

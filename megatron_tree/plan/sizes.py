@@ -12,7 +12,7 @@ STATISTIC = 4  # bytes of lse or delta of one query and head
 
 
 class CallSizes(NamedTuple):
-    """Bytes of one rank's share of an attention call, and its compute."""
+    """Bytes of one rank's shard in an attention call, and its compute."""
 
     q: float
     o: float
@@ -50,7 +50,7 @@ class CallSizes(NamedTuple):
         )
 
     def split(self, split: HeadSplit) -> CallSizes:
-        """The same after an exchange: as many bytes and operations, but for padding and copies of KV heads."""
+        """The sizes after an exchange of heads, which adds padding and copies of KV heads."""
         return self._replace(
             q=self.q * split.padding,
             o=self.o * split.padding,
@@ -60,15 +60,15 @@ class CallSizes(NamedTuple):
         )
 
     def exchanged(self, backward: bool) -> tuple[float, float]:
-        """Bytes of a share that are exchanged before attention and back; each of u ranks sends (u - 1) / u of them."""
+        """Bytes of a shard that are exchanged before and after attention; each of u ranks sends (u - 1) / u of them."""
         return (self.o + self.statistic, self.q + self.kv) if backward else (self.q + self.kv, self.o)
 
-    def column(self, backward: bool) -> tuple[int, int]:
-        """(gathered, reduced) bytes of a share that go down the column."""
+    def in_query_team(self, backward: bool) -> tuple[int, int]:
+        """(gathered, reduced) bytes of a shard that a query team exchanges."""
         return (self.q + self.o + 2 * self.statistic, self.q) if backward else (self.q, self.o + self.statistic)
 
-    def row(self, backward: bool) -> tuple[int, int]:
-        """(gathered, reduced) bytes of a share that go along the row."""
+    def in_key_team(self, backward: bool) -> tuple[int, int]:
+        """(gathered, reduced) bytes of a shard that a key team exchanges."""
         return self.kv, self.kv if backward else 0
 
     def seconds(self, topology: Topology, backward: bool) -> float:

@@ -1,8 +1,8 @@
 """The predicted cost of one forward or backward on an arrangement of ranks, and of the ring it is compared with.
 
-A row or a column of the grid is outer x inner positions. A gather over it first goes across nodes (one share to each of
-outer - 1 peers), then inside the node (outer shares to each of inner - 1 peers); a reduce-scatter runs in reverse. An
-exchange of heads sends a part of a share to each other rank of its team at once.
+A team that gathers keys or queries has outer x inner positions. A gather first goes across nodes (one shard to each of
+outer - 1 peers), then inside the node (outer shards to each of inner - 1 peers); a reduce-scatter runs in reverse. An
+exchange of heads sends a part of a shard to each other rank of its team at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sizes import CallSizes
 
 
 class Peers(NamedTuple):
-    """Whom one position exchanges with in its row or its column, by level: (level, peers, ranks behind the port)."""
+    """Whom one position exchanges with in a team, by level: (level, peers, ranks behind the port)."""
 
     outer: int
     inner: int
@@ -40,30 +40,31 @@ def _with_ports(placed: PlacedTopology, x: int, found: dict) -> tuple[tuple[int,
 
 @lru_cache(maxsize=1 << 14)
 def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[int, Peers, Peers, float], ...]:
-    """(position, row, column, fraction of the ranks that have these peers) of an arrangement."""
+    """(position, key team, query team, fraction of the ranks that have these peers) of an arrangement."""
     (a1, b1), (a0, b0) = arrangement.outer, arrangement.inner
 
     def peers_at(x: int, outer: int, inner: int, positions) -> Peers:
-        """positions(x): of the row or the column, [place][node]."""
-        closed = placed.block > 1 and placed.top == 1  # other nodes are over level 1, the own one is level 0
+        """positions(x): of the team, [place][node]."""
+        closed = placed.block > 1 and placed.top == 1  # other nodes are over level 1, this one is level 0
         across = {placed.top: outer - 1} if outer > 1 else {}
         inside = {0: inner - 1} if inner > 1 else {}
         if not closed and max(outer, inner) > 1:
             places = positions(x)
-            own = next(i for i, place in enumerate(places) if x in place)
-            o = places[own].index(x)
-            across, inside = placed.count(x, places[own]), placed.count(x, (place[o] for place in places))
+            across = next(place for place in places if x in place)
+            inside = [place[across.index(x)] for place in places]
+            across, inside = placed.count(x, across), placed.count(x, inside)
         return Peers(outer, inner, _with_ports(placed, x, across), _with_ports(placed, x, inside))
 
     found: dict[tuple[Peers, Peers], list[int]] = {}
     for x in placed.probes:
-        row, column = peers_at(x, b1, b0, arrangement.row_of), peers_at(x, a1, a0, arrangement.column_of)
-        found.setdefault((row, column), []).append(x)
+        keys = peers_at(x, b1, b0, arrangement.key_team_of)
+        queries = peers_at(x, a1, a0, arrangement.query_team_of)
+        found.setdefault((keys, queries), []).append(x)
     return tuple((xs[0], *peers, len(xs) / len(placed.probes)) for peers, xs in found.items())
 
 
 def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], lane: str) -> list[dict]:
-    """The stages of collectives (the row's and the column's) of one rank that start together, for a `Clock`.
+    """The stages of one rank's collectives (in its key team and its query team) that start together, for a `Clock`.
 
     With the direct transport all collectives run at once, stage by stage. Built-in collectives run one after another on
     a stream, `lane`; an all-gather passes shares from rank to rank, so its latencies add up.
@@ -103,12 +104,12 @@ def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], chunks: int, backward
     a, b = grid
     if a == b == 1:
         return 0.0
-    (down, up), (along, back) = sizes.column(backward), sizes.row(backward)
+    (down, up), (along, back) = sizes.in_query_team(backward), sizes.in_key_team(backward)
     queries, keys = (sizes.q, sizes.kv) if backward else (sizes.o, 0)  # bytes of the results per share of each
-    column, row = a > 1, b > 1
-    gathered = a * down * column + b * along * row
-    partial = a * up * column + b * back * row
-    results = a * queries * column + queries * row + b * keys * (row + (row and column))
+    moves_q, moves_kv = a > 1, b > 1
+    gathered = a * down * moves_q + b * along * moves_kv
+    partial = a * up * moves_q + b * back * moves_kv
+    results = a * queries * moves_q + queries * moves_kv + b * keys * (moves_kv + (moves_kv and moves_q))
     alive = min(chunks, 2) / chunks
     return alive * (gathered + partial) + partial / chunks + (results / chunks + queries + keys) * sizes.widening
 
@@ -144,23 +145,23 @@ def grid_plan(
     chunks: int,
     backward: bool,
     *,
-    own_first: bool = True,
+    local_first: bool = True,
 ) -> PassPlan:
     """One pass on an arrangement, pipelined over head chunks.
 
-    own_first: whether a rank's own queries meet its own keys while the first chunk is gathered.
+    local_first: whether the local queries meet the local keys while the first chunk is gathered.
     """
     u, (a, b) = arrangement.u, arrangement.grid
     sizes = sizes.split(split) if u > 1 else sizes
-    (down, up), (along, back) = sizes.column(backward), sizes.row(backward)
+    (down, up), (along, back) = sizes.in_query_team(backward), sizes.in_key_team(backward)
     sent = [0.0] * len(placed.topology.levels)
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
-    own = compute / (a * b) if own_first else 0.0
-    rest = (compute - own) / chunks + (placed.topology.overhead_s if placed.world > 1 else 0.0)
-    for x, row, column, part in peers_of(placed, arrangement):
-        gathers = [row.stages(along / chunks, reduce=False), column.stages(down / chunks, reduce=False)]
-        reduces = [column.stages(up / chunks, reduce=True), row.stages(back / chunks, reduce=True)]
+    local_s = compute / (a * b) if local_first else 0.0
+    rest_s = (compute - local_s) / chunks + (placed.topology.overhead_s if placed.world > 1 else 0.0)
+    for x, keys, queries, part in peers_of(placed, arrangement):
+        gathers = [keys.stages(along / chunks, reduce=False), queries.stages(down / chunks, reduce=False)]
+        reduces = [queries.stages(up / chunks, reduce=True), keys.stages(back / chunks, reduce=True)]
         there, home = exchanges(placed, arrangement, sizes, chunks, backward, x, sent, part)
         stages = (_stages(placed, gathers, "gather"), _stages(placed, reduces, "reduce"))
         probes.append([there, *stages, home])
@@ -171,7 +172,7 @@ def grid_plan(
     buffers = _grid_buffers(sizes, arrangement.grid, chunks, backward)
     packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
-        time_s=seconds_of_pass(probes, chunks, own, rest, together=u == 1, packing=packing),
+        time_s=seconds_of_pass(probes, chunks, local_s, rest_s, together=u == 1, packing=packing),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=chunks * steps,
@@ -191,17 +192,17 @@ def packing_seconds(placed: PlacedTopology, sizes: CallSizes, chunks: int, backw
 
 
 def seconds_of_pass(
-    probes: list[list[list[dict]]], chunks: int, own: float, rest: float, *, together: bool, packing: float = 0.0
+    probes: list[list[list[dict]]], chunks: int, local_s: float, rest_s: float, *, together: bool, packing: float = 0.0
 ) -> float:
     """Seconds of a pass on the slowest of the probes.
 
-    probes: of each probe the stages of a chunk's exchange, gathers, reductions and exchange back. own, rest: seconds of
-    attention on the own share (all chunks), and on what is gathered (one chunk). together: whether the own share is
-    computed at once. packing: seconds of one chunk before its exchange, and again after it.
+    probes: for each, the stages of a chunk's exchange, gathers, reductions and exchange back. local_s, rest_s: seconds
+    of attention on the local shard (all chunks), and on what is gathered (one chunk). together: whether the local
+    shard is computed at once. packing: seconds of one chunk before its exchange, and again after it.
     """
     clock, stages = Clock(), max(probes, key=_network_seconds)
-    local = [own * (i == 0) if together else own / chunks for i in range(chunks)]
-    run_stages([_PredictedChunk(clock, stages, seconds, rest, packing) for seconds in local])
+    local = [local_s * (i == 0) if together else local_s / chunks for i in range(chunks)]
+    run_stages([_PredictedChunk(clock, stages, seconds, rest_s, packing) for seconds in local])
     return clock.now
 
 
@@ -254,9 +255,9 @@ def ring_plan(
     results = sizes.q + sizes.kv if backward else sizes.o  # the running sum and this step's part
     sharers = arrangement.heads[1]
     step, each = placed.shift(shifted, hops, sharers)
-    own = compute / n
-    others = own + placed.topology.overhead_s  # launches count as for the grid: not that of the own share
-    time = max(step, own) + (n - 2) * max(step, others) + others if n > 1 else compute
+    local_s = compute / n
+    other_s = local_s + placed.topology.overhead_s  # launches count as for the grid: not that of the local shard
+    time = max(step, local_s) + (n - 2) * max(step, other_s) + other_s if n > 1 else compute
     sent, steps = [(n - 1) * size for size in each], n - 1
     if backward and n > 1:  # the gradient of KV goes one hop further than KV: home
         home, last = placed.shift([sizes.kv], hops, sharers)
