@@ -33,36 +33,18 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks on each node (default: 1)")
-    parser.add_argument(
-        "--latency",
-        type=parse_seconds,
-        default=1e-3,
-        metavar="TIME",
-        help="one way between nodes: 200us, 1ms (default: 1ms)",
-    )
-    parser.add_argument(
-        "--rate",
-        type=parse_bits_per_second,
-        default=1e9,
-        metavar="RATE",
-        help="of each node: 100mbit, 1gbit (default: 1gbit)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=parse_seconds,
-        default=3600.0,
-        metavar="TIME",
-        help="time limit of everything: 90s, 2min (default: 1h)",
-    )
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]", help="or: -m MODULE ...")
+    add = parser.add_argument
+    add("--nodes", type=int, default=2, help="number of nodes (default: 2)")
+    add("--ranks-per-node", type=int, default=1, help="ranks on each node (default: 1)")
+    add("--latency", type=parse_seconds, default=1e-3, metavar="TIME", help="one way between nodes (default: 1ms)")
+    add("--rate", type=parse_bits_per_second, default=1e9, metavar="RATE", help="of each node's port (default: 1gbit)")
+    add("--timeout", type=parse_seconds, default=3600.0, metavar="TIME", help="of everything: 90s, 2min (default: 1h)")
+    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]", help="or: -m MODULE ...")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     from megatron_tree.emulate import Cluster, Unavailable
 
