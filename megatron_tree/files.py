@@ -41,10 +41,10 @@ def read_yaml(path: str | Path) -> Any:
         """Rejects duplicate keys, and aliases, with which a few bytes can expand without limit."""
 
         def construct_mapping(self, node, deep=False):
-            found = super().construct_mapping(node, deep)
-            if len(found) < len(node.value):
+            mapping = super().construct_mapping(node, deep)
+            if len(mapping) < len(node.value):
                 raise yaml.constructor.ConstructorError(None, None, "duplicate key", node.start_mark)
-            return found
+            return mapping
 
         def compose_node(self, parent, index):
             if self.check_event(yaml.AliasEvent):
@@ -79,10 +79,10 @@ def read_deepspeed_config(option: str, path: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         raise ValueError("duplicate key")
-    return found
+    return mapping
 
 
 def check_text(name: str, value: object) -> None:

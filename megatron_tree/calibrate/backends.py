@@ -26,10 +26,10 @@ def keep_fastest(device: torch.device, cases: tuple[Case, ...] = CASES) -> tuple
         for case in cases:
             which = tuple(name for name in fastest.NAMES if _takes(name, case, device))
             time_case(case, which, rows.append, device=device, dtype=torch.bfloat16)
-    gpu, found = fastest.name_of(device), fastest_backends(rows)
-    path = fastest.keep(gpu, found)
+    gpu, names = fastest.name_of(device), fastest_backends(rows)
+    path = fastest.keep(gpu, names)
     return (
-        *((f"fastest up to head_dim {width}", name) for width, name in found.items()),
+        *((f"fastest up to head_dim {width}", name) for width, name in names.items()),
         ("kept for backend='auto'", f"{path} ({gpu})"),
     )
 

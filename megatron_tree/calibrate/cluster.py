@@ -145,13 +145,13 @@ def _measure_pairs(links: Links, pairs: list[Pair]) -> tuple[float, float, float
     num_bytes = _FIRST_BYTES
     while _alone(links, pairs[0], num_bytes) < _LONG_ENOUGH_S and num_bytes < _MOST_BYTES[links.device.type]:
         num_bytes *= 4
-    found = []
+    measured = []
     for pair in pairs:
         small = _alone(links, pair)
         overhead_s = max(0.0, (_alone(links, pair, count=_BURST) - small) / (_BURST - 1))
         bandwidth = num_bytes / (_alone(links, pair, num_bytes) - small)
-        found.append((max(small / 2 - overhead_s, small / 4), bandwidth, overhead_s))
-    return tuple(map(statistics.median, zip(*found)))
+        measured.append((max(small / 2 - overhead_s, small / 4), bandwidth, overhead_s))
+    return tuple(map(statistics.median, zip(*measured)))
 
 
 def _measure_sharing(links: Links, levels: list[Level], hosts: list[list[int]], overhead_s: float):
@@ -183,11 +183,11 @@ def _alone(links: Links, pair: Pair, *args, **kwargs) -> float:
 def _measure_ports(links: Links, across: list[tuple[list[int], list[int]]], bandwidth: float) -> float:
     """Bytes/s of a host's port, with all its ranks sending to another host at once: the median over pairs of hosts."""
     num_bytes = min(max(int(bandwidth * _LONG_ENOUGH_S), _FIRST_BYTES), _MOST_BYTES[links.device.type])
-    found = []
+    rates = []
     for pair_of_hosts in across:
         pairs = list(zip(*pair_of_hosts))
         small = links.exchange(pairs).values()
         large = links.exchange(pairs, num_bytes).values()
         seconds = max(times.all for times in large) - REPEATS * min(times.median for times in small)
-        found.append(REPEATS * len(pairs) * num_bytes / seconds)
-    return statistics.median(found)
+        rates.append(REPEATS * len(pairs) * num_bytes / seconds)
+    return statistics.median(rates)

@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace, rank: int) -> None:
 
     device = start_on_own_device(args.timeout)
     assumed = default_topology("nccl" if device.type == "cuda" else "gloo") if args.no_compute else None
-    found = calibrate(
+    calibrated = calibrate(
         device,
         name=args.out.stem,
         memory_bandwidth=assumed and assumed.memory_bandwidth,
@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace, rank: int) -> None:
         timeout_s=args.timeout,
         say=say,
     )
-    table = found.table
+    table = calibrated.table
     if device.type == "cuda" and not args.no_compute and os.environ.get("LOCAL_RANK", "0") == "0":
         from .backends import keep_fastest
 
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace, rank: int) -> None:
     width = max(len(what) for what, _ in table)
     say("\n" + "\n".join(f"{what:<{width}}  {value}" for what, value in table))
     if rank == 0:
-        save_topology(found.topology, args.out)
+        save_topology(calibrated.topology, args.out)
         say(f"\nwritten to {args.out}")
     dist.barrier()
     dist.destroy_process_group()

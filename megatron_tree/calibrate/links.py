@@ -55,11 +55,11 @@ class Links:
         """
         mine = next((pair for pair in pairs if self.rank in pair), None)
         self.share(None)
-        found = None
+        times = None
         if mine:
             run = self._send if self.rank == mine[0] else self._receive
-            found = run(mine[1] if self.rank == mine[0] else mine[0], num_bytes, count)
-        return {tuple(pair): Times(*times) for pair, times in self.share((mine, found)) if times}
+            times = run(mine[1] if self.rank == mine[0] else mine[0], num_bytes, count)
+        return {tuple(pair): Times(*times) for pair, times in self.share((mine, times)) if times}
 
     def reduce(self, schedule: str, latency_s: float) -> float:
         """Median seconds of the reduction of a tiny state over all ranks, as in a decode step.

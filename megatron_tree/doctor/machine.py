@@ -59,7 +59,7 @@ def packages(purpose: str) -> Section:
     findings.append(Finding("megatron_tree", megatron_tree.__version__, str(Path(__file__).resolve().parents[1])))
     for name, use in PACKAGES:
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             needed = name in NEEDED[purpose]
             extra = _EXTRA.get(name)
@@ -68,9 +68,9 @@ def packages(purpose: str) -> Section:
                 Finding(name, "not installed", f"for {use}{f': {way}' * needed}", MISSING if needed else OK)
             )
             continue
-        other = tested.get(name, found) not in (found, found.split("+")[0])
+        other = tested.get(name, installed) not in (installed, installed.split("+")[0])
         note = f"for {use}; tested with {tested[name]}" if other else f"for {use}"
-        findings.append(Finding(name, found, note, NOTE if other else OK))
+        findings.append(Finding(name, installed, note, NOTE if other else OK))
     return Section("packages", findings)
 
 
@@ -139,5 +139,5 @@ def _interface(variable: str, ranks: int, backend: str) -> Finding:
     return Finding(variable, value, note, _state(None, ranks > 1 and backend == "gloo"))
 
 
-def _state(found, needed: bool) -> str:
-    return OK if found else MISSING if needed else NOTE
+def _state(there, needed: bool) -> str:
+    return OK if there else MISSING if needed else NOTE

@@ -127,23 +127,23 @@ class EmulatedNetwork:
 
 def processes_in(namespaces: set[int]) -> list[str]:
     """Processes in network namespaces, given by their inode numbers: "process PID (NAME) is in a node"."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it may end at any moment
             if os.stat(process / "ns/net").st_ino in namespaces:
-                found.append(f"process {process.name} ({(process / 'comm').read_text().strip()}) is in a node")
-    return found
+                processes.append(f"process {process.name} ({(process / 'comm').read_text().strip()}) is in a node")
+    return processes
 
 
 def listening_ports(process: str = "thread-self") -> list[int]:
     """Listening TCP ports in the network namespace of a process, given by its name in /proc."""
-    found = set()
+    ports = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{family}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             if state == _LISTEN:
-                found.add(int(local.rpartition(":")[2], 16))
-    return sorted(found)
+                ports.add(int(local.rpartition(":")[2], 16))
+    return sorted(ports)
 
 
 def _inside(namespace: int, fn: Callable):

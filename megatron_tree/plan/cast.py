@@ -43,7 +43,7 @@ def flows(placed: PlacedTopology, arrangement: Arrangement, mask: Mask) -> tuple
         queries = by_document(mask.queries.segments(holder))
         return queries, queries if mask.keys == mask.queries else by_document(mask.keys.segments(holder))
 
-    found, held = [], {}
+    by_position, held = [], {}
     for x in spread(placed.world):  # who sends what differs even where all ranks have the same links
         places = arrangement.places_of(x)
         held |= {y: segments(y) for y in places if y not in held}
@@ -56,8 +56,8 @@ def flows(placed: PlacedTopology, arrangement: Arrangement, mask: Mask) -> tuple
             sent[level] += to
             returned[level] += back
             messages[level] += to > 0
-        found.append((x, Flow(sent, messages, sum(returned.values()), returned)))
-    return tuple(found)
+        by_position.append((x, Flow(sent, messages, sum(returned.values()), returned)))
+    return tuple(by_position)
 
 
 def cast_plan(
@@ -76,9 +76,9 @@ def cast_plan(
     compute = sizes.seconds(placed.topology, backward)
     local_s = compute / (arrangement.grid[0] * arrangement.grid[1])
     sent, probes, most = [0.0] * len(placed.topology.levels), [], 0
-    found = flows(placed, arrangement, mask)
-    part = 1 / len(found)
-    for x, flow in found:
+    by_position = flows(placed, arrangement, mask)
+    part = 1 / len(by_position)
+    for x, flow in by_position:
         there, home = exchanges(placed, arrangement, sizes, chunks, backward, x, sent, part)
         casts = []
         for rows in (flow.sent, flow.returned if backward else Counter()):

@@ -127,8 +127,8 @@ def run(args: argparse.Namespace) -> None:
         chosen += [c for c in plan.candidates if (c.schedule, c.across) == (plan.schedule, plan.across)]
         reasons["decode"] = plan.reason
     if args.json:
-        found = {name: [_values(c, c in chosen, topology) for c in table] for name, table in tables.items()}
-        print(json.dumps({"topology": topology.name, "ranks": len(hosts), **found, "reasons": reasons}, indent=1))
+        candidates = {name: [_values(c, c in chosen, topology) for c in table] for name, table in tables.items()}
+        print(json.dumps({"topology": topology.name, "ranks": len(hosts), **candidates, "reasons": reasons}, indent=1))
         return
     mask = "no mask" if args.full else "causal"
     tp = f", tensor parallel over {args.tp}" if args.tp > 1 else ""
@@ -257,12 +257,12 @@ def _print_rows(rows: list[list[str]]) -> None:
 
 def _values(candidate: PassPlan | Reduction, chosen: bool, topology: Topology) -> dict:
     """A candidate in plain values; those that it doesn't have are None."""
-    found = {"schedule": candidate.schedule, "heads": None, "grid": None, "inner": None, "head_chunks": None}
+    values = {"schedule": candidate.schedule, "heads": None, "grid": None, "inner": None, "head_chunks": None}
     if isinstance(candidate, PassPlan):
         pairs = dict(heads=candidate.arrangement.heads, grid=candidate.grid, inner=candidate.inner)
-        found |= {name: "x".join(map(str, pair)) for name, pair in pairs.items()}
-        found["head_chunks"] = candidate.head_chunks
+        values |= {name: "x".join(map(str, pair)) for name, pair in pairs.items()}
+        values["head_chunks"] = candidate.head_chunks
     cost, levels = candidate.cost, (f"bytes_over_{level.name}" for level in topology.levels)
-    found |= {"across": getattr(candidate, "across", None), "time_s": cost.time_s, "compute_s": cost.compute_s}
-    found |= dict(zip(levels, cost.bytes_per_level)) | {"steps": cost.steps, "peak_bytes": cost.peak_bytes}
-    return found | {"chosen": chosen, "rivals": rival_names(candidate)}
+    values |= {"across": getattr(candidate, "across", None), "time_s": cost.time_s, "compute_s": cost.compute_s}
+    values |= dict(zip(levels, cost.bytes_per_level)) | {"steps": cost.steps, "peak_bytes": cost.peak_bytes}
+    return values | {"chosen": chosen, "rivals": rival_names(candidate)}

@@ -69,9 +69,9 @@ class PlacedTopology:
 
     def count(self, x: int, peers: Iterable[int]) -> Counter:
         """How many of `peers` position x reaches over each level."""
-        found = Counter(map(self._levels_from(x).__getitem__, peers))
-        del found[None]
-        return found
+        reached = Counter(map(self._levels_from(x).__getitem__, peers))
+        del reached[None]
+        return reached
 
     def _levels_from(self, x: int) -> list[int | None]:
         """`level(x, y)` of every position y, None of x itself."""
@@ -123,10 +123,10 @@ class PlacedTopology:
         """
         slowest, mean = 0.0, [0.0] * len(self.topology.levels)
         for x in self.probes:
-            found = counts(x)
-            stage = [Phase(i, n, n * message_bytes, self.behind(x, i)) for i, n in found.items()]
+            messages = counts(x)
+            stage = [Phase(i, n, n * message_bytes, self.behind(x, i)) for i, n in messages.items()]
             slowest = max(slowest, self.time(stage, calls))
-            for i, n in found.items():
+            for i, n in messages.items():
                 mean[i] += n * message_bytes / len(self.probes)
         return slowest, mean
 

@@ -133,7 +133,7 @@ class _Weigher:
     def grids(self, heads: tuple[int, int], schedule: str) -> list[list[PassPlan]]:
         """Every grid and nesting, and the cast, for the forward and for the backward, each with the best number of head
         chunks."""
-        u, found = heads[0] * heads[1], []
+        u, by_pass = heads[0] * heads[1], []
         split, cells, block = self._split(u), self.placed.world // u, self.placed.block
         chunks = [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
         if self.head_chunks:
@@ -158,8 +158,8 @@ class _Weigher:
             if casts:
                 row = Arrangement(heads, (1, cells), (1, block // heads[1]), block)
                 weighed.append([cast_plan(*call, row, split, n, bool(backward), self.mask) for n in chunks])
-            found.append([choose_head_chunks(variants, self.budget) for variants in weighed])
-        return found
+            by_pass.append([choose_head_chunks(variants, self.budget) for variants in weighed])
+        return by_pass
 
     def rings(self, heads: tuple[int, int], *, alone: bool) -> list[list[PassPlan]]:
         """The ring of the ranks with the same heads, forward and backward. alone: also a ring of one rank, which is
@@ -245,10 +245,10 @@ def _summary(cost: Cost, placed: PlacedTopology) -> str:
 
 def _baselines(best: Candidate, table: tuple[Candidate, ...]) -> str:
     """Predicted time and bytes of the rivals: the ring, the KV gather, Ulysses, the all-reduce."""
-    found = {name: next((c for c in table if name in rival_names(c)), None) for name in RIVALS}
+    rivals = {name: next((c for c in table if name in rival_names(c)), None) for name in RIVALS}
     others = [
         f"{name} {format_seconds(rival.cost.time_s)} and {format_bytes(rival.cost.bytes)}"
-        for name, rival in found.items()
+        for name, rival in rivals.items()
         if rival is not None and rival is not best
     ]
     return f", against {', '.join(others)}" if others else ""

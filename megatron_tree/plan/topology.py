@@ -84,11 +84,11 @@ class Topology:
     @cached_property
     def capacities(self) -> tuple[float, ...]:
         """Largest number of ranks in one unit of each level."""
-        found, ranks = [], 1
+        capacities, ranks = [], 1
         for level in self.levels:
             ranks = ranks * level.size if level.size else math.inf
-            found.append(ranks)
-        return tuple(found)
+            capacities.append(ranks)
+        return tuple(capacities)
 
 
 def _check_count(where: str, name: str, value: object, *, least: int) -> None:
@@ -219,7 +219,7 @@ def _take(content: object, kind: type) -> dict:
     missing, unknown = sorted(needed - content.keys()), sorted(map(str, content.keys() - names.keys()))
     if missing or unknown:
         raise ValueError(f"a {kind.__name__.lower()} lacks {missing} and has unknown entries {unknown}")
-    found = {}
+    taken = {}
     for name, value in content.items():
         if names[name] == "float":
             try:
@@ -228,8 +228,8 @@ def _take(content: object, kind: type) -> dict:
                 raise ValueError(f"{name}={reprlib.repr(value)} must be a number") from None
         if names[name] == "str" and not isinstance(value, str):
             raise ValueError(f"{name}={reprlib.repr(value)} must be a text")
-        found[name] = value
-    return found
+        taken[name] = value
+    return taken
 
 
 def save_topology(topology: Topology, path: str | Path) -> None:

@@ -34,8 +34,8 @@ class Peers(NamedTuple):
         return stages[::-1] if reduce else stages
 
 
-def _with_ports(placed: PlacedTopology, x: int, found: dict) -> tuple[tuple[int, int, int], ...]:
-    return tuple((i, n, placed.behind(x, i)) for i, n in sorted(found.items()))
+def _with_ports(placed: PlacedTopology, x: int, counts: dict) -> tuple[tuple[int, int, int], ...]:
+    return tuple((i, n, placed.behind(x, i)) for i, n in sorted(counts.items()))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -55,12 +55,12 @@ def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[in
             across, inside = placed.count(x, across), placed.count(x, inside)
         return Peers(outer, inner, _with_ports(placed, x, across), _with_ports(placed, x, inside))
 
-    found: dict[tuple[Peers, Peers], list[int]] = {}
+    positions_of: dict[tuple[Peers, Peers], list[int]] = {}
     for x in placed.probes:
         keys = peers_at(x, b1, b0, arrangement.key_team_of)
         queries = peers_at(x, a1, a0, arrangement.query_team_of)
-        found.setdefault((keys, queries), []).append(x)
-    return tuple((xs[0], *peers, len(xs) / len(placed.probes)) for peers, xs in found.items())
+        positions_of.setdefault((keys, queries), []).append(x)
+    return tuple((xs[0], *peers, len(xs) / len(placed.probes)) for peers, xs in positions_of.items())
 
 
 def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], lane: str) -> list[dict]:
@@ -267,8 +267,8 @@ def ring_plan(
     if u > 1:
         for size in sizes.exchanged(backward):
             calls = None if placed.direct else 1
-            found = placed.exchange(lambda x: placed.count(x, arrangement.holder_of(x)), size / u, calls)
-            time, sent = time + found[0], [m + n for m, n in zip(sent, found[1])]
+            exchange, more = placed.exchange(lambda x: placed.count(x, arrangement.holder_of(x)), size / u, calls)
+            time, sent = time + exchange, [m + n for m, n in zip(sent, more)]
         time += 2 * packing_seconds(placed, sizes, 1, backward)
         steps, buffers = steps + 2, buffers + exchange_buffers(sizes, 1, backward)
     cost = Cost(time_s=time, compute_s=compute, bytes_per_level=tuple(sent), steps=steps, peak_bytes=round(buffers))
