@@ -78,8 +78,8 @@ class DecodeBench:
         for at in range(0, max(1, self.k.shape[1]), ORACLE_TOKENS):
             k, v = (x[:, at : at + ORACLE_TOKENS].double() for x in (self.k, self.v))
             parts.append(energy.attention(self.q.double(), k, v, spec=self.spec))
-        mine = energy.merge_by_energy(*(torch.stack(x) for x in zip(*parts)))
-        whole = comm.gather_sequence(pack_state(*mine, torch.float64)[None], self.group)
+        local = energy.merge_by_energy(*(torch.stack(x) for x in zip(*parts)))
+        whole = comm.gather_sequence(pack_state(*local, torch.float64)[None], self.group)
         return energy.merge_by_energy(*unpack_state(whole, torch.float64))
 
     @functools.cached_property
@@ -133,13 +133,13 @@ class DecodeBench:
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
         """Seconds of lower bounds, and of a ring whose links are always busy."""
-        found = {"local attention alone": local_s}
+        bounds = {"local attention alone": local_s}
         if case.machines.emulated and case.machines.nodes > 1:
             p, byte_s = case.machines.ranks, 8 / settings.rate_bits
             state = 4 * case.batch * case.num_heads * (case.head_dim + 1)
-            found["local + log2(p) steps"] = local_s + math.log2(p) * (settings.latency_s + state * byte_s)
-            found["ring at line rate"] = local_s + (p - 1) * max(local_s, settings.latency_s + case.kv_bytes * byte_s)
-        return found
+            bounds["local + log2(p) steps"] = local_s + math.log2(p) * (settings.latency_s + state * byte_s)
+            bounds["ring at line rate"] = local_s + (p - 1) * max(local_s, settings.latency_s + case.kv_bytes * byte_s)
+        return bounds
 
 
 def uneven(shape, dtype: torch.dtype, rank: int, world: int) -> tuple[Tensor, Tensor]:

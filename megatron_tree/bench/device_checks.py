@@ -119,9 +119,9 @@ def check_offsets(elements: int, backend: str, emit: Emit, *, device, dtype) -> 
     emit(Timing(f"{elements} elements", "offsets", backend, None, float(elements), "elements"))
 
 
-def _need(name: str, found, expected: float) -> None:
-    if not abs(float(found) - expected) < 1e-2:
-        raise WrongResult(f"{name}: found {float(found):.4g} where the last element gives {expected:g}")
+def _need(name: str, value, expected: float) -> None:
+    if not abs(float(value) - expected) < 1e-2:
+        raise WrongResult(f"{name}: {float(value):.4g} where the last element gives {expected:g}")
 
 
 def _long_cache(elements: int, backend: str, device, dtype) -> None:

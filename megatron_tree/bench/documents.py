@@ -96,8 +96,8 @@ class DocumentsBench(TrainBench):
         super().__init__(case, settings, topology, group, meeting, whole)
         self.lengths, world = lengths_of(case.seq_len), self.machines.ranks
         self.layouts = {name: layout_of(name, self.lengths, world) for name in CONTENDERS}
-        own = self.layouts["auto"].segments(self.rank, world)
-        self.segments = dict(q_segments=own, k_segments=own)  # most documents are whole on a rank
+        local = self.layouts["auto"].segments(self.rank, world)
+        self.segments = dict(q_segments=local, k_segments=local)  # most documents are whole on a rank
         inputs = whole.q, whole.k, whole.v, whole.dout
         self.inputs, self.truths = (
             {name: [self._shard(x, layout) for x in tensors] for name, layout in self.layouts.items()}
@@ -130,8 +130,8 @@ class DocumentsBench(TrainBench):
         return out.detach(), *grads
 
     def checked(self, results: tuple[Tensor, ...], contender: str) -> list[tuple[Tensor, Tensor]]:
-        own = self.layouts[contender].segments(self.rank, self.machines.ranks)
-        real = sequences_of(own, len(results[0])) >= 0
+        local = self.layouts[contender].segments(self.rank, self.machines.ranks)
+        real = sequences_of(local, len(results[0])) >= 0
         return [(x[real], truth[real]) for x, truth in zip(results, self.truths[contender])]
 
     @staticmethod

@@ -47,10 +47,10 @@ class Panel(NamedTuple):
 
 def grouped(rows, key: Callable) -> dict:
     """{key(row): rows with that key}, in the order of first occurrence."""
-    found: dict = {}
+    groups: dict = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def draw(path: pathlib.Path, panels: list[list[Panel]], title: str) -> None:

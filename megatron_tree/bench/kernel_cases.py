@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What was found of one contender in one case: a line of results.csv."""
+    """One contender in one case: a line of results.csv."""
 
     case: str
     kind: str

@@ -175,9 +175,9 @@ def _compile(args: argparse.Namespace, device: torch.device, dtype: torch.dtype,
 
     training, decoding = _cases(True, args.tiny)
     launches = {
-        "smoke": precompile.smoke_launches(dtype),
-        "beside": precompile.case_launches(training, dtype),
-        "decode": precompile.case_launches(decoding, dtype),
+        "smoke": precompile.launches([*TRAINING.values(), *DECODING.values()], dtype),
+        "beside": precompile.launches(training, dtype),
+        "decode": precompile.launches(decoding, dtype),
         "race": precompile.race_launches(training[:2], dtype),
     }
     wanted = [launch for stage, of_stage in launches.items() if stage in args.only for launch in of_stage]

@@ -137,9 +137,9 @@ def check_training(case: Training, dtype: torch.dtype, device, backend: str) -> 
     low = _dense(*given, spec, keep, distance, 1.0 if weights is None else weights)
     for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
         x[:, pos < 0] = float("nan")  # padding between segments may hold anything
-    found, found_lse, *grads = run_training(case, given, backend)
-    _check_lse(found_lse, lse, backend)
-    return _worst((found, *grads), truth, low, (q_pos >= 0, k_pos >= 0))
+    result, result_lse, *grads = run_training(case, given, backend)
+    _check_lse(result_lse, lse, backend)
+    return _worst((result, *grads), truth, low, (q_pos >= 0, k_pos >= 0))
 
 
 def decoding_inputs(case: Decoding, dtype: torch.dtype, device) -> tuple[Tensor, ...]:
@@ -211,19 +211,19 @@ def _dense(
     return out, *torch.autograd.grad(out, leaves, dout)
 
 
-def _check_lse(found: Tensor, truth: Tensor, backend: str) -> None:
+def _check_lse(result: Tensor, truth: Tensor, backend: str) -> None:
     """Within 1e-5; others' kernels may take an approximate exponential, as torch's flash kernel for CPUs: 1e-4."""
-    if not torch.equal(found == NEG_INF, truth == NEG_INF):
+    if not torch.equal(result == NEG_INF, truth == NEG_INF):
         raise WrongResult("lse is not -inf in exactly the rows that see nothing")
-    error = torch.where(truth == NEG_INF, 0.0, found - truth).abs().max().item()
+    error = torch.where(truth == NEG_INF, 0.0, result - truth).abs().max().item()
     if not error < (1e-5 if backend == "triton" else 1e-4):
         raise WrongResult(f"lse is off by {error:.2g}")
 
 
-def _worst(found, truth, low, real=(slice(None), slice(None))) -> float:
+def _worst(results, truth, low, real=(slice(None), slice(None))) -> float:
     """The largest error over what RULE allows; `real`: the rows of queries and of keys that belong to a segment."""
     ratios = {}
-    for i, (name, x, t, y) in enumerate(zip(RULE, found, truth, low)):
+    for i, (name, x, t, y) in enumerate(zip(RULE, results, truth, low)):
         rows = real[i > 1]
         error, dense = ((z.double() - t)[:, rows].abs().max().item() for z in (x, y))
         ratios[name] = error / (RULE[name] * dense)

@@ -22,7 +22,7 @@ from ..kernels import backends
 from ..kernels.triton import host
 from .contenders import ours
 from .kernel_cases import Case, inputs
-from .low_precision import DECODING, TRAINING, decoding_inputs, run_decoding, run_training, training_inputs
+from .low_precision import Decoding, Training, decoding_inputs, run_decoding, run_training, training_inputs
 from .race import CANDIDATES, pinned
 from .ranks import CORES
 
@@ -73,44 +73,30 @@ class AbsentGPU(DriverBase):
         return 0
 
 
-def smoke_launches(dtype: torch.dtype) -> list[Launch]:
-    """The launches of `low_precision`'s cases."""
-    return [
-        *(functools.partial(_training, name, dtype) for name in TRAINING),
-        *(functools.partial(_decoding, name, dtype) for name in DECODING),
-    ]
-
-
-def case_launches(cases: Iterable[Case], dtype: torch.dtype) -> list[Launch]:
-    """Those of our contenders."""
-    return [functools.partial(_contender, case, dtype) for case in cases]
+def launches(cases: Iterable[Training | Decoding | Case], dtype: torch.dtype) -> list[Launch]:
+    """The launches of our kernels in these cases."""
+    return [functools.partial(_launch, case, dtype) for case in cases]
 
 
 def race_launches(cases: Iterable[Case], dtype: torch.dtype) -> list[Launch]:
     """Those of all candidates of a race."""
     return [
-        functools.partial(_candidate, case, dtype, kernel, tiles)
+        functools.partial(_launch, case, dtype, kernel, tiles)
         for case in cases
         for kernel in (("fwd",) if case.kind == "fwd" else ("dq", "dkdv"))
         for tiles in CANDIDATES[kernel]
     ]
 
 
-def _training(name: str, dtype: torch.dtype) -> None:
-    run_training(TRAINING[name], training_inputs(TRAINING[name], dtype, META), "triton")
-
-
-def _decoding(name: str, dtype: torch.dtype) -> None:
-    run_decoding(DECODING[name], decoding_inputs(DECODING[name], dtype, META), "triton")
-
-
-def _contender(case: Case, dtype: torch.dtype) -> None:
-    ours(case, "triton", inputs(case, META, dtype))()
-
-
-def _candidate(case: Case, dtype: torch.dtype, kernel: str, tiles) -> None:
-    with pinned(kernel, tiles):
-        _contender(case, dtype)
+def _launch(case: Training | Decoding | Case, dtype: torch.dtype, kernel: str = "", tiles=None) -> None:
+    """kernel: runs with `tiles` instead of those of the table."""
+    if isinstance(case, Training):
+        run_training(case, training_inputs(case, dtype, META), "triton")
+    elif isinstance(case, Decoding):
+        run_decoding(case, decoding_inputs(case, dtype, META), "triton")
+    else:
+        with pinned(kernel, tiles):
+            ours(case, "triton", inputs(case, META, dtype))()
 
 
 def compile_only(machine: Machine) -> None:

@@ -202,6 +202,6 @@ def run(part: str, out: Path, topology: Topology | None) -> None:
         "weights": ("weights", lambda: steps(topology), steps_table, f"predicted on {topology.name}: GB of weights "
             "that a rank reads and ms of a step, 1M tokens of cache in all rows, bf16"),
     }[part]  # fmt: skip
-    found = rows()
-    write_csv(out / f"{name}.csv", found)
-    print(f"{about}\n\n{table(found)}")
+    values = rows()
+    write_csv(out / f"{name}.csv", values)
+    print(f"{about}\n\n{table(values)}")

@@ -41,7 +41,7 @@ def race(case: Case, kernel: str, candidates: list[Tiles], emit: Emit, *, device
     given = inputs(case, device, dtype)
     truth = truth_of(case, given)
     call = ours(case, "triton", given)
-    found, wrong = [], []
+    times, wrong = [], []
     for tiles in candidates:
         if tiles.specialized and host.arch(device) != "sm100":
             continue
@@ -56,10 +56,10 @@ def race(case: Case, kernel: str, candidates: list[Tiles], emit: Emit, *, device
                     raise RuntimeError(f"{said}; later candidates were not timed") from error
                 wrong += [str(error)] if isinstance(error, WrongResult) else []
                 continue
-        found.append((seconds, tiles))
+        times.append((seconds, tiles))
         rate = case.flops / seconds / 1e12
         emit(Timing(case.label, "race", f"{kernel} {tiles.label}", seconds * 1e3, rate, "TFLOP/s"))
-    ranking = ", ".join(f"{t.label} {s * 1e3:.3f} ms" for s, t in sorted(found))
+    ranking = ", ".join(f"{t.label} {s * 1e3:.3f} ms" for s, t in sorted(times))
     print(f"\nrace {kernel}, {case.label}: {ranking or 'no candidate ran'}", flush=True)
     if wrong:
         raise WrongResult("; ".join(wrong))

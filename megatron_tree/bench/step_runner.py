@@ -61,12 +61,12 @@ class SmallRunner(RowRunner):
 
     def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
         x = self._words[tokens] + torch.sin(positions[..., None] / self._periods).to(self._words.dtype)
-        for layer, (projection, out) in enumerate(self._layers):
+        for layer, (projection, weight) in enumerate(self._layers):
             window = self._windows[layer]
             heads = (torch.nn.functional.layer_norm(x, x.shape[-1:]) @ projection).unflatten(-1, (sum(self._heads), -1))
             q, k, v = heads.split(self._heads, 2)
             forward.write(layer, k, v)
             sides = (-1, -1) if window is None else (window - 1, 0)
-            found = forward.attend(layer, q, config=self.config, window_size=sides)
-            x = x + torch.tanh(found.flatten(2) @ out)
+            out = forward.attend(layer, q, config=self.config, window_size=sides)
+            x = x + torch.tanh(out.flatten(2) @ weight)
         return (x if keep is None else x[:, keep]) @ self._words.t()

@@ -91,8 +91,8 @@ class Whole:
     def solve(self, head: int, spec: AttnSpec) -> None:
         """Compute one KV head and its query heads: the formulas in float64."""
         ratio = self.q.shape[2] // self.k.shape[2]
-        own, mine = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
-        heads = mine, mine, own, own
+        of_keys, of_queries = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
+        heads = of_queries, of_queries, of_keys, of_keys
         q, dout, k, v = (x[:, :, h].double() for x, h in zip((self.q, self.dout, self.k, self.v), heads))
         block = dict(q_segments=self.segments, k_segments=self.segments, spec=spec)
         out, lse = reference.attn_fwd(q, k, v, **block)
@@ -128,8 +128,8 @@ class TrainBench:
         meeting.meet(self.rank)
         self.q, self.k, self.v, self.dout = (x[:, rows].clone() for x in (whole.q, whole.k, whole.v, whole.dout))
         self.truth = [x[:, rows] for x in whole.truth]
-        own = shard_segments(case.seq_len, self.rank, world)
-        self.segments = dict(q_segments=own, k_segments=own)
+        local = shard_segments(case.seq_len, self.rank, world)
+        self.segments = dict(q_segments=local, k_segments=local)
         self.allowed = session.ALLOWED[dtype]
 
     def config(self, name: str) -> TreeConfig:
@@ -151,8 +151,8 @@ class TrainBench:
     def error(self, results: tuple[Tensor, ...], contender: str) -> float:
         """The worst error on any rank as a fraction of the allowed one."""
         out, *grads = (relative_error(x, truth) / self.allowed for x, truth in self.checked(results, contender))
-        mine = max(out, *(error / GRADIENTS for error in grads))
-        worst = self.meeting.most(self.rank, mine)[0]
+        local = max(out, *(error / GRADIENTS for error in grads))
+        worst = self.meeting.most(self.rank, local)[0]
         return worst if worst == worst else math.inf
 
     def local_seconds(self) -> float:
@@ -190,12 +190,12 @@ class TrainBench:
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
         """Seconds of a lower bound, and of a ring whose links are always busy."""
-        found = {"local attention alone": local_s}
+        bounds = {"local attention alone": local_s}
         if case.machines.nodes > 1:
             p = case.machines.ranks
             forward_s, backward_s = (local_s / p * part / 7 for part in (2, 5))  # by the matrix products of each pass
             shift_s = settings.latency_s + case.kv_bytes * 8 / settings.rate_bits
             forward_s += (p - 1) * max(forward_s, shift_s)
             backward_s += (p - 1) * max(backward_s, 2 * shift_s - settings.latency_s) + shift_s
-            found["ring at line rate"] = forward_s + backward_s
-        return found
+            bounds["ring at line rate"] = forward_s + backward_s
+        return bounds

@@ -80,10 +80,11 @@ print(counts)
 
 
 ALL_LAUNCHES = """
-from megatron_tree.bench import kernel_cases, precompile
+from megatron_tree.bench import kernel_cases, low_precision, precompile
 triton.JITFunction.run = lambda self, *args, **kwargs: compiled.append(self.__name__)
-cases = kernel_cases.GPU_CASES + kernel_cases.GPU_DECODING
-launches = precompile.smoke_launches(torch.bfloat16) + precompile.case_launches(cases, torch.bfloat16)
+cases = [*low_precision.TRAINING.values(), *low_precision.DECODING.values()]
+cases += kernel_cases.GPU_CASES + kernel_cases.GPU_DECODING
+launches = precompile.launches(cases, torch.bfloat16)
 launches += precompile.race_launches(kernel_cases.GPU_CASES[:2], torch.bfloat16)
 print(json.dumps([[error for error in map(precompile._try, launches) if error], sorted(set(compiled))]))
 """

@@ -1,6 +1,7 @@
 """Compile the kernels, without a GPU, and read what they use: registers, spills, shared memory.
 
-    python -m megatron_tree.kernels.triton.resources --arch sm90 --out docs/kernel-resources.md
+    python -m megatron_tree.kernels.triton.resources \\
+        --kernel fwd dq dkdv decode merge --head-dim 128 576 --out docs/kernel-resources.md
 
 Every row of the table in configs.py is compiled as a launch would compile it; tests/kernels/test_triton_compile.py
 fails when one exceeds the limits below.
@@ -30,7 +31,7 @@ TARGETS = {
 }
 SHARED_LIMIT = {"sm80": 166912, "sm86": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # bytes per block
 TENSOR_MEMORY_LIMIT = 512  # columns, sm_100
-SPILL_LIMIT = 600  # bytes a thread may keep in local memory; docs/kernel-resources.md shows where there are any
+SPILL_LIMIT = 600  # bytes a thread may keep in local memory
 LOOP_SPILL_LIMIT = 0.06  # share of the instructions of the loop over unmasked tiles that may access it
 WIDTHS = {64: (64, 64), 128: (128, 128), 192: (192, 128), 256: (256, 256)}  # head_dim of q and k, of v (192/128: MLA)
 LATENT = {576: (576, 512)}  # keys that hold their values, in decoding only
@@ -38,7 +39,8 @@ _BIN = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 ABOUT = f"""bf16, causal, compiled by triton {triton.__version__}. loop: instructions of the loop over tiles that need
-no mask; loop spills: those of them that access spilled registers.
+no mask; loop spills: those of them that access spilled registers. Other kernels and head dims, and tiles with dropout:
+`python -m megatron_tree.kernels.triton.resources --help`.
 """
 
 
