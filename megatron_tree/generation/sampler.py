@@ -107,31 +107,31 @@ def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[C
 
 
 def choose_tokens(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | TreeError]:
-    """The next token of every row of logits fp32 [b, vocab], one sampler each; those with equal options at once.
+    """The next token of every sequence by logits fp32 [b, vocab], one sampler each; those with equal options at once.
 
-    A row without a finite largest value (NaN in the model) gets an error in its place; other rows are not affected.
+    A sequence without a finite largest logit (NaN in the model) gets an error in its place; others are not affected.
     """
     top, tokens = logits.max(-1)
     chosen: list[Choice | TreeError | None] = [None] * len(samplers)
     alike = defaultdict(list)
-    for row, (sampler, largest, token) in enumerate(zip(samplers, top.tolist(), tokens.tolist(), strict=True)):
+    for i, (sampler, largest, token) in enumerate(zip(samplers, top.tolist(), tokens.tolist(), strict=True)):
         if not math.isfinite(largest):
-            chosen[row] = _not_finite(largest)
+            chosen[i] = _not_finite(largest)
         elif sampler.is_plain:
-            chosen[row] = Choice(token)
+            chosen[i] = Choice(token)
         elif sampler.only_warps:
             params = sampler.params
-            alike[params.temperature, params.top_k, params.top_p, params.min_p].append(row)
+            alike[params.temperature, params.top_k, params.top_p, params.min_p].append(i)
         else:
             try:
-                chosen[row] = sampler.choose(logits[row])
+                chosen[i] = sampler.choose(logits[i])
             except TreeError as error:
-                chosen[row] = error
-    for rows in alike.values():
-        scores = samplers[rows[0]].warp(logits[rows].float())
-        points = torch.stack([samplers[row].draw() for row in rows])
-        for row, token in zip(rows, _draw(scores, points)):
-            chosen[row] = Choice(token)
+                chosen[i] = error
+    for indices in alike.values():
+        scores = samplers[indices[0]].warp(logits[indices].float())
+        points = torch.stack([samplers[i].draw() for i in indices])
+        for i, token in zip(indices, _draw(scores, points)):
+            chosen[i] = Choice(token)
     return chosen
 
 

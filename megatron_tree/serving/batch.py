@@ -10,6 +10,7 @@ order in which they finish:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections import deque
@@ -43,7 +44,6 @@ class BatchOptions:
     """Continue an existing output; otherwise it must not exist."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Its seed is that of the batch: every request draws with a seed derived from it and the request's index."""
-    n: int = 1
     about: Mapping[str, Any] = field(default_factory=dict)
     """What else the results depend on, as JSON values: the model, its dtype, the number of ranks."""
 
@@ -72,20 +72,15 @@ def run_batch(scheduler: Scheduler, tokenizer, options: BatchOptions, *, progres
         can't be used; ``OSError`` on the leader when a file can't be read or written, while others get a `ValueError`
         or, once the batch runs, a `TreeError`.
     """
-    batch = None
-
-    def prepare():
-        nonlocal batch
-        batch = _Batch(scheduler, tokenizer, options)
-
-    scheduler.on_leader(prepare)
-    if not scheduler.is_leader:
+    batches: list[_Batch] = []
+    scheduler.on_leader(lambda: batches.append(_Batch(scheduler, tokenizer, options)))
+    result = None
+    if scheduler.is_leader:
+        with contextlib.closing(batches[0]) as batch:
+            result = batch.run(progress)
+    else:
         scheduler.run()
-        return BatchResult(*scheduler.on_leader(lambda: None))
-    with batch:
-        result = batch.run(progress)
-    scheduler.on_leader(lambda: list(result))
-    return result
+    return BatchResult(*scheduler.on_leader(lambda: list(result)))
 
 
 class _Batch:
@@ -94,12 +89,12 @@ class _Batch:
     def __init__(self, scheduler: Scheduler, tokenizer, options: BatchOptions):
         self._scheduler = scheduler
         data = Path(options.input).read_bytes()
-        header = {"version": VERSION, "input_sha256": hashlib.sha256(data).hexdigest(), "n": options.n}
+        header = {"version": VERSION, "input_sha256": hashlib.sha256(data).hexdigest()}
         header |= {"about": dict(options.about), "sampling": options.sampling.model_dump()}
         self._output = Output(options.output, resume=options.resume, header=header)
         try:
             sampling = options.sampling.with_options({"seed": self._output.seed})
-            entries = read_requests(data, options.input, scheduler, tokenizer, sampling, options.n)
+            entries = read_requests(data, options.input, scheduler, tokenizer, sampling)
             self._total = len(entries)
             self._todo = deque(entry for entry in entries if key_of(entry.id) not in self._output.done)
             self._output.begin()
@@ -108,10 +103,8 @@ class _Batch:
             raise
         self._finished = self._failed = self._open = 0
 
-    def __enter__(self) -> _Batch:
-        return self
-
-    def __exit__(self, *_) -> None:
+    def close(self) -> None:
+        """Close the output."""
         self._output.close()
 
     def run(self, progress: bool) -> BatchResult:
@@ -176,20 +169,19 @@ def _result(entry: BatchRequest, events: list[Event]) -> dict[str, Any]:
 
 
 def read_requests(
-    data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling: SamplingParams, n: int
+    data: bytes, name: str, scheduler: Scheduler, tokenizer, sampling: SamplingParams
 ) -> list[BatchRequest]:
-    """The requests of an input file, all of them checked; sampling (with a seed) and n: the defaults of a line.
+    """The requests of an input file, all of them checked; sampling (with a seed): the defaults of a line.
 
     Raises: ``ValueError`` that names the file and its first ten bad lines, with the reasons.
     """
 
     def read(line: bytes, index: int) -> BatchRequest:
         parsed = _parse(line, index, sampling)
-        number = n if parsed.line.n is None else parsed.line.n
-        request = Request(prompt=_encode(tokenizer, parsed.line), sampling=parsed.sampling, n=number)
-        entry = BatchRequest(index, parsed.id, request)
-        scheduler.check(entry.request)
-        return entry
+        n = 1 if parsed.line.n is None else parsed.line.n
+        request = Request(prompt=_encode(tokenizer, parsed.line), sampling=parsed.sampling, n=n)
+        scheduler.check(request)
+        return BatchRequest(index, parsed.id, request)
 
     return _each_line(data, name, read)
 

@@ -151,6 +151,6 @@ def _compare(result: Answer, tokens, logits, tokenizer, figures: dict, seconds: 
     if plain == result.tokens:
         print(f"check: all {len(plain)} tokens are equal", flush=True)
         return None
-    for name, row in (("sharded", result.tokens), ("plain", plain)):
-        print(f"check: {name:>8}: {row}\n{tokenizer.decode(row)!r}", flush=True)
+    for name, answer in (("sharded", result.tokens), ("plain", plain)):
+        print(f"check: {name:>8}: {answer}\n{tokenizer.decode(answer)!r}", flush=True)
     return f"token {same} of the answer differs from the plain model's (largest logit difference {difference:.2e})"

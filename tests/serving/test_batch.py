@@ -116,8 +116,10 @@ def test_an_output_of_other_options_is_refused_and_left_alone(files):
     before = Path(files[1]).read_bytes()
     for options, message in (
         ({}, "exists: pass --resume to continue it, or name another file"),
-        ({"resume": True, "n": 2}, "written with other options: n=1 then, 2 now"),
-        ({"resume": True, "about": {"model": "large"}}, "about.model='tiny' then, 'large' now"),
+        (
+            {"resume": True, "about": {"model": "large"}},
+            "written with other options: about.model='tiny' then, 'large' now",
+        ),
         ({"resume": True, "sampling": SamplingParams(max_tokens=6, seed=4)}, "sampling.seed=3 then, 4 now"),
     ):
         with pytest.raises(ValueError, match=message):

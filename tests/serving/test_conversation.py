@@ -75,14 +75,6 @@ def test_only_new_tokens_are_prefilled(family):
         assert figures == [(45, "length", 5), (31, "length", 5), (50 if family == "mistral" else 30, "length", 5)]
 
 
-def test_no_room_for_an_answer():
-    conversation = Conversation(PlainRunner(tiny_model("llama")), None, end_tokens=(), group=None)
-    with pytest.raises(ValueError, match="exceed the model's 256 positions"):
-        conversation.answer([1] * 251, GREEDY)
-    with pytest.raises(ValueError, match="one token number or more"):
-        conversation.answer([], GREEDY)
-
-
 def test_an_answer_keeps_its_tokens_until_reset():
     tokenizer = byte_tokenizer()
     transcript = Transcript(tokenizer, [0], system="be brief")

@@ -1,4 +1,6 @@
-"""Continuous batching: everybody gets what they would get alone, rows and cache are given back, ranks stay in step."""
+"""Continuous batching: all get what they would get alone, rows are given back, ranks stay in step; who goes first."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Load, QueueFull, Scheduler
 from support.hf_models import plain, prompt, tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer
-from support.scheduling import make_scheduler, request, serve, text_of, tokens_of
+from support.scheduling import make_scheduler, request, serve, tokens_of
 
 LENGTHS = (3, 21, 8, 1, 30, 9)
 NEW = (7, 12, 1, 9, 5, 8)
@@ -132,34 +134,6 @@ def test_running_streams_wait_for_one_chunk_at_most(model):
         elif name == "step":
             waited += len(arguments[1][0])
     assert 0 < most <= runner.chunk_size
-
-
-def test_stop_texts_span_tokens_and_end_tokens_are_the_tokenizers(model):
-    tokenizer = character_tokenizer()
-    tokens = plain(model, prompt(1, 9), 24)[0][0].tolist()
-    text = tokenizer.decode(tokens)
-    assert len(text) == 24
-    stop = text[10:14]
-    cut = text.index(stop)
-    scheduler, runner = make_scheduler(model, tokenizer)
-    free, stopped, ended, ignored = serve(
-        scheduler,
-        [
-            request(9, 24),
-            request(9, 24, stop=("no such", stop)),
-            request(9, 24, stop_token_ids=(tokens[6],)),
-            request(9, 24, stop=(text[20:24] + "x",), ignore_eos=True),
-        ],
-    )
-    assert text_of(free) == text and free[-1].finish_reason == "length"
-    assert (text_of(stopped), stopped[-1].finish_reason, stopped[-1].stop_reason) == (text[:cut], "stop", stop)
-    assert tokens_of(stopped) == tokens[: cut + 4] and stopped[-1].usage.completion_tokens == cut + 4
-    first = tokens.index(tokens[6])
-    assert (text_of(ended), ended[-1].stop_reason) == (text[:first], tokens[6])
-    assert text_of(ignored) == text, "what looked like a stop text is told when the answer ends"
-    scheduler = Scheduler(runner, tokenizer, max_rows=1, max_waiting=1, end_tokens=[tokens[3]])
-    (events,) = serve(scheduler, [request(9, 24)])
-    assert tokens_of(events) == tokens[: tokens.index(tokens[3]) + 1] and events[-1].finish_reason == "stop"
 
 
 def test_cancelled_requests_give_their_rows_back_at_once(model):
@@ -290,3 +264,49 @@ def test_a_kept_row_is_continued_until_it_is_forgotten(model):
     assert not runner.rows
     with pytest.raises(ValueError, match="n=2: a request with a row of its own has one answer"):
         scheduler.submit(Request(prompt=start, row=row, n=2), second.append)
+
+
+def _order(scheduler, requests):
+    """Numbers of the requests in the order in which they end."""
+    ended = []
+    for number, one in enumerate(requests):
+        scheduler.submit(one, lambda event, number=number: event.last and ended.append(number))
+    scheduler.run_until_idle()
+    return ended
+
+
+def _from(client, count=1, **options):
+    return [replace(request(3, 2), client=client, **options) for _ in range(count)]
+
+
+def test_clients_take_turns_and_lower_priorities_go_first(model):
+    scheduler, _ = make_scheduler(model, max_rows=1)
+    requests = [*_from("many", 6), *_from("two", 2), *_from("one"), *_from("many", 1, priority=-1)]
+    requests += _from("other", 2, priority=3)
+    assert _order(scheduler, requests) == [9, 0, 6, 8, 1, 7, 2, 3, 4, 5, 10, 11]
+    assert _order(scheduler, _from("same", 4)) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="priority='high' must be an integer; lower ones go first"):
+        scheduler.submit(replace(request(3, 2), priority="high"), print)
+
+
+def test_a_flood_leaves_the_others_their_share_of_the_queue(model):
+    scheduler, _ = make_scheduler(model, max_rows=1, max_waiting=4)
+
+    def send(client, count):
+        for one in _from(client, count):
+            scheduler.submit(one, lambda event: None)
+
+    send("many", 4)
+    with pytest.raises(QueueFull, match="max_waiting=4 requests wait already"):
+        send("many", 1)
+    send("few", 2)
+    send("third", 1)
+    for client in ("many", "few", "third"):
+        with pytest.raises(QueueFull):
+            send(client, 1)
+    assert scheduler.load.waiting == 7
+    send("fourth", 1)
+    with pytest.raises(QueueFull):  # many clients make no endless queue
+        send("fifth", 1)
+    scheduler.run_until_idle()
+    assert scheduler.load == (0, 0)

@@ -97,11 +97,9 @@ def test_chat_goes_through_the_template(client):
 
 
 def test_a_chat_without_a_limit_goes_on_to_the_models_last_position(client):
-    answer = client.chat.completions.create(
-        model=NAME, messages=MESSAGES, extra_body={"ignore_eos": True}, temperature=0, n=2
-    )
-    assert answer.usage.completion_tokens == 2 * (256 - answer.usage.prompt_tokens)
-    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
+    long = [{"role": "user", "content": "x" * 200}]
+    answer = client.chat.completions.create(model=NAME, messages=long, extra_body={"ignore_eos": True})
+    assert answer.usage.total_tokens == 256 and answer.choices[0].finish_reason == "length"
 
 
 def test_streams_add_up_to_the_whole_answer(client):
@@ -133,20 +131,19 @@ def test_a_stream_as_it_is_sent(server):
 
 
 def test_stop_texts_and_end_tokens(client):
-    options = {"model": NAME, "prompt": "go", "max_tokens": 150, "temperature": 2.0, "seed": 5}
+    options = {"model": NAME, "prompt": "go", "max_tokens": 50, "temperature": 2.0, "seed": 5}
     free = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0].text
-    pairs = [free[i : i + 2] for i in range(4, len(free) - 1)]
-    stop = next(pair for pair in pairs if pair.isascii() and pair.isprintable())
+    stop = next(character for character in free[4:] if character.isascii() and character.isprintable())
     ended = client.completions.create(**options, stop=["no such text", stop], extra_body={"ignore_eos": True})
     assert ended.choices[0].text == free[: free.index(stop)]
-    assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens < 150
-    body = {"ignore_eos": True, "stop_token_ids": TOKENIZER(stop[0]).input_ids}
+    assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens < 50
+    body = {"ignore_eos": True, "stop_token_ids": TOKENIZER(stop).input_ids}
     by_token = client.completions.create(**options, extra_body=body)
-    assert by_token.choices[0].text == free[: free.index(stop[0])]
+    assert by_token.choices[0].text == free[: free.index(stop)]
     assert by_token.choices[0].finish_reason == "stop"
-    body = {"logit_bias": {"0": 3.0}}
+    body = {"logit_bias": {"0": 30.0}}
     answer = client.completions.create(**options, extra_body=body)
-    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 150
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 50
     assert END not in answer.choices[0].text
     further = client.completions.create(**options, extra_body=body | {"ignore_eos": True}).choices[0]
     assert further.finish_reason == "length" and further.text.startswith(answer.choices[0].text.rstrip("\ufffd"))
@@ -183,10 +180,10 @@ def test_many_at_once_get_what_each_gets_alone(server, client):
         options = GREEDY if i % 2 else {"temperature": 1.0, "seed": i}
         if i < 6:
             return client.completions.create(
-                model=NAME, prompt="prompt " * (i + 1), max_tokens=20 + 5 * i, **options
+                model=NAME, prompt="prompt " * (i + 1), max_tokens=8 + 2 * i, **options
             ).model_dump(include={"choices", "usage"})
         return _chunks(
-            client.chat.completions.create(model=NAME, messages=MESSAGES, stream=True, max_tokens=50, **options)
+            client.chat.completions.create(model=NAME, messages=MESSAGES, stream=True, max_tokens=20, **options)
         )
 
     alone = [ask(i) for i in range(8)]

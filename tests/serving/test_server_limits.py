@@ -71,11 +71,11 @@ def test_long_texts_of_few_tokens_are_served(model):
 
 
 def test_clients_that_do_not_send_their_request(model, monkeypatch):
-    monkeypatch.setattr(errors, "RECEIVE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(errors, "RECEIVE_TIMEOUT_S", 1.0)
     with serving(model, TOKENIZER) as server:
         host = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        silent = [socket.create_connection(host, timeout=30) for _ in range(20)]
+        silent = [socket.create_connection(host, timeout=30) for _ in range(5)]
         for i, client in enumerate(silent):
             client.sendall(head[: 3 * i])
         slow = socket.create_connection(host, timeout=30)
@@ -88,7 +88,7 @@ def test_clients_that_do_not_send_their_request(model, monkeypatch):
         assert b"200 OK" in answer
         kept.sendall(head[:20])
         begun = time.monotonic()
-        assert [client.recv(100) for client in [*silent, kept]] == [b""] * 21
+        assert [client.recv(100) for client in [*silent, kept]] == [b""] * 6
         answer = b""
         while piece := slow.recv(4096):
             answer += piece
@@ -101,7 +101,7 @@ def test_clients_that_do_not_send_their_request(model, monkeypatch):
         server.runner.gate.clear()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answer = pool.submit(_post, server, "/v1/completions", body)
-            time.sleep(2.5)
+            time.sleep(1.3)
             server.runner.gate.set()
             assert answer.result()[0] == 200
 

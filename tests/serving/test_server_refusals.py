@@ -262,7 +262,8 @@ def test_options_are_checked_before_anything_is_sent(arguments, words, monkeypat
 
 def test_where_the_key_comes_from(tmp_path, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert _options().api_keys == _options("--host", "0.0.0.0", "--allow-open").api_keys == ()
+    args = _options("--host", "0.0.0.0", "--allow-open")
+    assert (args.api_keys, args.served_model_name) == ((), ["smollm2"])
     (tmp_path / "keys").write_text(f"{KEY}\nsecond-key\n")
     assert _options("--host", "0.0.0.0", "--api-key-file", str(tmp_path / "keys")).api_keys == (KEY, "second-key")
     monkeypatch.setenv(KEY_VARIABLE, "from-the-environment")
@@ -277,8 +278,3 @@ def test_where_the_key_comes_from(tmp_path, monkeypatch):
         (tmp_path / "keys").write_bytes(content)
         with pytest.raises(ValueError, match=f"--api-key-file '.*keys'.* {words}"):
             _options("--api-key-file", str(tmp_path / "keys"))
-
-
-def test_names_of_the_model():
-    assert _options("--served-model-name", "a", "b").served_model_name == ["a", "b"]
-    assert _options().served_model_name == ["smollm2"]

@@ -180,7 +180,7 @@ def test_prompts(seed, count):
             line = dict(chance.choice(LINES))
             line[chance.choice([*line, "n", "seed", "echo"])] = chance.choice(VALUES)
             data = json.dumps(line).encode() if chance.random() < 0.95 else b"[" * 100_000
-        tasks = reads(lambda: read_requests(data, "in.jsonl", scheduler, tokenizer, sampling, 1), "in.jsonl")  # noqa: B023
+        tasks = reads(lambda: read_requests(data, "in.jsonl", scheduler, tokenizer, sampling), "in.jsonl")  # noqa: B023
         for task in tasks or ():
             assert scheduler.check(task.request).numel() and task.request.sampling.seed is not None
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from ...generation.sampling import Grammar, Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
 from ..messages import ChatMessage
 from .errors import bad_value, refused
-from .forms import ResponseFormat, StructuredOutputs, forced_calls
+from .formats import ResponseFormat, StructuredOutputs, forced_calls
 from .tools import Tool, ToolChoice, tools_for
 
 MAX_CHOICES = 128
