@@ -48,6 +48,7 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # last: until then nobody waits for them
     config.stash[support_matrix.COLLECTED] = items.copy()  # -m and -k take theirs out later
     arch = config.getoption("--ptx")
     reasons = {
