@@ -35,14 +35,12 @@ def tree_config_for(
     """The TreeConfig of a layer with this `cp_comm_type`.
 
     Args:
-        cp_comm_type: "tree" or None: `tree_config` unchanged (by default the planner chooses how many ranks exchange
-            heads, and the grid of the others); "p2p": KV
-            circulates in a ring; "all_gather": KV is gathered and queries stay, the grid (1, cp); "a2a": heads are
-            split over all ranks (Ulysses); "a2a+tree", "a2a+p2p": heads are split over the first of `cp_sizes`, and the
-            second part joins the other ranks.
+        cp_comm_type: "tree" or None: `tree_config` unchanged (by default the planner chooses the ranks that exchange
+            heads and the grid of the others); "p2p": KV circulates in a ring; "all_gather": KV is gathered, the grid
+            (1, cp); "a2a": heads are split over all ranks (Ulysses); "a2a+tree", "a2a+p2p": heads are split over the
+            first of `cp_sizes`, and the second part joins the other ranks.
         cp_sizes: (Ulysses ranks, other ranks) of the context-parallel group for types of two parts, else (1, cp).
-        tree_config: backend, wire format and checks of all layers, and the grid of the "tree" layers; None:
-            `config.default_config`.
+        tree_config: options of all layers, and the grid of the "tree" layers; None: `config.default_config`.
     Raises: ValueError for any other `cp_comm_type`.
     """
     base, cp_size = tree_config if tree_config is not None else default_config(), math.prod(cp_sizes)
@@ -124,23 +122,7 @@ class TreeDotProductAttention(MegatronModule):
         two_parts = cp_comm_type is not None and "+" in cp_comm_type
         sizes = compat.hierarchical_sizes(config, self.cp_group) if two_parts else (1, cp_size)
         self._base_config, self.tree_config = tree_config, tree_config_for(cp_comm_type, sizes, tree_config)
-        ulysses_size = self.tree_config.ulysses_size or 1
-        places = cp_size // ulysses_size
-        for name in ("grid", "grid_backward"):
-            grid = getattr(self.tree_config, name)
-            if grid is not None and math.prod(grid) != places:
-                raise ValueError(
-                    f"{name}={grid} has {math.prod(grid)} places, but context_parallel_size={cp_size} leaves {places} "
-                    f"(ulysses_size={ulysses_size})"
-                )
-        heads = config.num_attention_heads // self.tp_group.size()
-        if ulysses_size > heads:
-            raise ValueError(
-                f"{ulysses_size} context-parallel ranks can't share {heads} query heads "
-                f"(cp_comm_type={cp_comm_type!r}; num_attention_heads={config.num_attention_heads} over "
-                f"{self.tp_group.size()} tensor-parallel ranks): exchange heads over fewer ranks (a2a+tree, "
-                "hierarchical_context_parallel_sizes), or use 'tree'"
-            )
+        self._check_layout()
         _refuse_unsupported(config, attention_type)
         self.is_cross = attention_type == "cross"  # keys and queries may differ in length
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -153,6 +135,29 @@ class TreeDotProductAttention(MegatronModule):
         self.keeps_max_logits = any(getattr(config, name, False) for name in ("qk_clip", "log_max_attention_logit"))
         self.current_max_attn_logits = None
         self._add_sinks(config)
+
+    def _check_layout(self) -> None:
+        config, cp_size, ulysses_size = (
+            self.config,
+            self.config.context_parallel_size,
+            self.tree_config.ulysses_size or 1,
+        )
+        places = cp_size // ulysses_size
+        for name in ("grid", "grid_backward"):
+            grid = getattr(self.tree_config, name)
+            if grid is not None and math.prod(grid) != places:
+                raise ValueError(
+                    f"{name}={grid} has {math.prod(grid)} places, but context_parallel_size={cp_size} leaves {places} "
+                    f"(ulysses_size={ulysses_size})"
+                )
+        heads = config.num_attention_heads // self.tp_group.size()
+        if ulysses_size > heads:
+            raise ValueError(
+                f"{ulysses_size} context-parallel ranks can't share {heads} query heads "
+                f"(cp_comm_type={self.cp_comm_type!r}; num_attention_heads={config.num_attention_heads} over "
+                f"{self.tp_group.size()} tensor-parallel ranks): exchange heads over fewer ranks (a2a+tree, "
+                "hierarchical_context_parallel_sizes), or use 'tree'"
+            )
 
     def _add_sinks(self, config: Any) -> None:
         softmax_type = getattr(config, "softmax_type", "vanilla")
@@ -186,8 +191,8 @@ class TreeDotProductAttention(MegatronModule):
         """Attention of this rank's queries over the whole sequence.
 
         Args:
-            query: [s/cp, b, heads/tp, d]. key: [s/cp, b, kv_heads/tp, d]. value: [s/cp, b, kv_heads/tp, d_v]. Of packed
-                documents [t/cp, heads/tp, d] and so on.
+            query: [s/cp, b, heads/tp, d]. key: [s/cp, b, kv_heads/tp, d]. value: [s/cp, b, kv_heads/tp, d_v]. With
+                packed documents [t/cp, heads/tp, d] and so on.
             attention_mask: None, or a mask that hides later keys, padding at the end of rows, or both; see
                 `masks.read_mask`. Each tensor is read once. None costs nothing.
             attn_mask_type: overrides the constructor's.
@@ -231,17 +236,16 @@ class TreeDotProductAttention(MegatronModule):
             options["layout"] = documents
         else:  # the rows of a padded batch become packed documents
             world = comm.group_size(cp_group)
-            of_keys = _documents(lengths, key.shape[0] * world)
-            of_queries = of_keys
+            bounds = key_bounds = _documents(lengths, key.shape[0] * world)
             if self.is_cross:
-                of_queries = _documents((s * world,) * b, s * world)
-                options |= dict(cu_seqlens_kv=of_keys[0], cu_seqlens_kv_padded=of_keys[1])
-            options |= dict(cu_seqlens=of_queries[0], cu_seqlens_padded=of_queries[1])
+                bounds = _documents((s * world,) * b, s * world)
+                options |= dict(cu_seqlens_kv=key_bounds[0], cu_seqlens_kv_padded=key_bounds[1])
+            options |= dict(cu_seqlens=bounds[0], cu_seqlens_padded=bounds[1])
         out = self._out(tree_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options))
         return out.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
 
     def _config_over(self, cp_group: Any) -> TreeConfig:
-        """The TreeConfig for a batch over these ranks, which may be others than the layer was built for."""
+        """The TreeConfig for a batch over these ranks, which may differ from the layer's."""
         world = comm.group_size(cp_group)
         if world == self.config.context_parallel_size:
             return self.tree_config
@@ -279,11 +283,11 @@ class TreeDotProductAttention(MegatronModule):
             )
         return self._out(tree_attn_varlen_func(query, key, value, **options)).flatten(1)
 
-    def _out(self, found: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def _out(self, result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Keep the largest logits since the last `clip_qk`, where Megatron's optimizer step looks for them."""
-        if isinstance(found, Tensor):
-            return found
-        out, largest = found
+        if isinstance(result, Tensor):
+            return result
+        out, largest = result
         before = self.current_max_attn_logits
         self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
         return out
@@ -303,7 +307,7 @@ class TreeDotProductAttention(MegatronModule):
 
 
 def _one_document(packed: Any) -> bool:
-    """Whether a batch is an ordinary one over ranks of its own, as Megatron's hybrid context parallelism makes them."""
+    """Whether this is an ordinary batch that only names its ranks (Megatron's hybrid context parallelism)."""
     bounds = packed.cu_seqlens_q
     ordinary = packed.qkv_format in ("sbhd", "bshd") and (bounds is None or len(bounds) == 2)
     return ordinary and getattr(packed, "local_cp_size", None) is not None
@@ -318,7 +322,4 @@ def _refuse_unsupported(config: Any, attention_type: str) -> None:
     if attention_type not in ("self", "cross"):
         raise ValueError(f"attention_type={attention_type!r}: tree attention is 'self' or 'cross' attention")
     if getattr(config, "fp8_dot_product_attention", False):
-        raise ValueError(
-            "fp8_dot_product_attention=True in the TransformerConfig is not supported by tree attention: set it to "
-            "False"
-        )
+        raise ValueError("fp8_dot_product_attention=True is not supported by tree attention: set it to False")

@@ -1,7 +1,7 @@
 """Serve a Megatron-core GPTModel: decoding and prefill with a sharded KV cache.
 
-The ranks that share the cache are the context-parallel ones. Without context parallelism they are the tensor-parallel
-ranks that have the same KV head, where there are more ranks than KV heads: then all ranks share weights and cache.
+The context-parallel ranks share the cache. Without context parallelism, the tensor-parallel ranks that have the same KV
+head share it, if there are more ranks than KV heads: then all ranks share weights and cache.
 
     runner = MegatronRunner(model.eval())                # a GPTModel whose core attention is tree attention
     row = runner.add()
@@ -9,10 +9,9 @@ ranks that have the same KV head, where there are more ranks than KV heads: then
     logits = runner.step([row], logits.argmax(-1).view(1, 1))
 
 Megatron's inference contexts don't fit: static ones keep keys before their positions are applied, for rows of one
-length, dynamic ones call flash-attn in place of the core attention, and neither knows context parallelism. So the model
-runs without one, as in training, in the context of a `ServedPass`: core attention writes the new keys and values,
-positions applied, to the cache; hooks of the rotary embedding and the output layer pick the positions of this rank's
-tokens and the token whose logits are wanted. Outside of that context they do nothing.
+length; dynamic ones call flash-attn in place of core attention; neither knows context parallelism. So the model runs
+without one, as in training, inside a `ServedPass`: core attention writes the new keys and values, with positions, to
+the cache, and hooks pick the positions of this rank's tokens and the token whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from ...comm import group_rank, group_size, neighbours
 from . import compat
 from .attention import TreeDotProductAttention, serving
 from .latent import Latents, hand_latents_on
-from .own_tokens import own_tokens_of, run_own_tokens
 from .queries import gather_projections_once
+from .weight_gathering import add_gathering, weight_gathering_of
 
 compat.megatron_version()  # a clear error before the import below fails
 
@@ -61,7 +60,7 @@ class MegatronRunner(RowRunner):
 
     Every rank of the context- and tensor-parallel groups calls the same methods in the same order with equal arguments.
     With tensor parallelism alone (context_parallel_size=1) each of N ranks holds 1/N of the weights and of the cache,
-    also with fewer KV heads than ranks, and runs its own tokens of a chunk where that sends less (own_tokens.py).
+    also with fewer KV heads than ranks, and gathers weights for a long chunk if that sends less (weight_gathering.py).
     Supported: MHA, GQA, MQA, MLA (the cache holds latents, see `cache.latent`), sliding windows of any layers,
     attention sinks, rotary (also YaRN), learned or no positions, tensor parallelism, experts. The model may be trained
     or run otherwise between calls; Megatron's `sequence_parallel` is off while it is served.
@@ -99,7 +98,7 @@ class MegatronRunner(RowRunner):
             raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {self.model.vocab_size}")
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
-        group, head_shares, own_tokens = _share_weights(self.model, self._cores[0])
+        group, head_shares, weight_gathering = _share_weights(self.model, self._cores[0])
         self._windows = [_causal_window(core.window_size) for core in self._cores]
         store = ShardedCache(
             [None if left < 0 else left + 1 for left, _ in self._windows],
@@ -120,7 +119,7 @@ class MegatronRunner(RowRunner):
             capacity_tokens=capacity_tokens,
             schedule=schedule,
             head_shares=head_shares,
-            weight_gathering=own_tokens,
+            weight_gathering=weight_gathering,
             config=self._cores[0].tree_config,
             cuda_graphs=cuda_graphs,
         )
@@ -142,22 +141,22 @@ class MegatronRunner(RowRunner):
 
 @dataclass(frozen=True)
 class ServedPass:
-    """One run of a served model, which its layers find in `serving`."""
+    """One pass of a served model; its layers read it from `serving`."""
 
     forward: ForwardPass
     layers: dict[TreeDotProductAttention, tuple[int, tuple[int, int]]]
-    """By core attention: the number of its layer in the cache, and its window."""
+    """By core attention: its layer in the cache, and its window."""
     positions: Tensor
-    """int64 [b, n], of the tokens that this rank runs."""
+    """int64 [b, n] of this rank's tokens."""
     keep: list[int] | None
     """Indices of the tokens whose logits are wanted; None: all."""
     latents: dict[TreeDotProductAttention, Latents] = field(default_factory=dict)
-    """Of multi-latent attention, by core attention: what it is to attend to next."""
+    """By core attention of MLA: the input of its next call."""
 
     def attend(self, core: TreeDotProductAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """In place of core attention: k and v of the new tokens, out [n, b, h/tp * d_v].
+        """Core attention over the cache: writes k and v of the new tokens, returns [n, b, h/tp * d_v].
 
-        q [n, b, h/tp, d], or with all heads that have this rank's KV head, where several ranks share it (queries.py).
+        query: [n, b, h/tp, d], or with all heads of this rank's KV head if several ranks share it (queries.py).
         """
         layer, window_size = self.layers[core]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
@@ -188,7 +187,7 @@ def _add_hooks(model: Any) -> None:
             module.register_forward_pre_hook(_ask_all_positions, with_kwargs=True)
             module.register_forward_hook(_pick_positions)
     model.output_layer.register_forward_pre_hook(_pick_token)
-    run_own_tokens(model)
+    add_gathering(model)
     hand_latents_on(model)
     gather_projections_once(model)
 
@@ -198,9 +197,9 @@ def _ask_all_positions(module, args, kwargs):
     return None if served is None else ((_at_least(served.forward.end),), {"packed_seq": True})
 
 
-def _pick_positions(module, args, found):
+def _pick_positions(module, args, embedding):
     served = serving.get()
-    return None if served is None else _rows_of(found, served.positions)
+    return None if served is None else _rows_of(embedding, served.positions)
 
 
 def _pick_token(module, args):
@@ -211,15 +210,15 @@ def _pick_token(module, args):
 
 
 def _at_least(length: int) -> int:
-    """The power of two from `length` on: Megatron caches the embedding of each length that it is asked for."""
+    """The next power of two: Megatron caches the embedding of each length that it is asked for."""
     return 1 << (length - 1).bit_length()
 
 
-def _rows_of(found: Any, positions: Tensor) -> Any:
-    """Rotary embedding [n, b, 1, d] of positions [b, n], from that of all, [s, 1, 1, d] (with YaRN's scale, if any)."""
-    if isinstance(found, tuple):
-        return (_rows_of(found[0], positions), *found[1:])
-    return found[:, 0][positions.t()]
+def _rows_of(embedding: Any, positions: Tensor) -> Any:
+    """Rotary embedding [n, b, 1, d] of positions [b, n], from [s, 1, 1, d] (with YaRN's scale, if any)."""
+    if isinstance(embedding, tuple):
+        return (_rows_of(embedding[0], positions), *embedding[1:])
+    return embedding[:, 0][positions.t()]
 
 
 def _unwrapped(model: Any) -> Any:
@@ -292,22 +291,20 @@ def _core_attentions(model: Any) -> list[TreeDotProductAttention]:
 def _share_weights(
     model: Any, core: TreeDotProductAttention
 ) -> tuple[Any, tuple[int, ...] | None, WeightGathering | None]:
-    """The ranks over which the cache is sharded; if they share the weights, too, the query heads of each; and what runs
-    of own tokens need, with tensor parallelism alone.
+    """(the ranks that share the cache, the query heads of each if they share weights, too, and how they gather them).
 
     With more tensor-parallel ranks than KV heads, neighbours have the same KV head, and each some of its query heads.
     """
-    config, limit = model.config, core.tree_config.timeout_s
+    config, wire = model.config, {"timeout_s": core.tree_config.timeout_s}
     tp = config.tensor_model_parallel_size
-    groups = min(tp, 1 if config.multi_latent_attention else config.num_query_groups)
     if core.cp_group is not None or tp == 1:
         return core.cp_group, None, None
-    transport = core.tree_config.transport
-    own_tokens = own_tokens_of(model, core.tp_group, groups, transport=transport, timeout_s=limit)
+    groups = min(tp, 1 if config.multi_latent_attention else config.num_query_groups)
+    gathering = weight_gathering_of(model, core.tp_group, groups, transport=core.tree_config.transport, **wire)
     if tp == groups:
-        return None, None, own_tokens
-    group = neighbours(core.tp_group, tp // groups, timeout_s=limit)
-    return group, (config.num_attention_heads // tp,) * (tp // groups), own_tokens
+        return None, None, gathering
+    group = neighbours(core.tp_group, tp // groups, **wire)
+    return group, (config.num_attention_heads // tp,) * (tp // groups), gathering
 
 
 def _causal_window(window: tuple[int, int]) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Multi-latent attention of a served GPTModel: its layers hand latents on instead of making keys and values of them.
+"""Multi-latent attention of a served GPTModel: core attention gets latents instead of keys and values.
 
-Megatron's layer passes latents to an up-projection, and gives core attention queries, keys and values of its heads.
-While the model is served the up-projection keeps what it is called with; core attention takes that and the rotary part
-of the keys, and reads the cache with the up-projection's weight (cache/latent.py).
+Megatron's layer passes latents to an up-projection, which makes the keys and values of its heads. While the model is
+served the up-projection keeps its input; core attention takes that and the rotary part of the keys, and reads the cache
+with the up-projection's weight (cache/latent.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from .attention import serving
 
 
 class Latents(NamedTuple):
-    """What a layer's up-projection was called with, normed: [n, b, r]; and how this rank's heads read it."""
+    """The input of a layer's up-projection."""
 
     tokens: Tensor
+    """[n, b, r], normed."""
     heads: LatentHeads
+    """How this rank's heads read them."""
 
 
 def hand_latents_on(model: Any) -> None:
-    """Change a GPTModel's layers of multi-latent attention; outside of a `ServedPass` they are what they were."""
+    """Change a GPTModel's multi-latent attention; outside of a `ServedPass` it is unchanged."""
     for layer in model.decoder.modules():
         up = compat.latent_projection(layer)
         if up is not None:
@@ -39,4 +41,6 @@ def _hand_on(layer: Any, up: Any, forward, latents: Tensor, *args, **kwargs):
     nope = layer.config.qk_head_dim
     heads = LatentHeads(up.weight.unflatten(0, (-1, nope + layer.config.v_head_dim)), nope)
     served.latents[layer.core_attention] = Latents(compat.normed_input(up, latents, layer.config), heads)
-    return latents.new_zeros(1).expand(*latents.shape[:-1], len(up.weight)), None  # without memory: nobody reads them
+    return latents.new_zeros(1).expand(
+        *latents.shape[:-1], len(up.weight)
+    ), None  # takes no memory, and nobody reads it

@@ -68,9 +68,8 @@ def megatron_lm_on_cpu() -> Iterator[bool]:
     """`megatron_on_cpu`, and the other CUDA calls that Megatron-LM's training loop makes unconditionally.
 
     `initialize_megatron` asserts that there is CUDA, sets its groups up only if there is a device, loads CUDA kernels,
-    and warms fused functions up, with random numbers that it would draw here from the generator of the model's weights;
-    torch.compile is turned off. Under `sequence_parallel` norms are SequenceParallelNorm: without Apex and
-    TransformerEngine Megatron has none for it. Nothing happens where CUDA is available.
+    and warms up fused functions with random numbers, which here would come from the generator of the weights.
+    torch.compile is turned off. With `sequence_parallel`, norms are SequenceParallelNorm. Nothing happens with CUDA.
     """
     with megatron_on_cpu() as active, contextlib.ExitStack() as stack:
         if active:

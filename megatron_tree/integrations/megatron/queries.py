@@ -1,8 +1,8 @@
 """Queries, keys and values of a served GPTModel with more tensor-parallel ranks than KV heads.
 
-Then a KV head's projection is spread over several ranks. Megatron's layer gathers all heads' projections on all ranks,
-and keeps the queries of its own heads, which attention over the cache would gather again. While the model is served the
-ranks that have the same KV head gather theirs instead, and each keeps all queries of that head.
+Then several ranks hold one KV head's projection. Megatron's layer gathers all heads' projections on all ranks and keeps
+the queries of local heads, which attention over the cache would gather again. While the model is served, only the ranks
+that have the same KV head gather, and each keeps all queries of that head.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from .attention import serving
 
 
 def gather_projections_once(model: Any) -> None:
-    """Change a GPTModel's layers of self attention; outside of a `ServedPass` they are what they were."""
+    """Change a GPTModel's self attention; outside of a `ServedPass` it is unchanged."""
     for layer in model.decoder.modules():
         if hasattr(layer, "linear_qkv") and hasattr(layer, "core_attention"):
-            layer.get_query_key_value_tensors = functools.partial(
-                _of_head_group, layer, layer.get_query_key_value_tensors
-            )
+            project = layer.get_query_key_value_tensors
+            layer.get_query_key_value_tensors = functools.partial(_project_head_group, layer, project)
 
 
-def _of_head_group(layer: Any, projected, hidden: Tensor, key_value_states=None, **options):
+def _project_head_group(layer: Any, project, hidden: Tensor, key_value_states=None, **options):
     """q [s, b, heads of the KV head, d], and its k and v [s, b, 1, d]."""
     served = serving.get()
-    in_parts = served is not None and served.forward.head_shares is not None and current_pass.get() is None
-    if not in_parts or options.get("output_gate") or not options.get("split_qkv", True):
-        return projected(hidden, key_value_states, **options)
-    config, (own, _) = layer.core_attention.tree_config, layer.linear_qkv(hidden)
+    split = served is not None and served.forward.head_shares is not None and current_pass.get() is None
+    if not split or options.get("output_gate") or not options.get("split_qkv", True):
+        return project(hidden, key_value_states, **options)
+    config, (local, _) = layer.core_attention.tree_config, layer.linear_qkv(hidden)
     wire = {"transport": config.transport, "timeout_s": config.timeout_s}
-    whole = gather_sequence(own.movedim(-1, 0).contiguous(), served.forward.cp_group, **wire).movedim(0, -1)
+    whole = gather_sequence(local.movedim(-1, 0).contiguous(), served.forward.cp_group, **wire).movedim(0, -1)
     heads = whole.unflatten(-1, (-1, layer.hidden_size_per_attention_head))
     query, key, value = heads.split((heads.shape[2] - 2, 1, 1), 2)
     if layer.q_layernorm is not None:

@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
     """A copy of a layer or block spec in which every `core_attention` is TreeDotProductAttention.
 
-    The `cp_comm_type` of a layer then chooses its schedule; None means "tree". The spec of a hybrid stack has layers of
-    kinds that a model may not use: beside plain dense attention, another kind of it is an error when it is built.
+    The `cp_comm_type` of a layer then chooses its schedule; None means "tree". The spec of a hybrid stack has layers
+    that a model may not use: beside plain dense attention, another kind is an error only when it is built.
 
     Args:
         layer_spec: ModuleSpec, block submodules, or any nesting of them in dataclasses, lists, dicts and
@@ -83,9 +83,9 @@ get_gpt_layer_tree_spec`: then the layers follow the model's config (norms, MLA,
 
 
 def core_attention_for_tree(core_attention: Any) -> Any:
-    """What replaces a spec's `core_attention` in a layer whose `cp_comm_type` is ours. Patched Megatron calls it.
+    """The replacement of a spec's `core_attention` in a layer with a tree; patched Megatron calls it.
 
-    If it is not plain dense attention, building the result is a ValueError.
+    If it is not plain dense attention, building the replacement is a ValueError.
     """
     return core_attention if is_tree(core_attention) else SpecWalk(_installed_config)._core_attention(core_attention)
 
@@ -98,7 +98,7 @@ def tree_core_attention(tree_config: TreeConfig | None = None) -> ModuleSpec:
 
 
 class NotPlainAttention:
-    """Takes the place of core attention that tree attention can't replace. The layer that has it can't be built."""
+    """Stands in for core attention that tree attention can't replace: building it is an error."""
 
     def __init__(self, *args, replaces: Any, **kwargs):
         raise not_plain_attention(replaces)
@@ -127,26 +127,21 @@ class SpecWalk:
 
     def _rebuild(self, node: Any) -> Any:
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            changed = {}
+            result = copy.copy(node)
             for field in dataclasses.fields(node):
                 old = getattr(node, field.name)
                 new = self._core_attention(old) if field.name == "core_attention" and old is not None else self(old)
-                if new is not old:
-                    changed[field.name] = new
-            if not changed:
-                return node
-            result = copy.copy(node)
-            for name, value in changed.items():
-                object.__setattr__(result, name, value)
-            return result
+                object.__setattr__(result, field.name, new)
+            same = all(getattr(result, field.name) is getattr(node, field.name) for field in dataclasses.fields(node))
+            return node if same else result
         if isinstance(node, functools.partial):
             args, kwargs = self(node.args), self(node.keywords)
-            return (
-                node if args is node.args and kwargs is node.keywords else functools.partial(node.func, *args, **kwargs)
-            )
+            same = args is node.args and kwargs is node.keywords
+            return node if same else functools.partial(node.func, *args, **kwargs)
         if isinstance(node, dict):
             items = {key: self(value) for key, value in node.items()}
-            return node if all(items[key] is node[key] for key in items) else items
+            same = all(items[key] is node[key] for key in items)
+            return node if same else items
         if isinstance(node, (list, tuple)):
             items = [self(item) for item in node]
             if all(new is old for new, old in zip(items, node, strict=True)):
@@ -199,7 +194,7 @@ def install(*, tree_config: TreeConfig | None = None) -> None:
         attention = compat.attention_classes()
         layer = compat.lookup("megatron.core.transformer.transformer_layer:TransformerLayer")
         model = compat.lookup("megatron.core.models.gpt.gpt_model:GPTModel")
-        misread = compat.misreads_cp_comm_type_list()
+        misread = compat.misreads_cp_comm_type_list()  # the last thing that may raise
         for cls in attention:
             _wrap(cls, _with_tree_submodules)
         if misread:

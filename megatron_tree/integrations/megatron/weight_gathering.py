@@ -1,8 +1,8 @@
-"""Chunks of a prompt in which every tensor-parallel rank of a served GPTModel runs its own tokens.
+"""Prefill of a served GPTModel in which every tensor-parallel rank runs its share of a chunk with gathered weights.
 
-See `cache.weight_gathering`. Megatron's projections have a part of the weights, and add up or gather results over the
-ranks; in such a run a projection is a plain product, with whole weights or, in an MLP whose tokens move, with its part
-of them. Experts stay where they are: Megatron's dispatchers take the tokens that each rank has.
+See `cache.weight_gathering`. Megatron's projections hold a part of the weights and reduce or gather results over the
+ranks. In a gathering pass a projection is a plain product: with whole weights or, in an MLP whose tokens move, with
+this rank's part of them. Experts stay where they are; Megatron's dispatchers take the tokens that each rank has.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ BY_ROWS += ("linear_kv_up_proj", "linear_fc1")
 BY_COLUMNS = ("linear_proj", "linear_fc2")
 
 
-def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> WeightGathering | None:
-    """What runs of own tokens of a GPTModel need; None if a layer has tensor-parallel weights of another kind.
+def weight_gathering_of(model: Any, group: Any, head_groups: int, **wire) -> WeightGathering | None:
+    """The WeightGathering of a GPTModel; None if it has tensor-parallel weights of an unknown kind.
 
     group: the tensor-parallel ranks.
     """
-    config, width, numbers, layers = model.config, next(model.parameters()).dtype.itemsize, [], []
+    config, width, sizes, layers = model.config, next(model.parameters()).dtype.itemsize, [], []
     for i, layer in enumerate(model.decoder.layers):
-        name, attention, block = f"decoder.layers.{i}", [], []
+        name, attention, mlp = f"decoder.layers.{i}", [], []
         for inside, module in layer.named_modules():
             parts = _parts_of(f"{name}.{inside}", module, config, group.size())
-            (block if _is_mlp(layer.mlp) and inside.startswith("mlp.") else attention).extend(parts)
+            (mlp if _is_mlp(layer.mlp) and inside.startswith("mlp.") else attention).extend(parts)
         if hasattr(layer.self_attention, "core_attention"):
-            numbers += _own_numbers(layer.self_attention, config)
-        blocks = (SplitFeedForward(f"{name}.mlp", layer.mlp.linear_fc2, tuple(block)),) if block else ()
-        layers.append(SplitLayer(name, tuple(attention), blocks))
-    known = {parts.name for layer in layers for of_part in layer.weights for parts in of_part}
+            sizes += _sizes_of(layer.self_attention, config)
+        feed_forwards = (SplitFeedForward(f"{name}.mlp", layer.mlp.linear_fc2, tuple(mlp)),) if mlp else ()
+        layers.append(SplitLayer(name, tuple(attention), feed_forwards))
+    known = {parts.name for layer in layers for weights in layer.weights for parts in weights}
     if unknown := [name for name, parameter in model.named_parameters() if _is_other(name, parameter, known)]:
         say_once(f"MegatronRunner: every rank runs all tokens of a prompt, since {unknown[0]} can't be gathered")
         return None
@@ -53,7 +53,7 @@ def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> WeightGat
         group,
         layers,
         model.output_layer,
-        module_sizes=numbers,
+        module_sizes=sizes,
         head_groups=head_groups,
         hidden=config.hidden_size * width,
         heads=2 * heads * config.kv_channels * width,
@@ -64,15 +64,15 @@ def own_tokens_of(model: Any, group: Any, head_groups: int, **wire) -> WeightGat
     )
 
 
-def run_own_tokens(model: Any) -> None:
-    """Change a GPTModel's modules for such runs; outside of them they are what they were."""
+def add_gathering(model: Any) -> None:
+    """Wrap the forwards of a GPTModel's projections, experts and embedding; they change in gathering passes only."""
     for name, module in model.decoder.named_modules():
         if _projection(name):
-            module.forward = functools.partial(_projected, module, module.forward, model.config)
+            module.forward = functools.partial(_project, module, module.forward, model.config)
         elif _has_experts(module):
-            module.forward = functools.partial(_dispatched, module.forward)
+            module.forward = functools.partial(_dispatch, module.forward)
     table = model.embedding.word_embeddings
-    table.forward = functools.partial(_looked_up, table, table.forward)
+    table.forward = functools.partial(_embed, table, table.forward)
 
 
 def _projection(name: str) -> str | None:
@@ -82,7 +82,7 @@ def _projection(name: str) -> str | None:
 
 
 def _is_other(name: str, parameter: Tensor, known: set[str]) -> bool:
-    """Whether a tensor-parallel parameter of a layer is none that `_parts_of` knows, nor the routed experts'."""
+    """Whether a layer's parameter is tensor-parallel, unknown to `_parts_of`, and not of routed experts."""
     parallel = name.startswith("decoder.") and getattr(parameter, "tensor_model_parallel", False)
     whole = "_down_proj." in name  # TransformerEngine calls those parallel, too
     return parallel and not whole and name not in known and "experts" not in name.split(".")
@@ -97,7 +97,7 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _parts_of(name: str, module: nn.Module, config: Any, world: int) -> list[Parts]:
-    """What the ranks contribute of a module's own parameters."""
+    """How the ranks hold the parameters of a module itself."""
     if name.endswith(".core_attention") and isinstance(module.softmax_offset, nn.Parameter):
         return [_parts(f"{name}.softmax_offset", module.softmax_offset, 0, world)]
     last = _projection(name)
@@ -110,32 +110,32 @@ def _parts_of(name: str, module: nn.Module, config: Any, world: int) -> list[Par
     return [_parts(f"{name}.{x}", parameter, 0, world, halves) for x, parameter in split.items()]
 
 
-def _parts(name: str, own: Tensor, dim: int, world: int, halves: int = 1) -> Parts:
-    """Of a parameter that is split along dim; halves: 2 if a rank has two runs of it, gates and inputs."""
-    n = own.shape[dim] // halves
+def _parts(name: str, local: Tensor, dim: int, world: int, halves: int = 1) -> Parts:
+    """A parameter that is split along dim; halves: 2 if a rank holds two pieces of it, gates and inputs."""
+    n = local.shape[dim] // halves
     pieces = [Piece(dim, tuple(((i * world + r) * n, (i * world + r + 1) * n) for i in range(halves)))
               for r in range(world)]  # fmt: skip
-    return Parts.of(name, torch.Size((*own.shape[:dim], halves * world * n, *own.shape[dim + 1 :])), pieces)
+    return Parts.of(name, torch.Size((*local.shape[:dim], halves * world * n, *local.shape[dim + 1 :])), pieces)
 
 
 def _latent_width(last: str, config: Any) -> int:
     return config.q_lora_rank if last == "linear_q_down_proj" else config.kv_lora_rank + config.qk_pos_emb_head_dim
 
 
-def _own_numbers(attention: nn.Module, config: Any) -> list[tuple[object, str, object, object]]:
-    """What attention knows of its heads, see `WeightGathering`."""
+def _sizes_of(attention: nn.Module, config: Any) -> list[tuple[object, str, object, object]]:
+    """The sizes that attention keeps, for `module_sizes` of `WeightGathering`."""
     whole = {"num_attention_heads_per_partition": config.num_attention_heads, "world_size": 1}
     whole["num_query_groups_per_partition"] = config.num_query_groups
     names = filter(functools.partial(hasattr, attention), whole)  # older releases have no world_size
-    found = [(attention, name, whole[name], getattr(attention, name)) for name in names]
+    sizes = [(attention, name, whole[name], getattr(attention, name)) for name in names]
     sinks = (core := attention.core_attention).softmax_offset
     if sinks is not None and not isinstance(sinks, nn.Parameter):  # all of them are 0
-        found.append((core, "softmax_offset", sinks.new_zeros(config.num_attention_heads), sinks))
-    return found
+        sizes.append((core, "softmax_offset", sinks.new_zeros(config.num_attention_heads), sinks))
+    return sizes
 
 
 def _dispatched_bytes(module: nn.Module, config: Any, width: int) -> float:
-    """What a rank sends of one of its tokens to experts, and of the results back."""
+    """Bytes that a rank sends for one of its tokens, to the experts and back."""
     if not _has_experts(module):
         return 0
     of_weights, of_experts = config.expert_tensor_parallel_size or 1, config.expert_model_parallel_size
@@ -150,27 +150,28 @@ def _bias(module: nn.Module) -> Tensor | None:
     return None if module.bias is None or not module.bias.numel() else module.bias
 
 
-def _projected(module: nn.Module, forward, config: Any, x: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-    if (run := current_pass.get()) is None:
+def _project(module: nn.Module, forward, config: Any, x: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+    if (gathering := current_pass.get()) is None:
         return forward(x, *args, **kwargs)
-    out, bias = run.sum_up(module, F.linear(compat.normed_input(module, x, config), module.weight)), _bias(module)
+    bias, out = _bias(module), F.linear(compat.normed_input(module, x, config), module.weight)
+    out = gathering.sum_up(module, out)
     if bias is None or getattr(module, "skip_bias_add", False) or getattr(module, "te_return_bias", False):
         return out, bias
     return out + bias, None
 
 
-def _dispatched(forward, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+def _dispatch(forward, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
     served = serving.get()
     if served is None or served.forward.shares is None:
         return forward(hidden, *args, **kwargs)
     most = max(map(count_tokens, served.forward.shares))
-    padded = F.pad(hidden, (0, 0, 0, 0, 0, most - len(hidden)))  # dispatchers gather as many tokens of every rank
+    padded = F.pad(hidden, (0, 0, 0, 0, 0, most - len(hidden)))  # dispatchers gather equal numbers of tokens
     out, bias = forward(padded, *args, **kwargs)
     return out[: len(hidden)], bias
 
 
-def _looked_up(table: nn.Module, forward, ids: Tensor) -> Tensor:
-    if (run := current_pass.get()) is None:
+def _embed(table: nn.Module, forward, ids: Tensor) -> Tensor:
+    if (gathering := current_pass.get()) is None:
         return forward(ids)
-    own = table.vocab_start_index, table.vocab_end_index
-    return run.look_up(lambda found: F.embedding(found, table.weight), ids, *own, table.num_embeddings)
+    local = table.vocab_start_index, table.vocab_end_index
+    return gathering.look_up(lambda rows: F.embedding(rows, table.weight), ids, *local, table.num_embeddings)

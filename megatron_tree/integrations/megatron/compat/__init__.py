@@ -7,7 +7,7 @@ release from 0.14 to 0.19. Differences are found by looking at signatures and at
 - `call`: arguments of core attention (process groups come as `pg_collection`, or as the older `model_comm_pgs`; newer
   releases pass further ones), fields of TransformerConfig that older releases lack, and kinds of packed batches;
 - `layers`: layer specs; a list in `cp_comm_type`, which releases up to 0.16 read one entry too far; MLA without
-  TransformerEngine, which no release can build; what to say of TransformerEngine's layers where it is not installed;
+  TransformerEngine, which no release can build; errors for TransformerEngine's layers where it is not installed;
 - `cuda`: CUDA calls to redirect on CPU ranks;
 - `checkpoint`: distributed checkpoints.
 """

@@ -79,7 +79,7 @@ def context_parallel_group(module: Any = None) -> Any:
 
 
 def group_of_batch(packed_seq_params: Any, cp_group: Any) -> Any:
-    """The context-parallel ranks of this batch: its own under hybrid or dynamic context parallelism, else cp_group."""
+    """The ranks that a batch names (hybrid or dynamic context parallelism), else cp_group; None for one rank."""
     if getattr(packed_seq_params, "local_cp_size", None) == 1:
         return None
     return getattr(packed_seq_params, "cp_group", None) or cp_group
@@ -98,7 +98,7 @@ def loads_causal_masks() -> bool:
 
 
 def refuse_unknown_arguments(where: str, arguments: dict[str, Any]) -> None:
-    """Raise a ValueError for an argument that is set, may change the result, and is unknown here."""
+    """Raise a ValueError for an unknown argument that is set and may change the result."""
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS_ARGUMENTS)
     if unknown:
         raise ValueError(
@@ -108,7 +108,7 @@ def refuse_unknown_arguments(where: str, arguments: dict[str, Any]) -> None:
 
 
 def refuse_misspelled_cp_comm_type(config: Any) -> None:
-    """Raise a ValueError if a `cp_comm_type` of the model looks like one with a tree, but is none."""
+    """Raise a ValueError if a `cp_comm_type` of the model is almost one with a tree."""
     kinds = getattr(config, "cp_comm_type", None)
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind is not None and kind not in CP_COMM_TYPES:

@@ -63,11 +63,11 @@ def loading_torch_adam(optimizer: Any):
                     inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
                 part._set_main_param_and_optimizer_states = _setter_that_keeps_the_step(part)
                 stack.callback(delattr, part, "_set_main_param_and_optimizer_states")
-                stack.callback(_part_step_counts, inner)
+                stack.callback(_separate_step_counts, inner)
         yield
 
 
-def _part_step_counts(adam: torch.optim.Adam) -> None:
+def _separate_step_counts(adam: torch.optim.Adam) -> None:
     for state in adam.state.values():
         state["step"] = state["step"].clone()
 
