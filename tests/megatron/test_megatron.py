@@ -16,8 +16,7 @@ from megatron_tree import TreeConfig
 from support.megatron_models import Case, build_model, check, megatron, reference_of, run_all, schedules
 
 
-@pytest.mark.supports("MHA, GQA, MQA (num_query_groups)", with_="every schedule; cp = 4")
-@pytest.mark.supports("cp_comm_type tree, p2p, all_gather", with_="cp = 4")
+@pytest.mark.supports("cp_comm_type tree, p2p, all_gather", with_="MHA, GQA, MQA; cp = 4")
 def test_every_schedule_equals_one_rank():
     batches = {8: 1, 2: 3, 1: 1}  # by KV heads: MHA, GQA, MQA
     check(4, [Case(cp=4, num_heads_kv=h, batch=b, **s) for h, b in batches.items() for s in schedules(4)])
@@ -41,8 +40,6 @@ def test_recomputation():
     check(4, [Case(cp=4, extra=extra, **schedule) for extra in (selective, full) for schedule in schedules(4)])
 
 
-@pytest.mark.supports("tensor parallelism", with_="every schedule; tp = 2, cp = 2")
-@pytest.mark.supports("pipeline parallelism", with_="every schedule; pp = 2, cp = 2")
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 def test_with_other_parallelism(layout):
     check(4, [Case(cp=2, **layout, **schedule) for schedule in schedules(2)])
@@ -92,7 +89,7 @@ def _bf16_errors(rank, world, cases):
     return rows
 
 
-@pytest.mark.supports("bf16", with_="as close to fp32 as dense bf16; every schedule; cp = 4")
+@pytest.mark.supports("bf16, fp16", with_="as close to fp32 as dense attention; cp = 4")
 def test_bf16_is_as_good_as_dense_bf16():
     cases = [Case(cp=4, dtype=torch.bfloat16, **schedule) for schedule in schedules(4)]
     for case, rows in zip(cases, run_distributed(_bf16_errors, 4, cases)[0], strict=True):

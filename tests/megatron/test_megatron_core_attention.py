@@ -208,7 +208,7 @@ def _reset(rank, world):
     return errors
 
 
-@pytest.mark.supports("attention_mask", with_="causal within documents (reset_attention_mask); cp = 4")
+@pytest.mark.supports("attention_mask", with_="causal, padding, both, causal within documents; cp = 4")
 @pytest.mark.parametrize("world", [1, 4])
 def test_masks_of_documents_are_read(world):
     for errors in run_distributed(_reset, world):
@@ -249,7 +249,7 @@ def test_batches_over_ranks_of_their_own():
         assert len(errors) == 16 and largest(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.supports("attention_mask", with_="causal, padding, both, square and one row; cp = 4")
+@pytest.mark.supports("attention_mask", with_="causal, padding, both, causal within documents; cp = 4")
 @pytest.mark.supports("cross attention", with_="padded keys of another length; cp = 4")
 @pytest.mark.parametrize("world", [1, 4])
 def test_masks_are_read_as_lengths(world):
@@ -302,7 +302,6 @@ def _packed(rank, world, drop):
     return errors, whole[0]
 
 
-@pytest.mark.supports("packed sequences (thd)", with_="padding, documents of length 0 and across ranks; cp = 4")
 @pytest.mark.supports("attention_dropout", with_="the same mask on 1 and 4 ranks; also packed and padded")
 def test_packed_documents_and_dropout():
     kept, dropped = run_distributed(_packed, 4, 0.0), run_distributed(_packed, 4, 0.3)

@@ -34,14 +34,14 @@ def case(**options):
     return Case(**{"cp": 2, "tree": True, **fields}, extra=tuple(options.items()))
 
 
-@pytest.mark.supports(SERVED, with_="cp = 1, 2, 4; ragged rows, prompts in chunks, speculation, forks")
+@pytest.mark.supports(SERVED, with_="ragged rows, prompts in chunks, speculation, forks; cp = 2, 4")
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_served_model_equals_full_forwards(world):
     check(world, [case(cp=world), case(cp=world, window_size=(5, 0), window_attn_skip_freq=2)])
 
 
-@pytest.mark.supports(SERVED, with_="cp = 2; MHA, MQA, windows, sinks, qk_layernorm, experts, no_rope_freq")
-@pytest.mark.supports(SERVED, with_="cp = 2; learned_absolute and no positions, rotary_interleaved")
+@pytest.mark.supports(SERVED, with_="MHA, MQA, windows, sinks, qk_layernorm, experts, no_rope_freq")
+@pytest.mark.supports(SERVED, with_="learned_absolute and no positions, rotary_interleaved")
 def test_served_variants():
     cases = [case(num_heads_kv=8, qk_layernorm=True, softmax_type="off-by-one"), case(rotary_interleaved=True)]
     cases += [case(num_heads_kv=1, softmax_type="learnable", window_size=(5, 0)), case(positions="none", **EXPERTS)]
@@ -49,12 +49,12 @@ def test_served_variants():
 
 
 @pytest.mark.slow
-@pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; GQA, MQA, MLA")
+@pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; ep = 2, cp = 2")
 def test_served_beside_tensor_parallelism():
     check(4, [case(tp=2), case(tp=2, num_heads_kv=1, softmax_type="learnable"), case(tp=2, mla=True)])
 
 
-@pytest.mark.supports(SERVED, with_="cp = 2; MLA, its rope_type rope and yarn")
+@pytest.mark.supports(SERVED, with_="MLA, YaRN")
 def test_served_multi_latent_attention():
     wide = {"kv_lora_rank": 64, "qk_layernorm": True}  # as of 15 tokens it pays to make keys
     check(2, [case(mla=True, **wide), case(mla=True, rope_type="yarn", q_lora_rank=None)])
@@ -98,13 +98,13 @@ def _experts(rank, world):
     return errors
 
 
-@pytest.mark.supports(SERVED, with_="cp = 2, ep = 2")
+@pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; ep = 2, cp = 2")
 def test_served_beside_expert_parallelism():
     for errors in run_distributed(_experts, 2, fresh=True):
         assert largest(errors) <= 1e-4, errors
 
 
-@pytest.mark.supports(SERVED, with_="cp = 2; bf16, a cache in int8")
+@pytest.mark.supports(SERVED, with_="bf16, a cache in int8")
 def test_served_in_less_precision():
     check(2, [case(dtype=torch.bfloat16)], tolerance=3e-2, same_tokens=False)
     check(2, [case()], tolerance=5e-2, same_tokens=False, options={"dtype": "int8"})
@@ -126,7 +126,7 @@ def _yarn(rank, world):
         return compare(rank, world, [case(positions="yarn")], {})
 
 
-@pytest.mark.supports(SERVED, with_="cp = 2; YaRN")
+@pytest.mark.supports(SERVED, with_="MLA, YaRN")
 def test_served_with_yarn():
     for ((errors, equal),) in run_distributed(_yarn, 2, fresh=True):
         assert largest(errors.values()) <= 1e-4 and equal, errors

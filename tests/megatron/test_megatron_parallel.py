@@ -36,24 +36,17 @@ EXPERTS = (
 )
 
 
-@pytest.mark.supports("tensor parallelism", with_="some optimizer steps; tp = 2, cp = 2")
-@pytest.mark.supports(
-    "sequence parallelism (sequence_parallel)", with_="tp = 2, cp = 2; without Apex and TransformerEngine"
-)
+@pytest.mark.supports("tensor and sequence parallelism", with_="tp = 2, cp = 2; without Apex and TransformerEngine")
 def test_tensor_and_sequence_parallelism():
     check_training(4, [Run(tp=2, cp=2, config=config) for config in ((), SEQUENCE_PARALLEL, SEQUENCE_PARALLEL + FULL)])
 
 
-@pytest.mark.supports("pipeline parallelism", with_="some optimizer steps; pp = 2, cp = 2")
-@pytest.mark.supports("virtual pipeline stages", with_="pp = 2 with 2 stages a rank, cp = 2")
+@pytest.mark.supports("pipeline parallelism, virtual stages", with_="pp = 2, cp = 2")
 def test_pipeline_and_virtual_stages():
     check_training(4, [Run(pp=2, cp=2, num_layers=4), Run(pp=2, vp=2, cp=2, num_layers=4, config=INTERLEAVED)])
 
 
-@pytest.mark.supports("DistributedDataParallel, finalize_model_grads", with_="cp = 2, dp = 2; cp = 4")
-@pytest.mark.supports("distributed optimizer (use_distributed_optimizer)", with_="cp = 2, dp = 2; cp = 4")
-@pytest.mark.supports("gradient accumulation", with_="2 and 4 microbatches")
-@pytest.mark.supports("gradient clipping (clip_grad)", with_="cp = 2, 4")
+@pytest.mark.supports("DistributedDataParallel, distributed optimizer, microbatches, clip_grad", with_="cp = 2, dp = 2")
 @pytest.mark.supports("calculate_per_token_loss", with_="on and off; cp = 2, dp = 2")
 def test_data_parallelism():
     sharded = {"distributed_optimizer": True}
@@ -67,8 +60,7 @@ def test_experts():
     check_training(4, [*layouts, Run(ep=2, cp=2, config=EXPERTS, distributed_optimizer=True)])
 
 
-@pytest.mark.supports("hierarchical_context_parallel_sizes, cp_comm_type a2a+tree and a2a+p2p", with_="[2, 2]; cp = 4")
-@pytest.mark.supports("cp_comm_type a2a (Ulysses)", with_="cp = 2, dp = 2")
+@pytest.mark.supports("hierarchical_context_parallel_sizes, cp_comm_type a2a+tree and a2a+p2p", with_="[2, 2]")
 def test_hierarchical_context_parallelism():
     layouts = [Run(cp=4, hierarchical=(2, 2), cp_comm_type=name) for name in ("a2a+tree", "a2a+p2p")]
     check_training(4, [*layouts, Run(cp=2, cp_comm_type="a2a")])
@@ -79,9 +71,7 @@ def _gradients_of(rank, world, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.supports(
-    "activation recomputation with attention_dropout", with_="the same mask again; selective and full; cp = 2"
-)
+@pytest.mark.supports("attention_dropout", with_="the same mask in recomputation")
 def test_recomputation_draws_the_same_dropout():
     dropout = (("attention_dropout", 0.2),)
     kinds = [(), dropout, dropout + SELECTIVE, dropout + FULL]
@@ -124,8 +114,7 @@ def _distances(result, cuts, truth):
 
 
 @pytest.mark.slow
-@pytest.mark.supports("bf16", with_="grad_reduce_in_fp32; cp = 4")
-@pytest.mark.supports("fp16", with_="as close to fp32 as dense fp16; cp = 4")
+@pytest.mark.supports("bf16, fp16", with_="as close to fp32 as dense attention; cp = 4")
 def test_halves_are_as_good_as_dense_halves():
     runs = [Run(cp=4, dtype=torch.bfloat16), Run(cp=4, dtype=torch.float16, loss_scale=2.0**8)]
     for run, (errors, dense) in zip(runs, run_distributed(_errors_of_halves, 4, runs)[0], strict=True):

@@ -63,7 +63,7 @@ def clipped(case):
     return None, found | after
 
 
-@pytest.mark.supports("qk_clip, log_max_attention_logit", with_="cp = 2; windows, MLA; Ulysses, ring, every grid")
+@pytest.mark.supports("qk_clip, log_max_attention_logit", with_="windows, MLA, Ulysses; cp = 2; tp = 2, cp = 2")
 def test_clipping():
     cases = [Case(cp=2, extra=CLIP, **schedule) for schedule in (*schedules(2), {"cp_comm_type": "a2a"})]
     cases += [Case(cp=2, extra=(*CLIP, ("window_size", (5, 0)))), Case(cp=2, mla=True, extra=CLIP)]
@@ -71,7 +71,7 @@ def test_clipping():
 
 
 @pytest.mark.slow
-@pytest.mark.supports("qk_clip, log_max_attention_logit", with_="cp = 2, tp = 2")
+@pytest.mark.supports("qk_clip, log_max_attention_logit", with_="windows, MLA, Ulysses; cp = 2; tp = 2, cp = 2")
 def test_clipping_with_tensor_parallelism():
     # with tp > 1 and without MLA, Megatron-core 0.16's clip_qk itself fails (it takes the sizes of all ranks)
     log = (("log_max_attention_logit", True),)

@@ -95,12 +95,12 @@ def t5(case):
     return run(case, model, forward, valid)
 
 
-@pytest.mark.supports("non-causal attention, padding masks (BertModel)", with_="cp = 2; rotary positions")
+@pytest.mark.supports("BertModel, T5Model", with_="rotary positions, padding; cp = 2")
 def test_bert():
     pinned = [schedule for schedule in schedules(2) if "cp_comm_type" not in schedule]
     check(2, [Case(cp=2, num_heads_kv=h, **schedule) for h in (8, 2) for schedule in pinned], run=bert)
 
 
-@pytest.mark.supports("cross attention (T5Model)", with_="another length and padding in the encoder; cp = 2")
+@pytest.mark.supports("BertModel, T5Model", with_="rotary positions, padding; cp = 2")
 def test_t5():
     check(2, [Case(cp=2, num_heads_kv=8, **schedule) for schedule in schedules(2)], run=t5)

@@ -170,7 +170,7 @@ WINDOW = options(window_size=(5, 0), window_attn_skip_freq=2, softmax_type="lear
 
 
 @pytest.mark.parametrize("cp", [1, 4])
-@pytest.mark.supports("packed sequences (thd)", with_="padded, empty, split documents; cp = 1, 4; MLA, windows, sinks")
+@pytest.mark.supports("packed sequences (thd)", with_="cut one by one; cp = 4; MLA, windows, sinks, Ulysses")
 def test_packed_documents(cp):
     case = functools.partial(Packed, cp=cp, tree=True, **ONE)
     kinds = [{"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": options(rope_type="yarn")}]
@@ -182,7 +182,7 @@ RECOMPUTED = options(recompute_granularity="full", recompute_method="uniform", r
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.supports("packed sequences (thd)", with_="dispatched: no padding; cp = 1, 2; MLA, windows, sinks, yarn")
+@pytest.mark.supports("packed sequences (thd)", with_="dispatched; cp = 2; MLA, windows, sinks")
 def test_dispatched_documents(cp):
     case = functools.partial(Packed, cp=cp, tree=True, padded_for=3, **ONE)
     kinds = [{}, {"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": options(rope_type="yarn")}]
@@ -221,7 +221,6 @@ def test_a_model_that_was_not_prepared_says_so():
         assert "rotary embedding" in first and "cut one by one" in second
 
 
-@pytest.mark.supports("packed sequences (thd)", with_="cp_comm_type a2a, a2a+tree, a2a+p2p; cp = 4")
 def test_packed_documents_and_ulysses():
     check_packed(4, [Packed(cp=4, cp_comm_type="a2a", extra=WINDOW, **ONE)])
     check_packed(4, [Packed(cp=4, cp_comm_type=kind, cp_sizes=(2, 2), **ONE) for kind in ("a2a+tree", "a2a+p2p")])

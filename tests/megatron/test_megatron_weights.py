@@ -142,9 +142,8 @@ def _compare(rank, world, cases):
     return results
 
 
-@pytest.mark.supports(SERVED, with_="tp = 2, 4; h_kv < N; prompts in chunks, ragged rows, speculation, the scheduler")
-@pytest.mark.supports(SERVED, with_="tp = 4; MQA, sinks, windows, qk_layernorm, experts; MLA")
-@pytest.mark.supports(SERVED, with_="each rank runs its own tokens of a prompt; sequence_parallel")
+@pytest.mark.supports(SERVED, with_="tp = 2, 4; fewer KV heads than ranks; the scheduler")
+@pytest.mark.supports(SERVED, with_="MQA, MLA, sinks, windows, qk_layernorm, experts, sequence_parallel")
 @pytest.mark.parametrize(
     ("world", "cases"),
     [

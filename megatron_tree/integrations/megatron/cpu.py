@@ -41,10 +41,10 @@ def megatron_on_cpu():
             model = GPTModel(config=TransformerConfig(..., use_cpu_initialization=True), ...)
 
     Redirected are `torch.cuda.current_device`, `synchronize`, the CUDA random state (to the CPU's), `Tensor.cuda` and
-    `Module.cuda` (they return the object itself), factories with a CUDA device (to the CPU), `Tensor.type()` (it gives
-    the CUDA type's name of a CPU tensor, by which Megatron's optimizer sorts parameters), and streams (a stream on
-    which nothing ever waits, for Megatron's token dispatcher of experts). Fused kernels are not available: turn
-    `gradient_accumulation_fusion`, the `*_fusion` options and `moe_grouped_gemm` off.
+    `Module.cuda` (they return the object itself), factories with a CUDA device (to the CPU), `Tensor.type()` (a CUDA
+    type's name, by which Megatron's optimizer sorts parameters), and streams (Megatron's token dispatcher of experts
+    makes some). Fused kernels are not available: turn `gradient_accumulation_fusion`, the `*_fusion` options and
+    `moe_grouped_gemm` off.
     """
     if torch.cuda.is_available():
         yield False
@@ -63,8 +63,8 @@ def _redirections() -> list[tuple[Any, str, Any]]:
     return [
         (torch.cuda, "current_device", lambda: cpu),
         (torch.cuda, "synchronize", lambda device=None: None),
-        (torch.cuda, "get_rng_state", _get_rng_state),
-        (torch.cuda, "set_rng_state", _set_rng_state),
+        (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (torch.cuda, "set_rng_state", lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)),
         (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed) and None),
         (torch.cuda, "Stream", _CpuStream),
         (torch.cuda, "current_stream", _CpuStream),
@@ -96,14 +96,6 @@ class _CpuStream:
 
     def record_event(self, event: Any = None) -> _CpuStream:
         return self
-
-
-def _get_rng_state(*args, **kwargs) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, *args, **kwargs) -> None:
-    torch.set_rng_state(new_state)
 
 
 def _on_cpu(factory):
