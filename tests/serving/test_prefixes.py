@@ -145,7 +145,7 @@ def test_answers_are_found_again_in_a_conversation():
 
 def test_a_small_budget_evicts_and_changes_nothing():
     model = _model()
-    texts = [prompt(1, 60 + 7 * i)[0].tolist()[::-1] for i in range(4)]
+    texts = [prompt(1, 40 + 7 * i)[0].tolist()[::-1] for i in range(3)]
     requests = [question for _ in range(2) for text in texts for question in _questions(2, text)]
     scheduler, runner = _scheduler(model)
     everything = [_ask(scheduler, request) for request in requests]
