@@ -1,6 +1,5 @@
 """Planning: pure functions from sizes and a topology to a schedule. Read `planner.py`, then `cost.py`."""
 
-from ..units import parse_grid
 from .arrangement import Arrangement, HeadSplit
 from .cast import Mask
 from .planner import plan_decode, plan_training
@@ -38,7 +37,6 @@ __all__ = [
     "grids",
     "known_topologies",
     "load_topology",
-    "parse_grid",
     "place",
     "plan_decode",
     "plan_prefill_grid",

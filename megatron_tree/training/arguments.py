@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..integrations.megatron.compat import CP_COMM_TYPES
 from ..launching import parse_with_config
-from ..plan import load_topology, parse_grid
+from ..plan import load_topology
+from ..units import parse_grid
 from .data import open_tokenizer, vocab_size
 
 EXAMPLES = """\
