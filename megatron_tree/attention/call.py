@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -101,25 +102,24 @@ class AttnCall(AttnArgs):
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
-        at = neighbours(self.order, self.rank, plan.arrangement)
+        at = self.neighbours(plan)
         if plan.schedule == "cast":
-            ranks, holders = self.ring(plan)
-            rows = _rows_of_cast(holders, ranks.index(self.rank), self.queries, self.keys, self.spec.mask_bounds)
-            team = self._team("cast", plan, tuple((r,) for r in ranks))
+            team = self._team("cast", plan, tuple((r,) for r in at.ring))
+            local = at.ring.index(self.rank)
+            rows = _rows_of_cast(at.ring_holders, local, self.queries, self.keys, self.spec.mask_bounds)
             keys = VisibleRows(team, self.keys.segments(at.holder), *rows)
         else:
             keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
         queries = TeamRows.of(self._team("queries", plan, at.query_team), self.queries, at.query_holders)
         return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype)
 
-    def head_team(self, plan: PassPlan) -> comm.Team | None:
-        """The ranks that exchange heads with this one; None if each rank keeps all of its own."""
-        at = neighbours(self.order, self.rank, plan.arrangement)
-        return self._team("heads", plan, tuple((r,) for r in at.holder)) if plan.arrangement.u > 1 else None
+    def head_team(self, plan: PassPlan) -> comm.Team:
+        """The ranks that exchange heads with this one."""
+        return self._team("heads", plan, tuple((r,) for r in self.neighbours(plan).holder))
 
-    def ring(self, plan: PassPlan) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """The ranks of this rank's ring in their order, and the holder that each of them is."""
-        return _ring(self.order, self.rank, plan.arrangement)
+    def neighbours(self, plan: PassPlan) -> Neighbours:
+        """Whom this rank works with in a pass."""
+        return neighbours(self.order, self.rank, plan.arrangement)
 
     def _team(self, name: str, plan: PassPlan, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
         return comm.Team(self.group, ranks, self.transport, self.config.timeout_s, (name, *plan.arrangement))
@@ -128,38 +128,34 @@ class AttnCall(AttnArgs):
 class Neighbours(NamedTuple):
     """Whom a rank works with. A holder: whose shards a rank has once heads are exchanged."""
 
+    holder: tuple[int, ...]
+    """This rank's."""
     key_team: tuple[tuple[int, ...], ...]
     """The ranks of this rank's row of the grid, which gather keys together."""
     query_team: tuple[tuple[int, ...], ...]
     """The ranks of its column, which gather queries together."""
-    holder: tuple[int, ...]
+    ring: tuple[int, ...]
+    """The ranks with the same heads, in the order of the ring."""
     key_holders: tuple[tuple[int, ...], ...]
-    """In the order of what the key team gathers."""
+    """Of the key team's ranks, in the order of what they gather."""
     query_holders: tuple[tuple[int, ...], ...]
-
-
-# What follows is the same in every layer and takes milliseconds among hundreds of ranks.
+    ring_holders: tuple[tuple[int, ...], ...]
 
 
 @functools.lru_cache(maxsize=256)
 def neighbours(order: tuple[int, ...], rank: int, arrangement: Arrangement) -> Neighbours:
+    """Cached, as it is the same in every layer and takes milliseconds among hundreds of ranks."""
     x = order.index(rank)
-    rows, columns = arrangement.key_team_of(x), arrangement.query_team_of(x)
-    row, column = (tuple(tuple(order[y] for y in place) for place in places) for places in (rows, columns))
-    holders = (_holders(order, arrangement, [y for place in places for y in place]) for places in (rows, columns))
-    return Neighbours(row, column, *_holders(order, arrangement, [x]), *holders)
 
+    def ranks(positions) -> tuple[int, ...]:
+        return tuple(order[y] for y in positions)
 
-@functools.lru_cache(maxsize=256)
-def _ring(
-    order: tuple[int, ...], rank: int, arrangement: Arrangement
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    places = arrangement.places_of(order.index(rank))
-    return tuple(order[x] for x in places), _holders(order, arrangement, places)
-
-
-def _holders(order: tuple[int, ...], arrangement: Arrangement, positions) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(order[y] for y in arrangement.holder_of(x)) for x in positions)
+    keys, queries = arrangement.key_team_of(x), arrangement.query_team_of(x)
+    ring = arrangement.places_of(x)
+    lines = itertools.chain(*keys), itertools.chain(*queries), ring
+    holders = (tuple(ranks(arrangement.holder_of(y)) for y in line) for line in lines)
+    teams = tuple(map(ranks, keys)), tuple(map(ranks, queries)), ranks(ring)
+    return Neighbours(ranks(arrangement.holder_of(x)), *teams, *holders)
 
 
 @functools.lru_cache(maxsize=64)

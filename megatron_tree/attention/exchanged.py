@@ -51,11 +51,12 @@ def backward(
 
 
 class _Pass:
+    """What the chunks of a pass share."""
+
     def __init__(self, call: AttnCall, plan: PassPlan):
-        h, h_kv, *_ = call.shape
         team = call.head_team(plan)
-        rows = call.queries.rows, call.keys.rows
-        self.exchange = HeadExchange(HeadSplit.of(h, h_kv, team.size), team, rows)
+        split = HeadSplit.of(*call.shape[:2], team.size)
+        self.exchange = HeadExchange(split, team, (call.queries.rows, call.keys.rows))
         self.call, self.chunks = call, self.exchange.chunks(plan.head_chunks, call.spec)
         self.cell = None if plan.schedule == "ring" else call.cell(plan)
 

@@ -14,7 +14,7 @@ from . import exchanged
 from .call import AttnCall
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
 from .heads import head_chunks
-from .ring import ring_bwd, ring_fwd
+from .ring import RingBackward, RingForward
 
 
 def forward(
@@ -25,7 +25,8 @@ def forward(
     if plan.ulysses_size > 1:
         return exchanged.forward(q, k, v, sinks, call, with_lse)
     if plan.schedule == "ring":
-        state = ring_fwd(q, k, v, call, call.spec)
+        comm.run_stages([ring := RingForward(call, call.spec, q, k, v)])
+        state = ring.state
     else:
         cell = call.cell(plan)
         local = LocalState(cell, call.spec, q, k, v, cell.local_dtype(q.dtype, sinks is not None))
@@ -46,7 +47,8 @@ def backward(
     if plan.ulysses_size > 1:
         return exchanged.backward(dout, delta, kept, sinks, call)
     if plan.schedule == "ring":
-        grads = ring_bwd(dout, *kept, delta, call, call.spec)
+        comm.run_stages([ring := RingBackward(call, call.spec, dout, kept, delta)])
+        grads = ring.grads
     else:
         cell = call.cell(plan)
         local = LocalGrads(cell, call.spec, dout, kept, delta)

@@ -21,7 +21,7 @@ from .cell import Kept
 class _Ring:
     def __init__(self, call: AttnCall, plan: PassPlan):
         self.call = call
-        self.order, self.holders = call.ring(plan)
+        self.order, self.holders = call.neighbours(plan).ring, call.neighbours(plan).ring_holders
         self.size, self.at = len(self.order), self.order.index(call.rank)
         self.local = call.queries.segments(self.holders[self.at])
         self.rows = len(self.holders[self.at]) * call.keys.rows
@@ -40,57 +40,50 @@ class _Ring:
 
 
 class RingForward(comm.Stages):
-    """All heads of a pass in one chunk: `state`, of this rank's queries over the whole sequence."""
+    """All heads of a pass in one chunk: `state`, fp32, of this rank's queries over the whole sequence; p - 1 shifts."""
 
     def __init__(self, call: AttnCall, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor):
-        self.args = q, k, v, call, spec
+        self.call, self.spec, self.qkv = call, spec, (q, k, v)
 
     def attend(self) -> None:
-        self.state = ring_fwd(*self.args)
+        call, (q, k, v), ring = self.call, self.qkv, _Ring(self.call, self.call.plan.forward)
+        kv, widths = ring.packed(k, v), (k.shape[-1], v.shape[-1])
+        other = torch.empty_like(kv)
+        self.state = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
+        for step in range(ring.size):
+            transfer = ring.shift(kv, other) if step < ring.size - 1 else None
+            keys, values = kv.transpose(0, 1).split(widths, -1)
+            part = call.backend.attn_fwd(q, keys, values, **ring.segments(step), spec=self.spec)
+            merge_into(self.state, part)
+            if transfer:
+                kv, other = transfer.wait(), kv
 
 
 class RingBackward(comm.Stages):
-    """All heads of a pass in one chunk: `grads` of this rank's rows."""
+    """All heads of a pass in one chunk: `grads` of this rank's rows.
+
+    KV goes round again; its gradient follows one step behind, grows at every rank, and comes home.
+    """
 
     def __init__(self, call: AttnCall, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
-        self.args = dout, *kept, delta, call, spec
+        self.call, self.spec, self.dout, self.kept, self.delta = call, spec, dout, kept, delta
 
     def attend(self) -> None:
-        self.grads = ring_bwd(*self.args)
-
-
-def ring_fwd(q: Tensor, k: Tensor, v: Tensor, call: AttnCall, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """(out [b, s, h, d_v], lse [b, h, s]), fp32, of this rank's queries: p - 1 shifts of KV."""
-    ring, widths = _Ring(call, call.plan.forward), (k.shape[-1], v.shape[-1])
-    kv = ring.packed(k, v)
-    other = torch.empty_like(kv)
-    out, lse = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
-    for step in range(ring.size):
-        transfer = ring.shift(kv, other) if step < ring.size - 1 else None
-        keys, values = kv.transpose(0, 1).split(widths, -1)
-        merge_into((out, lse), call.backend.attn_fwd(q, keys, values, **ring.segments(step), spec=spec))
-        if transfer:
-            kv, other = transfer.wait(), kv
-    return out, lse
-
-
-def ring_bwd(dout, q, k, v, lse, delta, call: AttnCall, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv: KV goes round again; its gradient follows one step behind, grows at every rank, and comes home."""
-    ring, widths = _Ring(call, call.plan.backward), (k.shape[-1], v.shape[-1])
-    kv, dq, going_home = ring.packed(k, v), 0, None
-    other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=call.wire_dtype)
-    for step in range(ring.size):
-        transfer = ring.shift(kv, other) if step < ring.size - 1 else None
-        keys, values = kv.transpose(0, 1).split(widths, -1)
-        segments = ring.segments(step)
-        dq_part, dk, dv = call.backend.attn_bwd(dout, q, keys, values, lse, delta, **segments, spec=spec)
-        dq = dq_part + dq
-        dkv = torch.cat((dk, dv), -1).transpose(0, 1).contiguous()
-        if going_home:
-            dkv += going_home.wait()
-        if ring.size > 1:
-            going_home = ring.shift(dkv.to(call.wire_dtype), home)
-        if transfer:
-            kv, other = transfer.wait(), kv
-    dkv = (going_home.wait() if going_home else dkv).transpose(0, 1)[:, : k.shape[1]]
-    return dq, *dkv.split(widths, -1)
+        call, (q, k, v, lse), ring = self.call, self.kept, _Ring(self.call, self.call.plan.backward)
+        kv, widths, dq, going_home = ring.packed(k, v), (k.shape[-1], v.shape[-1]), 0, None
+        other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=call.wire_dtype)
+        for step in range(ring.size):
+            transfer = ring.shift(kv, other) if step < ring.size - 1 else None
+            keys, values = kv.transpose(0, 1).split(widths, -1)
+            segments = dict(ring.segments(step), spec=self.spec)
+            dq_part, dk, dv = call.backend.attn_bwd(self.dout, q, keys, values, lse, self.delta, **segments)
+            dq = dq_part + dq
+            dkv = torch.cat((dk, dv), -1).transpose(0, 1).contiguous()
+            if going_home:
+                dkv += going_home.wait()
+            if ring.size > 1:
+                going_home = ring.shift(dkv.to(call.wire_dtype), home)
+            if transfer:
+                kv, other = transfer.wait(), kv
+        dkv = (going_home.wait() if going_home else dkv).transpose(0, 1)[:, : k.shape[1]]
+        self.grads = dq, *dkv.split(widths, -1)
