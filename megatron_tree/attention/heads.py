@@ -75,7 +75,7 @@ class HeadExchange:
         return self._start(*sides)
 
     def joined(self, parts: list[Tensor], rows: int) -> Tensor:
-        """[b, rows, h, d] of what `to_heads` returned of all groups' query heads."""
+        """[b, rows, h, d] of all chunks' query heads, as they came back."""
         return torch.cat(parts, 3).flatten(2, 4)[:, :rows, : self._split.num_heads]
 
     def kv_summed(self, parts: list[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
