@@ -18,16 +18,15 @@ from .architectures import check_cached, layers_of
 from .latent import keep_latents
 from .layers import RecurrentLayer, Slots, cache_layer
 from .model_generate import prepare_generate
-from .recurrent import NOT_CONTINUED, RunStates
 from .rope import rope_rule
-from .runs import ModelRuns, Update, current_run, forget_notes, just_stored, last_update
+from .runs import NOT_CONTINUED, ModelRuns, Update, current_run, forget_notes, just_stored, last_update
 
 
 class TreeCache(Cache):
     """A KV cache for ``attn_implementation="tree"``: every rank of a group holds part of the tokens of every layer.
 
     It holds any number of rows (sequences) of any lengths, in pages; layers with a sliding window keep the window only.
-    States of recurrent layers are on every rank (recurrent.py).
+    States of recurrent layers are on every rank (runs.py).
     Transformers' own `generate` uses it as one batch of rows of equal length (including padding); `Runner` adds,
     runs and removes rows one by one.
 
@@ -91,8 +90,7 @@ class TreeCache(Cache):
         prepare_generate(config)
         layers = [cache_layer(self, i, kind) for i, kind in enumerate(kinds)]
         recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
-        self.states = RunStates(recurrent, continues=text.model_type not in NOT_CONTINUED)
-        self._runs = ModelRuns(len(attending), self.states)
+        self.runs = ModelRuns(len(attending), recurrent, continues=text.model_type not in NOT_CONTINUED)
         super().__init__(layers=layers)
 
     @contextlib.contextmanager
@@ -100,19 +98,19 @@ class TreeCache(Cache):
         """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
         options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
         options |= {"sharded": sharded, "place": place, "progress": progress}
-        self._runs.end(self._batch())
+        self.runs.end(self._batch())
         held = [self.store.book.rows[row] for row in rows]
-        self.states.begin(held)
+        self.runs.take_states(held)
         with forward_pass(self.store, rows, num_tokens, **options) as forward:
             with self.running(forward):
                 yield forward
-            self.states.end(held)
+            self.runs.give_states(held)
 
     @contextlib.contextmanager
     def running(self, forward: ForwardPass):
         """Context of one run of the model in this pass."""
         try:
-            with self._runs.open(forward):
+            with self.runs.open(forward):
                 current_run.set(self)
                 yield
                 self._check_taken()
@@ -126,9 +124,9 @@ class TreeCache(Cache):
         Returns: what that call is to be given, the arguments; the attention reads the pages.
         """
         self._check_taken()
-        if not self._runs.is_open:
+        if not self.runs.is_open:
             self._join_batch_run(key_states, layer_idx)
-        forward = self._runs.forward
+        forward = self.runs.forward
         forward.write(self.slot_of[layer_idx], key_states.transpose(1, 2), value_states.transpose(1, 2))
         last_update.set(Update(self, layer_idx, key_states, value_states, forward))
         return key_states, value_states
@@ -145,12 +143,12 @@ class TreeCache(Cache):
 
     def end_layer(self) -> None:
         """Called after the attention of a layer: the run goes on, unless it was the last one."""
-        if self._runs.is_open or not self._runs.has_stored(None):
+        if self.runs.is_open or not self.runs.has_stored(None):
             current_run.set(self)
 
     def _join_batch_run(self, key_states: Tensor, layer_idx: int) -> None:
         """Let a layer join the run over the batch, or begin the next one."""
-        runs = self._runs
+        runs = self.runs
         if not runs.is_begun or (runs.forward is not None and runs.has_stored(self.slot_of[layer_idx])):
             runs.begin(self._batch())
         if runs.forward is None:
@@ -171,23 +169,23 @@ class TreeCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The state of a layer's convolution [b, channels, width]; None before a row's first tokens."""
-        reached = self.states.reaches(layer_idx, state_idx)
-        if not self._runs.is_open and (reached or not self._runs.is_begun):
-            self._runs.begin(self._batch())
-            self.states.reaches(layer_idx, state_idx)
+        reached = self.runs.reaches(layer_idx, state_idx)
+        if not self.runs.is_open and (reached or not self.runs.is_begun):
+            self.runs.begin(self._batch())
+            self.runs.reaches(layer_idx, state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
         """Take new inputs of a convolution [b, channels, n]; returns them, with those before them."""
-        self.states.reaches(layer_idx, state_idx)
-        if not self._runs.is_open:
+        self.runs.reaches(layer_idx, state_idx)
+        if not self.runs.is_open:
             self._check_batch(conv_states.shape[0])
-        self.states.check_update(layer_idx, state_idx, conv_states.shape[-1])
+        self.runs.check_update(layer_idx, state_idx, conv_states.shape[-1])
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def activate_past_recording(self) -> None:
         """Called by Transformers before it proposes tokens that may be removed again."""
-        if self.states:
+        if self.runs.has_states:
             raise ValueError(
                 "assistant_model and prompt_lookup_num_tokens remove tokens from the cache again, but the state of "
                 "recurrent layers can't go back: leave them out"
@@ -207,8 +205,8 @@ class TreeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; in a run of the model those before it, until this layer has stored its own."""
-        forward = self._runs.forward
-        if forward is not None and not self._runs.has_stored(self.slot_of.get(layer_idx)):
+        forward = self.runs.forward
+        if forward is not None and not self.runs.has_stored(self.slot_of.get(layer_idx)):
             return max(forward.append.first)
         return self._longest()
 
@@ -235,7 +233,7 @@ class TreeCache(Cache):
         """Forget all rows and free the memory."""
         self.store.reset()
         self.rows, self.texts = [], []
-        self._runs.forget()
+        self.runs.forget()
         forget_notes()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -244,7 +242,7 @@ class TreeCache(Cache):
         if tokens_to_remove > 0 or -tokens_to_remove > length:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be between -{length} and 0")
         if tokens_to_remove:
-            self._runs.drop(self._batch())
+            self.runs.drop(self._batch())
             self.texts = []
             lengths = [max(self.length(i) + tokens_to_remove, 0) for i in range(len(self.rows))]
             for row, kept in zip(self.rows, lengths, strict=True):
@@ -256,7 +254,7 @@ class TreeCache(Cache):
     def save(self, folder, tokens: list[Tensor], *, fingerprint: str) -> None:
         """Write the batch to files; see `cache.files.save_rows`."""
         self._check_heads("save")
-        self._runs.end(self._batch())
+        self.runs.end(self._batch())
         for row in self.rows:
             held = self.store.book.rows[row]
             if held.note is not None and held.note.kind != self.rope.kind(held.length):
@@ -292,7 +290,7 @@ class TreeCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i of the batch by row beam_idx[i]; rows that are selected more than once share their pages."""
-        self._runs.end(self._batch())
+        self.runs.end(self._batch())
         forks = [self.store.book.fork(self.rows[i]) for i in beam_idx.tolist()]
         for row in self.rows:
             self.store.remove(row)

@@ -49,7 +49,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Of a recurrent layer: it has the states of one run at a time, see `RunStates`."""
+    """Of a recurrent layer: it has the states of one run at a time, see `ModelRuns`."""
 
     is_compileable = False
     is_croppable = False

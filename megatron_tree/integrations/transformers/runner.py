@@ -66,7 +66,7 @@ class Runner(RowRunner):
 
     @property
     def has_states(self) -> bool:
-        return bool(self.cache.states)
+        return self.cache.runs.has_states
 
     @property
     def depends_on_host(self) -> str | None:
@@ -82,7 +82,7 @@ class Runner(RowRunner):
         return self.cache.running(forward)
 
     def _most_in_pass(self, row: int) -> int | None:
-        return None if self.cache.states.continues or not self.length(row) else 1
+        return None if self.cache.runs.continues or not self.length(row) else 1
 
     def most_at_once(self, length: int) -> int | None:
         limits = [super().most_at_once(length)]

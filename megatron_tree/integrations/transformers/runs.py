@@ -1,7 +1,11 @@
-"""A model's runs over the rows of a `TreeCache`, and the notes from a cache update to its attention.
+"""A model's runs over the rows of a `TreeCache`: which layers have run, and the states of recurrent layers in between.
 
 `TreeCache.forward_pass` opens and closes a run. A model that is called with the cache alone (`model.generate`, or a
 loop of the user) does neither: its run begins when a layer takes its keys again, and is over when all layers have.
+
+Recurrent states don't grow with the row, so every rank has them whole and runs these layers on all tokens. During a run
+they are in Transformers' cache layers, which models change in place, for all rows together; afterwards each row has its
+own (`RowState`). A run that fails leaves the rows' states as they were.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ from torch import Tensor
 
 from ...cache.forward import ForwardPass
 from ...cache.rows import Row
-from .recurrent import RunStates
+from ...cache.states import join_states, split_states
+from .layers import RecurrentLayer
+
+NOT_CONTINUED = ("jamba", "zamba")  # their scan of several tokens begins with a state of zeros, whatever the cache has
 
 
 class Update(NamedTuple):
@@ -51,16 +58,27 @@ def forget_notes() -> None:
 class ModelRuns:
     """The runs of one cache.
 
+    Args:
+        num_attending: layers with attention. layers: those with a recurrent state.
+        continues: whether the model goes on from a state with several tokens at once.
     Attributes:
         forward: the pass of the present run, or of the last one over the batch; None before its first attention layer.
         is_open: whether `TreeCache.forward_pass` has opened it.
         is_begun: whether the model itself has begun one over the batch.
     """
 
-    def __init__(self, num_attending: int, states: RunStates):
-        self.states, self._num_attending = states, num_attending
+    def __init__(self, num_attending: int, layers: Sequence[RecurrentLayer], *, continues: bool):
+        self.continues, self._num_attending = continues, num_attending
+        self._layers = {layer.layer_idx: layer for layer in layers}
+        self._expected = {(layer.layer_idx, i) for layer in layers for i in range(layer.number_of_states)}
+        self._reached: set[tuple[int, int]] = set()
         self.forward: ForwardPass | None = None
         self.is_open = self.is_begun = False
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return bool(self._layers)
 
     @contextlib.contextmanager
     def open(self, forward: ForwardPass) -> Iterator[None]:
@@ -75,11 +93,11 @@ class ModelRuns:
         """A model begins a run over the batch."""
         self.end(batch)
         self.is_begun = True
-        self.states.begin(batch)
+        self.take_states(batch)
 
     def end(self, batch: Sequence[Row]) -> None:
         """The last run over the batch is over. Raises: ``ValueError`` if it ended before all layers had run."""
-        if self.forward is not None and not self.is_complete:
+        if self.forward is not None and not self._is_complete:
             n = self.forward.append.num_tokens
             raise ValueError(
                 f"the model's last run over this cache ended before all layers had run: its {n} tokens are "
@@ -89,14 +107,14 @@ class ModelRuns:
 
     def drop(self, batch: Sequence[Row]) -> None:
         """Forget the last run over the batch; if it was complete, its rows get the recurrent states."""
-        complete, self.forward, self.is_begun = self.is_complete, None, False
+        complete, self.forward, self.is_begun = self._is_complete, None, False
         if complete:
-            self.states.end(batch)
+            self.give_states(batch)
 
     def forget(self) -> None:
         """Forget the last run over the batch, and all states: the cache is empty."""
         self.forward, self.is_begun = None, False
-        self.states.begin([])
+        self.take_states([])
 
     def has_stored(self, slot: int | None) -> bool:
         """Whether the present run has stored a layer's tokens; None: those of all layers."""
@@ -104,6 +122,46 @@ class ModelRuns:
         return done or slot in self.forward.written
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all layers of a run have run."""
-        return self.forward is not None and self.has_stored(None) and self.states.is_complete
+    def _is_complete(self) -> bool:
+        return self.forward is not None and self.has_stored(None) and self._reached == self._expected
+
+    def take_states(self, rows: Sequence[Row]) -> None:
+        """A run over these rows begins. Raises: ValueError for rows that hold tokens but not their state."""
+        self._reached.clear()
+        if not self._layers:
+            return
+        for row in rows:
+            if row.length and (row.state is None or row.state.length != row.length):
+                raise ValueError(
+                    f"a row holds {row.length} tokens of attention layers only: the state of the recurrent layers is "
+                    "missing. Run it from its first token"
+                )
+        joined = join_states([row.state for row in rows])
+        for layer in self._layers.values():
+            layer.replace(joined)
+
+    def reaches(self, number: int, state: int) -> bool:
+        """A layer takes one of its states; returns whether it had already in this run."""
+        before = (number, state) in self._reached
+        self._reached.add((number, state))
+        return before
+
+    def give_states(self, rows: Sequence[Row]) -> None:
+        """The run is over: the rows have its states now. Raises: ValueError for layers that took none."""
+        if missing := sorted({number for number, _ in self._expected - self._reached}):
+            raise ValueError(
+                f"layers {missing} did not take their recurrent states from the TreeCache: this model keeps them "
+                "elsewhere. Use attn_implementation='sdpa' for it, and its own cache"
+            )
+        if self._layers:
+            tensors = {name: x for layer in self._layers.values() for name, x in layer.tensors.items()}
+            for row, state in zip(rows, split_states(tensors, [row.length for row in rows]), strict=True):
+                row.state = state
+
+    def check_update(self, number: int, state: int, num_tokens: int) -> None:
+        """Raise ``ValueError`` if a layer can't run so many tokens from the state that it has."""
+        if not self.continues and num_tokens > 1 and self._layers[number].has_previous_state[state]:
+            raise ValueError(
+                f"this model's recurrent layers go on with one token at a time (Transformers' scan of several begins "
+                f"anew), not with {num_tokens}: run the whole text at once, or use Runner or generate, which do that"
+            )
