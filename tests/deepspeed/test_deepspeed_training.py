@@ -71,7 +71,6 @@ def _run_all(rank, world, cases, in_bf16, folder):
         results["resumed"] = _resume(Case(sp=2, zero=3), folder)
         results["zero.Init"] = _zero_init(Case(sp=2, zero=3))
         results["evaluate, generate"] = _evaluate_and_generate(Case(sp=2, zero=0))
-        results["Ulysses of DeepSpeed"] = _beside_ulysses(Case(sp=2, zero=3, batches="plain"))
     return results
 
 
@@ -137,50 +136,6 @@ def _evaluate_and_generate(case):
     return abs(loss - want), same
 
 
-def _beside_ulysses(case):
-    """Losses of DeepSpeed's own Ulysses attention, trained as its documentation says, minus ours."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    import deepspeed
-
-    engine, parallel, _ = start(case)
-    ours = train(engine, parallel, case.steps())
-    engine.destroy()
-    model = case.model()
-    mpu = UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model,
-        core_attn_implementation="sdpa",
-        sequence_parallel_size=case.sp,
-        micro_batch_size=4,
-        seq_length_is_variable=True,
-    )
-    group, rank = mpu.get_sequence_parallel_group(), mpu.get_sequence_parallel_rank()
-    options = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000, "stage3_prefetch_bucket_size": 50_000},
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizer = case.make_optimizer(model)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=options)
-    losses = []
-    for ((batch),) in case.steps():
-        ids = torch.nn.functional.pad(batch["input_ids"], (0, 2))  # a length that the ranks divide
-        labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 3), value=-100)
-        positions = torch.arange(32).expand(4, -1)
-        ids, labels, positions = (x.chunk(case.sp, 1)[rank].contiguous() for x in (ids, labels, positions))
-        logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits
-        loss = model.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=logits.shape[-1])
-        both = torch.stack((loss, (labels != -100).sum().to(loss.dtype)))
-        all_losses, counts = torch.stack(torch.distributed.nn.functional.all_gather(both, group=group)).unbind(1)
-        loss = (all_losses * counts).sum() / counts.sum()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return [abs(a - b) for a, b in zip(losses, ours, strict=True)]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What every rank found, by the case's name: all runs share one start of two ranks."""
@@ -226,11 +181,6 @@ def test_evaluation_and_generation_of_the_trained_model(results):
     for found in results:
         loss, same = found["evaluate, generate"]
         assert loss < SAME and same
-
-
-def test_same_losses_as_deepspeed_ulysses(results):
-    for found in results:
-        assert largest(found["Ulysses of DeepSpeed"]) < 5e-6
 
 
 def _slow_cases(family):

@@ -107,19 +107,6 @@ def test_a_run_that_is_killed_goes_on(text, tmp_path):
     assert rest == pytest.approx({step: loss for step, loss in whole.items() if step > kept}, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_a_run_in_two_parts_and_other_layouts_give_the_same_losses(text, tmp_path):
-    zero3 = REPO / "configs" / "deepspeed" / "train_zero3_bf16.json"
-    (tmp_path / "parts").mkdir()
-    first = _losses(text, tmp_path / "parts", "--steps", 2, "--micro-batch-size", 2)
-    parts = first | _losses(text, tmp_path / "parts", "--steps", 4, "--micro-batch-size", 2)
-    (tmp_path / "whole").mkdir()
-    assert _losses(text, tmp_path / "whole", "--steps", 4, "--sp-size", 1) == pytest.approx(parts, abs=2e-5)
-    (tmp_path / "bf16").mkdir()
-    in_bf16 = _losses(text, tmp_path / "bf16", "--steps", 4, "--micro-batch-size", 2, "--deepspeed-config", zero3)
-    assert in_bf16 == pytest.approx(parts, abs=0.02)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
