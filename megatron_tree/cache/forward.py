@@ -33,15 +33,9 @@ def forward_pass(
     place: Team | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[ForwardPass]:
-    """Context of one run of a model over num_tokens new tokens of each of these rows.
+    """Context of one run of a model over num_tokens new tokens of each of these rows; see `ForwardPass`.
 
-    A failure inside removes the tokens again.
-
-    Args:
-        head_shares: query heads of every rank of cp_group, whose weights are split; see `tree_decode`.
-        sharded: each rank runs its share of one row's tokens, `ForwardPass.shares`.
-        place: with several head groups and sharded: the ranks at this rank's place of each.
-        progress: called as progress(layers done, all of them).
+    A failure inside removes the tokens again. sharded: each rank runs its share of one row's tokens.
     """
     with appended(store, rows, num_tokens, sharded=sharded) as append:
         options = {"cp_group": cp_group, "schedule": schedule, "head_shares": head_shares}
@@ -63,6 +57,10 @@ def appended(store: ShardedCache, rows: Sequence[int], num_tokens: int, *, shard
 class ForwardPass:
     """One run of a model over new tokens of some rows: every layer calls `write` and then `attend`, once.
 
+    Args:
+        head_shares: query heads of every rank of cp_group, whose weights are split; see `tree_decode`.
+        place: with several head groups and a sharded append: the ranks at this rank's place of each.
+        progress: called as progress(layers done, all of them).
     Attributes:
         written: layers that have stored their tokens.
         views: by kind of layer, where the kernels find the rows.

@@ -158,8 +158,7 @@ class GraphedSteps:
 
     def _run(self, inputs: StepInputs, end: int | None = None) -> Tensor:
         runner = self._runner
-        options = dict(cp_group=runner.cp_group, schedule=runner.schedule, head_shares=runner.head_shares)
-        forward = StaticPass(inputs, end=end, **options)
+        forward = StaticPass(inputs, end=end, **runner.of_passes)
         with runner.running(forward):
             return runner._run(forward, inputs.tokens, inputs.positions, keep=None)
 

@@ -72,6 +72,8 @@ class RowRunner:
         self.device, self.vocab_size, self.max_positions = device, vocab_size, max_positions
         self.chunk_size, self.capacity_tokens, self.schedule = chunk_size, capacity_tokens, schedule
         self.head_shares, self.weight_gathering, self.config = head_shares, weight_gathering, config or default_config()
+        self.of_passes = {"cp_group": self.cp_group, "schedule": schedule, "head_shares": head_shares}
+        """Options of every pass over the cache, see `forward_pass`."""
         self._book = store.book
         self._graphs = GraphedSteps(self) if cuda_graphs else None
 
@@ -310,10 +312,8 @@ class RowRunner:
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         """Context of one run of the model over num_tokens new tokens of each of these rows, see `forward_pass`."""
-        options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
-        return forward_pass(
-            self.store, rows, num_tokens, sharded=sharded, place=self._place, progress=progress, **options
-        )
+        options = {"sharded": sharded, "place": self._place, "progress": progress}
+        return forward_pass(self.store, rows, num_tokens, **self.of_passes, **options)
 
     def _check(self, rows, tokens: Tensor, dims: int) -> None:
         if tokens.dim() != dims or 0 in tokens.shape or tokens.dtype != torch.int64:

@@ -93,11 +93,14 @@ class TreeCache(Cache):
         self.runs = ModelRuns(len(attending), recurrent, continues=text.model_type not in NOT_CONTINUED)
         super().__init__(layers=layers)
 
+    @property
+    def _of_passes(self) -> dict:
+        return {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
+
     @contextlib.contextmanager
     def forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, place=None, progress=None):
         """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
-        options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
-        options |= {"sharded": sharded, "place": place, "progress": progress}
+        options = self._of_passes | {"sharded": sharded, "place": place, "progress": progress}
         self.runs.end(self._batch())
         held = [self.store.book.rows[row] for row in rows]
         self.runs.take_states(held)
@@ -157,8 +160,7 @@ class TreeCache(Cache):
             self._check_batch(key_states.shape[0])
             self._check_rope(key_states.shape[2])
             append = self.store.append(self.rows, key_states.shape[2])
-            options = {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
-            runs.forward = ForwardPass(self.store, append, **options)
+            runs.forward = ForwardPass(self.store, append, **self._of_passes)
 
     def _check_batch(self, num_rows: int) -> None:
         if self.rows and len(self.rows) != num_rows:
