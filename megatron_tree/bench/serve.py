@@ -53,8 +53,6 @@ class Row(NamedTuple):
 
     contender: str
     ranks: int
-    requests: int
-    new_tokens: int
     cpu_s: float
     s: float
     tokens_per_cpu_s: float
@@ -92,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
         for i, (tokens, right) in enumerate(zip(turn.tokens, plain[0].tokens, strict=True)):
             if tokens != right:
                 raise WrongResult(f"request {i}: the scheduler answers {tokens}, the padded batch {right}")
-    rows = [_row(args, "plain", [plain]), _row(args, "ours", [turns for _, turns in by_rank])]
+    num_tokens = args.requests * args.new_tokens
+    rows = [_row("plain", num_tokens, [plain]), _row("ours", num_tokens, [turns for _, turns in by_rank])]
     shape = f"{args.requests} requests of {least} to {most} + {args.new_tokens} tokens"
     print(f"{args.model}, {shape}: the same tokens in all turns\n")
     print("  contender  ranks   CPU s  tokens/CPU s       s  tokens/s")
@@ -109,11 +108,10 @@ def run(args: argparse.Namespace) -> None:
     results.finish({"results.png": functools.partial(draw, panels=[[Panel("tokens/s", "", bars)]], title=shape)})
 
 
-def _row(args, contender: str, turns: list[list[Turn]]) -> Row:
+def _row(contender: str, num_tokens: int, turns: list[list[Turn]]) -> Row:
     """turns: of each rank."""
     cpu_s, s = (max(statistics.median(getattr(t, name) for t in rank) for rank in turns) for name in ("cpu_s", "s"))
-    tokens = args.requests * args.new_tokens
-    return Row(contender, len(turns), args.requests, args.new_tokens, cpu_s, s, tokens / cpu_s, tokens / s)
+    return Row(contender, len(turns), cpu_s, s, num_tokens / cpu_s, num_tokens / s)
 
 
 def on_rank(args, meeting: Meeting) -> tuple[list[Turn], list[Turn]]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import time
 
 import pytest
@@ -216,39 +217,20 @@ def test_the_accelerator_sleeps_and_replays():
     assert visible_pairs((Segment(0, 6, 2),), (Segment(0, 0, 6),), spec) == 12
 
 
-def _measure_memory():
+def _meet_and_measure(meeting):
+    rank = int(os.environ["RANK"])
+    met = [meeting.most(rank, float(rank), float(-rank))[0] for _ in range(20)]
     with PeakMemory() as peak:
         for _ in range(10):
             torch.ones(8 << 20)
-    return peak.bytes
-
-
-def _exchange(meeting, rounds):
-    import os
-
-    rank = int(os.environ["RANK"])
-    return [meeting.most(rank, float(rank), float(-rank))[0] for _ in range(rounds)]
-
-
-def _fail_on_one():
-    import os
-
-    if os.environ["RANK"] == "1":
-        raise ValueError("rank one has had enough")
-    time.sleep(60)
+    return met, peak.bytes
 
 
 def test_ranks_meet_and_tell_their_memory():
     with LocalRanks(2) as ranks:
-        assert ranks.run(_exchange, Meeting(2), 20, timeout_s=60) == [[1.0] * 20] * 2
-        for peak in ranks.run(_measure_memory, timeout_s=60):
-            if peak is not None:
-                # 32 MiB at a time, 320 in all. Kernels count roughly, and may count late what was freed.
-                assert 10e6 < peak < 200e6
-        with pytest.raises(RuntimeError, match="had enough"):
-            ranks.run(_fail_on_one, timeout_s=60)
-        with pytest.raises(RuntimeError, match="not finished after"):
-            ranks.run(time.sleep, 60, timeout_s=0.5)
+        for met, peak in ranks.run(_meet_and_measure, Meeting(2), timeout_s=60):
+            # 32 MiB at a time, 320 in all. Kernels count roughly, and may count late what was freed.
+            assert met == [1.0] * 20 and (peak is None or 10e6 < peak < 200e6)
 
 
 def test_plots_over_lengths_and_over_ranks(tmp_path):
