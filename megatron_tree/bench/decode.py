@@ -6,7 +6,6 @@ import argparse
 import functools
 import math
 import zlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,15 +22,7 @@ from .measure import Laps, relative_error, time_together
 from .measurements import Predicted
 from .runs import Case, Settings
 
-Contender = Callable[["DecodeBench"], tuple[Tensor, ...]]
 OURS = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
-CONTENDERS: dict[str, Contender] = {
-    name: lambda bench, name=name: tree_decode(
-        bench.q, bench.k, bench.v, cp_group=bench.group, schedule=name, config=bench.config, return_lse=True
-    )
-    for name in OURS
-} | {name: rival.contender for name, rival in rivals.DECODE.items()}
-"""By name: from a rank's inputs to (out [b, 1, h, d], lse [b, h, 1]), or (out,)."""
 ORACLE_TOKENS = 4096  # at a time, in float64
 LSE_ALLOWED = 1e-4
 EXAMPLES = """\
@@ -45,7 +36,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench decode`."""
-    runs.add_arguments(parser, "decode", CONTENDERS)
+    runs.add_arguments(parser, "decode", (*OURS, *rivals.DECODE))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,7 +79,11 @@ class DecodeBench:
         return tuple(x.transpose(1, 2).contiguous() for x in (self.k, self.v))
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
-        results = CONTENDERS[contender](self)
+        if contender in self.rivals:
+            results = self.rivals[contender].contender(self)
+        else:
+            options = dict(cp_group=self.group, schedule=contender, config=self.config)
+            results = tree_decode(self.q, self.k, self.v, **options, return_lse=True)
         laps("decode")
         return results
 

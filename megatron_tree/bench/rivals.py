@@ -29,7 +29,7 @@ class Rival(NamedTuple):
     """A contender that others wrote."""
 
     contender: Callable
-    """As the entries of `CONTENDERS` in train.py and decode.py."""
+    """In training from (bench, q, k, v) [b, s, h, d] to out; in decoding from bench to (out,) or (out, lse)."""
     missing: Callable[[], str | None]
     """Why it can't run here, or None."""
 

@@ -34,18 +34,6 @@ PINS: dict[str, Callable[[Machines], dict]] = {
     "auto": lambda m: {},
 }
 """Our schedules, by name: options of `TreeConfig` and of the planner on these machines."""
-Contender = Callable[["TrainBench", Tensor, Tensor, Tensor], Tensor]
-
-
-CONTENDERS: dict[str, Contender] = {
-    **{
-        name: lambda bench, q, k, v, name=name: tree_attn_func(q, k, v, cp_group=bench.group, config=bench.config(name))
-        for name in PINS
-    },
-    **{name: rival.contender for name, rival in rivals.TRAIN.items()},
-}
-"""By name: from a rank's shares of q, k and v [b, s, h, d], sharded as by `layout.shard_positions`, to out; autograd
-differentiates it."""
 GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
 EXAMPLES = """\
 examples:
@@ -57,7 +45,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench train`."""
-    runs.add_arguments(parser, "train", CONTENDERS)
+    runs.add_arguments(parser, "train", (*PINS, *rivals.TRAIN))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -138,7 +126,10 @@ class TrainBench:
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        out = CONTENDERS[contender](self, *leaves)
+        if contender in self.rivals:
+            out = self.rivals[contender].contender(self, *leaves)
+        else:
+            out = tree_attn_func(*leaves, cp_group=self.group, config=self.config(contender))
         laps("forward")
         grads = torch.autograd.grad(out, leaves, self.dout)
         laps("backward")

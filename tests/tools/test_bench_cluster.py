@@ -11,7 +11,7 @@ import torch
 from megatron_tree import kernels
 from megatron_tree.attention import autograd
 from megatron_tree.bench import command as bench
-from megatron_tree.bench import decode, documents, train
+from megatron_tree.bench import decode, documents, rivals, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
 from megatron_tree.bench.measurements import Measurement, plots
 from megatron_tree.bench.ranks import LocalRanks, Meeting, PeakMemory
@@ -77,7 +77,8 @@ def test_decode_on_local_ranks(tmp_path, capfd):
 
 
 def test_decode_with_real_kernels_and_a_rival(tmp_path, capfd, monkeypatch):
-    monkeypatch.setitem(decode.CONTENDERS, "rival", decode.CONTENDERS["allgather"])
+    gather = lambda bench: bench.step("allgather", lambda name: None)  # noqa: E731
+    monkeypatch.setitem(rivals.DECODE, "rival", rivals.Rival(gather, lambda: None))
     options = ("--ranks", "2", "--seq-len", "128", "--compute", "real", "--schedules", "ring", "auto", "rival")
     status, rows = benchmark("decode", *options, out=tmp_path)
     said = capfd.readouterr()
