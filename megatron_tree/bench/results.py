@@ -73,6 +73,9 @@ class Results:
             print("no plot: matplotlib is not installed")
             plots = {}
         for name, draw in plots.items():
-            with whole_file(self.folder / name) as path:
-                draw(path)
+            try:
+                with whole_file(self.folder / name) as path:
+                    draw(path)
+            except Exception as error:  # all else is written
+                print(f"no {name}: {type(error).__name__}: {error}")
         print(f"\n{', '.join(['results.csv', 'results.json', *plots])} are in {self.folder}")
