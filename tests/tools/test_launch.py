@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -102,15 +101,17 @@ def rank_script(tmp_path):
     return path
 
 
+def _ranks_said(output):
+    return sorted(re.findall(r"rank .*\]", output))
+
+
 @pytest.mark.slow
 def test_local_starts_the_ranks(rank_script):
-    status, output = _run(
-        "launch/deepspeed_local.sh", "-n", 4, rank_script, "end", "a b", "--name", "1", A_VARIABLE="x"
-    )
+    words = ("launch/deepspeed_local.sh", "-n", 4, rank_script, "end", "a b", "--name", "1")
+    status, output = _run(*words, A_VARIABLE="x")
     assert status == 0, output
-    lines = sorted(re.findall(r"rank .*\]", output))
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
-    assert lines == [f"rank {r} 4 cpu {threads} lo 127.0.0.1 x ['a b', '--name', '1']" for r in range(4)]
+    assert _ranks_said(output) == [f"rank {r} 4 cpu {threads} lo 127.0.0.1 x ['a b', '--name', '1']" for r in range(4)]
 
 
 def test_a_failing_rank_ends_all_and_shows(rank_script):
@@ -120,22 +121,27 @@ def test_a_failing_rank_ends_all_and_shows(rank_script):
     assert not _left(_pids(rank_script.parent))
 
 
+def _stopped_by(number, process, folder):
+    """(exit status, pids) after a signal to a script whose two ranks sleep."""
+    asleep = 0
+    for line in process.stdout:
+        asleep += line.strip() == "asleep"
+        if asleep == 2:
+            break
+    pids = _pids(folder)
+    assert len(pids) == 3 and len(_left(pids, 0.0)) == 3
+    process.send_signal(number)
+    status, _ = _finish(process)
+    return status, pids
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["SIGINT", "SIGTERM"]
 )
 def test_a_signal_leaves_nothing_behind(rank_script, number):
     """Even a rank that ignores SIGTERM goes, and its child in a session of its own."""
     process = _start("launch/deepspeed_local.sh", "-n", 2, rank_script, "sleep")
-    seen = 0
-    for line in process.stdout:
-        seen += line.strip() == "asleep"
-        if seen == 2:
-            break
-    pids = _pids(rank_script.parent)
-    assert len(pids) == 3
-    assert len(_left(pids, 0.0)) == 3
-    process.send_signal(number)
-    status, _ = _finish(process)
+    status, pids = _stopped_by(number, process, rank_script.parent)
     assert status == 128 + number
     assert not _left(pids)
 
@@ -149,46 +155,42 @@ def test_hostfile_with_a_command_on_every_node(rank_script):
     nodes = [_start(*common, node, rank_script, "end", GLOO_SOCKET_IFNAME="lo") for node in (0, 1)]
     results = [_finish(node) for node in nodes]
     assert [status for status, _ in results] == [0, 0], results
-    lines = sorted(re.findall(r"rank .*\]", "".join(output for _, output in results)))
-    assert lines == [f"rank {r} 4 cpu 1 lo 127.0.0.1 None []" for r in range(4)]
+    said = _ranks_said("".join(output for _, output in results))
+    assert said == [f"rank {r} 4 cpu 1 lo 127.0.0.1 None []" for r in range(4)]
 
 
-def _program(path, text):
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+def _programs(folder, **texts):
+    """PATH with stand-ins for programs before all others."""
+    (folder / "bin").mkdir()
+    for name, text in texts.items():
+        (folder / "bin" / name).write_text("#!/usr/bin/env bash\n" + text)
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+
+# Starts the "nodes" here, in an environment as bare as a remote shell's.
+PDSH = """\
+while [[ "$1" == -* ]]; do case "$1" in -w) hosts="$2"; shift 2 ;; -f) shift 2 ;; *) shift ;; esac; done
+n=0; jobs=()
+for host in ${hosts//,/ }; do command="$*"
+    env -i HOME="$HOME" PATH=/usr/bin:/bin bash -c "${command//%n/$n}" & jobs+=($!); n=$((n + 1))
+done; status=0; for job in "${jobs[@]}"; do wait "$job" || status=$?; done; exit $status
+"""
 
 
 def test_hostfile_over_ssh_passes_the_environment(rank_script):
-    """With pdsh and ssh that start the "nodes" here, in an environment as bare as a remote shell's."""
     folder = rank_script.parent
     (folder / "hosts").write_text("node-a slots=1\nnode-b slots=2\n")
-    (folder / "bin").mkdir()
-    _program(folder / "bin" / "ssh", "#!/usr/bin/env bash\necho 127.0.0.1\n")
-    _program(
-        folder / "bin" / "pdsh",
-        "#!/usr/bin/env bash\n"
-        'while [[ "$1" == -* ]]; do case "$1" in -w) hosts="$2"; shift 2 ;; -f) shift 2 ;; *) shift ;; esac; done\n'
-        "n=0; jobs=()\n"
-        'for host in ${hosts//,/ }; do command="$*"\n'
-        '    env -i HOME="$HOME" PATH=/usr/bin:/bin bash -c "${command//%n/$n}" & jobs+=($!); n=$((n + 1))\n'
-        'done; status=0; for job in "${jobs[@]}"; do wait "$job" || status=$?; done; exit $status\n',
-    )
-    # fmt: off
-    status, output = _run(
-        "launch/deepspeed_hostfile.sh", "--hostfile", folder / "hosts", "--export", "A_VARIABLE", rank_script, "end",
-        PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        GLOO_SOCKET_IFNAME="eth7", A_VARIABLE="two \"$words\"",
-    )
-    # fmt: on
+    path = _programs(folder, ssh="echo 127.0.0.1\n", pdsh=PDSH)
+    words = ("launch/deepspeed_hostfile.sh", "--hostfile", folder / "hosts", "--export", "A_VARIABLE", rank_script)
+    status, output = _run(*words, "end", PATH=path, GLOO_SOCKET_IFNAME="eth7", A_VARIABLE='two "$words"')
     assert status == 0, output
-    lines = sorted(re.findall(r"rank .*\]", output))
-    assert lines == [f'rank {r} 3 cpu 1 eth7 127.0.0.1 two "$words" []' for r in range(3)]
+    assert _ranks_said(output) == [f'rank {r} 3 cpu 1 eth7 127.0.0.1 two "$words" []' for r in range(3)]
 
 
 # Stand-ins for Slurm: scontrol knows two nodes, srun starts two tasks on each of them, here.
-SCONTROL = '#!/usr/bin/env bash\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\nnode2\n"\n'
+SCONTROL = '[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\nnode2\n"\n'
 SRUN = """\
-#!/usr/bin/env bash
 [ "$1" = --kill-on-bad-exit=1 ] && shift
 status=0
 jobs=()
@@ -205,45 +207,29 @@ exit $status
 @pytest.fixture
 def slurm(tmp_path):
     """Variables of a job of four ranks on two nodes."""
-    (tmp_path / "bin").mkdir()
-    _program(tmp_path / "bin" / "scontrol", SCONTROL)
-    _program(tmp_path / "bin" / "srun", SRUN)
+    path = _programs(tmp_path, scontrol=SCONTROL, srun=SRUN)
     job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3"}
-    return {**job, "SLURM_SUBMIT_DIR": str(REPO), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    return {**job, "SLURM_SUBMIT_DIR": str(REPO), "PATH": path}
 
 
 def test_slurm_starts_a_rank_for_each_task(rank_script, slurm):
     """As sbatch does: from a copy of the script in another place."""
-    shutil.copy(REPO / "launch" / "slurm_train.sh", rank_script.parent / "slurm_script")
-    status, output = _run(
-        rank_script.parent / "slurm_script", rank_script, "end", "a b", cwd=rank_script.parent, A_VARIABLE="x", **slurm
-    )
+    copy = shutil.copy(REPO / "launch" / "slurm_train.sh", rank_script.parent / "slurm_script")
+    status, output = _run(copy, rank_script, "end", "a b", cwd=rank_script.parent, A_VARIABLE="x", **slurm)
     assert status == 0, output
     assert "4 ranks on node[1-2], rendezvous at 127.0.0.1:20123" in output
-    lines = sorted(re.findall(r"rank .*\]", output))
-    assert lines == [f"rank {r} 4 cpu 3 None 127.0.0.1 x ['a b']" for r in range(4)]
+    assert _ranks_said(output) == [f"rank {r} 4 cpu 3 None 127.0.0.1 x ['a b']" for r in range(4)]
+    elsewhere = {**slurm, "SLURM_SUBMIT_DIR": str(rank_script.parent)}
+    status, output = _run(copy, rank_script, cwd=rank_script.parent, **elsewhere)
+    assert status == 1
+    assert "submit from the repository's folder" in output
 
 
 def test_slurm_passes_a_failure_on(rank_script, slurm):
     status, output = _run("launch/slurm_train.sh", "--port", 4321, rank_script, "fail", **slurm)
     assert status not in (0, 2)
-    assert "rendezvous at 127.0.0.1:4321" in output
-    assert "told to fail" in output
+    assert "rendezvous at 127.0.0.1:4321" in output and "told to fail" in output
     assert not _left(_pids(rank_script.parent))
-
-
-def test_slurm_says_what_is_missing(rank_script, slurm):
-    status, output = _run("launch/slurm_train.sh", rank_script)
-    assert status == 1
-    assert "no Slurm job: submit this with sbatch" in output
-    shutil.copy(REPO / "launch" / "slurm_train.sh", rank_script.parent / "slurm_script")
-    elsewhere = {**slurm, "SLURM_SUBMIT_DIR": str(rank_script.parent)}
-    status, output = _run(rank_script.parent / "slurm_script", rank_script, cwd=rank_script.parent, **elsewhere)
-    assert status == 1
-    assert "submit from the repository's folder" in output
-    status, output = _run("launch/slurm_train.sh", "no/such.py", **slurm)
-    assert status == 1
-    assert "no such command or script: no/such.py" in output
 
 
 @pytest.mark.parametrize(
@@ -252,9 +238,12 @@ def test_slurm_says_what_is_missing(rank_script, slurm):
         (["deepspeed_local.sh"], "no command given"),
         (["deepspeed_local.sh", "no/such.py"], "no such command or script: no/such.py"),
         (["deepspeed_local.sh", "-n", "0", "generate"], "-n 0: the number of ranks"),
+        (["deepspeed_hostfile.sh", "generate"], "no hostfile given"),
         (["deepspeed_hostfile.sh", "--hostfile", "no/such", "generate"], "no such hostfile: no/such"),
         (["deepspeed_hostfile.sh", "--hostfile", "LICENSE", "generate"], "LICENSE, line 2: "),
+        (["slurm_train.sh", "train"], "no Slurm job: submit this with sbatch"),
         (["quickstart.sh", "--ranks", "x"], "--ranks x: must be a whole number"),
+        (["quickstart.sh", "--train-only", "--generate-only"], "exclude each other"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -315,36 +304,25 @@ def test_quickstart_does_both_jobs(copy):
 
 
 @pytest.mark.slow
-def test_quickstart_names_the_failing_step(copy):
-    (copy / "launch" / "train.py").write_text("raise SystemExit('no cake left')\n")
-    status, output = _run("launch/quickstart.sh", "--ranks", 2, cwd=copy)
-    assert status == 1
-    report = output[output.index("quickstart failed") :]
-    assert 'in the step "training" (exit status 1); the last lines of runs/quickstart/training.log' in report
-    assert "no cake left" in report
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("raise SystemExit('no cake left')\n", "no cake left"),
+        ("", "runs/quickstart/train.jsonl was not written"),
+    ],
+)
+def test_quickstart_names_the_failing_step(copy, script, said):
+    (copy / "launch" / "train.py").write_text(script)
+    code, output = _run("launch/quickstart.sh", "--ranks", 1, cwd=copy)
+    assert code == 1
+    assert said in output and 'quickstart failed in the step "training" (exit status 1)' in output
     assert "generation" not in output
-
-
-@pytest.mark.slow
-def test_quickstart_does_not_believe_a_job_that_wrote_nothing(copy):
-    (copy / "launch" / "train.py").write_text("")
-    status, output = _run("launch/quickstart.sh", "--ranks", 1, "--train-only", cwd=copy)
-    assert status == 1
-    assert "runs/quickstart/train.jsonl was not written" in output
 
 
 @pytest.mark.slow
 def test_quickstart_can_be_interrupted(copy):
     (copy / "launch" / "train.py").write_text(RANK_SCRIPT.replace("sys.argv[1]", "'sleep'"))
     process = _start("launch/quickstart.sh", "--ranks", 2, cwd=copy)
-    seen = 0
-    for line in process.stdout:
-        seen += line.strip() == "asleep"
-        if seen == 2:
-            break
-    pids = _pids(copy / "launch")
-    process.send_signal(signal.SIGTERM)
-    status, _ = _finish(process)
+    status, pids = _stopped_by(signal.SIGTERM, process, copy / "launch")
     assert status == 143
-    assert len(pids) == 3
     assert not _left(pids)
