@@ -79,7 +79,7 @@ def _latents(rank, world):
 
 
 def test_latents_are_what_is_kept():
-    ((each, fused, error),) = run_distributed(_latents, 1, fresh=True)
+    ((each, fused, error),) = run_distributed(_latents, 1)
     assert each == 4 * 2 * (16 + 8) and fused == 2 and error < 1e-5
 
 
@@ -100,7 +100,7 @@ def _experts(rank, world):
 
 @pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; ep = 2, cp = 2")
 def test_served_beside_expert_parallelism():
-    for errors in run_distributed(_experts, 2, fresh=True):
+    for errors in run_distributed(_experts, 2):
         assert largest(errors) <= 1e-4, errors
 
 
@@ -128,7 +128,7 @@ def _yarn(rank, world):
 
 @pytest.mark.supports(SERVED, with_="MLA, YaRN")
 def test_served_with_yarn():
-    for ((errors, equal),) in run_distributed(_yarn, 2, fresh=True):
+    for ((errors, equal),) in run_distributed(_yarn, 2):
         assert largest(errors.values()) <= 1e-4 and equal, errors
 
 
@@ -149,7 +149,7 @@ def _replayed(rank, world):
 @pytest.mark.slow
 def test_replayed_steps():
     """As in CUDA graphs, see cache/test_graph.py."""
-    ((results, replays),) = run_distributed(_replayed, 1, fresh=True)
+    ((results, replays),) = run_distributed(_replayed, 1)
     for errors, equal in results:
         assert largest(errors.values()) <= 1e-4 and equal, errors
     assert replays >= 4
@@ -183,7 +183,7 @@ def _fail_and_go_on(rank, world):
 
 
 def test_a_failure_takes_the_tokens_back():
-    for after, undisturbed in run_distributed(_fail_and_go_on, 2, fresh=True):
+    for after, undisturbed in run_distributed(_fail_and_go_on, 2):
         assert torch.allclose(after, undisturbed, atol=1e-5 * float(undisturbed.abs().max()))
 
 
@@ -207,7 +207,7 @@ def _train_serve_train(rank, world):
 
 
 def test_training_goes_on_as_if_nothing_had_been_served():
-    assert all(run_distributed(_train_serve_train, 2, fresh=True))
+    assert all(run_distributed(_train_serve_train, 2))
 
 
 def _disagree(rank, world):
@@ -227,7 +227,7 @@ def _disagree(rank, world):
 
 
 def test_bad_prompts_are_errors_on_all_ranks():
-    for other, long, shape, rows in run_distributed(_disagree, 2, fresh=True):
+    for other, long, shape, rows in run_distributed(_disagree, 2):
         assert "digest of tokens" in other and "would hold 33 tokens, but the model has 32 positions" in long
         assert "tokens must be int64 [tokens], got [0, 1]" in shape and "name each row of the cache once" in rows
 
@@ -321,4 +321,4 @@ def _static_context(rank, world):
 
 @pytest.mark.refuses("StaticInferenceContext, after the prompt (use MegatronRunner)", when="the forward")
 def test_megatrons_own_context_is_refused():
-    assert all(run_distributed(_static_context, 1, fresh=True))
+    assert all(run_distributed(_static_context, 1))

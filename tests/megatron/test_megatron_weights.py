@@ -155,7 +155,7 @@ def _compare(rank, world, cases):
     ],
 )
 def test_a_rank_holds_its_part_of_weights_and_cache(world, cases):
-    for of_case, *results in zip(cases, *run_distributed(_compare, world, cases, timeout=280.0, fresh=True)):
+    for of_case, *results in zip(cases, *run_distributed(_compare, world, cases, timeout=280.0)):
         options = dict(of_case.extra)
         for errors, same, own, of_all, _, gathered, (sent, plan) in results:
             assert largest(errors.values()) <= 1e-4 and same, f"{errors} in {of_case}"

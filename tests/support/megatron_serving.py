@@ -103,7 +103,7 @@ def compare(rank, world, cases, options):
 
 def check(world, cases, *, tolerance=1e-4, same_tokens=True, options=None):
     """Logits of every case equal those of full forwards on one rank, relative to the largest."""
-    for results in run_distributed(compare, world, cases, options or {}, timeout=200.0, fresh=True):
+    for results in run_distributed(compare, world, cases, options or {}, timeout=200.0):
         for case, (errors, equal) in zip(cases, results, strict=True):
             assert largest(errors.values()) <= tolerance, f"{errors} in {case}"
             assert equal or not same_tokens, case
