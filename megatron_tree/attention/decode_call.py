@@ -46,7 +46,7 @@ def project(out: Tensor, projection: Tensor) -> Tensor:
     return torch.einsum("bshv,hdv->bshd", out, projection)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DecodeCall:
     """A planned decode call.
 

@@ -89,9 +89,6 @@ def check_seen_slots(q: Tensor, cache: KVCache, spec: AttnSpec) -> KVCache:
             f"q has {s_q} tokens with window_size={spec.window_size}{slopes}: pass q_positions and cache_positions, "
             "which decide what each query sees (without them a single query sees every valid slot)"
         )
-    if q_positions is not None:
-        q_positions = _rows("q_positions", q_positions, b, s_q, q)
-        k_positions = _rows("cache_positions", k_positions, b, slots, q)
     if lengths is not None:
         ok = isinstance(lengths, Tensor) and not lengths.is_floating_point()
         if not ok or tuple(lengths.shape) != (b,):
@@ -101,6 +98,10 @@ def check_seen_slots(q: Tensor, cache: KVCache, spec: AttnSpec) -> KVCache:
         check_device("cache_seqlens", lengths, q)
         if _is_beyond(lengths, slots + 1):
             raise ValueError(f"cache_seqlens={lengths.tolist()} must be within 0 and the cache's {slots} slots")
+    if q_positions is None:
+        return cache
+    q_positions = _rows("q_positions", q_positions, b, s_q, q)
+    k_positions = _rows("cache_positions", k_positions, b, slots, q)
     return cache._replace(q_positions=q_positions, k_positions=k_positions)
 
 
