@@ -3,12 +3,11 @@
 `init_inference` for generation, `register_sequence_parallel` for training.
 """
 
-from .inference import TensorParallelUnit, generate, init_comm, init_distributed, init_inference
+from .inference import generate, init_comm, init_distributed, init_inference
 from .training import SequenceParallel, register_sequence_parallel
 
 __all__ = [
     "SequenceParallel",
-    "TensorParallelUnit",
     "generate",
     "init_comm",
     "init_distributed",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -50,11 +51,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def skip_shared_memory_op() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce for the CPU.
+    """Keep `deepspeed.init_distributed` from compiling its shared-memory all-reduce for the CPU; gloo takes its place.
 
-    `deepspeed.init_distributed` builds it on first use (a minute or more, needs a compiler) where it considers it
-    compatible. Only its tensor parallelism would use it, with all ranks as one group, which is wrong with more than one
-    sequence rank. DeepSpeed reads the table edited here to decide; without the op it uses gloo.
+    Only DeepSpeed's tensor parallelism would use it, with all ranks as one group, which is wrong with several sequence
+    ranks.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -83,22 +83,6 @@ def init_comm(timeout_s: float) -> None:
             device = {"device_id": torch.device("cuda", int(os.environ["LOCAL_RANK"]))} if bound else {}
             start_default_group(backend, timeout_s=timeout_s, **device)
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
-
-
-class TensorParallelUnit:
-    """DeepSpeed's mpu interface: it gives `init_inference` this rank's tensor-parallel group."""
-
-    def __init__(self, group, size: int, rank: int):
-        self.group, self.size, self.rank = group, size, rank
-
-    def get_model_parallel_group(self):
-        return self.group
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.size
-
-    def get_model_parallel_rank(self) -> int:
-        return self.rank
 
 
 def init_inference(
@@ -262,8 +246,12 @@ def _replicate(
         tp_group = group if s == rank // tp_size else tp_group
     init_comm(tree.timeout_s)
     # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards nothing
-    unit = TensorParallelUnit(tp_group, tp_size, rank % tp_size)
-    return _Ranks(sp_group, sp_size, tp_size, {"tp_size": tp_size, "mpu": unit, "tp_group": tp_group}, {})
+    mpu = SimpleNamespace(
+        get_model_parallel_group=lambda: tp_group,
+        get_model_parallel_world_size=lambda: tp_size,
+        get_model_parallel_rank=lambda: rank % tp_size,
+    )
+    return _Ranks(sp_group, sp_size, tp_size, {"tp_size": tp_size, "mpu": mpu, "tp_group": tp_group}, {})
 
 
 def _for_latents(model, split_latents: bool, weights: str) -> ValueError:
