@@ -88,12 +88,6 @@ def config_of(options: dict[str, Any], *, dtype: str) -> Any:
     dtype: name of the weights' dtype.
     Raises: ValueError for a model that none of the families has.
     """
-    for name, needed in (("softmax_type", "vanilla"), ("window_size", None)):
-        if (value := options.get(name, needed)) != needed:
-            raise ValueError(
-                f"{name}={value!r} can't be converted: none of the families has it ({KNOWN}); serve it with "
-                "MegatronRunner (docs/megatron.md)"
-            )
     special = {name: options[name] for name in ("qk_layernorm", "add_qkv_bias")}
     kinds = [kind for kind, family in FAMILIES.items() if family.options == special]
     if not kinds:
