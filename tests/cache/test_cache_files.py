@@ -36,19 +36,19 @@ def _model(family, seed=1):
     return model
 
 
-def _save(rank, world, folder, family, dtype="auto", block_size=4):
+def _save(rank, world, folder, family, dtype="auto", page_size=4):
     """A batch of two rows; returns what the cache would have said next."""
     model = _model(family)
-    cache = TreeCache(model.config, cp_group=_group(world), block_size=block_size, dtype=dtype)
+    cache = TreeCache(model.config, cp_group=_group(world), page_size=page_size, dtype=dtype)
     ids = prompt(2, LENGTH)
     generate(model, ids, cache=cache, max_new_tokens=1, chunk_size=16)
     cache.save(folder, list(ids), fingerprint=model_fingerprint(model))
     return generate(model, torch.cat((ids, ids[:, :3]), 1), cache=cache, max_new_tokens=NEW).tokens
 
 
-def _load(rank, world, folder, family, dtype="auto", block_size=3):
+def _load(rank, world, folder, family, dtype="auto", page_size=3):
     model = _model(family)
-    cache = TreeCache(model.config, cp_group=_group(world), block_size=block_size, dtype=dtype)
+    cache = TreeCache(model.config, cp_group=_group(world), page_size=page_size, dtype=dtype)
     whole, cache_files.CHUNK = cache_files.CHUNK, 16  # tokens read at once: of windows never a whole row
     ids = torch.stack(cache.load(folder, fingerprint=model_fingerprint(model)))
     cache_files.CHUNK = whole
@@ -58,8 +58,8 @@ def _load(rank, world, folder, family, dtype="auto", block_size=3):
     for layer in range(3):
         if cache.window(layer) is not None:
             kind = cache.store.kind_of[layer]
-            assert cache.store.num_local(kind) <= 2 * (cache.window(layer) + block_size)
-            assert cache.store.book.numbers[kind].capacity * block_size <= 2 * (cache.window(layer) + 16 + block_size)
+            assert cache.store.num_local(kind) <= 2 * (cache.window(layer) + page_size)
+            assert cache.store.book.numbers[kind].capacity * page_size <= 2 * (cache.window(layer) + 16 + page_size)
     with pytest.raises(ValueError, match="holds a batch of 2 rows already"):
         cache.load(folder, fingerprint=model_fingerprint(model))
     result = generate(model, torch.cat((ids, ids[:, :3]), 1), cache=cache, max_new_tokens=NEW, keep_logits=True)
@@ -104,7 +104,7 @@ def _of_head_groups(rank, world, folder, save):
         cp_group=neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0),
         head_shares=layout.heads.shares,
         weights_group=dist.group.WORLD,
-        block_size=4 if save else 3,
+        page_size=4 if save else 3,
         dtype="int8",
     )
     ids, options = prompt(2, LENGTH), {"token_group": dist.group.WORLD}
@@ -132,7 +132,7 @@ def test_head_groups_are_saved_and_loaded_on_another_number_of_ranks(tmp_path):
 def _rows_of_a_runner(rank, world, folder):
     """Rows of different lengths, one empty, one that shares pages with another; added to a cache that has rows."""
     model = _model("llama")
-    runner = Runner(model, TreeCache(model.config, cp_group=_group(world), block_size=4))
+    runner = Runner(model, TreeCache(model.config, cp_group=_group(world), page_size=4))
     a, empty = runner.add(), runner.add()
     first = prompt(1, 21)[0]
     runner.prefill(a, first)

@@ -91,7 +91,7 @@ def test_replayed_steps_are_ordinary_steps(name):
 
 def _served_by_tree(model):
     model.set_attn_implementation("tree")
-    return Runner(model, TreeCache(model.config, block_size=4))
+    return Runner(model, TreeCache(model.config, page_size=4))
 
 
 FAMILIES = ("gemma3", "gpt_oss", "phi3", "mixtral", "deepseek_v3_experts", "olmo2")

@@ -80,7 +80,7 @@ class Checked:
 
 
 def _rows(rank, world, family):
-    it = Checked(family, world, block_size=4)
+    it = Checked(family, world, page_size=4)
     a, b = it.add(), it.add()
     it.prefill(a, 50, 7)
     it.prefill(b, 23, 64)
@@ -184,7 +184,7 @@ class Broken(RuntimeError):
 
 
 def _failing(rank, world, family):
-    it = Checked(family, world, block_size=4)
+    it = Checked(family, world, page_size=4)
     a = it.add()
     it.prefill(a, 22, 1000)
     b = it.fork(a)

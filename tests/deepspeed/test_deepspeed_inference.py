@@ -24,7 +24,7 @@ def _engine(rank, world, tp_size, extensions):
     ids = prompt(2, 21)
     padded, mask = left_padded(2, 15)
     want, want_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
-    engine = tree_deepspeed.init_inference(model, tp_size=tp_size, block_size=2, config={"max_out_tokens": 256})
+    engine = tree_deepspeed.init_inference(model, tp_size=tp_size, page_size=2, config={"max_out_tokens": 256})
     assert isinstance(engine, deepspeed.InferenceEngine)
     assert (engine.sp_size, engine.tp_size) == (world // tp_size, tp_size)
     if engine.sp_size > 1:
@@ -64,7 +64,7 @@ def _refusals(rank, world, listing):
         {"tp_size": 4},
         {"dtype": torch.float64},
         {"schedule": "tree"},
-        {"block_size": 0},
+        {"page_size": 0},
         {"config": {"replace_with_kernel_inject": True}},
         {"config": {"tensor_parallel": {"tp_size": 2}}},
         {"config": "no/such/file.json"},
@@ -93,7 +93,7 @@ def test_refusals_name_option_value_and_way_out(tmp_path):
         "tp_size=4 must divide the model's num_key_value_heads=2",
         "dtype=torch.float64",
         "schedule='tree' is unknown",
-        "block_size=0",
+        "page_size=0",
         "replace_with_kernel_inject=True can't be used here",
         "pass tp_size=",
         "config='no/such/file.json' is not a readable JSON file",

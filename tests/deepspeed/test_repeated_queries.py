@@ -26,7 +26,7 @@ SLOW_FAMILIES = ("llama", "gemma3", "mixtral", "qwen2", "qwen3", "gemma2", "mist
 def _engine(family, **options):
     from megatron_tree.integrations import deepspeed as tree_deepspeed
 
-    return tree_deepspeed.init_inference(tiny_model(family), weights="sharded", block_size=2, **options)
+    return tree_deepspeed.init_inference(tiny_model(family), weights="sharded", page_size=2, **options)
 
 
 def _rows_of_queries(engine, config):

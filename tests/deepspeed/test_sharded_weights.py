@@ -86,7 +86,7 @@ def _run(rank, world, families):
         split_latents = family != "deepseek_v2" if family in LATENT else None
         most, config = _most_bytes(model, world, split_latents is not False), model.config
         # chunks for the kernels of the prefill and of decoding
-        options = dict(block_size=BLOCK, prefill_chunk=34, split_latents=split_latents)
+        options = dict(page_size=BLOCK, prefill_chunk=34, split_latents=split_latents)
         engine = tree_deepspeed.init_inference(model, weights="sharded", **options)
         assert sum(p.nbytes for p in model.parameters()) == engine.weight_bytes
         result = tree_deepspeed.generate(engine, one, max_new_tokens=NEW, keep_logits=True)
@@ -137,7 +137,7 @@ def _bf16(rank, world, family):
     truth = _model(family)(ids, logits_to_keep=1).logits
     model = _model(family, torch.bfloat16)
     allowed = (model(ids, logits_to_keep=1).logits - truth).abs().max()
-    engine = tree_deepspeed.init_inference(model, weights="sharded", block_size=BLOCK)
+    engine = tree_deepspeed.init_inference(model, weights="sharded", page_size=BLOCK)
     runner, errors = engine.new_runner(), []
     for engine.module.weight_gathering.forced in (None, True):
         errors.append((runner.prefill(runner.add(), ids[0]) - truth).abs().max() / allowed)
@@ -171,7 +171,7 @@ def _from_files(rank, world, folder):
         model, ids = _model(family), prompt(1, 40)
         want = model(ids).logits[0, -1]
         options = {"split_latents": True} if family in LATENT else {}
-        engine = tree_deepspeed.init_inference(f"{folder}/{family}", weights="sharded", block_size=BLOCK, **options)
+        engine = tree_deepspeed.init_inference(f"{folder}/{family}", weights="sharded", page_size=BLOCK, **options)
         runner = engine.new_runner()
         worst[family] = float((runner.prefill(runner.add(), ids[0]) - want).abs().max() / want.abs().max())
         assert engine.plain_attention == model.config._attn_implementation
@@ -270,7 +270,7 @@ def _replayed(rank, world, families):
     for family in families:
         # gloo's ranks would meet in each call; NCCL's don't
         config = TreeConfig(transport="builtin", check="never")
-        options = dict(weights="sharded", block_size=BLOCK, tree_config=config)
+        options = dict(weights="sharded", page_size=BLOCK, tree_config=config)
         engine = tree_deepspeed.init_inference(tiny_model(family), **options)
         ordinary, replayed = engine.new_runner(), engine.new_runner()
         replayed._graphs, tokens, errors = TapedSteps(replayed), prompt(3, 12), []

@@ -41,7 +41,7 @@ def _engine(family, dtype=torch.float32, **options):
             if name.endswith("bias"):  # one that is missing, or added twice, shows
                 parameter.normal_(generator=torch.Generator().manual_seed(3))
     want = model(prompt(1, TOKENS + 1)).logits[0]
-    return tree_deepspeed.init_inference(model, weights="sharded", block_size=BLOCK, **options), want
+    return tree_deepspeed.init_inference(model, weights="sharded", page_size=BLOCK, **options), want
 
 
 def _run(engine, forced, **options):

@@ -85,7 +85,7 @@ def test_pages_of_other_sizes_are_refused():
     cache.write(0, cache.append(rows, 20), k, v)
     view, pages = cache.view(0, rows, DEVICE), cache.layers[0]
     options = dict(cp_group=None, block_table=view.block_table, cache_seqlens=view.lengths)
-    with pytest.raises(ValueError, match=r"page_size=12: .*16, 32, 64, 128, 256 tokens; choose .*block_size"):
+    with pytest.raises(ValueError, match=r"page_size=12: .*16, 32, 64, 128, 256 tokens; choose .*page_size"):
         tree_decode(q, pages.k, pages.v, config=TreeConfig(backend="triton"), **options)
     out = tree_decode(q, pages.k, pages.v, config=TreeConfig(backend="reference"), **options)
     truth, _ = energy.attention(*(x.double() for x in (q, k, v)), spec=AttnSpec(softmax_scale=0.25))

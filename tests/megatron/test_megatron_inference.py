@@ -85,7 +85,7 @@ def test_latents_are_what_is_kept():
 
 def _answers(run):
     (model,) = build_chunks(run, config_of(run))
-    runner = FullForwards if run.cp == 1 else functools.partial(tree.MegatronRunner, block_size=2)
+    runner = FullForwards if run.cp == 1 else functools.partial(tree.MegatronRunner, page_size=2)
     return scenario(runner(model.eval()))
 
 
@@ -196,7 +196,7 @@ def _train_serve_train(rank, world):
             model.train()
             losses.append(model(batch["tokens"], batch["positions"], None, labels=batch["labels"]).detach())
             if serve:
-                runner = tree.MegatronRunner(model.eval(), block_size=2)
+                runner = tree.MegatronRunner(model.eval(), page_size=2)
                 row = runner.add()
                 runner.prefill(row, text_of(9, 1))
                 runner.step([row], torch.tensor([[3]]))
@@ -293,7 +293,7 @@ def test_runner_refuses_other_models():
     ("options", "message"),
     [
         ({"vocab_size": 9}, "vocab_size=9 must be from 1 to the model's 8"),
-        ({"block_size": 0}, "block_size=0"),
+        ({"page_size": 0}, "page_size=0"),
         ({"schedule": "tree"}, "schedule='tree'"),
     ],
 )

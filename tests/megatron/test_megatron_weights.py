@@ -121,7 +121,7 @@ def _compare(rank, world, cases):
                 tokens = [_alone(plain, text_of(n, n)) for n in PROMPTS]
             with megatron(tp=world, pp=1, cp=1):
                 model = _cut_from(build_model(of_case).eval(), whole)
-                runner, errors, same = tree.MegatronRunner(model, block_size=PAGE, chunk_size=CHUNK), {}, True
+                runner, errors, same = tree.MegatronRunner(model, page_size=PAGE, chunk_size=CHUNK), {}, True
                 for forced in (True, False):  # whether every rank runs its own tokens of a chunk
                     runner.weight_gathering.forced = forced
                     got, held = _answers(runner)

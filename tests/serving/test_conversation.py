@@ -52,7 +52,7 @@ def _turns(rank, world, family):
     third = first[:20] + more  # goes back behind what is held
     want3, _ = plain_answer(model, third, 6)
     model.set_attn_implementation("tree")
-    runner = Runner(model, TreeCache(model.config, cp_group=dist.group.WORLD, block_size=4), chunk_size=16)
+    runner = Runner(model, TreeCache(model.config, cp_group=dist.group.WORLD, page_size=4), chunk_size=16)
     conversation = Conversation(runner, None, end_tokens=(), group=dist.group.WORLD)
     found = []
     for tokens in (first, second, third):
@@ -111,7 +111,7 @@ def _chat(rank, world, path):
     group = dist.group.WORLD if world > 1 else None
     tokenizer, model = byte_tokenizer(), byte_model()
     model.set_attn_implementation("tree")
-    runner = Runner(model, TreeCache(model.config, cp_group=group, block_size=4))
+    runner = Runner(model, TreeCache(model.config, cp_group=group, page_size=4))
     conversation = Conversation(runner, tokenizer, end_tokens=(0,), group=group)
     if rank == 0:
         lines, transcript = open_input(path), Transcript(tokenizer, (0,))

@@ -147,7 +147,7 @@ def _on_ranks(rank, world, answers):
     room.SOON = 2
     model = tiny_model("llama")
     model.set_attn_implementation("tree")
-    cache = TreeCache(model.config, cp_group=dist.group.WORLD, block_size=4)
+    cache = TreeCache(model.config, cp_group=dist.group.WORLD, page_size=4)
     runner = Runner(model, cache, chunk_size=16, capacity_tokens=120)
     drafts = speculation(Told(answers, wrong=3)) if rank == 0 else None
     options = {"max_rows": 8, "max_waiting": 16, "keep_bytes": 1 << 20, "heartbeat_s": 0.1}

@@ -39,7 +39,7 @@ class Counting(Runner):
 
 
 def _scheduler(model, *, keep_bytes=1 << 30, group=None, max_rows=16, capacity=None, **options):
-    cache = TreeCache(model.config, cp_group=group, block_size=BLOCK, **options)
+    cache = TreeCache(model.config, cp_group=group, page_size=BLOCK, **options)
     runner = Counting(model, cache, chunk_size=32, capacity_tokens=capacity)
     return Scheduler(runner, max_rows=max_rows, max_waiting=64, keep_bytes=keep_bytes, heartbeat_s=0.1), runner
 
@@ -65,7 +65,7 @@ def _ask(scheduler, request):
 def test_prompts_of_which_lengths_run_together():
     model = tiny_model("llama", positions=1024)
     model.set_attn_implementation("tree")
-    runner = Counting(model, TreeCache(model.config, block_size=BLOCK), chunk_size=512)
+    runner = Counting(model, TreeCache(model.config, page_size=BLOCK), chunk_size=512)
     scheduler = Scheduler(runner, max_rows=8, max_waiting=8, heartbeat_s=0.1)
     for n in (20, 200, 300, 250, 30):
         scheduler.submit(Request(prompt=[3] * n, sampling=SamplingParams(max_tokens=300)), lambda event: None)

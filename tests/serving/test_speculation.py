@@ -27,7 +27,7 @@ BLOCK = 4
 
 def _tree_runner(model, group=None, **options):
     model.set_attn_implementation("tree")
-    return Runner(model, TreeCache(model.config, cp_group=group, block_size=BLOCK), chunk_size=32, **options)
+    return Runner(model, TreeCache(model.config, cp_group=group, page_size=BLOCK), chunk_size=32, **options)
 
 
 def _scheduler(runner, tokenizer=None, *, max_rows=8, speculation=None, **options):

@@ -26,7 +26,7 @@ def check_served(model, *, new_tokens, padded, short, steps, limit):
         assert error < limit, f"{what}: {error:.1e}"
 
     def new_cache():
-        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, block_size=2)
+        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2)
 
     model.set_attn_implementation("tree")
     result = tree_hf.generate(model, ids, cache=new_cache(), max_new_tokens=new_tokens, chunk_size=16, keep_logits=True)
@@ -87,7 +87,7 @@ def check_sharded(model):
     split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
     options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}
     for model.weight_gathering.forced in (False, True):
-        cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, block_size=2)
+        cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, page_size=2)
         result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, **options)
         assert_logits(torch.stack(result.logits, 1), want[1], f"generate, forced={model.weight_gathering.forced}")
         assert torch.equal(result.tokens, want[0])

@@ -160,7 +160,7 @@ def served(model, text, mask):
     if mask is not None:
         positions = torch.arange(len(text))[None]
         return model(text[None], positions, mask, runtime_gather_output=True)[0, -2:]
-    runner = tree.MegatronRunner(model, block_size=2)
+    runner = tree.MegatronRunner(model, page_size=2)
     row = runner.add()
     return torch.stack((runner.prefill(row, text[:-1]), runner.step([row], text[None, -1:])[0, -1]))
 

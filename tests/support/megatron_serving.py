@@ -83,7 +83,7 @@ def scenario(runner):
 
 def served(case, **options):
     """A MegatronRunner over the model of a case. Inside of `megatron(...)`."""
-    return tree.MegatronRunner(build_model(case).eval(), block_size=PAGE, chunk_size=CHUNK, **options)
+    return tree.MegatronRunner(build_model(case).eval(), page_size=PAGE, chunk_size=CHUNK, **options)
 
 
 def compare(rank, world, cases, options):

@@ -211,7 +211,7 @@ def test_half_written_answers(tmp_path, seed, count):
 
 
 def _store(model):
-    return TreeCache(model.config, cp_group=None, block_size=4).store
+    return TreeCache(model.config, cp_group=None, page_size=4).store
 
 
 def _contents(model, folder):
@@ -225,7 +225,7 @@ def _contents(model, folder):
 def test_saved_caches(tmp_path, seed, count):
     model = tiny_model("mistral")
     model.set_attn_implementation("tree")
-    cache, ids = TreeCache(model.config, cp_group=None, block_size=4), prompt(2, 21)
+    cache, ids = TreeCache(model.config, cp_group=None, page_size=4), prompt(2, 21)
     generate(model, ids, cache=cache, max_new_tokens=1, chunk_size=16)
     folder = tmp_path / "saved"
     cache.save(str(folder), list(ids), fingerprint=model_fingerprint(model))

@@ -68,7 +68,7 @@ def _generation(rank, world, name):
     model, ids = random_model(name), prompt(2, 21)
     want = plain(model, ids, NEW)
     model.set_attn_implementation("tree")
-    caches = [tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, block_size=2) for _ in range(2)]
+    caches = [tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2) for _ in range(2)]
     result = tree_hf.generate(model, ids, cache=caches[0], max_new_tokens=NEW, chunk_size=8, keep_logits=True)
     for what, (tokens, logits) in {
         "generate": (result.tokens, torch.stack(result.logits, 1)),

@@ -94,7 +94,7 @@ def test_models_that_the_cache_does_not_fit():
     with pytest.raises(ValueError, match="decoder-only"):
         tree_hf.TreeCache(transformers.T5Config())
     config = transformers.LlamaConfig(**SHAPE)
-    for options, message in (({"schedule": "tree"}, "schedule='tree'"), ({"block_size": 0}, "block_size=0")):
+    for options, message in (({"schedule": "tree"}, "schedule='tree'"), ({"page_size": 0}, "page_size=0")):
         with pytest.raises(ValueError, match=message):
             tree_hf.TreeCache(config, **options)
 

@@ -44,7 +44,7 @@ def _families(rank, world, family, lengths, prefills):
             want = plain(of_hf, ids, NEW)
             model.set_attn_implementation("tree")
             for prefill in prefills:
-                cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=2)
+                cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=2)
                 got, result = _generated(model, ids, cache, prefill=prefill, chunk_size=16)
                 _check(got, want)
                 assert result.prefill == prefill
@@ -79,14 +79,14 @@ def _left_padding(rank, world, family):
     ids, mask = left_padded(3, 23)
     want = plain(model, ids, NEW, mask)
     model.set_attn_implementation("tree")
-    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=4)
+    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=4)
     _check(hf_generate(model, ids, NEW, mask, past_key_values=cache), want)
-    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=4)
+    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=4)
     got, _ = _generated(model, ids, cache, attention_mask=mask, chunk_size=10)
     _check(got, want)
     held = [cache.length(i) for i in range(3)]
     assert held == [int(row.sum()) + NEW - 1 for row in mask], "padding is in the cache"
-    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=4)
+    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=4)
     on_the_right = [torch.cat((x[m.bool()], x[~m.bool()])) for x, m in zip(ids, mask, strict=True)]
     mask_right = [torch.cat((m[m.bool()], m[~m.bool()])) for m in mask]
     got, _ = _generated(model, torch.stack(on_the_right), cache, attention_mask=torch.stack(mask_right))
@@ -128,8 +128,8 @@ def _schedules(rank, world):
     for schedule in DECODE_SCHEDULES:
         cache = tree_hf.TreeCache(model.config, cp_group=_group(world), schedule=schedule)
         _check(_generated(model, ids, cache)[0], want)
-    for block_size in (1, 64):
-        cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=block_size)
+    for page_size in (1, 64):
+        cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=page_size)
         _check(_generated(model, ids, cache, chunk_size=11)[0], want)
 
 
@@ -137,10 +137,10 @@ def test_every_schedule_and_page_size():
     run_distributed(_schedules, 3)
 
 
-def _balance(rank, world, length, new_tokens, block_size):
+def _balance(rank, world, length, new_tokens, page_size):
     model = tiny_model("llama")
     model.set_attn_implementation("tree")
-    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=block_size)
+    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=page_size)
     generate(model, prompt(1, length), cache=cache, max_new_tokens=new_tokens)
     return cache.num_local_tokens, cache.nbytes
 
@@ -160,7 +160,7 @@ def _beams(rank, world):
     options = {"attention_mask": mask, "max_new_tokens": 8, "num_beams": 3, "do_sample": False}
     want = model.generate(ids, **options)
     model.set_attn_implementation("tree")
-    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=2)
+    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=2)
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
 
 
@@ -173,7 +173,7 @@ def _crop_and_reset(rank, world):
     ids = prompt(2, 21)
     want = plain(model, ids, NEW)
     model.set_attn_implementation("tree")
-    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), block_size=2)
+    cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=2)
     assert cache.batch_size == -1
     _generated(model, ids, cache)
     cache.crop(-(cache.get_seq_length() - 15))

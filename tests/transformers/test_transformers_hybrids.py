@@ -26,7 +26,7 @@ NO_TRAINING = "train_on_shards or register_sequence_parallel: layers with a recu
 
 
 def _cache(model, group, **options):
-    return tree_hf.TreeCache(model.config, cp_group=group, block_size=2, **options)
+    return tree_hf.TreeCache(model.config, cp_group=group, page_size=2, **options)
 
 
 def _group(world):

@@ -59,7 +59,7 @@ def _served(rank, world, name):
     want, other = run(image), run(-image)
     assert (want[1] - other[1]).abs().max() > 0.01, "the image does not matter"
     model.set_attn_implementation(IMPLEMENTATIONS)
-    tokens, logits = run(image, past_key_values=TreeCache(model.config, cp_group=dist.group.WORLD, block_size=2))
+    tokens, logits = run(image, past_key_values=TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2))
     assert torch.equal(tokens, want[0])
     assert (logits - want[1]).abs().max() <= 1e-5 * want[1].abs().max()
     model.set_attn_implementation("tree")

@@ -35,7 +35,7 @@ def _ragged(side):
 
 
 def _cache(model, world):
-    return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None, block_size=2)
+    return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None, page_size=2)
 
 
 def _rows(rank, world, family):

@@ -27,7 +27,7 @@ def _tokens(rank, world, family, ways, dtype="auto"):
     model.set_attn_implementation("tree")
     seen = []
     for way in ways:
-        cache = TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None, block_size=2, dtype=dtype)
+        cache = TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None, page_size=2, dtype=dtype)
         crops, crop = [], cache.crop
         cache.crop = lambda n, crops=crops, crop=crop: (crops.append(n), crop(n))
         got = model.generate(
@@ -60,7 +60,7 @@ def test_crop_takes_back_what_came_last_also_beyond_windows():
     ids = prompt(1, 40)
     with torch.no_grad():
         want = model(ids, use_cache=False).logits[:, -4:]
-        cache = TreeCache(model.config, block_size=2)
+        cache = TreeCache(model.config, page_size=2)
         model(ids[:, :36], past_key_values=cache)
         model(ids[:, :4], past_key_values=cache)  # wrong tokens
         cache.crop(-4)

@@ -94,7 +94,7 @@ def init_inference(
     split_latents: bool | None = None,
     queries: str = "split",
     dtype: torch.dtype | None = None,
-    block_size: int = 16,
+    page_size: int = 16,
     cache_dtype: str = "auto",
     prefill_chunk: int = CHUNK_SIZE,
     schedule: str = "auto",
@@ -118,7 +118,7 @@ def init_inference(
             gathered; "repeated", the ranks of a KV head each compute all of its queries, with more weights and fewer
             messages (Helix, arXiv 2507.07120); "auto", what the planner predicts to be faster.
         dtype: of weights and cache; default the model's.
-        block_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
+        page_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
         cuda_graphs: whether decode steps are captured in CUDA graphs and replayed, see `RowRunner`.
         config, options: more options of `deepspeed.init_inference`: a dictionary or the path of a JSON file, and
@@ -142,7 +142,7 @@ def init_inference(
     _check_model(text, dtype, weights, tp_size)
     options = _merge_options(config, options)
     options.setdefault("max_out_tokens", num_positions(text) or 1024)
-    cache_options = {"block_size": block_size, "dtype": cache_dtype, "schedule": schedule, "tree_config": tree_config}
+    cache_options = {"page_size": page_size, "dtype": cache_dtype, "schedule": schedule, "tree_config": tree_config}
     TreeCache(text, **cache_options)  # raises for a model or options that the cache can't serve
 
     model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())

@@ -67,7 +67,7 @@ class MegatronRunner(RowRunner):
 
     Args:
         model: GPTModel (or a wrapper of it, as Float16Module) in eval mode, with TreeDotProductAttention in all layers.
-        block_size: tokens of a page of the cache. On GPUs 16, 32, 64, 128 or 256.
+        page_size: tokens of a page of the cache. On GPUs 16, 32, 64, 128 or 256.
         dtype: of the cache: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
         vocab_size: size of the tokenizer's vocabulary, if the model's is padded; logits are cut to it.
@@ -82,7 +82,7 @@ class MegatronRunner(RowRunner):
         self,
         model: Any,
         *,
-        block_size: int = 16,
+        page_size: int = 16,
         dtype: str = "auto",
         schedule: str = "auto",
         vocab_size: int | None = None,
@@ -96,15 +96,15 @@ class MegatronRunner(RowRunner):
         self._cores = _core_attentions(self.model)
         if vocab_size is not None and not 1 <= vocab_size <= self.model.vocab_size:
             raise ValueError(f"vocab_size={vocab_size} must be from 1 to the model's {self.model.vocab_size}")
-        if not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
+        if not isinstance(page_size, int) or page_size < 1:
+            raise ValueError(f"page_size={page_size!r} must be a positive number of tokens")
         group, head_shares, weight_gathering = _share_weights(self.model, self._cores[0])
         self._windows = [_causal_window(core.window_size) for core in self._cores]
         store = ShardedCache(
             [None if left < 0 else left + 1 for left, _ in self._windows],
             rank=group_rank(group),
             world=group_size(group),
-            page_size=block_size,
+            page_size=page_size,
             dtype=dtype,
             latent=bool(self.model.config.multi_latent_attention),
         )

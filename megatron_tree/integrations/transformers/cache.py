@@ -33,7 +33,7 @@ class TreeCache(Cache):
     Args:
         config: the model's configuration (or that of its text part); it gives the number and kinds of layers.
         cp_group: process group, or 1-D DeviceMesh, over which the tokens are spread; None = this rank holds them all.
-        block_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
+        page_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
         dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
         head_shares: query heads of every rank of cp_group, for a model whose weights are split over the ranks
@@ -51,7 +51,7 @@ class TreeCache(Cache):
         config,
         *,
         cp_group=None,
-        block_size: int = 16,
+        page_size: int = 16,
         dtype: str = "auto",
         schedule: str = "auto",
         head_shares: tuple[int, ...] | None = None,
@@ -60,8 +60,8 @@ class TreeCache(Cache):
     ):
         cp_group, weights_group = process_group(cp_group), process_group(weights_group)
         check_choice("schedule", schedule, DECODE_SCHEDULES)
-        if not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(f"block_size={block_size!r} must be a positive number of tokens")
+        if not isinstance(page_size, int) or page_size < 1:
+            raise ValueError(f"page_size={page_size!r} must be a positive number of tokens")
         text, kinds = config.get_text_config(decoder=True), layers_of(config)
         check_cached(config)
         attending = [i for i, kind in enumerate(kinds) if kind.attends]
@@ -75,7 +75,7 @@ class TreeCache(Cache):
         self.latent = getattr(text, "kv_lora_rank", None) is not None
         if self.latent:
             keep_latents(text, just_stored)
-        options = {"page_size": block_size, "dtype": dtype, "latent": self.latent}
+        options = {"page_size": page_size, "dtype": dtype, "latent": self.latent}
         windows = [kinds[layer_idx].window for layer_idx in attending]
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)
         self.rows: list[int] = []

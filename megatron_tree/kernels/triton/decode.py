@@ -184,7 +184,7 @@ def check_pages(k: Tensor) -> None:
     if k.shape[1] not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(
-            f"page_size={k.shape[1]}: Triton's kernels take pages of {sizes} tokens; choose one of them as block_size, "
+            f"page_size={k.shape[1]}: Triton's kernels take pages of {sizes} tokens; choose one of them as page_size, "
             "or backend='reference'"
         )
     if k.dtype == torch.float8_e4m3fn and k.device.type == "cuda" and torch.version.hip is None:
