@@ -14,7 +14,6 @@ COMMANDS = {
     "decode": "a decode step over a sharded KV cache on several ranks: all schedules, over a network",
     "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
     "serve": "many requests at once by the scheduler, and as one padded batch of Transformers",
-    "needle": "a fact hidden in long texts, asked for on 1, 2 and 4 ranks: the answers must be the same",
     "train": "attention forward and backward on several ranks: the plan, ring, Ulysses, torch's own, ...",
     "documents": "the same over packed documents: cut one by one, as a whole, or dispatched over the ranks",
     "simulate": "decode and train predicted by the planner's cost model, for thousands of ranks",

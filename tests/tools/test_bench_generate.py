@@ -1,20 +1,15 @@
-"""`bench generate`, `serve` and `needle` on real ranks: no speed of a wrong result, bytes as computed."""
+"""`bench generate` and `serve` on real ranks: no speed of a wrong result, bytes as computed."""
 
 import csv
 import json
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 from megatron_tree.attention import decode
 from megatron_tree.bench import command as bench
-from megatron_tree.bench import needle
 from support.assumed_links import assume_links
-from support.hf_models import SHAPE
-from support.http_server import byte_tokenizer
 
 LAYERS, KV_HEADS, D = 2, 2, 16
 SHAPE_OPTIONS = ["--layers", LAYERS, "--heads", 4, "--kv-heads", KV_HEADS, "--head-dim", D]
@@ -101,56 +96,6 @@ def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
 def test_bad_options(tmp_path, capfd, options, message):
     assert generate(tmp_path, *options)[0] == 1
     assert message in capfd.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny random model whose tokens are bytes."""
-    folder = tmp_path_factory.mktemp("model")
-    byte_tokenizer().save_pretrained(folder)
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(**SHAPE | {"vocab_size": 257, "max_position_embeddings": 512})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-def ask(folder, out, *options):
-    given = ["needle", "--model", folder, "--out", out, "--lengths", 300, "--depths", 0, 100, "--new-tokens", 3]
-    return bench.main(list(map(str, [*given, *options])))
-
-
-def test_needle(folder, tmp_path, capfd):
-    assert ask(folder, tmp_path, "--ranks", 1, 2) == 0, capfd.readouterr().err
-    assert "the same tokens on 1 2 ranks in all 2 texts" in capfd.readouterr().out
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [r["ranks"] for r in rows] == [1] * 2 + [2] * 2 and all(len(r["tokens"].split()) == 3 for r in rows)
-    assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_needle_finds_other_tokens(folder, tmp_path, capfd, monkeypatch):
-    right = needle.generate
-
-    def wrong_on_two(model, ids, *, cache, **options):
-        result = right(model, ids, cache=cache, **options)
-        if torch.distributed.get_world_size() == 2:
-            result.tokens[:, -1] += 1
-        return result
-
-    monkeypatch.setattr(needle, "generate", wrong_on_two)
-    assert ask(folder, tmp_path, "--ranks", 1, 2) == 1
-    assert "300 tokens, depth 0 %: 2 ranks answer" in capfd.readouterr().err
-    kept = json.loads((tmp_path / "results.json").read_text())
-    assert [r["ranks"] for r in kept["rows"]] == [1] * 2 and not kept["complete"]
-
-
-def test_the_fact_is_where_it_should_be():
-    tokenizer, fact = byte_tokenizer(), "The fact is here."
-    texts = [tokenizer.decode(needle.haystack(tokenizer, 2000, depth, fact)[0]) for depth in (0, 50, 100)]
-    places = [text.index(fact) for text in texts]
-    assert places[0] < 50 and 700 < places[1] < 1200 and places[2] > 1600
-    assert all(1900 < len(text) <= 2010 and text.count(fact) == 1 and needle.QUESTION in text for text in texts)
-    with pytest.raises(ValueError, match="--lengths 40: the question alone is longer"):
-        needle.haystack(tokenizer, 40, 50, fact)
 
 
 @pytest.mark.slow
