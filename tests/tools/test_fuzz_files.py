@@ -68,7 +68,7 @@ def _serve(path):
 
 
 TEXTS = {
-    _train: (REPO / "configs" / "train" / "quickstart.yaml").read_text() + "tokenizer_model: x\nbf16: true\n"
+    _train: (REPO / "configs" / "train" / "quickstart.yaml").read_text() + "data_suffix: .txt\nbf16: true\n"
     "grid: 2x2\ntopology: laptop\nlr_decay_style: linear\nclip_grad: 1.0\nseed: 3\n",
     _generate: (REPO / "configs" / "generate" / "cpu.yaml").read_text() + "stop: [a, b]\ntemperature: 0.5\ntop_k: 3\n"
     "seed: 17\nstream: false\ntensor_model_parallel_size: 2\nignore_eos: true\n",
