@@ -116,7 +116,7 @@ def test_interfaces_that_do_not_exist(capsys, monkeypatch):
 
 
 def test_kernels_that_refuse(capsys, monkeypatch):
-    monkeypatch.setattr("megatron_tree.kernels.backends._unsupported", lambda *args: "anything in this test")
+    monkeypatch.setattr("megatron_tree.kernels.backends._unsupported", lambda *args, **options: "anything in this test")
     status, out, _ = run(capsys, *FUNCTIONS, "--backend", "triton")
     assert status == 1
     assert "backend='triton' can't take anything in this test" in out
