@@ -15,15 +15,15 @@ from ..config import AttnSpec
 from ..kernels import KVCache
 from ..kernels.libraries import LIBRARIES
 from ..layout import Segment
-from .kernel_cases import PAGE, Case, Timing, in_pages, inputs, truth_of, verify
+from .kernel_cases import PAGE, KernelCase, KernelTiming, in_pages, inputs, truth_of, verify
 from .results import WrongResult
 
 Call = Callable[[], object]
 """Computes a case."""
-Emit = Callable[[Timing], None]
+Emit = Callable[[KernelTiming], None]
 
 
-def ours(case: Case, backend: str, given) -> Call:
+def ours(case: KernelCase, backend: str, given) -> Call:
     """One of our backends over `given` (q, k, v, dout); for "bwd" the backward alone, with delta."""
     q, k, v, dout = given
     spec = AttnSpec(softmax_scale=case.d**-0.5)
@@ -44,7 +44,7 @@ def ours(case: Case, backend: str, given) -> Call:
     return backward
 
 
-def torchs(case: Case, given) -> dict[str, Call]:
+def torchs(case: KernelCase, given) -> dict[str, Call]:
     """torch's scaled_dot_product_attention with its flash kernel and, on GPUs, with cuDNN, by name."""
     if case.cache:
         return {}
@@ -67,7 +67,7 @@ def torchs(case: Case, given) -> dict[str, Call]:
     return {name: call_of(backend) for name, backend in names.items()}
 
 
-def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dtype: torch.dtype) -> None:
+def time_case(case: KernelCase, which: tuple, emit: Emit, *, device: torch.device, dtype: torch.dtype) -> None:
     """Check and time contenders and the device's own limit (a copy, or a matrix product); prints a table.
 
     which: "torch" and names of our backends, in this order: "fa3" and "fa4" take the place of torch's flash kernel,
@@ -98,7 +98,7 @@ def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dty
                 wrong.append(f"{name} left the GPU unusable: {kind}: {error}")
                 break
             continue
-        row = Timing(case.label, case.kind, name, seconds * 1e3, amount / seconds, unit)
+        row = KernelTiming(case.label, case.kind, name, seconds * 1e3, amount / seconds, unit)
         first = first or row
         ratio = f"{first.name} / this {first.rate / row.rate:5.2f}"
         print(f"  {name:<16} {row.ms:9.3f} ms {row.rate:9.4g} {unit:<8} {ratio}", flush=True)
@@ -109,7 +109,7 @@ def time_case(case: Case, which: tuple, emit: Emit, *, device: torch.device, dty
         raise WrongResult("; ".join(wrong))
 
 
-def fastest_backends(rows: list[Timing]) -> dict[str, str]:
+def fastest_backends(rows: list[KernelTiming]) -> dict[str, str]:
     """{head_dim: our backend with the least time of forward and backward}: `kernels.fastest`'s table of a GPU.
 
     By the first case of a head_dim whose forward and backward were both timed.
@@ -134,7 +134,7 @@ def device_works() -> bool:
     return True
 
 
-def _limits(case: Case, device, dtype) -> dict[str, tuple[Call, float, str]]:
+def _limits(case: KernelCase, device, dtype) -> dict[str, tuple[Call, float, str]]:
     """{name: (call, its amount of work, unit of the rate)}; a copy reads and writes each byte."""
     if case.kind == "decode":
         a = torch.empty(min(case.kv_bytes(dtype), 1 << 30), dtype=torch.uint8, device=device)

@@ -18,7 +18,7 @@ from ..kernels import KVCache
 from ..layout import Segment, shard_positions
 from .contenders import Emit, clock
 from .harness import NotHere
-from .kernel_cases import Case, Timing, inputs, rounding
+from .kernel_cases import KernelCase, KernelTiming, inputs, rounding
 from .measure import relative_error
 from .results import WrongResult
 from .step_runner import VOCAB, SmallRunner
@@ -28,7 +28,7 @@ RANKS_LIMIT_S = 90.0
 GRAPHED_STEPS = 200  # over a dozen pages of a row
 
 
-def check_ranks(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
+def check_ranks(case: KernelCase, backend: str, emit: Emit, *, device, dtype) -> None:
     """Training and decoding on two ranks that share the device, over gloo, against one rank's reference backend."""
     errors = torch.zeros(RANKS, 5).share_memory_()  # of out, dq, dk, dv and the decoded token
     with tempfile.TemporaryDirectory() as folder:
@@ -48,10 +48,10 @@ def check_ranks(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
     if not worst <= allowed:
         raise WrongResult(f"ranks are off by {errors.tolist()}, allowed {allowed}")
     print(f"  {RANKS} ranks on {device}, {backend}: largest error {worst:.2g} of a row's norm", flush=True)
-    emit(Timing(case.label, "ranks", f"{RANKS} ranks, {backend}", None, worst, "relative error"))
+    emit(KernelTiming(case.label, "ranks", f"{RANKS} ranks, {backend}", None, worst, "relative error"))
 
 
-def _rank(rank: int, store: str, errors: torch.Tensor, case: Case, backend: str, device, dtype) -> None:
+def _rank(rank: int, store: str, errors: torch.Tensor, case: KernelCase, backend: str, device, dtype) -> None:
     """One rank: writes its relative errors."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
@@ -70,7 +70,7 @@ def _rank(rank: int, store: str, errors: torch.Tensor, case: Case, backend: str,
     dist.destroy_process_group()
 
 
-def _truth(case: Case, given, rows) -> list[torch.Tensor]:
+def _truth(case: KernelCase, given, rows) -> list[torch.Tensor]:
     """This rank's out, dq, dk, dv, and the decoded token, in float64."""
     q, k, v, dout = (x.double() for x in given)
     whole, spec = (Segment(0, 0, case.s),), AttnSpec(softmax_scale=case.d**-0.5)
@@ -81,7 +81,7 @@ def _truth(case: Case, given, rows) -> list[torch.Tensor]:
     return [*(x[:, rows] for x in (out, *grads)), token[..., :-1]]
 
 
-def check_step_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> None:
+def check_step_graph(case: KernelCase, backend: str, emit: Emit, *, device, dtype) -> None:
     """Steps of a cache's runner in CUDA graphs, over pages and capacities: they must give what ordinary steps give.
 
     Raises: `NotHere` without CUDA graphs.
@@ -107,7 +107,7 @@ def check_step_graph(case: Case, backend: str, emit: Emit, *, device, dtype) -> 
     for name, runner in zip(("runner's step, launched", "runner's step, replayed"), runners):
         seconds = clock(functools.partial(runner.step, rows, tokens), device)
         print(f"  {name}: {seconds * 1e6:.1f} us", flush=True)
-        emit(Timing(case.label, "graph", name, seconds * 1e3, 1 / seconds, "steps/s"))
+        emit(KernelTiming(case.label, "graph", name, seconds * 1e3, 1 / seconds, "steps/s"))
 
 
 def check_offsets(elements: int, backend: str, emit: Emit, *, device, dtype) -> None:
@@ -116,7 +116,7 @@ def check_offsets(elements: int, backend: str, emit: Emit, *, device, dtype) -> 
     _many_pages(elements, backend, device, dtype)
     _many_states(elements, device)
     print(f"  the ends of tensors of {elements:.3g} elements were read where they are", flush=True)
-    emit(Timing(f"{elements} elements", "offsets", backend, None, float(elements), "elements"))
+    emit(KernelTiming(f"{elements} elements", "offsets", backend, None, float(elements), "elements"))
 
 
 def _need(name: str, value, expected: float) -> None:

@@ -30,7 +30,7 @@ examples:
 """
 
 
-class Contender(NamedTuple):
+class DocumentContender(NamedTuple):
     """How documents are sharded, and a schedule of train.PINS."""
 
     sharding: str
@@ -38,10 +38,10 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = {
-    **{name: Contender("one by one", name) for name in ("ring", "kv_gather", "ulysses")},
-    "one_by_one": Contender("one by one"),
-    "as_a_whole": Contender("as a whole"),
-    "auto": Contender("dispatched"),
+    **{name: DocumentContender("one by one", name) for name in ("ring", "kv_gather", "ulysses")},
+    "one_by_one": DocumentContender("one by one"),
+    "as_a_whole": DocumentContender("as a whole"),
+    "auto": DocumentContender("dispatched"),
 }
 """By name; "auto" is what `dispatch_documents` and the planner make of it."""
 

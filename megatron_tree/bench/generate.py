@@ -47,7 +47,7 @@ examples:
 """
 
 
-class Case(NamedTuple):
+class GenerateCase(NamedTuple):
     """One prompt on some machines."""
 
     machines: Machines
@@ -100,9 +100,9 @@ def run(args: argparse.Namespace) -> None:
     args.queries = list(dict.fromkeys(args.queries or ["split"])) if args.weights == "sharded" else []
     args.schedules = list(dict.fromkeys(args.schedules))
     how = Settings(tuple(args.schedules), bool(args.emulate), args.latency, args.rate)
-    cases = [Case(one, n, args) for one in machines for n in sorted(set(args.prompt_tokens))]
+    cases = [GenerateCase(one, n, args) for one in machines for n in sorted(set(args.prompt_tokens))]
 
-    def run_case(case: Case, ranks, topology, path: str) -> list[Measurement]:
+    def run_case(case: GenerateCase, ranks, topology, path: str) -> list[Measurement]:
         meeting = Meeting(case.machines.ranks, timeout_s=LIMIT_S)
         return _rows(case, *zip(*ranks.run(on_rank, case, path, meeting, timeout_s=LIMIT_S)))
 
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-class Outcome(NamedTuple):
+class GenerateOutcome(NamedTuple):
     """One rank's outcome of one contender."""
 
     schedule: str
@@ -133,7 +133,7 @@ class Outcome(NamedTuple):
     """Largest difference of a logit from the plain model's, as a fraction of the largest logit; on rank 0."""
 
 
-def _rows(case: Case, num_layers: tuple[int, ...], by_rank: tuple[list[Outcome]]) -> list[Measurement]:
+def _rows(case: GenerateCase, num_layers: tuple[int, ...], by_rank: tuple[list[GenerateOutcome]]) -> list[Measurement]:
     """Rows of all contenders. Raises `WrongResult` unless all gave the tokens and the logits of the plain model."""
     machines, args = case.machines, case.args
     base = Measurement(
@@ -160,7 +160,7 @@ def _rows(case: Case, num_layers: tuple[int, ...], by_rank: tuple[list[Outcome]]
     return rows
 
 
-def on_rank(case: Case, topology: str, meeting: Meeting) -> tuple[int, list[Outcome]]:
+def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> tuple[int, list[GenerateOutcome]]:
     """One rank's part of a case: the model's layers, and the outcomes of the contenders, on rank 0 the plain first."""
     group, args = join(timeout_s=LIMIT_S), case.args
     rank, model = comm.group_rank(group), case.load()
@@ -174,7 +174,7 @@ def on_rank(case: Case, topology: str, meeting: Meeting) -> tuple[int, list[Outc
     model.set_attn_implementation("tree")
     config = TreeConfig(topology=topology, timeout_s=LIMIT_S)
     cache = TreeCache(model.config, cp_group=group, tree_config=config)
-    contender = Contender(case, group, meeting, rank, model, prompt, truth)
+    contender = GenerateContender(case, group, meeting, rank, model, prompt, truth)
     if args.cache == "made-up":
         cache.rows, prefill_s = [baseline.made_up_row(cache, model.config, case.seq_len - 1)], None
     else:
@@ -189,10 +189,10 @@ def on_rank(case: Case, topology: str, meeting: Meeting) -> tuple[int, list[Outc
     return text.num_hidden_layers, outcomes
 
 
-class Contender(NamedTuple):
+class GenerateContender(NamedTuple):
     """What the contenders of a case have in common on one rank."""
 
-    case: Case
+    case: GenerateCase
     group: object
     meeting: Meeting
     rank: int
@@ -207,7 +207,7 @@ class Contender(NamedTuple):
         runner.prefill(runner.cache.rows[0], self.prompt[0, :-1])
         return self.meeting.most(self.rank, time.monotonic())[0] - start
 
-    def outcome_of_sharded(self, queries: str, config: TreeConfig) -> Outcome:
+    def outcome_of_sharded(self, queries: str, config: TreeConfig) -> GenerateOutcome:
         """`outcome` with the model's weights over all ranks, after the prompt has been run in this way, too."""
         group, model = self.group, self.model
         layout = plan_layout(model, self.case.machines.ranks, self.rank, repeat_queries=queries == "repeated")
@@ -220,7 +220,7 @@ class Contender(NamedTuple):
         name = SHARDED + ", queries repeated" * layout.repeats_queries + " (auto)" * (queries == "auto")
         return self.outcome(name, "auto", cache, prefill_s)
 
-    def outcome(self, name: str, schedule: str, cache: TreeCache, prefill_s: float | None) -> Outcome:
+    def outcome(self, name: str, schedule: str, cache: TreeCache, prefill_s: float | None) -> GenerateOutcome:
         """New tokens over a cache that holds the prompt but for its last token."""
         case, new_tokens, held = self.case, self.case.args.new_tokens, self.case.seq_len - 1
         runner, cache.schedule = Runner(self.model, cache, token_group=self.group), schedule
@@ -243,10 +243,10 @@ class Contender(NamedTuple):
             error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, self.truth))
         measured = Measured({"token": result.step_s}, {"token": sent}, network, peak.bytes, cpu=[cpu])
         tokens = result.tokens[0].tolist()
-        return Outcome(name, measured, tokens, result.first_token_s, prefill_s, cache.nbytes, error)
+        return GenerateOutcome(name, measured, tokens, result.first_token_s, prefill_s, cache.nbytes, error)
 
 
-def _plain(case: Case, model, prompt: torch.Tensor) -> tuple[Outcome, list[torch.Tensor]]:
+def _plain(case: GenerateCase, model, prompt: torch.Tensor) -> tuple[GenerateOutcome, list[torch.Tensor]]:
     """Transformers' own model and cache on one rank, while the others wait; also returns the logits."""
     args, start, prefill_s = case.args, time.monotonic(), None
     if args.cache == "made-up":
@@ -254,7 +254,7 @@ def _plain(case: Case, model, prompt: torch.Tensor) -> tuple[Outcome, list[torch
     else:
         cache = baseline.plain_prefill(model, prompt[0, :-1], args.prefill_chunk)
         prefill_s = time.monotonic() - start
-    attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, baseline.Clock()
+    attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, baseline.TokenClock()
     with PeakMemory() as peak:
         cpu = time.process_time()
         tokens, logits = models.plain_generate(
@@ -269,5 +269,7 @@ def _plain(case: Case, model, prompt: torch.Tensor) -> tuple[Outcome, list[torch
         cpu = (time.process_time() - cpu) / args.new_tokens
     first_s, *step_s = (after - before for before, after in itertools.pairwise(clock.times))
     measured = Measured({"token": step_s}, {"token": 0}, None, peak.bytes, cpu=[cpu])
-    outcome = Outcome("plain", measured, tokens[0].tolist(), first_s, prefill_s, baseline.plain_nbytes(cache), 0.0)
+    outcome = GenerateOutcome(
+        "plain", measured, tokens[0].tolist(), first_s, prefill_s, baseline.plain_nbytes(cache), 0.0
+    )
     return outcome, logits

@@ -20,7 +20,7 @@ PAGE = 64  # tokens of a page
 RULE = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  # allowed multiple of the dense low-precision error
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """One shape; causal for "fwd" and "bwd", one query per row for "decode"."""
 
     kind: str
@@ -55,7 +55,7 @@ class Case(NamedTuple):
         return (1 if self.cache == "latent" else 2) * self.b * self.s * self.h_kv * token
 
 
-class Timing(NamedTuple):
+class KernelTiming(NamedTuple):
     """One contender in one case: a line of results.csv."""
 
     case: str
@@ -69,29 +69,29 @@ class Timing(NamedTuple):
 
 HEADS = (32, 8)
 GPU_CASES = [
-    *(Case(kind, 1, 16384, *HEADS, d) for d in (128, 64) for kind in ("fwd", "bwd")),
-    *(Case(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
-    Case("fwd", 1, 8192, 16, 16, 256),
+    *(KernelCase(kind, 1, 16384, *HEADS, d) for d in (128, 64) for kind in ("fwd", "bwd")),
+    *(KernelCase(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
+    KernelCase("fwd", 1, 8192, 16, 16, 256),
 ]
 GPU_DECODING = [
-    *(Case("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
-    Case("decode", 32, 8192, *HEADS, 128),
-    *(Case("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
-    Case("decode", 1, 524288, 64, 1, 576, "latent"),
+    *(KernelCase("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
+    KernelCase("decode", 32, 8192, *HEADS, 128),
+    *(KernelCase("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
+    KernelCase("decode", 1, 524288, 64, 1, 576, "latent"),
 ]
 TINY_CASES = (
-    [Case("fwd", 1, 64, 2, 1, 16), Case("bwd", 1, 64, 2, 1, 16)],
+    [KernelCase("fwd", 1, 64, 2, 1, 16), KernelCase("bwd", 1, 64, 2, 1, 16)],
     [
-        Case("decode", 1, 128, 4, 2, 16),
-        Case("decode", 1, 128, 4, 2, 16, "paged int8"),
-        Case("decode", 1, 128, 4, 1, 576, "latent"),
+        KernelCase("decode", 1, 128, 4, 2, 16),
+        KernelCase("decode", 1, 128, 4, 2, 16, "paged int8"),
+        KernelCase("decode", 1, 128, 4, 1, 576, "latent"),
     ],
 )
-CPU_CASES = [Case("fwd", 1, 1024, 4, 2, 64), Case("bwd", 1, 1024, 4, 2, 64)]
-CPU_DECODING = [Case("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")]
+CPU_CASES = [KernelCase("fwd", 1, 1024, 4, 2, 64), KernelCase("bwd", 1, 1024, 4, 2, 64)]
+CPU_DECODING = [KernelCase("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")]
 
 
-def inputs(case: Case, device, dtype) -> list[Tensor]:
+def inputs(case: KernelCase, device, dtype) -> list[Tensor]:
     """q, k, v, dout [b, s, heads, d]; one query for decode. On "meta" they have no numbers."""
     g = None if torch.device(device).type == "meta" else torch.Generator(device).manual_seed(0)
     s_q = 1 if case.kind == "decode" else case.s
@@ -114,7 +114,7 @@ def in_pages(k: Tensor, v: Tensor, page_size: int, stored: torch.dtype | None) -
     return pages.kv_cache(order.view(b, -1).int())
 
 
-def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
+def truth_of(case: KernelCase, given: list[Tensor]) -> dict[str, Tensor]:
     """The results for `given` (q, k, v, dout) in float64, of the first and the last KV head and their query heads.
 
     {"out": ...} or {"dq", "dk", "dv": ...}, [b, s, heads, d].
@@ -137,7 +137,7 @@ def truth_of(case: Case, given: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("dq", "dk", "dv"), kernels.attn_bwd(dout, q, k, v, lse, delta, **options)))
 
 
-def verify(case: Case, name: str, result, truth: dict[str, Tensor], dtype: torch.dtype) -> None:
+def verify(case: KernelCase, name: str, result, truth: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Compare a contender's result for this case with `truth_of` it, row by row.
 
     result: out, (out, lse), a packed state, or (dq, dk, dv): ours [b, s, heads, d], torch's [b, heads, s, d].
@@ -155,12 +155,12 @@ def verify(case: Case, name: str, result, truth: dict[str, Tensor], dtype: torch
             raise WrongResult(f"{name} is wrong: {case.label}: {which} off by {error:.2g}, allowed {allowed:.2g}")
 
 
-def rounding(case: Case, dtype: torch.dtype) -> float:
+def rounding(case: KernelCase, dtype: torch.dtype) -> float:
     """Two units of the dtype and sqrt(s) units of fp32: the error of sums of s terms."""
     return 2 * torch.finfo(dtype).eps + case.s**0.5 * torch.finfo(torch.float32).eps
 
 
-def _heads(case: Case) -> tuple[list[int], ...]:
+def _heads(case: KernelCase) -> tuple[list[int], ...]:
     """The heads of q, k, v and dout that are checked."""
     group = case.h // case.h_kv
     of_keys = sorted({0, case.h_kv - 1})

@@ -23,7 +23,7 @@ from . import device_checks
 from .contenders import fastest_backends, time_case
 from .figures import Curve, Panel, draw, grouped
 from .harness import FAILED, NOT_RUN, NotHere, Outcome, Task, run_tasks
-from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, TINY_CASES, Case, Timing
+from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, TINY_CASES, KernelCase, KernelTiming
 from .low_precision import DECODING, TRAINING, check_decoding, check_training
 from .results import Results, WrongResult
 
@@ -124,16 +124,16 @@ def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
         tasks.append(task("race", f"tiles of {kernel}, {case.label}", 15, _race, case, kernel, backend, tiny))
     which = (backend,) if tiny else ("triton", "torch") if triton else ("auto", "reference")
     tasks += [task("decode", case.label, 6, time_case, case, which) for case in decoding]
-    shared = Case("fwd", 1, 32 if tiny else 512, 4, 2, 16 if tiny else 64)
+    shared = KernelCase("fwd", 1, 32 if tiny else 512, 4, 2, 16 if tiny else 64)
     tasks.append(task("ranks", "two ranks", 25, device_checks.check_ranks, shared, backend))
-    step = Case("decode", 2, 256 if tiny else 8192, 32, 8, 128)
+    step = KernelCase("decode", 2, 256 if tiny else 8192, 32, 8, 128)
     tasks.append(task("graph", f"runner, {step.label}", 15, device_checks.check_step_graph, step, backend))
     elements = 1 << 31 if gpu and not tiny else 1 << 16
     tasks.append(task("offsets", f"{elements} elements", 10, device_checks.check_offsets, elements, backend))
     return [x for x in tasks if x.stage in args.only]
 
 
-def _cases(gpu: bool, tiny: bool) -> tuple[list[Case], list[Case]]:
+def _cases(gpu: bool, tiny: bool) -> tuple[list[KernelCase], list[KernelCase]]:
     """Training and decoding."""
     return TINY_CASES if tiny else (GPU_CASES, GPU_DECODING) if gpu else (CPU_CASES, CPU_DECODING)
 
@@ -158,10 +158,10 @@ def _smoke(kind: str, name: str, backend: str, emit, *, device, dtype) -> None:
             raise NotHere(str(error)) from None
     share = check(case, dtype, device, backend)
     print(f"  {kind} {name}: {share:.2f} of the allowed error", flush=True)
-    emit(Timing(f"{kind} {name}", "smoke", backend, None, share, "of the allowed error"))
+    emit(KernelTiming(f"{kind} {name}", "smoke", backend, None, share, "of the allowed error"))
 
 
-def _race(case: Case, kernel: str, backend: str, tiny: bool, emit, *, device, dtype) -> None:
+def _race(case: KernelCase, kernel: str, backend: str, tiny: bool, emit, *, device, dtype) -> None:
     if backend != "triton":
         raise NotHere("tile sizes are Triton's: it needs a GPU, or its interpreter")
     from .race import CANDIDATES, race

@@ -25,7 +25,7 @@ CASES = ("MHA", "GQA 4:1")
 RIVALS = ("ring", "Ulysses", "a2a+p2p")
 
 
-class Point(NamedTuple):
+class SpeedUp(NamedTuple):
     """One machine, shape, number of ranks and length; seconds of both passes together."""
 
     topology: str
@@ -75,7 +75,7 @@ def run(out: Path, topology: Topology | None) -> None:
                 print(f"  {'':8} {ranks:6}  " + " |".join(cells))
 
 
-def points(topology: Topology) -> list[Point]:
+def points(topology: Topology) -> list[SpeedUp]:
     """All shapes, numbers of ranks and lengths on one machine."""
     rows = []
     for case, ranks, seq_len in itertools.product(CASES, RANKS.get(topology.name, POWERS), TOKENS):
@@ -84,11 +84,11 @@ def points(topology: Topology) -> list[Point]:
         compute_s = sum(next(c for c in t if c.ulysses_size == 1).cost.compute_s for t in plan.candidates)
         time_s, chosen = sum(p.cost.time_s for p in both), "; ".join(map(str, both))
         rivals = (rival_seconds(plan, rival) for rival in RIVALS)
-        rows.append(Point(topology.name, case, ranks, seq_len, chosen, time_s, compute_s, *rivals))
+        rows.append(SpeedUp(topology.name, case, ranks, seq_len, chosen, time_s, compute_s, *rivals))
     return rows
 
 
-def _draw(path: Path, rows: list[Point]) -> None:
+def _draw(path: Path, rows: list[SpeedUp]) -> None:
     """A map for each shape and rival: speed-ups, and the lines beyond which compute hides communication."""
     title = (
         f"Predicted on {rows[0].topology}: how many times faster the planner's choice is, forward and backward; "

@@ -21,7 +21,7 @@ from triton.backends.driver import DriverBase
 from ..kernels import backends
 from ..kernels.triton import host
 from .contenders import ours
-from .kernel_cases import Case, inputs
+from .kernel_cases import KernelCase, inputs
 from .low_precision import Decoding, Training, decoding_inputs, run_decoding, run_training, training_inputs
 from .race import CANDIDATES, pinned
 from .ranks import CORES
@@ -73,12 +73,12 @@ class AbsentGPU(DriverBase):
         return 0
 
 
-def launches(cases: Iterable[Training | Decoding | Case], dtype: torch.dtype) -> list[Launch]:
+def launches(cases: Iterable[Training | Decoding | KernelCase], dtype: torch.dtype) -> list[Launch]:
     """The launches of our kernels in these cases."""
     return [functools.partial(_launch, case, dtype) for case in cases]
 
 
-def race_launches(cases: Iterable[Case], dtype: torch.dtype) -> list[Launch]:
+def race_launches(cases: Iterable[KernelCase], dtype: torch.dtype) -> list[Launch]:
     """Those of all candidates of a race."""
     return [
         functools.partial(_launch, case, dtype, kernel, tiles)
@@ -88,7 +88,7 @@ def race_launches(cases: Iterable[Case], dtype: torch.dtype) -> list[Launch]:
     ]
 
 
-def _launch(case: Training | Decoding | Case, dtype: torch.dtype, kernel: str = "", tiles=None) -> None:
+def _launch(case: Training | Decoding | KernelCase, dtype: torch.dtype, kernel: str = "", tiles=None) -> None:
     """kernel: runs with `tiles` instead of those of the table."""
     if isinstance(case, Training):
         run_training(case, training_inputs(case, dtype, META), "triton")

@@ -7,7 +7,7 @@ import contextlib
 from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
 from .contenders import Emit, clock, device_works, ours
-from .kernel_cases import Case, Timing, inputs, truth_of, verify
+from .kernel_cases import KernelCase, KernelTiming, inputs, truth_of, verify
 from .results import WrongResult
 
 CANDIDATES = {
@@ -33,7 +33,7 @@ def pinned(kernel: str, tiles: Tiles):
         configs.tiles = original
 
 
-def race(case: Case, kernel: str, candidates: list[Tiles], emit: Emit, *, device, dtype) -> None:
+def race(case: KernelCase, kernel: str, candidates: list[Tiles], emit: Emit, *, device, dtype) -> None:
     """Time those candidates for "fwd", "dq" or "dkdv" that compile, the last two by the whole backward.
 
     Prints the ranking. Raises `WrongResult` if a result was wrong.
@@ -58,7 +58,7 @@ def race(case: Case, kernel: str, candidates: list[Tiles], emit: Emit, *, device
                 continue
         times.append((seconds, tiles))
         rate = case.flops / seconds / 1e12
-        emit(Timing(case.label, "race", f"{kernel} {tiles.label}", seconds * 1e3, rate, "TFLOP/s"))
+        emit(KernelTiming(case.label, "race", f"{kernel} {tiles.label}", seconds * 1e3, rate, "TFLOP/s"))
     ranking = ", ".join(f"{t.label} {s * 1e3:.3f} ms" for s, t in sorted(times))
     print(f"\nrace {kernel}, {case.label}: {ranking or 'no candidate ran'}", flush=True)
     if wrong:

@@ -48,7 +48,7 @@ class Turn(NamedTuple):
     """By request; on rank 0."""
 
 
-class Row(NamedTuple):
+class ServeTime(NamedTuple):
     """One contender: a line of results.csv. Medians of the turns, of the rank that takes longest."""
 
     contender: str
@@ -108,10 +108,10 @@ def run(args: argparse.Namespace) -> None:
     results.finish({"results.png": functools.partial(draw, panels=[[Panel("tokens/s", "", bars)]], title=shape)})
 
 
-def _row(contender: str, num_tokens: int, turns: list[list[Turn]]) -> Row:
+def _row(contender: str, num_tokens: int, turns: list[list[Turn]]) -> ServeTime:
     """turns: of each rank."""
     cpu_s, s = (max(statistics.median(getattr(t, name) for t in rank) for rank in turns) for name in ("cpu_s", "s"))
-    return Row(contender, len(turns), cpu_s, s, num_tokens / cpu_s, num_tokens / s)
+    return ServeTime(contender, len(turns), cpu_s, s, num_tokens / cpu_s, num_tokens / s)
 
 
 def on_rank(args, meeting: Meeting) -> tuple[list[Turn], list[Turn]]:

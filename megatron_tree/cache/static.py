@@ -25,9 +25,9 @@ class Capacity(NamedTuple):
     rows: int
     """A power of two; rows beyond those that are run are empty."""
     tokens: int
-    """Of the longest row at most, a power of two. All that the host knows of lengths."""
+    """Upper bound of the rows' lengths, a power of two: all that the host knows of them."""
     pages: tuple[int, ...]
-    """By kind of layer: of a row on one rank at most."""
+    """By kind of layer: upper bound of a row's pages on one rank."""
 
 
 class Capacities:

@@ -9,19 +9,19 @@ import torch
 
 from .. import kernels
 from ..bench.contenders import fastest_backends, time_case
-from ..bench.kernel_cases import Case, Timing
+from ..bench.kernel_cases import KernelCase, KernelTiming
 from ..config import AttnSpec
 from ..kernels import fastest
 
-CASES = tuple(Case(kind, 1, 4096, 16, 4, d) for d in (64, 128, 256) for kind in ("fwd", "bwd"))
+CASES = tuple(KernelCase(kind, 1, 4096, 16, 4, d) for d in (64, 128, 256) for kind in ("fwd", "bwd"))
 
 
-def keep_fastest(device: torch.device, cases: tuple[Case, ...] = CASES) -> tuple[tuple[str, str], ...]:
+def keep_fastest(device: torch.device, cases: tuple[KernelCase, ...] = CASES) -> tuple[tuple[str, str], ...]:
     """Check and time causal attention in bf16 with each backend that takes it, and write the user's table.
 
     Returns (quantity, value) for printing. Raises `WrongResult` if a result was wrong.
     """
-    rows: list[Timing] = []
+    rows: list[KernelTiming] = []
     with contextlib.redirect_stdout(io.StringIO()):  # tables of all contenders
         for case in cases:
             which = tuple(name for name in fastest.NAMES if _takes(name, case, device))
@@ -34,7 +34,7 @@ def keep_fastest(device: torch.device, cases: tuple[Case, ...] = CASES) -> tuple
     )
 
 
-def _takes(name: str, case: Case, device: torch.device) -> bool:
+def _takes(name: str, case: KernelCase, device: torch.device) -> bool:
     q, k = (torch.empty(1, 1, h, case.d, dtype=torch.bfloat16, device=device) for h in (case.h, case.h_kv))
     try:
         kernels.choose(q, k, k, AttnSpec(softmax_scale=1.0), name)

@@ -80,7 +80,7 @@ class DraftState:
             self._rest, self._pause = SHORTEST_PAUSE, 0
 
 
-class StepCost:
+class DraftCost:
     """Seconds of a step by its number of tokens: the line through those that were measured, the last ones above all."""
 
     def __init__(self):
@@ -146,7 +146,7 @@ class Speculation:
     def __init__(self, num_tokens: int, drafter: Drafter):
         if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MOST:
             raise ValueError(f"num_speculative_tokens={num_tokens!r} must be from 1 to {MOST}")
-        self.num_tokens, self.drafter, self.cost = num_tokens, drafter, StepCost()
+        self.num_tokens, self.drafter, self.cost = num_tokens, drafter, DraftCost()
         self.numbers = Speculated()
         self._usual_rate, self._num_without = FIRST_RATE, 0
         self._began = self._num_tokens = 0

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from ..units import format_bytes
 from .cost import PlacedTopology
-from .plans import PassPlan, Reduction
+from .plans import PassPlan, ReductionPlan
 
 BASELINES = ("allreduce", "ring")
 TIE = 1.01  # predicted times that differ by less count as equal
 MAX_HEAD_CHUNKS = 16
 SMALL = 1 << 24  # buffers of so many bytes are not worth another head chunk
 
-Candidate = TypeVar("Candidate", PassPlan, Reduction)
+Candidate = TypeVar("Candidate", PassPlan, ReductionPlan)
 
 
 def choose_pair(

@@ -14,7 +14,7 @@ from .cast import Mask
 from .choice import fits
 from .model import load_model_sizes
 from .planner import plan_decode, plan_training
-from .plans import PassPlan, Reduction, Shape, check_heads, rival_names
+from .plans import PassPlan, ReductionPlan, Shape, check_heads, rival_names
 from .step import plan_step
 from .topology import Topology, known_topologies, load_topology, place
 
@@ -255,7 +255,7 @@ def _print_rows(rows: list[list[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def _values(candidate: PassPlan | Reduction, chosen: bool, topology: Topology) -> dict:
+def _values(candidate: PassPlan | ReductionPlan, chosen: bool, topology: Topology) -> dict:
     """A candidate in plain values; those that it doesn't have are None."""
     values = {"schedule": candidate.schedule, "heads": None, "grid": None, "inner": None, "head_chunks": None}
     if isinstance(candidate, PassPlan):

@@ -160,7 +160,7 @@ def spread(n: int) -> tuple[int, ...]:
     return tuple(sorted({i * n // PROBES for i in range(PROBES)})) if n > PROBES else tuple(range(n))
 
 
-class Clock:
+class PassClock:
     """Predicts a pass by running through it: what is sent keeps its links busy, what is computed keeps the rank busy.
 
     A stage is seconds by resource: the levels of a topology and, for built-in collectives, their stream. Stages that
@@ -175,13 +175,13 @@ class Clock:
         """The rank computes."""
         self.now += seconds
 
-    def start(self, stages: Iterable[dict]) -> Sent:
+    def start(self, stages: Iterable[dict]) -> InFlight:
         """Start the first of a collective's stages."""
-        sent = Sent(list(stages))
+        sent = InFlight(list(stages))
         self.advance(sent)
         return sent
 
-    def advance(self, sent: Sent) -> None:
+    def advance(self, sent: InFlight) -> None:
         """Wait for the stage under way, and start the next."""
         self.now = max(self.now, sent.done)
         if sent.stages:
@@ -189,7 +189,7 @@ class Clock:
                 free = self._free[resource] = max(self.now, self._free.get(resource, 0.0)) + seconds
                 sent.done = max(sent.done, free)
 
-    def wait(self, sent: Sent) -> None:
+    def wait(self, sent: InFlight) -> None:
         """Wait for all stages."""
         while sent.stages:
             self.advance(sent)
@@ -197,7 +197,7 @@ class Clock:
 
 
 @dataclass
-class Sent:
+class InFlight:
     """A collective under way: the stages that are left, and when the one under way is done."""
 
     stages: list[dict]

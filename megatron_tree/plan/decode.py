@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from .cost import Phase, PlacedTopology
-from .plans import Cost, DecodePlan, Reduction
+from .plans import Cost, DecodePlan, ReductionPlan
 
 SHARED_S = 1e-5  # a round through shared memory, the calls included; ranks that have cores meet in 3 to 10 us
 GLOO_LATENCIES = 1.7  # per round of gloo's all-reduce, measured; two of its messages are in flight at a time
@@ -248,7 +248,7 @@ def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:
     return total.time, sum(total.sent)
 
 
-def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = False) -> list[Reduction]:
+def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = False) -> list[ReductionPlan]:
     """Every schedule with its predicted cost, the simpler ones first. local_heads: see `plan_decode`."""
     compute = step.kv_bytes / placed.topology.memory_bandwidth
     ready = placed.topology.levels[placed.top].latency_s if placed.direct and placed.world > 1 else 0.0
@@ -271,7 +271,7 @@ def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = Fals
     time, sent, steps, peak = _ring(placed, step)
     costs.append(("ring", "direct", time, placed.world * compute, sent, steps, peak if placed.world > 1 else 0))
     return [
-        Reduction(
+        ReductionPlan(
             schedule=schedule,
             across=across,
             cost=Cost(time_s=time, compute_s=busy, bytes_per_level=tuple(sent), steps=steps, peak_bytes=round(peak)),

@@ -112,7 +112,7 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class ReductionPlan:
     """One way to merge the partial states of a decode step over the ranks."""
 
     schedule: str
@@ -132,7 +132,7 @@ class DecodePlan:
     across: str
     cost: Cost
     reason: str
-    candidates: tuple[Reduction, ...]
+    candidates: tuple[ReductionPlan, ...]
     """All candidates, fastest first."""
 
 
@@ -140,9 +140,9 @@ RIVALS = ("ring", "KV gather", "pure tree", "Ulysses", "a2a+p2p", "all-reduce")
 """What others use, and the paper: schedules that plans are compared with by name."""
 
 
-def rival_names(plan: PassPlan | Reduction) -> list[str]:
+def rival_names(plan: PassPlan | ReductionPlan) -> list[str]:
     """The names in `RIVALS` of a candidate. "a2a+p2p": heads exchanged inside a node, a ring across."""
-    if isinstance(plan, Reduction):
+    if isinstance(plan, ReductionPlan):
         name = {"allreduce": "all-reduce"}.get(plan.schedule, plan.schedule)
         return [name] if name in RIVALS else []
     (across, inside), (a, b) = plan.arrangement.heads, plan.grid

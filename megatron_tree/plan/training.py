@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..comm.stages import Stages, run_stages
 from .arrangement import Arrangement, HeadSplit
-from .cost import Clock, Phase, PlacedTopology
+from .cost import PassClock, Phase, PlacedTopology
 from .plans import Cost, PassPlan
 from .sizes import CallSizes
 
@@ -64,7 +64,7 @@ def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[in
 
 
 def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], lane: str) -> list[dict]:
-    """The stages of one rank's collectives (in its key team and its query team) that start together, for a `Clock`.
+    """The stages of one rank's collectives (in its key team and its query team) that start together, for a `PassClock`.
 
     With the direct transport all collectives run at once, stage by stage. Built-in collectives run one after another on
     a stream, `lane`; an all-gather passes shares from rank to rank, so its latencies add up.
@@ -200,7 +200,7 @@ def seconds_of_pass(
     of attention on the local shard (all chunks), and on what is gathered (one chunk). together: whether the local
     shard is computed at once. packing: seconds of one chunk before its exchange, and again after it.
     """
-    clock, stages = Clock(), max(probes, key=_network_seconds)
+    clock, stages = PassClock(), max(probes, key=_network_seconds)
     local = [local_s * (i == 0) if together else local_s / chunks for i in range(chunks)]
     run_stages([_PredictedChunk(clock, stages, seconds, rest_s, packing) for seconds in local])
     return clock.now
@@ -209,7 +209,7 @@ def seconds_of_pass(
 class _PredictedChunk(Stages):
     """A head chunk whose messages and computation take their predicted time."""
 
-    def __init__(self, clock: Clock, stages: list[list[dict]], local: float, rest: float, packing: float):
+    def __init__(self, clock: PassClock, stages: list[list[dict]], local: float, rest: float, packing: float):
         self.clock, self.local, self.rest, self.packing = clock, local, rest, packing
         self.there, self.gathers, self.reductions, self.home = stages
 

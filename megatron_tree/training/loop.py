@@ -30,7 +30,7 @@ FINAL_STEPS = 10  # whose mean is the final loss
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # schedulers send either; Slurm: --signal=USR1@120
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """How a run ended, the same on every rank."""
 
     iteration: int
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-def train(args: argparse.Namespace, device: torch.device, received: list[int]) -> Outcome:
+def train(args: argparse.Namespace, device: torch.device, received: list[int]) -> RunOutcome:
     """Train as the options say, until `received` holds a signal on some rank. All ranks call it, with the default
     process group initialized.
 
@@ -111,7 +111,7 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
             with comm.monitored(f"the save after step {iteration}"):
                 folder = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=corpus.digest)
             reporter.say(f"checkpoint: {folder}")
-    outcome = Outcome(iteration, sum(losses) / len(losses), unigram, stopped)
+    outcome = RunOutcome(iteration, sum(losses) / len(losses), unigram, stopped)
     _conclude(reporter, args, outcome)
     return outcome
 
@@ -147,7 +147,7 @@ def _introduction(
     )
 
 
-def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: Outcome) -> None:
+def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: RunOutcome) -> None:
     loss, unigram = outcome.final_loss, outcome.unigram
     reporter.event("end", final_loss=loss, unigram_loss=unigram)
     reporter.close()

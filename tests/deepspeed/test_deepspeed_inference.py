@@ -113,7 +113,7 @@ def test_a_program_without_a_launcher(monkeypatch):
 
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(ValueError, match=r"LOCAL_RANK.*MASTER_PORT not set: start this program with the deepspeed"):
+    with pytest.raises(ValueError, match=r"LOCAL_RANK.*MASTER_PORT not set: start this program with a launcher"):
         tree_deepspeed.init_distributed()
 
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from megatron_tree.bench import race
 from megatron_tree.bench.contenders import ours
-from megatron_tree.bench.kernel_cases import Case, inputs
+from megatron_tree.bench.kernel_cases import KernelCase, inputs
 from megatron_tree.bench.low_precision import *
 from megatron_tree.kernels import backends
 from megatron_tree.kernels.triton import host
@@ -54,9 +54,9 @@ for name in ("plain", "int8", "window"):
 for kernel, tiles in (("fwd", "128x128 w8 s2 boxes"), ("dkdv", "64x128 w8 s2 with dq")):
     (tiles,) = (x for x in race.CANDIDATES[kernel] if x.label == tiles)
     for heads in ((2, 1), (2, 2)):
-        given = inputs(Case("bwd", 1, 256, *heads, 128), "cpu", dtype)
+        given = inputs(KernelCase("bwd", 1, 256, *heads, 128), "cpu", dtype)
         with race.pinned(kernel, tiles):
-            call = ours(Case("bwd", 1, 256, *heads, 128), "triton", given)
+            call = ours(KernelCase("bwd", 1, 256, *heads, 128), "triton", given)
             count(f"{kernel} {heads}", call)
 print(json.dumps(found))
 """

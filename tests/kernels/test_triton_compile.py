@@ -44,7 +44,7 @@ COUNT_COMPILATIONS = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from megatron_tree.bench.contenders import ours
-from megatron_tree.bench.kernel_cases import Case, inputs
+from megatron_tree.bench.kernel_cases import KernelCase, inputs
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache, backends
@@ -72,7 +72,7 @@ AHEAD_OF_TIME = """
 counts = []
 host.DEVICES = backends.ACCELERATORS = ("meta", "cpu")
 for device in ("meta", "cpu"):
-    for case in (Case("bwd", 1, 256, 2, 1, 16), Case("decode", 2, 4096, 8, 2, 16, "paged int8")):
+    for case in (KernelCase("bwd", 1, 256, 2, 1, 16), KernelCase("decode", 2, 4096, 8, 2, 16, "paged int8")):
         ours(case, "triton", inputs(case, torch.device(device), torch.bfloat16))()
     counts.append(len(compiled))
 print(counts)

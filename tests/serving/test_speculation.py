@@ -12,7 +12,7 @@ from megatron_tree.generation.drafters import DraftModel, PromptLookup, last_mat
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import Grammar, SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import LONGEST_PAUSE, DraftState, Speculation, StepCost
+from megatron_tree.generation.speculation import LONGEST_PAUSE, DraftCost, DraftState, Speculation
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from support.byte_tokens import byte_tokenizer
@@ -172,7 +172,7 @@ class TestDrafts:
                 made.end_step([(state, len(drafted), 0)], alone=True)
                 state.add(token)
         assert widths[0] == 4 and widths[400] == 0 and 10 < sum(n > 0 for n in widths[400:]) < 40
-        made._usual_rate, made.cost = 1.0, StepCost()
+        made._usual_rate, made.cost = 1.0, DraftCost()
         for tokens, seconds in ((1, 1.0), (5, 100.0)):  # the first wide step was slow
             made.cost.add(tokens, seconds)
         state, widths = made.begin_answer(torch.arange(5), [], 450), []

@@ -1,6 +1,6 @@
 """Speculation for tests: a drafter that knows the answers, and decisions that don't depend on this machine."""
 
-from megatron_tree.generation.speculation import Drafter, Speculation, StepCost
+from megatron_tree.generation.speculation import DraftCost, Drafter, Speculation
 from support.scheduling import tokens_of
 
 
@@ -25,7 +25,7 @@ class Told(Drafter):
         self.forgotten += 1
 
 
-class Free(StepCost):
+class Free(DraftCost):
     """A step takes the same time whatever its width: decisions don't depend on this machine."""
 
     def add(self, tokens, seconds):

@@ -18,7 +18,7 @@ from megatron_tree.bench import command as bench
 from megatron_tree.bench import contenders, harness
 from megatron_tree.bench import kernels as bench_kernels
 from megatron_tree.bench.harness import NotHere, Task, run_tasks
-from megatron_tree.bench.kernel_cases import Case, Timing, inputs, truth_of, verify
+from megatron_tree.bench.kernel_cases import KernelCase, KernelTiming, inputs, truth_of, verify
 from megatron_tree.bench.results import Results, WrongResult
 
 REPO = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def small(monkeypatch):
 
 
 def test_cpu_bench_checks_times_and_writes(tmp_path, small, capsys):
-    small(*(Case(kind, 1, 128, 2, 1, 16) for kind in ("fwd", "bwd", "decode")))
+    small(*(KernelCase(kind, 1, 128, 2, 1, 16) for kind in ("fwd", "bwd", "decode")))
     assert bench.main([*OPTIONS, "--out", str(tmp_path)]) == 0
     assert "ours, aten" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
@@ -67,7 +67,7 @@ def test_cpu_bench_checks_times_and_writes(tmp_path, small, capsys):
 @pytest.mark.parametrize(("kind", "which"), [("fwd", 0), ("bwd", 1)])
 def test_late_rows_that_were_forgotten_are_noticed(kind, which):
     """They are small beside the first rows of a causal mask: the worst row counts, of the last KV head as well."""
-    case = Case(kind, 1, 512, 4, 2, 32)
+    case = KernelCase(kind, 1, 512, 4, 2, 32)
     given = inputs(case, torch.device("cpu"), torch.bfloat16)
     truth = truth_of(case, given)
     result = [x.clone() for x in contenders.ours(case, "reference", given)()]
@@ -80,8 +80,8 @@ def test_late_rows_that_were_forgotten_are_noticed(kind, which):
 @pytest.mark.parametrize(("kind", "cache"), [("fwd", ""), ("bwd", ""), ("decode", "paged int8")])
 def test_no_speed_for_a_result_that_is_wrong_at_the_size_timed(tmp_path, monkeypatch, small, capsys, kind, cache):
     """The case fails and is told of; the others go on, and the exit status says it."""
-    case = Case(kind, 2, 320, 4, 2, 32, cache)
-    small(case, *(Case(other, 1, 64, 2, 1, 16) for other in ("fwd", "bwd")))
+    case = KernelCase(kind, 2, 320, 4, 2, 32, cache)
+    small(case, *(KernelCase(other, 1, 64, 2, 1, 16) for other in ("fwd", "bwd")))
     right = getattr(kernels, f"attn_{kind}")
 
     def wrong(x, *args, **kwargs):
@@ -98,7 +98,7 @@ def test_no_speed_for_a_result_that_is_wrong_at_the_size_timed(tmp_path, monkeyp
 
 
 def _emits(value, emit):
-    emit(Timing("case", "fwd", "name", None, value, "unit"))
+    emit(KernelTiming("case", "fwd", "name", None, value, "unit"))
 
 
 def _dies(emit):
@@ -160,7 +160,7 @@ def test_a_contender_that_leaves_the_gpu_unusable_ends_its_case(usable, monkeypa
     with pytest.raises(
         WrongResult, match="aten: RuntimeError" if usable else "aten left the GPU unusable: RuntimeError"
     ):
-        contenders.time_case(Case("fwd", 1, 64, 2, 1, 16), ("aten", "torch"), rows.append, **where)
+        contenders.time_case(KernelCase("fwd", 1, 64, 2, 1, 16), ("aten", "torch"), rows.append, **where)
     assert [row.name for row in rows] == ["torch flash", "matrix product"] * usable
 
 
@@ -178,14 +178,14 @@ def test_a_tile_that_leaves_the_gpu_unusable_ends_the_race(usable, monkeypatch, 
     expected = contextlib.nullcontext() if usable else pytest.raises(RuntimeError, match="illegal.* were not timed")
     where = dict(device=torch.device("cpu"), dtype=torch.float32)
     with expected:
-        race.race(Case("fwd", 1, 64, 2, 1, 16), "fwd", tiles, pytest.fail, **where)
+        race.race(KernelCase("fwd", 1, 64, 2, 1, 16), "fwd", tiles, pytest.fail, **where)
     assert tried == (tiles if usable else tiles[:1]) and "an illegal memory access" in capsys.readouterr().out
 
 
 def test_files_are_whole_after_each_result(tmp_path, capsys):
     results = Results(tmp_path, {"device": "x"})
     for number in range(2):
-        results.add(Timing(f"{number}", "fwd", "ours", 1.0, 2.0, "TFLOP/s"), compiled=str(number))
+        results.add(KernelTiming(f"{number}", "fwd", "ours", 1.0, 2.0, "TFLOP/s"), compiled=str(number))
         told = json.loads((tmp_path / "results.json").read_text())
         assert len(told["rows"]) == number + 1 and told["compiled"] == str(number) and not told["complete"]
         assert len(list(csv.DictReader((tmp_path / "results.csv").open()))) == number + 1
@@ -200,12 +200,12 @@ def test_the_fastest_backends_by_head_dim():
         "ours, triton": (2.0, 5.0), "ours, cudnn": (1.0, 7.0), "ours, fa3": (0.5, None), "torch flash": (0.5, 0.5),
     }  # fmt: skip
     rows = [
-        Timing(f"{kind} b1 s9 h2/1 d128", kind, name, ms, 1.0, "TFLOP/s")
+        KernelTiming(f"{kind} b1 s9 h2/1 d128", kind, name, ms, 1.0, "TFLOP/s")
         for name, both in times.items()
         for kind, ms in zip(("fwd", "bwd"), both)
         if ms
     ]
-    rows.append(Timing("fwd b1 s9 h2/1 d256", "fwd", "ours, triton", 0.5, 1.0, "TFLOP/s"))
+    rows.append(KernelTiming("fwd b1 s9 h2/1 d256", "fwd", "ours, triton", 0.5, 1.0, "TFLOP/s"))
     assert contenders.fastest_backends(rows) == {"128": "triton"}
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree.bench import contenders
-from megatron_tree.bench.kernel_cases import Case
+from megatron_tree.bench.kernel_cases import KernelCase
 from megatron_tree.calibrate import calibrate, command, compute, links
 from megatron_tree.calibrate.backends import keep_fastest
 from megatron_tree.emulate import Cluster
@@ -98,7 +98,7 @@ def test_the_fastest_backend_is_kept_for_auto(monkeypatch, tmp_path):
     monkeypatch.setattr(contenders, "clock", lambda call, device: timed.append(call()) or 1.0)
     fastest.keep("GPU X", {"256": "triton"})
     fastest.keep("GPU Y", {"64": "fa3"})
-    said = keep_fastest(CPU, tuple(Case(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")))
+    said = keep_fastest(CPU, tuple(KernelCase(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")))
     assert [len(x) for x in timed if isinstance(x, tuple)] == [2, 3]  # (out, lse), and the gradients
     assert dict(said)["fastest up to head_dim 16"] == "aten"
     try:

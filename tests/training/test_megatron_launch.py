@@ -136,4 +136,4 @@ def test_without_a_launcher_it_says_how_to_start(monkeypatch, capsys):
     for name in ("WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert train([]) == 2
-    assert "WORLD_SIZE, MASTER_PORT not set: start this program with the deepspeed launcher" in capsys.readouterr().err
+    assert "WORLD_SIZE, MASTER_PORT not set: start this program with a launcher" in capsys.readouterr().err

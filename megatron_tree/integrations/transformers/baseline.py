@@ -74,7 +74,7 @@ def plain_prefill(model, tokens: Tensor, chunk_size: int) -> DynamicCache:
     return cache
 
 
-class Clock(BaseStreamer):
+class TokenClock(BaseStreamer):
     """Notes the times at which Transformers' generate has its prompt and each token: `time.perf_counter()`."""
 
     def __init__(self):

@@ -44,7 +44,7 @@ no mask; loop spills: those of them that access spilled registers. Other kernels
 """
 
 
-class Usage(NamedTuple):
+class KernelUsage(NamedTuple):
     """The resources of one compiled kernel; -1 where the tool does not report one.
 
     The loop is the one over tiles that need no mask, where the time goes: its instructions, and how many of them read
@@ -148,7 +148,7 @@ def compile_kernel(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "
     return triton.compile(source, target=TARGETS[arch], options=options), tiles
 
 
-def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") -> Usage:
+def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") -> KernelUsage:
     """Compile and read the resources."""
     compiled, tiles = compile_kernel(kernel, dims, arch, dtype)
     shape = "-" if kernel == "merge" else tiles.label
@@ -158,7 +158,7 @@ def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") ->
         found = {k: re.search(rf"\.{k}:\s*(\d+)", text) for k in ("vgpr_count", "vgpr_spill_count")}
         registers, spills = (int(m.group(1)) if m else -1 for m in found.values())
         matrix = text.count("v_mfma")
-        return Usage(kernel, dtype, dim, arch, shape, registers, 4 * spills, compiled.metadata.shared, matrix)
+        return KernelUsage(kernel, dtype, dim, arch, shape, registers, 4 * spills, compiled.metadata.shared, matrix)
     registers, spills = _nvidia_usage(compiled, arch)
     ptx = compiled.asm["ptx"]
     warpgroup = ptx.count("wgmma.mma_async") + ptx.count("tcgen05.mma")
@@ -167,7 +167,7 @@ def usage(kernel: str, dims: tuple[int, int], arch: str, dtype: str = "bf16") ->
     local = sum(instruction.startswith(("LDL", "STL")) for instruction in loop)
     shared, tensor_memory = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0
     found = registers, spills, shared, matrix, warpgroup, tensor_memory, len(loop), local
-    return Usage(kernel, dtype, dim, arch, shape, *found)
+    return KernelUsage(kernel, dtype, dim, arch, shape, *found)
 
 
 def _nvidia_usage(compiled, arch: str) -> tuple[int, int]:
@@ -202,14 +202,14 @@ def _main_loop(cubin: bytes) -> list[str]:
     return min((x for x in loops if any("MMA" in op for op in x)), key=len, default=[])
 
 
-def table(arches, kernels=tuple(KERNELS), widths=(*WIDTHS, *LATENT)) -> list[Usage]:
-    """Usage of every row asked for."""
+def table(arches, kernels=tuple(KERNELS), widths=(*WIDTHS, *LATENT)) -> list[KernelUsage]:
+    """KernelUsage of every row asked for."""
     assert not common.INTERPRET.value, "unset TRITON_INTERPRET: the interpreter compiles nothing"
     found = [usage(k, WIDTHS[w], a) for a in arches for k in kernels for w in widths if w in WIDTHS]
     return found + [usage(LATENT_KERNEL, LATENT[w], a) for a in arches for w in widths if w in LATENT]
 
 
-def as_markdown(rows: list[Usage]) -> str:
+def as_markdown(rows: list[KernelUsage]) -> str:
     """A table for docs/."""
     columns = "kernel", "head_dim", "arch", "tiles", "registers", "spilled bytes", "shared bytes", "loop", "loop spills"
     lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
