@@ -1,26 +1,21 @@
-"""Sixteen million positions and hundreds of ranks in whole numbers: shares, blocks, books, merge trees and plans."""
+"""Sixteen million positions in whole numbers, shares, blocks, tables and books; and a merge of 512 states."""
 
 import itertools
-import math
 
 import pytest
 import torch
 
 from megatron_tree import merge
 from megatron_tree.cache import RowBook
-from megatron_tree.comm.reductions import _butterfly_plan
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import blocks, merge_packed
+from megatron_tree.kernels import blocks
 from megatron_tree.kernels.triton import host
 from megatron_tree.kernels.triton import merge as triton_merge
 from megatron_tree.layout import Packed, Segment, gathered_segments, packed_layout, shard_positions
-from megatron_tree.plan import Shape, load_topology, place, plan_decode, plan_training
-from support.plans import backward_words, forward_words
-from support.rounding import rounding
+from support.rounding import error
 
 MILLION = 1 << 20
 LONG = 16 * MILLION + 16  # 2^24 + 16: the last ones are beyond what fp32 can count
-NEG_INF = float("-inf")
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "packed"])
@@ -106,97 +101,11 @@ def test_books_of_long_rows():
     assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(covered))
 
 
-def partials(n, rows=24, d=16, spread=4.0, seed=0):
-    """n packed states [n, rows, d + 1], fp32, a tenth of them empty, and their merge in float64."""
-    g = torch.Generator().manual_seed(seed)
-    outs, lses = torch.randn(n, rows, d, generator=g), torch.randn(n, rows, generator=g) * spread
-    empty = torch.rand(n, rows, generator=g) < 0.1
-    outs, lses = outs.masked_fill(empty[..., None], 0.0), lses.masked_fill(empty, NEG_INF)
-    packed = torch.cat((outs, lses[..., None]), -1)
-    return packed, merge.merge_packed(packed.double())
-
-
-def butterfly(states):
-    """Recursive doubling as every rank does it, those beyond the largest power of two folded in: the same bits."""
-    n = len(states)
-    plans = [_butterfly_plan(n, at) for at in range(n)]
-    core = 1 << (n.bit_length() - 1)
-    held = list(states)
-    for at in range(core, n):
-        held[at - core] = merge_packed(torch.stack((held[at - core], states[at])))
-    for step in range(core.bit_length() - 1):
-        peers = [next(p for p, s, r in plans[at] if s and r and p == at ^ (1 << step)) for at in range(core)]
-        held[:core] = [merge_packed(torch.stack((held[min(at, p)], held[max(at, p)]))) for at, p in enumerate(peers)]
-    assert all(torch.equal(held[0], x) for x in held[:core])
-    for at in range(core, n):
-        assert plans[at] == [(at - core, True, False), (at - core, False, True)]
-    return held[0]
-
-
-def ring(states):
-    """One after another into an accumulator, as the ring does."""
-    heads = states.flatten(1, -2)[:, None]  # [n, s = 1, h = rows, d + 1]
-    acc = merge.empty_state((*heads.shape[1:-1], heads.shape[-1] - 1))
-    for state in heads:
-        merge.merge_into(acc, merge.unpack_state(state, torch.float32))
-    return merge.pack_state(*acc, torch.float32).view(states.shape[1:])
-
-
-TREES = {  # largest errors of out and lse, relative to |lse| where that is above 1: its rounding is the weights' error
-    "rank order": (merge_packed, 1e-6),
-    "butterfly": (butterfly, 1e-6),
-    "ring": (ring, rounding(512)),  # one after another
-}
-
-
-def errors(found, exact):
-    """(of out, of lse), relative to the size of lse."""
-    assert not found.isnan().any()
-    size = exact[..., -1].abs().clamp(min=1)
-    error = (found.double() - exact).abs() / size[..., None]
-    return float(error[..., :-1].max()), float(error[..., -1].max())
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("n", [512, 509])
-def test_merge_trees_of_many_ranks(n, tree):
-    """Against float64, whatever the shape of the tree; with all states empty, empty."""
-    run, limit = TREES[tree]
-    found = []
-    for seed, spread in enumerate((0.0, 4.0, 30.0)):
-        states, exact = partials(n, spread=spread, seed=seed)
-        found.append(errors(run(states), exact))
-    worst = [max(x) for x in zip(*found)]
-    assert max(worst) <= limit
-    nothing = run(merge.pack_state(*merge.empty_state((n, 1, 2, 4)), torch.float32)[:, 0])
-    assert not nothing[..., :-1].any() and bool((nothing[..., -1] == NEG_INF).all())
-
-
 def test_the_kernel_merges_many_states():
-    """Triton's merge of 512 states in one launch, in the interpreter."""
-    states, exact = partials(512, rows=3, d=4)
-    assert max(errors(triton_merge.merge_packed(states), exact)) <= 1e-6
-
-
-@pytest.mark.parametrize("name", ["dgx_h100", "ethernet"])
-def test_plans_for_many_ranks(name):
-    world = 4096
-    topology = load_topology(name)
-    placement = place(topology, [r // 8 for r in range(world)])
-    shape, tokens = Shape(32, 8, 128, 128), 32768
-    sizes = dict(batch=1, seq_len=tokens * world, bytes_per_word=2, topology=topology, placement=placement)
-    plan = plan_training(world, shape, **sizes)
-    for chosen in (plan.forward, plan.backward):
-        (a, b), (a_in, b_in), (across, inside) = chosen.grid, chosen.inner, chosen.arrangement.heads
-        assert a * b * across * inside == world and a % a_in == b % b_in == 0
-        assert a_in * b_in * inside == placement.block
-        assert 0 < chosen.cost.time_s < math.inf and chosen.cost.steps > 0
-    tables = zip(plan.candidates, (forward_words, backward_words))
-    for c, words in ((c, words) for table, words in tables for c in table if c.schedule == "grid"):
-        u = c.ulysses_size
-        whole = words(c.grid, shape, u) * tokens * 2
-        statistics = (c.grid[0] - 1) * shape.num_heads * tokens * 2  # lse and delta: 4 bytes, not 2
-        delta = (u - 1) / u * shape.num_heads * tokens * 2  # is exchanged in the backward
-        assert c.cost.bytes == pytest.approx(whole + (statistics if words is forward_words else 2 * statistics + delta))
-    step = plan_decode(world, rows=64, head_dim_v=128, kv_bytes=None, topology=topology, placement=placement)
-    assert 0 < step.cost.time_s < math.inf and step.schedule != "ring"
+    """Triton's merge of 512 states, a tenth of them empty, in one launch, in the interpreter."""
+    g = torch.Generator().manual_seed(0)
+    outs, lses = torch.randn(512, 3, 4, generator=g), torch.randn(512, 3, 1, generator=g) * 4
+    empty = torch.rand(512, 3, 1, generator=g) < 0.1
+    states = torch.cat((outs.masked_fill(empty, 0.0), lses.masked_fill(empty, float("-inf"))), -1)
+    exact = merge.merge_packed(states.double())
+    assert error(triton_merge.merge_packed(states), exact) <= 1e-6
