@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, comm, tree_decode, tree_prefill
-from megatron_tree.cache import quantize
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.layout import Segment
 from megatron_tree.plan import grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle
+from support.ragged_rows import LONGEST, QUERIES, ragged_rows
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 
@@ -23,7 +23,6 @@ FORMS = {  # heads, head_dim, head_dim_v, options of the call
     "alibi": ((9, 1), 8, 8, {"alibi_slopes": make_slopes(9)}),
     "fewer heads than ranks": ((2, 1), 8, 8, {"sinks": torch.linspace(-1, 1, 2)}),
 }
-LENGTHS = (0, 3, 17, 40)
 
 
 def shares_of(heads, world):
@@ -40,57 +39,30 @@ def _own_options(options, shares, rank):
 
 
 def _pages(rank, world, page_size):
-    """Rows of different lengths in pages, three queries each: the worst error by form, dtype and schedule."""
-    n, worst = 3, {}
-    for form, ((heads, heads_kv), d, d_v, options) in FORMS.items():
+    """Rows of different lengths in pages: the worst error by form, dtype and schedule."""
+    worst = {}
+    for name, form in FORMS.items():
+        (heads, _), _, d_v, options = form
         shares = shares_of(heads, world)
-        mine = _own_options(options, shares, rank)
-        for dtype in ("auto", "int8", "fp8") if form == "gqa" else ("auto",):
-            q, k, v = decode_inputs(4, n, max(LENGTHS) + n, (heads, heads_kv), d, d_v, torch.float32)
-            cache, first_row = cache_of(rank, world, options, page_size, dtype)
-            rows = [first_row, *(cache.book.add() for _ in LENGTHS[1:])]
-            for i, length in enumerate(LENGTHS):
-                if length:
-                    cache.write(0, cache.append(rows[i : i + 1], length), k[[i], :length], v[[i], :length])
-            new = torch.tensor(LENGTHS)[:, None] + torch.arange(n)
-            at = new[..., None, None]
-            cache.write(0, cache.append(rows, n), *(x.gather(1, at.expand(-1, -1, *x.shape[2:])) for x in (k, v)))
-            view, pages = cache.view(0, rows, "cpu"), cache.layers[0]
-            if dtype != "auto":
-                stored = torch.int8 if dtype == "int8" else torch.float8_e4m3fn
-                k, v = (y.double() * scale[..., None] for y, scale in (quantize(x, stored) for x in (k, v)))
-            truth = [
-                cached_oracle(q[[i]], k[[i], : m + n], v[[i], : m + n], m, **options) for i, m in enumerate(LENGTHS)
-            ]
-            out, lse = (own(torch.cat(x), shares, rank, dim) for x, dim in zip(zip(*truth), (2, 1)))
+        for dtype in ("auto", "int8", "fp8") if name == "gqa" else ("auto",):
+            call, truth = ragged_rows(rank, world, form, page_size, dtype)
+            out, lse = (own(x, shares, rank, dim) for x, dim in zip(truth, (2, 1)))
+            call |= _own_options(options, shares, rank)
+            if dtype != "int8":  # all heads, or those of this rank
+                call["q"] = own(call["q"], shares, rank, 2)
             for schedule in DECODE_SCHEDULES:
-                o, l = tree_decode(
-                    q if dtype == "int8" else own(q, shares, rank, 2),  # all heads, or those of this rank
-                    pages.k,
-                    pages.v,
-                    cp_group=dist.group.WORLD,
-                    block_table=view.block_table,
-                    cache_seqlens=view.lengths,
-                    k_scale=pages.k_scale,
-                    v_scale=pages.v_scale,
-                    q_positions=new,
-                    cache_positions=view.positions,
-                    head_shares=shares,
-                    schedule=schedule,
-                    return_lse=True,
-                    **mine,
-                )
-                assert o.shape == (4, n, shares[rank], d_v) and l.shape == (4, shares[rank], n)
+                o, l = tree_decode(**call, head_shares=shares, schedule=schedule, return_lse=True)
+                assert o.shape == (4, QUERIES, shares[rank], d_v) and l.shape == (4, shares[rank], QUERIES)
                 if shares[rank]:
                     errors = error(o, out), error(l, lse)
-                    worst[form, dtype, schedule] = largest((worst.get((form, dtype, schedule), 0.0), *errors))
+                    worst[name, dtype, schedule] = largest((worst.get((name, dtype, schedule), 0.0), *errors))
     return worst
 
 
 @pytest.mark.parametrize(("world", "page_size"), [(1, 4), (3, 1), (4, 16)])
 def test_decode_from_pages(world, page_size):
     for worst in run_distributed(_pages, world, page_size):
-        assert worst and largest(worst.values()) < rounding(43), worst
+        assert worst and largest(worst.values()) < rounding(LONGEST), worst
 
 
 def _same_bits(rank, world):
