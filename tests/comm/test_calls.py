@@ -227,6 +227,7 @@ def _disagree(rank, world):
         dict(alibi_slopes=torch.full((4,), float(rank > 0))),
         dict(config=TreeConfig(grid=(1, world) if rank else (world, 1))),
         dict(window_size=(rank, 0)),
+        dict(ranges=[((0, 12), (0, 12), "causal" if rank else "full")]),
     ]
     started = time.monotonic()
     for options in cases:
@@ -249,7 +250,15 @@ def test_ranks_that_disagree_all_get_the_same_error():
     results = run_distributed(_disagree, 3)
     for errors, seconds, fine in results:
         assert fine and seconds < 60 and errors == results[0][0]
-    words = ["causal=True", "softmax_scale=0.25", "alibi_slopes=((0.0", "grid=(3, 1)", "window_size=(", "seq_len=6"]
+    words = [
+        "causal=True",
+        "softmax_scale=0.25",
+        "alibi_slopes=((0.0",
+        "grid=(3, 1)",
+        "window_size=(",
+        "ranges=",
+        "seq_len=6",
+    ]
     for error, word in zip(results[0][0], words, strict=True):
         assert "different arguments" in error and word in error, error
 

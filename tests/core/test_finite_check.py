@@ -2,7 +2,6 @@
 
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,13 +15,13 @@ LIMIT_S = 25.0  # seconds: less than the time limit of 30
 TENSORS = ("q", "k", "v", "sinks", "dout", "k_cache", "v_cache", "paged k_cache", "prefill v_cache")
 
 
-def _call(rank, world, which, check, bad_rank=1):
+def _call(rank, world, which, check):
     """This rank's error and how long it took, with bad values in `which` on one rank; then whether the group works."""
     group, config = dist.group.WORLD, TreeConfig(check=check, timeout_s=30)
     q, k, v, dout = (x.chunk(world, 1)[rank].clone() for x in make_inputs(8 * world, (4, 2), dtype=torch.float32))
     sinks = make_sinks(4).float()
     name, options = which.split()[-1], dict(cp_group=group, config=config)
-    if rank == bad_rank:
+    if rank == 1:
         bad = dict(q=q, k=k, v=v, dout=dout, sinks=sinks, k_cache=k, v_cache=v)[name]
         if name == "sinks":
             bad[2] = INF
@@ -56,15 +55,18 @@ def _call(rank, world, which, check, bad_rank=1):
     return said, took, again if said else result.isfinite().all().item()
 
 
-@pytest.mark.parametrize("which", TENSORS)
-def test_every_rank_names_rank_and_tensor(which):
-    name = which.split()[-1]
-    found = run_distributed(_call, 3, which, "finite", timeout=60)
-    where = "in 1 places, the first at sinks[2] = inf" if name == "sinks" else "in 2 places, the first at "
-    where += "" if name == "sinks" else f"{name}[1, 5, 1, 3] = nan"
-    for said, took, works in found:
-        assert said and f"{name} on rank 1 of cp_group holds NaN or infinities {where}" in said
-        assert took < LIMIT_S and works
+def _calls(rank, world):
+    return [_call(rank, world, which, "finite") for which in TENSORS]
+
+
+def test_every_rank_names_rank_and_tensor():
+    for which, found in zip(TENSORS, zip(*run_distributed(_calls, 3, timeout=120)), strict=True):
+        name = which.split()[-1]
+        where = "in 1 places, the first at sinks[2] = inf" if name == "sinks" else "in 2 places, the first at "
+        where += "" if name == "sinks" else f"{name}[1, 5, 1, 3] = nan"
+        for said, took, works in found:
+            assert said and f"{name} on rank 1 of cp_group holds NaN or infinities {where}" in said
+            assert took < LIMIT_S and works
 
 
 def test_without_it_the_result_is_silently_wrong():

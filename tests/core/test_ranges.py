@@ -218,15 +218,3 @@ def test_bad_ranges(options, message):
     q = k = v = torch.zeros(1, 8, 2, 4)
     with pytest.raises(ValueError, match=message):
         tree_attn_func(q, k, v, cp_group=None, **options)
-
-
-def _differ(rank, world):
-    q = k = v = torch.zeros(1, 8, 2, 4)
-    mask = [((0, 16), (0, 16), "causal" if rank else "full")]
-    with pytest.raises(ValueError, match="ranges"):
-        tree_attn_func(q, k, v, cp_group=dist.group.WORLD, ranges=mask)
-    return True
-
-
-def test_ranks_that_disagree_about_the_mask_say_so():
-    assert all(run_distributed(_differ, 2))
