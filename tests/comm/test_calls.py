@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, tree_decode
+from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.plan import Shape, grids
 from support.plans import backward_words, forward_words
 from support.ranks import run_distributed
@@ -120,6 +120,7 @@ def good():
     return dict(q=torch.randn(2, 4, 4, 8), k=torch.randn(2, 4, 2, 8), v=torch.randn(2, 4, 2, 8))
 
 
+CROSS = dict(k=torch.randn(2, 6, 2, 8), v=torch.randn(2, 6, 2, 8))
 BAD = {
     "head ratio": (dict(k=torch.randn(2, 4, 3, 8), v=torch.randn(2, 4, 3, 8)), {}, r"q has 4 heads and k 3"),
     "kv heads": (dict(v=torch.randn(2, 4, 1, 8)), {}, "k has 2 heads but v has 1"),
@@ -146,8 +147,8 @@ BAD = {
     "slopes of NaN": ({}, dict(alibi_slopes=torch.full((4,), float("nan"))), "alibi_slopes=.*finite"),
     "learned slopes": ({}, dict(alibi_slopes=torch.zeros(4, requires_grad=True)), "alibi_slopes get no gradient"),
     "slopes, ranges": ({}, dict(alibi_slopes=torch.zeros(4), ranges=[]), "alibi_slopes can't be combined with ranges"),
-    "slopes, cross attention": (
-        dict(k=torch.randn(2, 6, 2, 8), v=torch.randn(2, 6, 2, 8)),
+    "cross, slopes": (
+        CROSS,
         dict(alibi_slopes=torch.zeros(4), causal=False),
         "alibi_slopes, may k and v have another length",
     ),
@@ -157,6 +158,18 @@ BAD = {
         "backend='aten' can't take alibi_slopes",
     ),
     "grid": ({}, dict(config=TreeConfig(grid=(3, 2))), r"grid=\(3, 2\) has 6 cells but cp_group has 2 ranks"),
+    "topology": ({}, dict(config=TreeConfig(topology="moon")), "topology 'moon' is unknown: name one of .*dgx_h100"),
+    "ulysses_size": ({}, dict(config=TreeConfig(ulysses_size=3)), "ulysses_size=3 must divide the 2"),
+    "heads of Ulysses": (
+        {n: x[:, :, :1] for n, x in good().items()},
+        dict(config=TreeConfig(ulysses_size=2)),
+        "ulysses_size=2 ranks can't share 1 query heads",
+    ),
+    "dropout_p": ({}, dict(dropout_p=1.0, dropout_seed=1), "dropout_p=1.0"),
+    "no seed": ({}, dict(dropout_p=0.1), "dropout_seed=None"),
+    "seed": ({}, dict(dropout_p=0.1, dropout_seed=-3), "dropout_seed=-3"),
+    "cross, causal": (CROSS, {}, "causal=False"),
+    "cross, window": (CROSS, dict(causal=False, window_size=(2, 2)), "no window_size"),
 }
 
 
@@ -177,11 +190,20 @@ BAD_DECODE = {
 }
 
 
+BAD_PACKED = {
+    "4-D": (good(), "3-D tensor"),
+    "max_seqlen": (dict(max_seqlen=4), "max_seqlen=4"),
+    "padding": (dict(cu_seqlens=torch.tensor([0, 6, 16])), "6 padded tokens"),
+}
+
+
 def _bad_input(rank, world):
     group = dist.group.WORLD
     step = dict(q=torch.randn(2, 1, 4, 8), k_cache=torch.randn(2, 6, 2, 8), v_cache=torch.randn(2, 6, 2, 8))
     cases = [(tree_attn_func, {**good(), **tensors, **options}, message) for tensors, options, message in BAD.values()]
     cases += [(tree_decode, {**step, **options}, message) for options, message in BAD_DECODE.values()]
+    packed = {n: x.flatten(0, 1) for n, x in good().items()} | {"cu_seqlens": [0, 16]}
+    cases += [(tree_attn_varlen_func, packed | options, message) for options, message in BAD_PACKED.values()]
     for call, arguments, message in cases:
         with comm.record() as log, pytest.raises(ValueError, match=message):
             call(**arguments, cp_group=group)
@@ -227,6 +249,7 @@ def _disagree(rank, world):
         dict(alibi_slopes=torch.full((4,), float(rank > 0))),
         dict(config=TreeConfig(grid=(1, world) if rank else (world, 1))),
         dict(window_size=(rank, 0)),
+        dict(dropout_p=0.1, dropout_seed=rank),
         dict(ranges=[((0, 12), (0, 12), "causal" if rank else "full")]),
     ]
     started = time.monotonic()
@@ -250,15 +273,8 @@ def test_ranks_that_disagree_all_get_the_same_error():
     results = run_distributed(_disagree, 3)
     for errors, seconds, fine in results:
         assert fine and seconds < 60 and errors == results[0][0]
-    words = [
-        "causal=True",
-        "softmax_scale=0.25",
-        "alibi_slopes=((0.0",
-        "grid=(3, 1)",
-        "window_size=(",
-        "ranges=",
-        "seq_len=6",
-    ]
+    words = ["causal=True", "softmax_scale=0.25", "alibi_slopes=((0.0", "grid=(3, 1)", "window_size=("]
+    words += ["dropout_seed=0", "ranges=", "seq_len=6"]
     for error, word in zip(results[0][0], words, strict=True):
         assert "different arguments" in error and word in error, error
 

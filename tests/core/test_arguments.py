@@ -161,9 +161,8 @@ def _padded_cross(rank, world):
     return largest(errors)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_padding_after_the_documents_is_no_document(world):
-    assert largest(run_distributed(_padded_cross, world)) < 1e-12
+def test_padding_after_the_documents_is_no_document():
+    assert largest(run_distributed(_padded_cross, 2)) < 1e-12
     assert packed_layout([0, 4], num_rows=6) == Packed((4, 0), (4, 2))
 
 
@@ -188,6 +187,5 @@ def _heads_on_one_rank(rank, world):
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_heads_everywhere_where_one_rank_has_them_by_its_share(world):
-    assert largest(run_distributed(_heads_on_one_rank, world)) < 1e-12
+def test_all_heads_everywhere_where_one_rank_has_them_by_its_share():
+    assert largest(run_distributed(_heads_on_one_rank, 3)) < 1e-12
