@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron_tree.config import MaskBounds
 from megatron_tree.layout import Sharding
 from megatron_tree.plan import Mask, Shape, grids, known_topologies, load_topology, place, plan_training
-from megatron_tree.plan.plans import inner_grids
 from megatron_tree.plan.training import seconds_of_pass
 from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, backward_words, forward_words, ring, training
 
@@ -95,14 +94,6 @@ def test_every_topology_gives_a_plan(name, world):
     assert world > 1 or (plan.forward.grid == (1, 1) and plan.forward.cost.bytes == plan.forward.cost.peak_bytes == 0)
 
 
-def test_inner_grids_divide_the_grid():
-    for block in (1, 2, 4, 6, 8):
-        for nodes in (1, 2, 3, 4):
-            for a, b in grids(block * nodes):
-                found = inner_grids((a, b), block)
-                assert found and all(a % x == b % y == 0 and x * y == block for x, y in found)
-
-
 @pytest.mark.parametrize("hosts", [[n // 4 for n in range(16)], [n // 2 for n in range(16)], [0] * 5 + [1] * 7])
 @pytest.mark.parametrize("backward", [False, True])
 def test_bytes_per_level_by_counting_messages(hosts, backward):
@@ -178,26 +169,13 @@ def test_pipeline_bounds(groups, gather, reduce, own, compute):
         assert time_s == pytest.approx(exact)
 
 
-def test_pinned_options_are_honoured():
-    plan = training(16, GQA4, grid=(4, 4))
-    assert plan.forward.grid == plan.backward.grid == (4, 4) and "as asked for" in plan.reason
-    plan = training(16, GQA4, grid=(4, 4), grid_backward=(2, 8), head_chunks=2)
-    assert (plan.forward.grid, plan.backward.grid) == ((4, 4), (2, 8))
-    assert plan.forward.head_chunks == plan.backward.head_chunks == 2
-    plan = training(16, GQA4, schedule="ring")
-    assert plan.forward.schedule == plan.backward.schedule == "ring"
-    nested = training(16, GQA4, ETHERNET, [n // 4 for n in range(16)], grid=(4, 4))
-    assert nested.forward.inner in inner_grids((4, 4), 4)
-    fastest = min(c.cost.time_s for c in nested.candidates[0] if c.schedule == "grid")
-    assert nested.forward.cost.time_s <= 1.01 * fastest
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (dict(grid=(3, 5)), r"grid=\(3, 5\) has 15 cells but cp_group has 16 ranks: choose 1x16, 2x8"),
         (dict(grid_backward=(3, 5)), r"grid_backward=\(3, 5\) has 15 cells"),
         (dict(head_chunks=3), r"head_chunks=3 must divide num_heads_kv=8: choose one of \[1, 2, 4, 8\]"),
+        (dict(head_chunks=4, ulysses_size=4), "head_chunks=4 must divide num_heads_kv=2: choose one of"),
         (dict(memory_budget=1000), r"memory_budget=1000 bytes is too small .* needs is \d+ bytes"),
     ],
 )
@@ -252,10 +230,3 @@ def test_a_window_layer_sends_as_much_at_any_length(shape, window, megabytes):
     assert 0.9 * ends < sent[0] == sent[1] <= ends == pytest.approx(megabytes * 1e6, rel=0.03)
     alone = windowed(window, 1 << 20, shape, schedule="grid", ulysses_size=1)
     assert sent[1] < 0.05 * (alone.forward.cost.bytes + alone.backward.cost.bytes)
-
-
-def test_pinned_head_chunks_leave_out_what_they_do_not_divide():
-    plan = training(8, Shape(4, 4, 64, 64), head_chunks=4)
-    assert plan.forward.head_chunks == 4 and plan.forward.ulysses_size == 1
-    with pytest.raises(ValueError, match="head_chunks=4 must divide num_heads_kv=2: choose one of"):
-        training(8, Shape(4, 4, 64, 64), head_chunks=4, ulysses_size=2)

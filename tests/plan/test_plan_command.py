@@ -28,20 +28,6 @@ def test_tables_for_all_passes(capsys):
     assert len(chosen) == 3 and all("  chosen" in line for line in chosen)
     assert sum(line.endswith("fastest") or "fastest, " in line for line in out.splitlines()) == 3
     assert all(f"  {rival}" in out for rival in ("ring", "KV gather", "pure tree", "Ulysses", "a2a+p2p", "all-reduce"))
-    assert "\ntraining: forward on " in out and "\ndecode: " in out
-    assert max(len(line) for line in out.splitlines() if line.startswith((" ", "*"))) < 160
-
-
-def test_many_nodes_give_few_lines(capsys):
-    """The chosen one, the fastest, and the five rivals: not dozens of grids that take as long."""
-    call = ["--topology", "dgx_h100", "--nodes", "16", "--seq-len", "1M", "--pass", "forward"]
-    tables = []
-    for options in ([], ["--all"]):
-        assert main([*call, *options]) == 0
-        tables.append([line for line in capsys.readouterr().out.splitlines() if re.search(r" [mu]?s  ", line)])
-    short, whole = tables
-    assert 5 <= len(short) <= 7 and sum(line.startswith("*") for line in short) == 1
-    assert len(whole) > 100 and {line.split("  ")[1] for line in short} <= {line.split("  ")[1] for line in whole}
 
 
 def test_json_holds_all_candidates(capsys):
@@ -94,8 +80,6 @@ def test_pins_and_the_budget(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--topology", "nonsense"], "topology 'nonsense' is unknown: name one of dgx_h100"),
-        (["--topology", "laptop", "--nodes", "2"], "describes a single host, but the group's ranks are on 2 hosts"),
         ([*SMALL, "--kv-heads", "3"], "--kv-heads 3 must divide --heads 4"),
         ([*SMALL, "--tp", "3"], "--tp 3 must divide --heads 4"),
         ([*SMALL, "--tp", "4", "--heads", "12", "--kv-heads", "6"], "--tp 4 and --kv-heads 6: one must divide"),
@@ -103,7 +87,6 @@ def test_pins_and_the_budget(capsys):
         ([*SMALL, "--tp", "2", "--model", "config.json"], "--model plans every way to share the weights"),
         ([*SMALL, "--grid", "4x4"], r"grid=\(4, 4\) has 16 cells but cp_group has 4 ranks"),
         ([*SMALL, "--grid", "2x2", "--schedule", "cast", "--pass", "forward"], "no meaning with schedule='cast'"),
-        ([*SMALL, "--memory-budget", "1"], "memory_budget=1 bytes is too small"),
         ([*SMALL, "--schedule", "scatter"], "--schedule scatter does not apply to training: choose auto, grid, cast"),
         ([*SMALL, "--documents", "4x1k"], "--documents are packed in one row, for training"),
     ],
@@ -112,21 +95,6 @@ def test_errors_are_one_line(capsys, options, message):
     assert main(options) == 1
     err = capsys.readouterr().err
     assert err.startswith("plan: ") and err.count("\n") == 1 and re.search(message, err)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--seq-len", "many"], "'many' must be a positive integer, for instance 16, 128k or 1M"),
-        (["--memory-budget", "2XB"], "'2XB' must be a positive number of bytes, for instance 500MB or 2GiB"),
-        (["--grid", "4by4"], "'4by4' is not a grid: write AxB"),
-        (["--documents", "4k"], "'4k' is not COUNTxTOKENS,..., for instance 200x2k,1x128k"),
-    ],
-)
-def test_wrong_values(capsys, options, message):
-    with pytest.raises(SystemExit):
-        main([*SMALL, *options])
-    assert message in capsys.readouterr().err
 
 
 def test_the_examples_run(tmp_path, monkeypatch):
