@@ -14,15 +14,13 @@ from megatron_tree import (
     comm,
     dispatch_documents,
     document_positions,
-    energy,
     packed_layout,
     shard_sequence,
     tree_attn_varlen_func,
     unshard_sequence,
 )
-from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Dispatched, documents_over, shard_positions, spread_documents
-from support.attention import make_inputs, make_sinks
+from support.attention import make_inputs, make_sinks, oracle
 from support.ranks import largest, run_distributed
 
 
@@ -79,18 +77,6 @@ def test_bad_shares(make, message):
         make()
 
 
-def _truth(inputs, lengths, mask):
-    """(out, lse, dq, dk, dv[, dsinks]) of the packed documents in float64."""
-    q, k, v, dout = inputs
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, causal=mask.get("causal", True), window_size=mask["window_size"])
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    seq = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    keep = energy.visible(positions, positions, spec) & (seq[:, None] == seq)
-    sinks = make_sinks(q.shape[2]) if mask.get("sinks") else None
-    out, lse = energy.attention(q, k, v, spec=spec, keep=keep, sinks=sinks)
-    return out, lse, *energy.attention_grads(q, k, v, dout, spec=spec, keep=keep, sinks=sinks)
-
-
 LENGTHS = (5, 1, 0, 23, 8, 2, 9)  # 48 tokens
 MASKS = [
     dict(window_size=(-1, -1)),
@@ -117,8 +103,10 @@ def _exact(rank, world):
     if sum(LENGTHS) % world == 0:
         whole = documents_over(LENGTHS, LENGTHS, world, "contiguous")
         cases.append(("contiguous", whole, dict(cu_seqlens=cu_seqlens, layout="contiguous")))
+    sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     for mask in MASKS:
-        truth = _truth(inputs, LENGTHS, mask)
+        seen = mask | ({"sinks": make_sinks(4)} if "sinks" in mask else {})
+        truth = oracle(*inputs, sequences=sequences, **seen)
         for (name, layout, also), option in itertools.product(cases, [*OPTIONS, dict(ulysses_size=world)]):
             rows = shard_positions(layout.num_rows * world, rank, world, layout)
             leaves = [shard_sequence(x[0], dist.group.WORLD, 0, layout, padding=float("nan")) for x in inputs[:3]]

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, energy, tree_decode
+from megatron_tree import TreeConfig, comm, tree_decode
 from megatron_tree.attention import call as attend
-from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.plan import default_topology, place
 from megatron_tree.plan.plans import grids, inner_grids
 from support.attention import make_inputs, oracle, run_one, worst_error
+from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.hosts import Hosts
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
@@ -71,12 +72,8 @@ def test_every_nesting_matches_the_oracle(place, transport):
 
 
 def _decode_over_hosts(rank, world, hosts):
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, s, h, 8, generator=g) for s, h in ((1, 4), (5 * world, 2), (5 * world, 2)))
-    mine = slice(5 * rank, 5 * rank + 5)
-    keep = torch.ones(1, 5 * world, dtype=torch.bool)
-    truth = energy.attention(q.double(), k.double(), v.double(), spec=AttnSpec(softmax_scale=8**-0.5), keep=keep)[0]
-    worst = 0.0
+    q, k, v = decode_inputs(2, 1, 5 * world, dtype=torch.float32)
+    mine, worst, truth = slice(5 * rank, 5 * rank + 5), 0.0, decode_oracle(q, k, v, None)[0]
     with Hosts(hosts):
         for transport in ("direct", "builtin"):
             config = TreeConfig(transport=transport)
@@ -85,9 +82,7 @@ def _decode_over_hosts(rank, world, hosts):
                     q, k[:, mine], v[:, mine], cp_group=dist.group.WORLD, schedule=schedule, config=config
                 )
                 worst = largest((worst, error(out, truth)))
-                everyone = [torch.empty_like(out) for _ in range(world)]
-                dist.all_gather(everyone, out)
-                assert all(torch.equal(out, other) for other in everyone), schedule
+                assert same_everywhere(out), schedule
     return worst
 
 

@@ -8,38 +8,17 @@ import torch.distributed as dist
 
 from megatron_tree import (
     TreeConfig,
-    energy,
     packed_layout,
     shard_positions,
     shard_sequence,
     tree_attn_func,
     tree_attn_varlen_func,
 )
-from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.dropout import keep_weights
-from support.attention import configs, distances, make_inputs, make_sinks, make_slopes, slopes_of, worst_error
+from megatron_tree.config import Dropout
+from support.attention import configs, make_inputs, make_sinks, make_slopes, oracle, worst_error
 from support.ranks import largest, run_distributed
 
 SEED = 12345678901234
-
-
-def truth_of(q, k, v, dout, *, sequences=None, dropout_p=0.0, sinks=None, alibi_slopes=None, **mask):
-    """(out, lse, dq, dk, dv[, dsinks]) in float64; sequences: every row's document, -1 for padding."""
-    dropout = Dropout(dropout_p, SEED) if dropout_p else None
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, dropout=dropout, alibi_slopes=slopes_of(alibi_slopes), **mask)
-    q_pos, k_pos = torch.arange(q.shape[1]), torch.arange(k.shape[1])
-    keep = energy.visible(q_pos, k_pos, spec)
-    if sequences is not None:
-        keep = keep & (sequences[:, None] == sequences) & (sequences >= 0)
-        starts = torch.tensor([int((sequences == s).nonzero()[0]) if s >= 0 else 0 for s in sequences])
-        q_pos = k_pos = q_pos - starts
-    weights = None
-    if dropout:
-        of_rows = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=sequences)
-        weights = keep_weights(dropout, batch=q.shape[0], num_heads=q.shape[2], **of_rows)
-    options = dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights, distance=distances(q_pos, k_pos))
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    return *energy.attention(q, k, v, **options), *energy.attention_grads(q, k, v, dout, **options)
 
 
 def run_form(inputs, q_rows, k_rows, call, sinks=None):
@@ -119,7 +98,9 @@ def _packed_errors(rank, world, documents):
         mask = dict(mask)
         sinks = make_sinks(4) if mask.pop("sinks", False) else None
         if name not in truths:
-            truths[name] = truth_of(*inputs, sequences=sequences, sinks=sinks, **mask)
+            seen = {key: value for key, value in mask.items() if key != "dropout_p"}
+            dropout = Dropout(mask["dropout_p"], SEED) if "dropout_p" in mask else None
+            truths[name] = oracle(*inputs, sequences=sequences, dropout=dropout, sinks=sinks, **seen)
 
         def call(q, k, v, sinks, mask=mask, config=config):
             out, lse = tree_attn_varlen_func(
@@ -156,7 +137,7 @@ def _cross(rank, world):
         _, k, v, _ = make_inputs(s_k, (4, 2), seed=1)
         rows = [shard_positions(n, rank, world, layout) for n in (s_q, s_k)]
         for dropout_p in (0.0, 0.3):
-            truth = truth_of(q, k, v, dout, causal=False, dropout_p=dropout_p)
+            truth = oracle(q, k, v, dout, causal=False, dropout=Dropout(dropout_p, SEED) if dropout_p else None)
             for label, config in (*configs(world), *[("heads", TreeConfig(ulysses_size=2))] * (world > 1)):
                 mask = dict(causal=False, dropout_p=dropout_p, dropout_seed=SEED)
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_tree import AttnSlice, TreeConfig, energy, shard_positions, tree_attn_func
 from megatron_tree.config import AttnSpec
+from megatron_tree.dropout import keep_weights
 from megatron_tree.layout import shard_lengths
 from megatron_tree.plan import grids
 from support.ranks import largest
@@ -26,11 +27,23 @@ def make_inputs(seq_len, heads, *, batch=2, d=8, d_v=8, dtype=torch.float64, see
     return [torch.randn(batch, seq_len, n, m, generator=g, dtype=torch.float64).to(dtype) for n, m in shapes]
 
 
-def oracle(q, k, v, dout, dlse=None, *, sinks=None, alibi_slopes=None, **mask):
-    """(out, lse, dq, dk, dv[, dsinks]) of the whole sequence in float64; mask: causal, window_size, softcap."""
-    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, alibi_slopes=slopes_of(alibi_slopes), **mask)
-    positions = torch.arange(q.shape[1])
-    options = dict(spec=spec, keep=energy.visible(positions, positions, spec), distance=distances(positions, positions))
+def oracle(q, k, v, dout, dlse=None, *, sequences=None, dropout=None, sinks=None, alibi_slopes=None, **mask):
+    """(out, lse, dq, dk, dv[, dsinks]) of the whole sequence in float64; mask: causal, window_size, softcap.
+
+    sequences: the document of every row, -1 for padding; dropout: a `Dropout`.
+    """
+    options = dict(dropout=dropout, alibi_slopes=slopes_of(alibi_slopes), **mask)
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5, **options)
+    q_pos, k_pos = torch.arange(q.shape[1]), torch.arange(k.shape[1])
+    keep, weights = energy.visible(q_pos, k_pos, spec), None
+    if sequences is not None:
+        keep &= (sequences[:, None] == sequences) & (sequences >= 0)
+        starts = torch.tensor([int((sequences == s).nonzero()[0]) for s in sequences], dtype=torch.int64)
+        q_pos = k_pos = q_pos - starts
+    if dropout is not None:
+        of_rows = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=sequences)
+        weights = keep_weights(dropout, batch=q.shape[0], num_heads=q.shape[2], **of_rows)
+    options = dict(spec=spec, keep=keep, keep_weights=weights, distance=distances(q_pos, k_pos))
     options["sinks"] = None if sinks is None else sinks.double()
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     out, lse = energy.attention(q, k, v, **options)
