@@ -111,7 +111,7 @@ def randn(seed, *shape, dtype=torch.float64):
 
 
 def magnitude(x):
-    """The magnitude finite magnitude; 0 of nothing."""
+    """The largest finite magnitude; 0 of nothing."""
     x = x.detach().double().abs()
     x = x[x.isfinite()]
     return float(x.max()) if x.numel() else 0.0

@@ -295,7 +295,7 @@ def check(call, results):
 
 
 def _allowed(call, expected, keep, distance):
-    """{result: magnitude error}: 1e-10 in float64; in fp32 a few roundings; below, the rule: at most 2 (gradients: 3)
+    """{result: error allowed}: 1e-10 in float64; in fp32 a few roundings; below, the rule: at most 2 (gradients: 3)
     times the error of torch's dense attention in that dtype, but never less than a few roundings of the result."""
     sizes = {name: max(1.0, magnitude(x)) for name, x in expected.items()}
     if call.dtype == torch.float64:
