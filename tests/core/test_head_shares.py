@@ -1,5 +1,7 @@
 """tree_decode and tree_prefill with query heads split over the ranks of the cache, against the float64 oracle."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,46 +132,28 @@ def test_prefill_in_chunks(world, page_size):
     assert largest(run_distributed(_prefill, world, page_size)) < rounding(59)
 
 
-def _refusals(rank, world):
+def _refused(rank, world):
     q, k, v = decode_inputs(1, 1, 8, (4, 2), dtype=torch.float32)
-    said = []
-    for shares, heads in (([4], 4), ([3, 1], 2), ([2, 3], 2 + rank), ([0, 0], 0), ([2.0, 2.0], 2)):
-        with pytest.raises(ValueError) as error:
-            tree_decode(q[:, :, :heads], k, v, cp_group=dist.group.WORLD, head_shares=shares)
-        said.append(str(error.value))
-    for queries, sinks in ((q[:, :, :2], torch.zeros(4)), (q, torch.zeros(4)), (q[:, :, : 4 - 2 * rank], None)):
-        with pytest.raises(ValueError) as error:
-            tree_decode(queries, k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], sinks=sinks)
-        said.append(str(error.value))
-    tokens = dict(shares=[[(0, 1)]] * 2, key_segments=[])
-    with pytest.raises(ValueError) as error:
-        tree_prefill(q[:, :, :2], k, v, cp_group=dist.group.WORLD, head_shares=[2, 2], **tokens)
-    said.append(str(error.value))
-    one_head = dict(
-        cp_group=dist.group.WORLD, head_shares=[2, 2], shares=[[(0, 1)]], key_segments=[[Segment(0, 0, 8)]] * 2
-    )
-    latents = dict(v_cache=None, head_dim_v=8, expand=lambda x: (x, x), grid=(2, 1))
-    for keys, options in ((k, dict(v_cache=v, grid=(1, 2))), (k[:, :, :1], latents)):
-        with pytest.raises(ValueError) as error:
-            tree_prefill(q[:, :, :2], keys, **options, **one_head)
-        said.append(str(error.value))
-    return said
+    step = dict(q=q[:, :, :2], k_cache=k, v_cache=v, cp_group=dist.group.WORLD, head_shares=[2, 2])
+    chunk = step | dict(shares=[[(0, 1)]], key_segments=[[Segment(0, 0, 8)]] * 2)
+    latents = dict(k_cache=k[:, :, :1], v_cache=None, head_dim_v=8, expand=lambda x: (x, x), grid=(2, 1))
+    cases = {
+        "head_shares=[4] must hold the number of query heads of each of the 2 ranks": step | dict(head_shares=[4]),
+        "head_shares=[3, 1] gives rank": step | dict(head_shares=[3, 1]),
+        "q has 5 heads and k_cache 2": step | dict(q=q[:, :, : 2 + rank], head_shares=[2, 3]),
+        "head_shares=[0, 0] must hold": step | dict(q=q[:, :, :0], head_shares=[0, 0]),
+        "head_shares=[2.0, 2.0] must hold": step | dict(head_shares=[2.0, 2.0]),
+        "one logit per query head, [2]": step | dict(sinks=torch.zeros(4)),
+        "gathers_heads": step | dict(q=q[:, :, : 4 - 2 * rank]),
+        "with head_shares one entry for all": chunk | dict(shares=[[(0, 1)]] * 2, key_segments=[]),
+        "if there is one KV head, not 2: choose b = 1": chunk | dict(grid=(1, 2)),
+        "expand makes keys of one rank's heads, with head_shares: choose a = 1": chunk | latents,
+    }
+    for message, arguments in cases.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            (tree_prefill if "shares" in arguments else tree_decode)(**arguments)
+    return True
 
 
-def test_refusals_name_the_shares():
-    expected = (
-        "head_shares=[4] must hold the number of query heads of each of the 2 ranks",
-        "head_shares=[3, 1] gives rank",
-        "q has 5 heads and k_cache 2: the number of KV heads must divide the query heads",
-        "head_shares=[0, 0] must hold",
-        "head_shares=[2.0, 2.0] must hold",
-        "one logit per query head, [2]",
-        "one logit per query head, [2]",
-        "gathers_heads",
-        "with head_shares one entry for all",
-        "grid=(1, 2): keys are gathered for head_shares if there is one KV head, not 2: choose b = 1",
-        "grid=(2, 1): expand makes keys of one rank's heads, with head_shares: choose a = 1",
-    )
-    for said in run_distributed(_refusals, 2):
-        for text, part in zip(said, expected, strict=True):
-            assert part in text
+def test_what_is_refused_on_every_rank():
+    assert all(run_distributed(_refused, 2))
