@@ -55,7 +55,7 @@ def _prefill(rank, world, page_size):
 
 @pytest.mark.parametrize(
     ("world", "page_size"),
-    [(1, 4), (2, 4), (3, 1), (4, 3), (4, 16), pytest.param(8, 3, marks=pytest.mark.slow)],
+    [(1, 4), (2, 4), (3, 1), (4, 16), pytest.param(8, 3, marks=pytest.mark.slow)],
 )
 def test_prefill_in_chunks(world, page_size):
     # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning

@@ -61,7 +61,7 @@ def _pages(rank, world, page_size):
     return worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (3, 1), (4, 16)])
+@pytest.mark.parametrize(("world", "page_size"), [(3, 1), (4, 16)])
 def test_decode_from_pages(world, page_size):
     for worst in run_distributed(_pages, world, page_size):
         assert worst and largest(worst.values()) < rounding(LONGEST), worst
@@ -127,7 +127,7 @@ def _prefill(rank, world, page_size):
     return worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (3, 1), (4, 16), pytest.param(8, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "page_size"), [(3, 1), (4, 16), pytest.param(8, 4, marks=pytest.mark.slow)])
 def test_prefill_in_chunks(world, page_size):
     assert largest(run_distributed(_prefill, world, page_size)) < rounding(59)
 
