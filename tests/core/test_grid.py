@@ -1,6 +1,7 @@
 """The nested grid in real processes: hosts in any order, every nesting, head chunks, both transports."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -45,20 +46,18 @@ def _nested(rank, world, hosts, transport):
                 )
                 return dataclasses.replace(plan, forward=forward, backward=backward)
 
-            attend.plan_training = pinned
-            try:
+            with mock.patch.object(attend, "plan_training", pinned):
                 config = TreeConfig(grid=grid, head_chunks=head_chunks, transport=transport, timeout_s=30)
                 worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
-            finally:
-                attend.plan_training = plan_training
             nested += inner != (1, 1)
         for config in (TreeConfig(schedule="ring"), TreeConfig(grid=(1, world), grid_backward=(world, 1))):
             worst = largest((worst, worst_error(*run_one(inputs, "zigzag", config, {}), truth)))
         uneven = (3, 0, 5, 1, 2, 4)[:world]  # padded on the wire, in every chunk of heads
         inputs = make_inputs(sum(uneven), (4, 2))
+        truth = oracle(*inputs)
         for grid in grids(world):
             config = TreeConfig(grid=grid, head_chunks=2, transport=transport)
-            worst = largest((worst, worst_error(*run_one(inputs, uneven, config, {}), oracle(*inputs))))
+            worst = largest((worst, worst_error(*run_one(inputs, uneven, config, {}), truth)))
     return worst, nested
 
 

@@ -1,5 +1,6 @@
 """Other forms of attention over real ranks, against the float64 oracle: packed documents, cross attention, dropout."""
 
+import functools
 import itertools
 
 import pytest
@@ -15,29 +16,10 @@ from megatron_tree import (
     tree_attn_varlen_func,
 )
 from megatron_tree.config import Dropout
-from support.attention import configs, make_inputs, make_sinks, make_slopes, oracle, worst_error
-from support.ranks import largest, run_distributed
+from support.attention import configs, make_inputs, make_sinks, make_slopes, oracle, run_call, worst_error
+from support.ranks import run_distributed
 
 SEED = 12345678901234
-
-
-def run_form(inputs, q_rows, k_rows, call, sinks=None):
-    """This rank's results of `call(q, k, v, sinks)` -> (out, lse) on its rows; dsinks summed over the ranks."""
-    q, k, v, dout = inputs
-    leaves = [x[:, rows].clone().requires_grad_() for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
-    leaves += [] if sinks is None else [sinks.clone().requires_grad_()]
-    out, lse = call(*leaves[:3], leaves[3] if len(leaves) > 3 else None)
-    grads = list(torch.autograd.grad((out * dout[:, q_rows]).sum(), leaves))
-    if len(grads) > 3:
-        dist.all_reduce(grads[3])
-    return [out.detach(), lse.detach(), *grads]
-
-
-def error(mine, truth, q_rows, k_rows):
-    of_queries = worst_error(q_rows, mine[:3], truth[:3])
-    of_keys = (float((x - t[:, k_rows]).abs().max()) if x.numel() else 0.0 for x, t in zip(mine[3:5], truth[3:5]))
-    of_sinks = float((mine[5] - truth[5]).abs().max()) if len(mine) > 5 else 0.0
-    return largest((of_queries, *of_keys, of_sinks))
 
 
 def check(fn, world, *args, limit=1e-12):
@@ -115,10 +97,10 @@ def _packed_errors(rank, world, documents):
             )
             return out[None], lse[None]
 
-        mine = run_form([*garbage, inputs[3]], rows, rows, call, sinks)
+        mine = run_call([*garbage, inputs[3]], rows, rows, call, sinks)
         assert not mine[0][:, sequences[rows] < 0].any()
         assert not any(g[:, sequences[rows] < 0].any() for g in mine[2:5])
-        errors[f"{documents}, {name}, {label}"] = error(mine, truths[name], rows, rows)
+        errors[f"{documents}, {name}, {label}"] = worst_error(rows, mine, truths[name])
     return errors
 
 
@@ -137,14 +119,10 @@ def _cross(rank, world):
         for dropout_p in (0.0, 0.3):
             truth = oracle(q, k, v, dout, causal=False, dropout=Dropout(dropout_p, SEED) if dropout_p else None)
             for label, config in (*configs(world), *[("heads", TreeConfig(ulysses_size=2))] * (world > 1)):
-                mask = dict(causal=False, dropout_p=dropout_p, dropout_seed=SEED)
-
-                def call(q, k, v, _, config=config, mask=mask, layout=layout):
-                    shared = dict(cp_group=group, layout=layout, config=config, return_lse=True)
-                    return tree_attn_func(q, k, v, **shared, **mask)
-
-                mine = run_form((q, k, v, dout), *rows, call)
-                errors[f"{s_q} queries, {s_k} keys, {label}, {dropout_p}"] = error(mine, truth, *rows)
+                options = dict(causal=False, dropout_p=dropout_p, dropout_seed=SEED, cp_group=group, layout=layout)
+                call = functools.partial(tree_attn_func, config=config, return_lse=True, **options)
+                mine = run_call((q, k, v, dout), *rows, call)
+                errors[f"{s_q} queries, {s_k} keys, {label}, {dropout_p}"] = worst_error(rows[0], mine, truth, rows[1])
     return errors
 
 

@@ -1,5 +1,6 @@
 """Training attention on ranks: inputs, this rank's call, and what the float64 oracle has for the whole sequence."""
 
+import functools
 import itertools
 
 import torch
@@ -62,28 +63,33 @@ def seen_in(slices, seq_len, seq_len_kv):
     return keep
 
 
-def run_one(inputs, layout, config, mask, dlse=None):
-    """This rank's (out, lse, dq, dk, dv[, dsinks summed over ranks]) and the rows of the sequence it holds."""
-    group = dist.group.WORLD
-    world, rank = dist.get_world_size(), dist.get_rank()
-    rows = shard_positions(inputs[0].shape[1], rank, world, layout)
-    q, k, v, dout = (x[:, rows] for x in inputs)
+def run_call(inputs, q_rows, k_rows, call, sinks=None, dlse=None):
+    """(out, lse, dq, dk, dv[, dsinks summed over ranks]) of call(q, k, v, sinks=...) on this rank's rows."""
+    q, k, v, dout = inputs
+    leaves = [x[:, rows] for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
     # strides as Megatron's: sequence first in memory
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v))
-    mask = dict(mask)
-    leaves = [q, k, v]
-    if mask.get("sinks"):
-        mask["sinks"] = make_sinks(q.shape[2]).to(q.dtype).requires_grad_()
-        leaves.append(mask["sinks"])
-    passed = tuple(shard_lengths(inputs[0].shape[1], world, layout)) if layout == "contiguous" else layout
-    out, lse = tree_attn_func(q, k, v, cp_group=group, layout=passed, config=config, return_lse=True, **mask)
-    loss = (out.double() * dout.double()).sum()
+    leaves = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in leaves]
+    if sinks is not None:
+        leaves.append(sinks.clone().requires_grad_())
+    out, lse = call(*leaves[:3], sinks=None if sinks is None else leaves[3])
+    loss = (out.double() * dout[:, q_rows].double()).sum()
     if dlse is not None:
-        loss = loss + (lse * dlse[..., rows]).sum()
+        loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * dlse[..., q_rows]).sum()
     grads = list(torch.autograd.grad(loss, leaves))
-    if len(grads) == 4:
+    if sinks is not None:
         dist.all_reduce(grads[3])
-    return rows, [out.detach(), lse.detach(), *grads]
+    return [out.detach(), lse.detach(), *grads]
+
+
+def run_one(inputs, layout, config, mask, dlse=None):
+    """The rows of the sequence that this rank holds, and `run_call` of them."""
+    seq_len, world = inputs[0].shape[1], dist.get_world_size()
+    rows = shard_positions(seq_len, dist.get_rank(), world, layout)
+    passed = tuple(shard_lengths(seq_len, world, layout)) if layout == "contiguous" else layout
+    mask = dict(mask)
+    sinks = make_sinks(inputs[0].shape[2]).to(inputs[0].dtype) if mask.pop("sinks", False) else None
+    options = dict(cp_group=dist.group.WORLD, layout=passed, config=config, return_lse=True)
+    return rows, run_call(inputs, rows, rows, functools.partial(tree_attn_func, **options, **mask), sinks, dlse)
 
 
 def make_sinks(h):
@@ -108,11 +114,12 @@ def distances(q_positions, k_positions):
     return (q_positions[..., :, None] - k_positions[..., None, :]).abs()
 
 
-def worst_error(rows, mine, truth):
-    """Largest absolute error over out, lse and gradients of this rank's rows."""
+def worst_error(rows, mine, truth, k_rows=None):
+    """Largest absolute error over out, lse and gradients of this rank's rows, and of other ones of the keys."""
     worst = 0.0
     for i, (x, t) in enumerate(zip(mine, truth)):
-        t = t if i == 5 else t[..., rows] if i == 1 else t[:, rows]
+        at = rows if i < 3 or k_rows is None else k_rows
+        t = t if i == 5 else t[..., at] if i == 1 else t[:, at]
         assert x.shape == t.shape, (i, x.shape, t.shape)
         same = torch.isinf(t) & (x.double() == t)
         error = torch.where(same, 0.0, x.double() - t).abs()
