@@ -22,9 +22,9 @@ from support.ranks import run_distributed
 SEED = 12345678901234
 
 
-def check(fn, world, *args, limit=1e-12):
-    for errors in run_distributed(fn, world, *args, timeout=300):
-        bad = {name: e for name, e in errors.items() if not e <= limit}
+def check(fn, world):
+    for errors in run_distributed(fn, world, timeout=300):
+        bad = {name: e for name, e in errors.items() if not e <= 1e-12}
         assert errors and not bad, bad
 
 
