@@ -24,13 +24,14 @@ Run = tuple[int, int]
 """(first row, number of rows) of the packed sequence."""
 
 
+@dataclass(frozen=True, repr=False)
 class _Documents:
-    """Documents of `lengths` tokens one after another, each padded at its end to the entry of `padded`."""
+    """What `Packed` and `Dispatched` have in common."""
 
     lengths: tuple[int, ...]
     padded: tuple[int, ...]
 
-    def _check_lengths(self) -> None:
+    def __post_init__(self):
         if len(self.lengths) != len(self.padded) or any(not 0 <= n <= m for n, m in zip(self.lengths, self.padded)):
             raise ValueError(
                 f"cu_seqlens and cu_seqlens_padded give documents of {shown(self.lengths)} and {shown(self.padded)} "
@@ -47,6 +48,10 @@ class _Documents:
         """(query, key) pairs within one document."""
         return sum(n * n for n in self.lengths)
 
+    def __repr__(self) -> str:
+        """Short and, through the checksum, different for different documents: ranks compare it."""
+        return self._text
+
     @cached_property
     def _text(self) -> str:
         # vars() holds what was cached, too
@@ -59,7 +64,15 @@ class _Documents:
 
     def segments(self, rank: int, world: int) -> tuple[Segment, ...]:
         """The rank's parts of documents, without padding."""
-        return join(self._pieces(self.runs(rank, world)))
+        row, pieces = 0, []
+        for first, count in self.runs(rank, world):
+            end = first + count
+            while first < end:
+                seq = bisect_right(self.starts, first) - 1
+                pos, rows = first - self.starts[seq], min(end, self.starts[seq + 1]) - first
+                pieces.append(Segment(row, pos, max(0, min(rows, self.lengths[seq] - pos)), seq))
+                first, row = first + rows, row + rows
+        return join(pieces)
 
     def source(self, rank: int, world: int) -> tuple[Segment, ...]:
         """The rank's rows that hold a row of the packed sequence, padding too; positions are those rows."""
@@ -69,31 +82,10 @@ class _Documents:
             row += count
         return join(segments)
 
-    def _pieces(self, runs: Iterable[Run]) -> Iterator[Segment]:
-        """The tokens of these runs, one run after another."""
-        row = 0
-        for first, count in runs:
-            end = first + count
-            while first < end:
-                seq = bisect_right(self.starts, first) - 1
-                pos, rows = first - self.starts[seq], min(end, self.starts[seq + 1]) - first
-                yield Segment(row, pos, max(0, min(rows, self.lengths[seq] - pos)), seq)
-                first, row = first + rows, row + rows
-
 
 @dataclass(frozen=True, repr=False)
 class Packed(_Documents):
     """Documents of `lengths` tokens, each padded at its end to the entry of `padded`. Zeros are allowed in both."""
-
-    lengths: tuple[int, ...]
-    padded: tuple[int, ...]
-
-    def __post_init__(self):
-        self._check_lengths()
-
-    def __repr__(self) -> str:
-        """Short and, through the checksum, different for different documents: ranks compare it."""
-        return self._text
 
     def check(self, world: int) -> None:
         """Raise ``ValueError`` if the documents can't be cut zigzag over `world` ranks."""
@@ -134,13 +126,11 @@ class Dispatched(_Documents):
     Raises: ValueError if a row is in no share or in two, or a share has more rows than num_rows.
     """
 
-    lengths: tuple[int, ...]
-    padded: tuple[int, ...]
     shares: tuple[tuple[Run, ...], ...]
     num_rows: int
 
     def __post_init__(self):
-        self._check_lengths()
+        super().__post_init__()
         end = 0
         for first, count in sorted(run for share in self.shares for run in share if run[1]):
             if first != end or count < 0:
@@ -155,10 +145,6 @@ class Dispatched(_Documents):
                 f"the shares of packed documents hold {end} of {self.starts[-1]} rows, at most {most} on a rank: they "
                 f"must hold all of them, and at most num_rows={self.num_rows} on a rank"
             )
-
-    def __repr__(self) -> str:
-        """Short and, through the checksum, different for different shares: ranks compare it."""
-        return self._text
 
     def __hash__(self) -> int:
         return self._hash  # shares are long: hashed once
@@ -180,7 +166,6 @@ class Dispatched(_Documents):
         return self.num_rows
 
     def runs(self, rank: int, world: int) -> tuple[Run, ...]:
-        """The rank's share."""
         return self.shares[rank]
 
 
