@@ -66,11 +66,6 @@ def of_gpu(gpu: str, head_dim: int) -> tuple[str, ...]:
     return tuple(name for _, name in widths[:1])
 
 
-def name_of(device: torch.device) -> str:
-    """A GPU's name."""
-    return _name(device.index or 0)
-
-
 @functools.lru_cache
-def _name(index: int) -> str:
-    return torch.cuda.get_device_name(index)
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import AttnSpec
 from ..merge import merge_packed, pack_state, state_dtype
-from .masks import alibi_bias, distances, window_mask
+from .masks import alibi_bias, window_mask
 
 
 class SharedPages(NamedTuple):
@@ -160,7 +160,7 @@ def decode_masked(attn_masked: Callable, q: Tensor, cache: KVCache, spec: AttnSp
     cache = cache.without_padding()
     options = dict(keep=cache.mask(spec), spec=spec)
     if spec.alibi_slopes is not None:
-        options["bias"] = alibi_bias(spec, distances(cache.q_positions, cache.k_positions), state_dtype(q.dtype))
+        options["bias"] = alibi_bias(spec, cache.q_positions, cache.k_positions, state_dtype(q.dtype))
     return pack_state(*attn_masked(q, cache.k, cache.values, **options), state_dtype(q.dtype))
 
 

@@ -17,12 +17,8 @@ def window_mask(q_positions: Tensor, k_positions: Tensor, spec: AttnSpec) -> Ten
     return seen if spec.right is None else seen & (k <= q + spec.right)
 
 
-def distances(q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """|query position - key position|: int64 [..., s_q, s_k] from integer positions [..., s_q] and [..., s_k]."""
-    return (q_positions[..., :, None] - k_positions[..., None, :]).abs()
-
-
-def alibi_bias(spec: AttnSpec, distance: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ALiBi adds to logits: [1 or b, h, s_q, s_k] in `dtype`, of distances [s_q, s_k] or [b, s_q, s_k]."""
+def alibi_bias(spec: AttnSpec, q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ALiBi adds to logits: [1 or b, h, s_q, s_k] in `dtype`, from positions [s_q] or [b, s_q], and of keys."""
+    distance = (q_positions[..., :, None] - k_positions[..., None, :]).abs()
     slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=distance.device)[..., None, None]
     return -slopes * (distance[:, None] if distance.dim() == 3 else distance)

@@ -16,6 +16,7 @@ from ..config import AttnSpec
 from ..merge import NEG_INF, state_dtype
 from .blocks import FULL, Block, split
 from .masks import window_mask
+from .reference import logits
 
 QUERIES, KEYS = 256, 1024  # rows of a tile
 
@@ -64,9 +65,7 @@ def _tile(block: Block, i: int, j: int) -> Block:
 
 
 def _largest(q: Tensor, k: Tensor, tile: Block, spec: AttnSpec) -> Tensor:
-    s = torch.einsum("bqngd,bknd->bngqk", q.unflatten(2, (k.shape[2], -1)), k) * spec.softmax_scale
-    if spec.softcap:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
+    s = logits(q, k, spec)
     if tile.kind != FULL:
         q_pos = torch.arange(tile.q_pos, tile.q_pos + tile.q_len, device=q.device)
         k_pos = torch.arange(tile.k_pos, tile.k_pos + tile.k_len, device=q.device)

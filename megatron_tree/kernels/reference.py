@@ -17,7 +17,7 @@ from ..dropout import keep_weights
 from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, empty_state, state_dtype
 from .kv_cache import KVCache, decode_masked
-from .masks import alibi_bias, distances, window_mask
+from .masks import alibi_bias, window_mask
 
 STRIP = 256  # query rows at a time
 DROPOUT_STRIP = 64  # with dropout: its mask takes several int64 words per pair
@@ -68,7 +68,7 @@ def _attend(
         return out, lse
     k, v = k.to(dtype), v.to(dtype)
     for rows in _strips(q.shape[1], spec):
-        s = _hidden(_logits(q[:, rows].to(dtype), k, spec), keep_of(rows), bias_of(rows))
+        s = _hidden(logits(q[:, rows].to(dtype), k, spec), keep_of(rows), bias_of(rows))
         m = s.amax(-1, keepdim=True)
         p = torch.exp(s - torch.where(m == NEG_INF, 0.0, m))
         den = p.sum(-1, keepdim=True)
@@ -94,8 +94,8 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
     for rows in _strips(q.shape[1], spec):
         q_i, dout_i = q[:, rows].to(dtype), dout[:, rows].to(dtype)
         lse_i, delta_i = (x[..., rows].unflatten(1, group).unsqueeze(-1).to(dtype) for x in (lse, delta))
-        logits = _logits(q_i, k, spec)
-        s = _hidden(logits, pairs.mask(rows), pairs.bias(rows))
+        unmasked = logits(q_i, k, spec)
+        s = _hidden(unmasked, pairs.mask(rows), pairs.bias(rows))
         p = torch.exp(s - torch.where(lse_i == NEG_INF, -NEG_INF, lse_i))  # [b, n, g, q, k]
         dout_i, q_i = (x.unflatten(2, group) for x in (dout_i, q_i))
         dropped, dp = p, torch.einsum("bqngd,bknd->bngqk", dout_i, v)
@@ -105,14 +105,14 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
         dv += torch.einsum("bngqk,bqngd->bknd", dropped, dout_i)  # d2F/dv dzeta: (5)
         ds = p * (dp - delta_i)  # d2F/ds dzeta: (6)
         if spec.softcap:
-            ds = ds * (1 - (logits / spec.softcap) ** 2)
+            ds = ds * (1 - (unmasked / spec.softcap) ** 2)
         ds = ds * spec.softmax_scale
         dq[:, rows] = torch.einsum("bngqk,bknd->bqngd", ds, k).flatten(2, 3)  # d2F/dq dzeta: (7)
         dk += torch.einsum("bngqk,bqngd->bknd", ds, q_i)  # d2F/dk dzeta: (7)
     return dq, dk, dv
 
 
-def _logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
+def logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
     """[b, n, g, s_q, s_k] of q [b, s_q, n * g, d] and k [b, s_k, n, d], with softcap applied."""
     s = torch.einsum("bqngd,bknd->bngqk", q.unflatten(2, (k.shape[2], -1)), k) * spec.softmax_scale
     return spec.softcap * torch.tanh(s / spec.softcap) if spec.softcap else s
@@ -148,7 +148,7 @@ class _Pairs:
         """What ALiBi adds to logits, [1 or b, h, rows, s_k]; None where it is off."""
         if self.spec.alibi_slopes is None:
             return None
-        return alibi_bias(self.spec, distances(self.q_pos[rows], self.k_pos), self.dtype)
+        return alibi_bias(self.spec, self.q_pos[rows], self.k_pos, self.dtype)
 
     def dropout_weights(self, rows: slice, like: Tensor) -> Tensor:
         """Dropout's factors of the values, as `like` [b, n, g, rows, s_k]."""

@@ -185,7 +185,7 @@ def test_auto_takes_what_was_measured_fastest(stand_ins, monkeypatch):
     monkeypatch.setattr(backends, "ACCELERATORS", ("cpu",))
     monkeypatch.setattr(fastest, "table", lambda: {"GPU X": {"64": "cudnn", "128": "fa3"}})
     gpu = types.SimpleNamespace(name="GPU X")
-    monkeypatch.setattr(fastest, "_name", lambda index: gpu.name)
+    monkeypatch.setattr(fastest, "name_of", lambda device: gpu.name)
 
     def chosen(d, **options):
         how = {name: options.pop(name) for name in ("decodes",) if name in options}

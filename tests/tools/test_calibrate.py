@@ -93,7 +93,7 @@ def test_messages_are_checked():
 def test_the_fastest_backend_is_kept_for_auto(monkeypatch, tmp_path):
     """With a GPU's name for this CPU, where aten is the only one of the backends that runs on GPUs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(fastest, "_name", lambda index: "GPU X")
+    monkeypatch.setattr(fastest, "name_of", lambda device: "GPU X")
     timed = []
     monkeypatch.setattr(contenders, "clock", lambda call, device: timed.append(call()) or 1.0)
     fastest.keep("GPU X", {"256": "triton"})
