@@ -15,19 +15,14 @@ from .derivatives import in_torch, once
 from .finite import check_finite_shares
 
 
-def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+class TreeAttention(torch.autograd.Function):
     """Differentiable attention of this rank's queries over the whole sequence: (out, lse) of its shard.
 
     Without with_lse, lse may be None.
     """
-    return _TreeAttention.apply(q, k, v, sinks, call, with_lse)
 
-
-class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, call: AttnCall, with_lse: bool):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool):
         out, lse, kept = passes.forward(q, k, v, sinks, call, with_lse)
         ctx.save_for_backward(*kept, sinks, out, lse)
         ctx.call, ctx.with_lse, ctx.stamp = call, with_lse, comm.call_stamp(call.group)
@@ -64,12 +59,11 @@ class _TreeAttention(torch.autograd.Function):
                 *grads, dsinks = passes.backward(dout, delta, kept, sinks, call)  # d2F/dqkv dzeta: (5) to (7)
         grads = [*(x.to(out.dtype) for x in grads), dsinks]
         if again and not in_torch(call.group, call.backend):
-            grads = once(grads, (out, dout, dlse), _no_second(call))
+            grads = once(grads, (out, dout, dlse), _NO_SECOND.format(call.queries.world, call.backend.name))
         return *grads, None, None
 
 
-def _no_second(call: AttnCall) -> str:
-    return (
-        f"attention has no second derivatives on {call.queries.world} rank(s) with backend={call.backend.name!r}: "
-        "compute them on one rank (cp_group=None) with TreeConfig(backend='reference'), or leave out create_graph=True"
-    )
+_NO_SECOND = (
+    "attention has no second derivatives on {} rank(s) with backend={!r}: compute them on one rank (cp_group=None) "
+    "with TreeConfig(backend='reference'), or leave out create_graph=True"
+)

@@ -66,7 +66,7 @@ class AttnArgs:
             plan=plan,
             shape=shape,
             order=net.placement.order,
-            transport=net.transport,
+            transport=net.topology.transport,
             backend=backend,
             wire_dtype=wire_dtype(q.dtype, config),
         )

@@ -169,7 +169,7 @@ class DecodeCall:
             self.device,
             self.options.cp_group,
             "local_share" if local else self.plan.schedule,
-            transport=self.net.transport,
+            transport=self.net.topology.transport,
             timeout_s=self.options.config.timeout_s,
             order=self.net.placement.order,
             block=self.net.placement.block,
@@ -180,7 +180,7 @@ class DecodeCall:
     def _all_heads(self, q: Tensor) -> Tensor:
         if self.head_shares is None:
             return q
-        messages = dict(transport=self.net.transport, timeout_s=self.options.config.timeout_s)
+        messages = dict(transport=self.net.topology.transport, timeout_s=self.options.config.timeout_s)
         return gather_heads(q, self.head_shares, self.options.cp_group, **messages, exchanged=self.exchanges_queries)
 
 

@@ -1,9 +1,9 @@
 """The public functions: check the input, plan, run. Start reading here.
 
 `tree_attn_func` is attention over a sequence sharded across cp_group, `tree_attn_varlen_func` the same for packed
-documents; the functions over a sharded KV cache are in cached.py. Tensors are [batch, sequence, heads, head_dim] as in
-flash-attn. Bad input raises ``ValueError`` before anything is sent. If arguments differ between ranks, all ranks raise
-the same ``ValueError``.
+documents; decode.py and prefill.py have those over a sharded KV cache. Tensors are [batch, sequence, heads, head_dim]
+as in flash-attn. Bad input raises ``ValueError`` before anything is sent. If arguments differ between ranks, all ranks
+raise the same ``ValueError``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..layout import (
     packed_layout,
     shard_lengths,
 )
-from .autograd import tree_attention
+from .autograd import TreeAttention
 from .call import AttnArgs
 from .derivatives import check_tangents
 from .finite import check_finite_shares
@@ -254,7 +254,7 @@ def _attend(
     if return_max_logit:
         backend, largest = backend.with_largest_logits(q)
     net = net.placed(group, q.device, config)
-    out, lse = tree_attention(q, k, v, sinks, args.planned(q, k, v, net, backend, return_lse), return_lse)
+    out, lse = TreeAttention.apply(q, k, v, sinks, args.planned(q, k, v, net, backend, return_lse), return_lse)
     results = (out, lse) if return_lse else (out,)
     if return_max_logit:  # every pair of a query and a key was in one rank's block
         results += (comm.all_reduce(largest, group, op="max", timeout_s=config.timeout_s),)

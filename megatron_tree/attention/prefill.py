@@ -24,7 +24,7 @@ from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
 from .heads import HeadChunk, head_chunks
 from .precision import autocast
-from .prefill_cell import LatentCell, PrefillGrid, PromptChunk
+from .prefill_cell import LatentCell, PromptChunk, place_on_grid
 from .spec import make_spec
 from .topology import GroupTopology
 from .validate import check_latents, check_runs, check_segments, check_sinks
@@ -141,7 +141,6 @@ class _Prefill:
         return self.chunk.num_keys if self.grid[1] > 1 else None
 
     def agree(self, call: comm.CollectiveCall, q: Tensor, sinks: Tensor | None) -> None:
-        """Compare the call with those of the other ranks."""
         call.agree(
             batch=q.shape[0],
             num_heads=self.whole.shape[2],
@@ -165,23 +164,21 @@ class _Prefill:
 
     def run(self, q: Tensor) -> State:
         """The state of this rank's queries over the whole cache, without sinks."""
-        place, (k, v) = self._planned(q), self.cache[:2]
-        queries, spec = self.chunk.queries(place.query_team, self.spec)
-        cell = dict(queries=queries, keys=self.chunk.keys(place.key_team), backend=self.backend)
+        (query_team, key_team, n), (k, v) = self._planned(q), self.cache[:2]
+        queries, spec = self.chunk.queries(query_team, self.spec)
+        cell = dict(queries=queries, keys=self.chunk.keys(key_team), backend=self.backend)
         cell["wire"] = wire_dtype(q.dtype, self.config)
         if v is None:  # latents travel once
             cell, kv = LatentCell(**cell, expand=self.expand, head_dim_v=self.head_dim_v), (k,)
         else:
             cell, kv = Cell(**cell), (k, v)
-        n = place.head_chunks
         chunks = [HeadChunk.all(spec)] if n == 1 else head_chunks(q.shape[2], k.shape[2], n, spec)
         chunks = [CellForward(cell, chunk, q, kv) for chunk in chunks]
         comm.run_stages(chunks)
         return join_heads([chunk.state for chunk in chunks])
 
-    def _planned(self, q: Tensor) -> PrefillGrid:
-        k, v, *_ = self.cache
-        num_keys = self.num_keys
+    def _planned(self, q: Tensor) -> tuple[comm.Team, comm.Team, int]:
+        k, v, num_keys = self.cache.k, self.cache.v, self.num_keys
         sizes = chunk_sizes(
             comm.group_size(self.group),
             sum(self.chunk.num_queries),
@@ -193,4 +190,4 @@ class _Prefill:
             sends_queries=self.chunk.head_shares is None or self.gathers_heads,
         )
         divided = v is not None and self.chunk.head_shares is None
-        return PrefillGrid.of(self.grid, sizes, k.shape[2] if divided else 1, self.group, q.device, self.config)
+        return place_on_grid(self.grid, sizes, k.shape[2] if divided else 1, self.group, q.device, self.config)

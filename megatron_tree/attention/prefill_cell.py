@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,7 +104,9 @@ class PromptChunk:
         """What a team gathers of the chunk's queries, and the call's mathematics for the heads of these."""
         if self.head_shares is not None:
             segments = self._one_after_another([_of_runs(runs) for runs in self.shares], 0)
-            spec = spec_of_heads(spec, heads_of(self.head_shares, team.order))
+            if spec.alibi_slopes is not None:
+                heads = heads_of(self.head_shares, team.order)
+                spec = replace(spec, alibi_slopes=tuple(tuple(row[i] for i in heads) for row in spec.alibi_slopes))
             return HeadRows(team, segments, self.head_shares), spec
         counts = self.num_queries
         rows = max(counts[r] for r in team.order)
@@ -183,37 +184,24 @@ def _parts(segments: Segments) -> list[list[Segment]]:
     return parts
 
 
-class PrefillGrid(NamedTuple):
-    """Where this rank is on a grid."""
+def place_on_grid(
+    grid: tuple[int, int], sizes: CallSizes, num_heads_kv: int, group, device: torch.device, config: TreeConfig
+) -> tuple[comm.Team, comm.Team, int]:
+    """(query team, key team, number of head chunks) of this rank for a prompt's chunk of these sizes, as planned.
 
-    query_team: comm.Team
-    key_team: comm.Team
-    head_chunks: int
+    num_heads_kv: KV heads that may be gathered in chunks.
+    """
+    net, world = GroupTopology.over_cache(group, device, config), comm.group_size(group)
+    of_grids = tuple(sizes if other == grid else None for other in grids(world))
+    plan = plan_prefill_grid(of_grids, num_heads_kv=num_heads_kv, topology=net.topology, placement=net.placement)
+    at = neighbours(net.placement.order, comm.group_rank(group), plan.arrangement)
 
-    @classmethod
-    def of(
-        cls, grid: tuple[int, int], sizes: CallSizes, num_heads_kv: int, group, device: torch.device, config: TreeConfig
-    ) -> PrefillGrid:
-        """The grid for a prompt's chunk of these sizes, nested and in head chunks as planned; num_heads_kv may be
-        divided."""
-        net, world = GroupTopology.over_cache(group, device, config), comm.group_size(group)
-        of_grids = tuple(sizes if other == grid else None for other in grids(world))
-        plan = plan_prefill_grid(of_grids, num_heads_kv=num_heads_kv, topology=net.topology, placement=net.placement)
-        at = neighbours(net.placement.order, comm.group_rank(group), plan.arrangement)
+    def team(name: str, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
+        transport = net.topology.transport
+        if transport == "shm":  # takes whole groups only
+            if sum(map(len, ranks)) == world:
+                return comm.Team.flat(group, transport=transport, timeout_s=config.timeout_s)
+            transport = GroupTopology.of(group, device, config).topology.transport
+        return comm.Team(group, ranks, transport, config.timeout_s, (name, *plan.arrangement))
 
-        def team(name: str, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
-            transport = net.transport
-            if transport == "shm":  # takes whole groups only
-                if sum(map(len, ranks)) == world:
-                    return comm.Team.flat(group, transport=transport, timeout_s=config.timeout_s)
-                transport = GroupTopology.of(group, device, config).transport
-            return comm.Team(group, ranks, transport, config.timeout_s, (name, *plan.arrangement))
-
-        return cls(team("queries", at.query_team), team("keys", at.key_team), plan.head_chunks)
-
-
-def spec_of_heads(spec: AttnSpec, heads: list[int]) -> AttnSpec:
-    """The call's mathematics for tensors with some of its query heads."""
-    if spec.alibi_slopes is None:
-        return spec
-    return replace(spec, alibi_slopes=tuple(tuple(row[head] for head in heads) for row in spec.alibi_slopes))
+    return team("queries", at.query_team), team("keys", at.key_team), plan.head_chunks

@@ -153,7 +153,6 @@ class HeadRows(NamedTuple):
 
     @property
     def num_local(self) -> int:
-        """This rank's heads."""
         return self.shares[comm.group_rank(self.team.group)]
 
 

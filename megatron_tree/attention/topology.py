@@ -45,11 +45,6 @@ class GroupTopology(NamedTuple):
         GroupState.of(group).topologies[self._key(device, config)] = placed
         return placed
 
-    @property
-    def transport(self) -> str:
-        """The transport of messages: "direct", "builtin" or "shm"."""
-        return self.topology.transport
-
     @classmethod
     def over_cache(cls, group, device: torch.device, config: TreeConfig) -> GroupTopology:
         """`of` and `placed`, for collectives over a cache: their transport is "shm" where the ranks share memory.
