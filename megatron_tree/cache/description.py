@@ -74,8 +74,8 @@ def read_description(folder: Path) -> dict:
             raise _OtherFormat(f"{path} has format {about['format']}, this version reads format {FORMAT}")
         if about.pop("sha256") != digest_of(about):
             raise KeyError("sha256")
-        names = [file_of(rank) for rank in range(about["world"])]
-        ok = all(isinstance(about["files"][name][what], kind) for name in names for what, kind in _OF_A_FILE)
+        files = [about["files"][file_of(rank)] for rank in range(about["world"])]
+        ok = all(isinstance(file["bytes"], int) and isinstance(file["sha256"], str) for file in files)
         ok = ok and all(isinstance(n, int) and n >= 0 for n in about["lengths"])
         ok = ok and about["world"] % about["head_groups"] == 0
         ok = ok and {"windows", "stored", "dtype", "shapes", "fingerprint"} <= about.keys()
@@ -92,9 +92,6 @@ def read_description(folder: Path) -> dict:
 
 class _OtherFormat(ValueError):
     """A description that this version does not read."""
-
-
-_OF_A_FILE = (("bytes", int), ("sha256", str))
 
 
 def check_fit(store: ShardedCache, about: dict, num_groups: int, folder: Path, fingerprint: str) -> None:

@@ -270,7 +270,7 @@ class _SavedRows:
                     raise ValueError(f"{self._folder} is damaged: {where} are missing")
             for layer in range(len(store.layers)):
                 self._load_layer(layer, chosen[store.kind_of[layer]])
-        store.book.forget(row)
+        store.book.forget(store.book.rows[row])
         store.book.rows[row].state = self._state(index, length)
 
     def _load_layer(self, layer: int, chosen: list[tuple[Tensor, Tensor]]) -> None:
@@ -285,7 +285,6 @@ class _SavedRows:
                 store.layers[layer].put(slots.to(self._device), tensors)
 
     def _state(self, index: int, length: int) -> RowState | None:
-        """The recurrent state of saved row `index`."""
         prefix, file = f"{_STATE}{index}.", self._first_file
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
         tensors = {name.removeprefix(prefix): file.get_tensor(name).to(self._device) for name in names}

@@ -22,24 +22,14 @@ PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kern
 
 @contextlib.contextmanager
 def forward_pass(
-    store: ShardedCache,
-    rows: Sequence[int],
-    num_tokens: int,
-    *,
-    cp_group,
-    schedule: str = "auto",
-    head_shares: tuple[int, ...] | None = None,
-    sharded: bool = False,
-    place: Team | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    store: ShardedCache, rows: Sequence[int], num_tokens: int, *, sharded: bool = False, **options
 ) -> Iterator[ForwardPass]:
-    """Context of one run of a model over num_tokens new tokens of each of these rows; see `ForwardPass`.
+    """Context of one run of a model over num_tokens new tokens of each of these rows; options: of `ForwardPass`.
 
     A failure inside removes the tokens again. sharded: each rank runs its share of one row's tokens.
     """
     with appended(store, rows, num_tokens, sharded=sharded) as append:
-        options = {"cp_group": cp_group, "schedule": schedule, "head_shares": head_shares}
-        yield ForwardPass(store, append, **options, place=place, progress=progress)
+        yield ForwardPass(store, append, **options)
 
 
 @contextlib.contextmanager
@@ -97,11 +87,6 @@ class ForwardPass:
                 self._exchange = HeadsForTokens(place, [count_tokens(x) for x in shares_by_rank([local], groups)])
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """Ids of the rows."""
-        return self.append.rows
-
-    @property
     def end(self) -> int:
         """Tokens of the longest row, with the new ones."""
         return max(self.append.first) + self.append.num_tokens
@@ -125,7 +110,7 @@ class ForwardPass:
             k, v = self._exchange.to_heads(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         self.store.write(layer, self.append, k, v)
         if kind not in self.views:
-            self.views[kind] = self.store.view(kind, self.rows, k.device)
+            self.views[kind] = self.store.view(kind, self.append.rows, k.device)
 
     def attend(
         self,
@@ -173,7 +158,7 @@ class ForwardPass:
     def _is_prefill(self, q: Tensor, visible: Tensor | None) -> bool:
         """Whether all ranks have many tokens of one row: heads are sharded, or there is one rank."""
         has_all = self.head_shares is not None or self.store.book.world == 1
-        return has_all and len(self.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None
+        return has_all and len(self.append.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None
 
     def _attend_share(
         self, layer: int, q: Tensor, latent, visible, config: TreeConfig, *, sinks: Tensor | None = None, **options

@@ -25,7 +25,6 @@ class Piece(NamedTuple):
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
 
     def shape(self, whole: torch.Size) -> torch.Size:
-        """The piece's shape."""
         rows = sum(stop - start for start, stop in self.runs)
         return torch.Size((*whole[: self.dim], rows, *whole[self.dim + 1 :]))
 
@@ -42,7 +41,6 @@ class Parts(NamedTuple):
     """... and its rows in the whole."""
 
     def shape_of(self, rank: int) -> torch.Size:
-        """Of a rank's contribution."""
         return self.pieces[rank].shape(self.shape)
 
     @classmethod
@@ -70,7 +68,6 @@ def even_shares(n: int, world: int) -> tuple[int, ...]:
 
 
 def _rows(piece: Piece, start: int, stop: int) -> Piece:
-    """Rows `start` to `stop` of a piece."""
     runs, at = [], 0
     for a, b in piece.runs:
         first, last = max(a, a + start - at), min(b, a + stop - at)

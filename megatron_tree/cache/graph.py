@@ -10,9 +10,9 @@ has grown, captures again while others only replay. Capturing sends nothing.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ def check_cuda_graphs(*, device_type: str, schedule: str, config: TreeConfig) ->
 def check_runner(runner) -> None:
     """Raise ``ValueError`` where a `RowRunner`'s decode steps can't be captured."""
     check_cuda_graphs(device_type=runner.device.type, schedule=runner.schedule, config=runner.config)
-    others = [name for group in (runner.cp_group, runner.token_group) if (name := _not_captured(group))]
+    groups = [group for group in (runner.cp_group, runner.token_group) if comm.group_size(group) > 1]
+    others = [name for name in map(comm.backend, groups) if name != "nccl"]
     pages = runner.store.layers[0]
     reason = runner.depends_on_host
     if others:
@@ -58,27 +59,8 @@ def check_runner(runner) -> None:
         raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
 
 
-def _not_captured(group) -> str | None:
-    """The backend of a group whose collectives can't be captured."""
-    name = comm.backend(group)
-    return name if comm.group_size(group) > 1 and name != "nccl" else None
-
-
-class Captured(Protocol):
-    """A step that was captured."""
-
-    logits: Tensor
-    """[rows, 1, vocab_size]: written by every replay."""
-
-    def replay(self) -> None:
-        """Run it again, on what its inputs hold now."""
-
-    def is_done(self) -> bool:
-        """Whether the device has finished the last replay."""
-
-
 class CudaGraph:
-    """A `Captured` in a CUDA graph."""
+    """A step that was captured. logits: [rows, 1, vocab_size], written by every replay."""
 
     def __init__(self, run: Callable[[], Tensor], pool, stream):
         self._graph, self._event = torch.cuda.CUDAGraph(), torch.cuda.Event()
@@ -87,21 +69,13 @@ class CudaGraph:
             self.logits = run()
 
     def replay(self) -> None:
+        """Run it again, on what its inputs hold now."""
         self._graph.replay()
         self._event.record()
 
     def is_done(self) -> bool:
+        """Whether the device has finished the last replay."""
         return self._event.query()
-
-
-class CudaGraphs:
-    """Captures steps; their memory is shared, since one of them runs at a time."""
-
-    def __init__(self, device: torch.device):
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-
-    def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        return CudaGraph(run, self._pool, self._stream)
 
 
 class _Step:
@@ -109,7 +83,7 @@ class _Step:
 
     def __init__(self, inputs: StepInputs):
         self.inputs = inputs
-        self.captured: Captured | None = None
+        self.captured: CudaGraph | None = None
         self.moves = 0
         """Of the pages until then: a graph reads and writes them where they were."""
 
@@ -117,15 +91,16 @@ class _Step:
 class GraphedSteps:
     """Steps of one token in each row of a `RowRunner`, see this module.
 
-    capture: makes a `Captured` of a function without arguments that returns logits; default in CUDA graphs.
+    capture: makes a `CudaGraph`, or what has its methods, of a function without arguments that returns logits.
     Raises: ValueError, see `check_runner`.
     """
 
-    def __init__(self, runner, capture: Callable[[Callable[[], Tensor]], Captured] | None = None):
+    def __init__(self, runner, capture: Callable[[Callable[[], Tensor]], CudaGraph] | None = None):
         if capture is None:
             check_runner(runner)
-        self._runner, self._store = runner, runner.store
-        self._capture = capture or CudaGraphs(runner.device)
+            pool = torch.cuda.graph_pool_handle()  # memory that the graphs share: one of them runs at a time
+            capture = functools.partial(CudaGraph, pool=pool, stream=torch.cuda.Stream(runner.device))
+        self._runner, self._store, self._capture = runner, runner.store, capture
         self._capacities = Capacities(runner.store)
         self._steps: OrderedDict[Capacity, _Step] = OrderedDict()
         self._is_static, self._resets = False, runner.store.resets

@@ -33,7 +33,6 @@ class LayerPages:
         self.reset()
 
     def reset(self) -> None:
-        """Free the memory."""
         self.k = self.v = self.k_scale = self.v_scale = None
         self.dtype: torch.dtype | None = None
         self._taken: tuple | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..attention.prefill import tree_prefill
+from ..attention.prefill_cell import why_not
 from ..attention.topology import GroupTopology
 from ..comm import collective_call
 from ..config import TreeConfig
+from ..kernels import ACCELERATORS
+from ..plan import chunk_sizes, grids, plan_prefill_grid
 from . import Append, ShardedCache, View
-from .chunks import ChunkPlan, plan_chunk
 from .latent import LatentHeads
 
 
@@ -40,32 +42,53 @@ class PrefillAttention:
         num_heads: query heads of all ranks. shares, options: see `tree_prefill`.
         """
         store, kind = self._store, self._store.kind_of[layer]
-        plan = self._plan(layer, q, latent, num_heads, config)
+        grid, expands = self._plan(layer, q, latent, num_heads, config)
+        gathers_keys = grid[1] > 1  # else a rank need not know the keys of others
         by_position = any(options.get(name) is not None for name in ("alibi_slopes", "attention_chunk_size"))
-        segments = store.key_segments(self._append, kind, of_all_ranks=plan.gathers_keys, by_position=by_position)
-        local = segments[store.book.rank] if plan.gathers_keys else segments
+        segments = store.key_segments(self._append, kind, of_all_ranks=gathers_keys, by_position=by_position)
+        local = segments[store.book.rank] if gathers_keys else segments
         k, v = store.layers[layer].row(view.block_table, 0, sum(segment.length for segment in local), q.dtype)
         options |= {"cp_group": self._cp_group, "config": config, "shares": shares}
-        options |= {"key_segments": segments, "grid": plan.grid}
+        options |= {"key_segments": segments, "grid": grid}
         if latent is None:
             return tree_prefill(q, k, v, **options)
-        q, of_latents, finish = latent.prepare(q, expands=plan.expands)
+        q, of_latents, finish = latent.prepare(q, expands=expands)
         return finish(tree_prefill(q, k, v, **of_latents, **options))
 
-    def _plan(self, layer: int, q: Tensor, latent, num_heads: int, config: TreeConfig) -> ChunkPlan:
-        append, store = self._append, self._store
+    def _plan(
+        self, layer: int, q: Tensor, latent: LatentHeads | None, num_heads: int, config: TreeConfig
+    ) -> tuple[tuple[int, int], bool]:
+        """(grid, whether keys and values are made of latents), the same on all ranks."""
+        append, store, pages = self._append, self._store, self._store.layers[layer]
         if config not in self._nets:
             with collective_call("tree_prefill", self._cp_group, config) as call:
                 GroupTopology.of(self._cp_group, q.device, config)  # what one rank raises, all raise
                 call.start()
                 self._nets[config] = GroupTopology.over_cache(self._cp_group, q.device, config)
-        return plan_chunk(
-            q,
-            store.layers[layer],
-            latent,
-            num_queries=append.num_tokens,
-            num_keys=store.book.num_visible(append, store.kind_of[layer]),
-            num_heads=num_heads,
-            shares_heads=append.shares is None,
-            net=self._nets[config],
-        )
+        net, num_keys = self._nets[config], store.book.num_visible(append, store.kind_of[layer])
+        shares_heads = append.shares is None  # the queries' heads are sharded, not their tokens
+        num_heads_kv, world, sizes, expands = pages.k.shape[2], store.book.world, [], {}
+        numbers = sum(x[0, 0].numel() for x in (pages.k, pages.v) if x is not None)  # of a token
+        for a, b in grids(world):
+            # queries that meet a key on a rank; where heads are sharded, a rank can make keys of its own heads only
+            meeting = append.num_tokens // b if not shares_heads else append.num_tokens if a == 1 else 1
+            # accelerators always make keys: their kernels for prefill take heads of 256 numbers at most
+            expands[a, b] = latent is not None and (q.device.type in ACCELERATORS or latent.pays_to_expand(meeting))
+            if latent is None:
+                head_dims = q.shape[-1], numbers // num_heads_kv - q.shape[-1]
+            else:
+                head_dims = (q.shape[-1], latent.head_dim_v) if expands[a, b] else (numbers, latent.rank)
+            size = chunk_sizes(
+                world,
+                append.num_tokens,
+                num_keys,
+                num_heads=num_heads,
+                head_dims=head_dims,
+                key_numbers=numbers,
+                bytes_per_word=q.element_size(),
+                sends_queries=not shares_heads or q.shape[2] < num_heads,
+            )
+            refused = why_not((a, b), shares_heads=shares_heads, num_heads_kv=num_heads_kv, expands=expands[a, b])
+            sizes.append(None if refused else size)
+        plan = plan_prefill_grid(tuple(sizes), topology=net.topology, placement=net.placement)
+        return plan.grid, expands[plan.grid]

@@ -16,7 +16,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..layout import Segment
+from ..layout import Segment, join
 from .page_numbers import PageNumbers, PageRuns, RowPage
 from .states import RowState
 
@@ -135,7 +135,7 @@ class RowBook:
         writes, copies = [[] for _ in self.windows], [[] for _ in self.windows]
         for index, row in enumerate(rows):
             begin, end, size = row.length, row.length + num_tokens, self.page_size
-            self._forget(row)
+            self.forget(row)
             if end > size * len(row.parts):
                 for rank in self._assign(-(-end // size) - len(row.parts)):
                     row.runs[rank].add(len(row.parts))
@@ -199,8 +199,8 @@ class RowBook:
                 runs.append((start, stop - start))
         return shares
 
-    def _forget(self, row: Row) -> None:
-        """Free the pages that no later query can see."""
+    def forget(self, row: Row) -> None:
+        """Free the pages of a row that no later query can see."""
         for kind, window in enumerate(self.windows):
             if window is None:
                 continue
@@ -218,10 +218,6 @@ class RowBook:
         """Tokens of the row that an append's queries may see, on all ranks (approximate: windows count whole pages)."""
         before, window = append.first[0], self.windows[kind]
         return append.num_tokens + (before if window is None else min(before, window + self.page_size))
-
-    def forget(self, row_id: int) -> None:
-        """Free the pages of a row that no new token can see."""
-        self._forget(self.rows[row_id])
 
     def num_local(self, row_id: int, kind: int) -> int:
         """Tokens of a row that this rank holds for layers of this kind."""
@@ -249,19 +245,12 @@ class RowBook:
             start, stop = i * size, min(row.length, last * size)
             if not by_position and start < begin:
                 middle = min(begin, stop)
-                self._extend(segments, Segment(at, at, middle - start))
+                segments.append(Segment(at, at, middle - start))
                 at, start = at + middle - start, middle
             if stop > start:
-                self._extend(segments, Segment(at, start, stop - start))
+                segments.append(Segment(at, start, stop - start))
                 at += stop - start
-        return segments
-
-    @staticmethod
-    def _extend(segments: list[Segment], new: Segment) -> None:
-        if segments and segments[-1].pos + segments[-1].length == new.pos:
-            segments[-1] = segments[-1]._replace(length=segments[-1].length + new.length)
-        else:
-            segments.append(new)
+        return list(join(segments))
 
     def crop(self, row_id: int, length: int) -> None:
         """Remove every token at position `length` or later. Raises: ValueError, see `check_crop`."""
@@ -321,17 +310,14 @@ class RowBook:
         return copy_id
 
     def _new_page(self, rank: int) -> RowPage:
-        """A new page of one row."""
         self.loads[rank] += 1
         return RowPage(rank)
 
     def _release(self, page: RowPage) -> None:
-        """A row gives up a page."""
         page.rows -= 1
         if not page.rows:
             self.loads[page.rank] -= 1
 
     def remove(self, row_id: int) -> None:
-        """Remove a row."""
         self.crop(row_id, 0)
         del self.rows[row_id]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..comm import CollectiveCall, Team, broadcast, collective_call, group_size, monitored, process_group, shared_checks
+from ..comm import Team, broadcast, collective_call, group_size, monitored, process_group, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
 from .forward import ForwardPass, forward_pass
@@ -165,7 +165,11 @@ class RowRunner:
             self._check([row], tokens, dims=1)
             tokens = tokens.to(self.device)
             row_length = max(self.length(row) + len(tokens), row_length or 0)
-            self._agree_on_prompt(call, row, tokens, row_length)
+            values = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
+            digest = ""
+            if group_size(self.token_group) > 1:
+                digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]
+            call.agree(**values, row_length=row_length, **{"digest of tokens": digest})
             tokens = self._begin(row, tokens, row_length)
         return self._prefill(row, tokens, sharded, progress)
 
@@ -331,11 +335,3 @@ class RowRunner:
                 f"a row would hold {longest} tokens, but the model has {self.max_positions} positions: end it earlier, "
                 "or build the model for longer sequences"
             )
-
-    def _agree_on_prompt(self, call: CollectiveCall, row: int, tokens: Tensor, row_length: int) -> None:
-        digest = ""
-        if group_size(self.token_group) > 1:
-            digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]
-        values = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
-        values["row_length"] = row_length
-        call.agree(**values, **{"digest of tokens": digest})

@@ -117,7 +117,7 @@ class ShardedCache:
                 first, slot = write.index * num_tokens + write.token, write.page * size + write.offset
                 tokens += range(first, first + write.count)
                 slots += range(slot, slot + write.count)
-            append.places[key] = torch.tensor(tokens, device=device), torch.tensor(slots, device=device)
+            append.places[key] = tuple(torch.tensor(x, dtype=torch.int64, device=device) for x in (tokens, slots))
         return append.places[key]
 
     def nobodys_slot(self, kind: int) -> int:
@@ -138,12 +138,8 @@ class ShardedCache:
 
     def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
         """The tokens of an append of one row that this rank stores: (positions in the row, slots), int64 [n] each."""
-        tokens, slots = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
-        for write in append.writes[kind]:
-            slot = write.page * self.page_size + write.offset
-            tokens.append(torch.arange(write.token, write.token + write.count))
-            slots.append(torch.arange(slot, slot + write.count))
-        return append.first[0] + torch.cat(tokens), torch.cat(slots)
+        tokens, slots = self._places(append, kind, append.num_tokens, "cpu")
+        return append.first[0] + tokens, slots
 
     def runs(self, kind: int, row_id: int, first: int = 0) -> list[tuple[int, int, int]]:
         """This rank's tokens of a row from position `first` on, as runs (position, slot, count) in ascending order."""
@@ -232,7 +228,6 @@ class ShardedCache:
         self.book.crop(row_id, length)
 
     def remove(self, row_id: int) -> None:
-        """Remove a row and free its pages."""
         self.book.remove(row_id)
         for kind in range(len(self.book.windows)):
             self._tables.pop((kind, row_id), None)
@@ -240,7 +235,6 @@ class ShardedCache:
         self._shared.clear()
 
     def reset(self) -> None:
-        """Remove all rows and free the memory."""
         self.resets += 1
         for row_id in list(self.book.rows):
             self.remove(row_id)

@@ -18,7 +18,6 @@ class RowState(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(x.nbytes for x in self.tensors.values())
 
 

@@ -46,7 +46,9 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func._schema.name, kwargs or {}
         out = func(*args, **kwargs)
-        if _reads_on_host(func, args) or (name in _COPIES and _crosses(args, out)):
+        sources = [x for x in args if isinstance(x, Tensor)]
+        crosses = name in _COPIES and isinstance(out, Tensor) and any(x.device != out.device for x in sources)
+        if crosses or _reads_on_host(func, args):
             raise ValueError(f"{name} makes the host wait for the device")
         made = (out,) if name == "aten::lift_fresh" and out.device.type == "cpu" and out.numel() <= SMALL else ()
         with torch._C.DisableTorchFunction():
@@ -60,11 +62,6 @@ def _reads_on_host(func, args) -> bool:
     if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):  # by numbers or, worse, by a mask
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
-
-
-def _crosses(args, out) -> bool:
-    sources = [x for x in args if isinstance(x, Tensor)]
-    return isinstance(out, Tensor) and any(x.device != out.device for x in sources)
 
 
 def _described(x) -> str:

@@ -117,7 +117,6 @@ class WeightGathering:
 
     @functools.cached_property
     def team(self) -> Team:
-        """All ranks."""
         transport = resolve_transport(self.group, next(self.model.parameters()).device, self.wire["transport"])
         return Team.flat(self.group, transport=transport, timeout_s=self.timeout_s)
 
@@ -175,7 +174,6 @@ class GatheringPass:
         self.arriving: Pending | None = self._start(0)
 
     def _weights(self, i: int) -> list[Parts]:
-        """The weights of layer i that are gathered."""
         layer = self._of.layers[i]
         others = [part.weights for part in layer.feed_forwards if not self.moves_tokens(part)]
         return [*layer.attention, *itertools.chain(*others)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_tree import tree_decode, tree_prefill
 from megatron_tree.attention.spec import make_spec
-from megatron_tree.cache import ShardedCache, chunks
+from megatron_tree.cache import ShardedCache, prefill_attention
 from megatron_tree.cache.forward import ForwardPass, forward_pass
 from megatron_tree.cache.latent import LatentHeads
 from megatron_tree.comm import traffic
@@ -92,7 +92,7 @@ def _only(grid):
     def plan(sizes, **options):
         return plan_prefill_grid(tuple(size if g == grid else None for g, size in zip(grids(4), sizes)), **options)
 
-    return mock.patch.object(chunks, "plan_prefill_grid", plan)
+    return mock.patch.object(prefill_attention, "plan_prefill_grid", plan)
 
 
 def _on_grids(rank, world):
@@ -122,7 +122,7 @@ def test_a_row_on_grids():
 
 
 def _row_on_an_accelerator(rank, world):
-    with mock.patch.object(chunks, "ACCELERATORS", ("cpu",)):
+    with mock.patch.object(prefill_attention, "ACCELERATORS", ("cpu",)):
         return _row_in_chunks(rank, world, True, "auto")
 
 

@@ -21,7 +21,7 @@ FACTORIES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::ne
 
 
 class Tape(TorchDispatchMode):
-    """A `cache.graph.Captured` of run(), which returns a tensor.
+    """In the place of a `cache.graph.CudaGraph` of run(), which returns a tensor.
 
     As in a capture, nothing is sent: collectives are written down only. Kernels that are not torch's are written down
     as they are launched.

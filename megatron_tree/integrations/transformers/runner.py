@@ -134,6 +134,6 @@ class Runner(RowRunner):
     def _whole_rows(self, forward):
         if self.cache.rope is None:
             return contextlib.nullcontext()
-        lengths = [self._book.rows[row].note.length for row in forward.rows]
+        lengths = [self._book.rows[row].note.length for row in forward.append.rows]
         lengths = torch.tensor(lengths, device=self.device)[:, None]
         return rows_of(lengths if forward.packed is None else forward.packed.pack(lengths))
