@@ -120,10 +120,6 @@ def _allgather_shared(args: ReduceArgs) -> Steps:
     return memory.merge(memory.gather(state, args.group, args.timeout_s))
 
 
-def _allgather_direct(args: ReduceArgs) -> Steps:
-    return (yield from _to_all(args, args.mail("all_gather"), args.ranks))
-
-
 def _to_all(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
     """All ranks send to all others, and merge in the order of `ranks`: one latency."""
     at = ranks.index(args.rank)
@@ -152,10 +148,6 @@ def _butterfly_plan(n: int, at: int) -> list[tuple[int, bool, bool]]:
     if at + core < n:
         return [(at + core, False, True), *steps, (at + core, True, False)]
     return steps
-
-
-def _butterfly_direct(args: ReduceArgs) -> Steps:
-    return (yield from _double(args, args.mail("butterfly"), args.order))
 
 
 def _double(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
@@ -280,10 +272,10 @@ _SCHEDULES = {
     ("allreduce", "builtin"): _allreduce,
     ("allreduce", "direct"): _allreduce,  # the paper's schedule is made of the backend's collectives
     ("allgather", "builtin"): _allgather_builtin,
-    ("allgather", "direct"): _allgather_direct,
+    ("allgather", "direct"): lambda args: _to_all(args, args.mail("all_gather"), args.ranks),
     ("allgather", "shm"): _allgather_shared,
     ("butterfly", "builtin"): _butterfly_builtin,
-    ("butterfly", "direct"): _butterfly_direct,
+    ("butterfly", "direct"): lambda args: _double(args, args.mail("butterfly"), args.order),
     ("scatter", "builtin"): _scatter_builtin,
     ("scatter", "direct"): _scatter_direct,
     ("scatter", "shm"): _scatter_builtin,

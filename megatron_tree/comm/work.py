@@ -128,7 +128,6 @@ class Mail:
         self._sent.append((self._start(self._group.send, x, to), x))
 
     def wait(self, *receives: Message) -> None:
-        """Wait for receives."""
         with Watchdog.of(self._group).waits(self._group):
             for message in receives:
                 try:
@@ -192,7 +191,6 @@ class Pending:
             self._step()
 
     def wait(self):
-        """The result."""
         while not self._finished:
             self._step()
         if self._stream is not None:

@@ -78,15 +78,12 @@ class Executor:
         return -self._num_kept
 
     def length(self, handle: int) -> int:
-        """Tokens that the cache holds of a row."""
         return self.runner.length(self._rows[handle])
 
     def can_crop(self, handle: int, length: int) -> bool:
-        """See `RowRunner.can_crop`."""
         return self.runner.can_crop(self._rows[handle], length)
 
     def forecast(self):
-        """See `RowRunner.forecast`; rows by handle."""
         return self.runner.forecast(self._rows)
 
     def _tensor(self, tokens: list) -> Tensor:

@@ -30,7 +30,6 @@ class Matcher:
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
 
     def take(self, token: int) -> None:
-        """The answer continues with this token."""
         self._matcher.consume_token(token)
         self._check()
 

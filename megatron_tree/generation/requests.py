@@ -133,7 +133,6 @@ class ActiveAnswer:
         return prompt + self.tokens[max(self.length - self.request.num_prompt, 0) : -1]
 
     def row_tokens(self) -> list[int]:
-        """The tokens in its row."""
         return (self.request.prompt.tolist() + self.tokens)[: self.length]
 
     def length_after(self, tokens: int) -> int:
@@ -161,7 +160,6 @@ class ActiveAnswer:
         self.token = None
 
     def finish(self) -> None:
-        """It has ended."""
         self.finished = True
         self.request.unfinished = [answer for answer in self.request.answers if not answer.finished]
 
@@ -214,16 +212,6 @@ class ServedRequest:
         """Whether the prompt has been run: every answer has a token, and each goes on in a row of its own."""
 
     @property
-    def importance(self) -> tuple[int, int]:
-        """The smallest is the most important one."""
-        return self.priority, self.id
-
-    @property
     def num_rows(self) -> int:
         """Rows that an answer's row stands for: a prompt's is copied for all answers."""
         return 1 if self.begun else len(self.unfinished)
-
-    @property
-    def num_rows_held(self) -> int:
-        """Rows that all answers have or will have without asking again."""
-        return self.num_rows * sum(answer.handle is not None for answer in self.unfinished)

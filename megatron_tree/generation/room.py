@@ -62,7 +62,7 @@ class Room:
             return False
         if not self._give_row(request.answers[0]):
             return False
-        bisect.insort(self.served, request, key=lambda other: other.importance)
+        bisect.insort(self.served, request, key=lambda other: (other.priority, other.id))
         return True
 
     def resume(self) -> None:
@@ -120,9 +120,9 @@ class Room:
     def _make_room_for(self, request: ServedRequest, needed: int, spared: int | None) -> bool:
         """Whether rows and memory for a request's row are free, or can be taken from kept rows and from less important
         answers, but not from the spared row; then they are."""
-        rows = self._max_rows - request.num_rows - sum(other.num_rows_held for other in self.served)
         forecast, evicted, preempted = self._forecast(), [], []
         holders = self.answers_with_rows()
+        rows = self._max_rows - request.num_rows - sum(answer.request.num_rows for answer in holders)
         if forecast is not None:
             needed += sum(map(self._promised, holders))
         lacks = lambda: forecast is not None and forecast.free_tokens < needed  # noqa: E731
@@ -210,7 +210,6 @@ class Room:
         return next((width for width in widths if self._widening(answers, width) <= self._spare), 1)
 
     def widen_step(self, answers: list[ActiveAnswer], width: int) -> None:
-        """They take so many."""
         self._spare -= self._widening(answers, width)
 
     def _widening(self, answers: list[ActiveAnswer], width: int) -> int:

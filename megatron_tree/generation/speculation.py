@@ -50,7 +50,6 @@ class DraftState:
         return len(self._text) - self.length
 
     def add(self, token: int) -> None:
-        """The answer continues with this token."""
         self._text[self.length] = token
         self.length += 1
 
@@ -88,7 +87,6 @@ class DraftCost:
         self._tokens = self._seconds = self._variance = self._covariance = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step took so long."""
         self._count += 1
         weight = max(COST_WEIGHT, 1 / self._count)
         d_tokens, d_seconds = tokens - self._tokens, seconds - self._seconds

@@ -94,7 +94,6 @@ class Stopper:
         self.num_tokens = 0
 
     def add(self, token: int) -> Delta:
-        """What a new token adds."""
         self.num_tokens += 1
         if token in self._ends:
             return Delta(self.flush(), "stop", token)

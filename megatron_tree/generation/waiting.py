@@ -33,7 +33,6 @@ class Waiting:
         return request
 
     def add(self, request: ServedRequest) -> None:
-        """A request begins to wait."""
         clients = self._queues.setdefault(request.priority, OrderedDict())
         clients.setdefault(request.client, deque()).append(request)
 

@@ -90,20 +90,18 @@ class PlacedTopology:
         held = [1] + [self.population[i][unit[i]] for i in range(self.top + 1)]
         return Counter({i: held[i + 1] - held[i] for i in range(self.top + 1) if held[i + 1] > held[i]})
 
-    def time(
-        self, stage: Iterable[Phase], calls: int | None = None, *, posted: bool = True, active: int | None = None
-    ) -> float:
-        """Seconds of phases that run at the same time.
-
-        calls: number of calls, if not one per message. posted: whether receives are posted early. active: number of
-        ranks that send as many messages, if not all.
-        """
-        return max(self.busy(stage, calls, posted=posted, active=active).values(), default=0.0)
+    def time(self, stage: Iterable[Phase], calls: int | None = None, **options) -> float:
+        """Seconds of phases that run at the same time; arguments as in `busy`."""
+        return max(self.busy(stage, calls, **options).values(), default=0.0)
 
     def busy(
         self, stage: Iterable[Phase], calls: int | None = None, *, posted: bool = True, active: int | None = None
     ) -> dict[int, float]:
-        """Seconds until each level has done its part of phases that start together; arguments as in `time`."""
+        """Seconds until each level has done its part of phases that start together.
+
+        calls: number of calls, if not one per message. posted: whether receives are posted early. active: number of
+        ranks that send as many messages, if not all.
+        """
         moved, ready, messages = {}, 0.0, 0
         for phase in stage:
             level = self.topology.levels[phase.level]
@@ -172,7 +170,6 @@ class PassClock:
         self._free: dict[object, float] = {}
 
     def compute(self, seconds: float) -> None:
-        """The rank computes."""
         self.now += seconds
 
     def start(self, stages: Iterable[dict]) -> InFlight:
@@ -190,7 +187,6 @@ class PassClock:
                 sent.done = max(sent.done, free)
 
     def wait(self, sent: InFlight) -> None:
-        """Wait for all stages."""
         while sent.stages:
             self.advance(sent)
         self.now = max(self.now, sent.done)

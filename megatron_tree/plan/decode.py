@@ -84,7 +84,6 @@ def _around(total: _Sum, share: float, rounds: int, *, hops: Callable[[int, int]
 
 
 def _all_reduce(total: _Sum, size: float) -> None:
-    """A built-in all-reduce."""
     placed, p = total.placed, total.placed.world
 
     def hops(level: int, n: int) -> int:  # up and down a chain inside the innermost units and a tree of units

@@ -215,13 +215,8 @@ def plan_decode(
     best = choose(allowed, placed, memory_budget, "decode step")
     table = _by_time(weighed)
     asked = "" if schedule == "auto" else " (as asked for)"
-    return DecodePlan(
-        schedule=best.schedule,
-        across=best.across,
-        cost=best.cost,
-        reason=f"{best}{asked}: {_summary(best.cost, placed)}{_baselines(best, table)} (predicted for {topology.name})",
-        candidates=table,
-    )
+    reason = f"{best}{asked}: {_summary(best.cost, placed)}{_baselines(best, table)} (predicted for {topology.name})"
+    return DecodePlan(**vars(best), reason=reason, candidates=table)
 
 
 def _placed(world: int, topology: Topology, placement: Placement) -> PlacedTopology:

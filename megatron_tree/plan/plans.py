@@ -125,12 +125,9 @@ class ReductionPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodePlan:
+class DecodePlan(ReductionPlan):
     """How one decode step reduces the partial states."""
 
-    schedule: str
-    across: str
-    cost: Cost
     reason: str
     candidates: tuple[ReductionPlan, ...]
     """All candidates, fastest first."""

@@ -58,7 +58,6 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of megatron-tree generate."""
     parser = new_parser("megatron-tree generate", DESCRIPTION, EXAMPLES)
     add = parser.add_argument
     add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
@@ -80,7 +79,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_chat_parser() -> argparse.ArgumentParser:
-    """The command line of megatron-tree chat."""
     parser = new_parser("megatron-tree chat", CHAT_DESCRIPTION, CHAT_EXAMPLES)
     add = parser.add_argument
     add("--input", metavar="FILE", help="messages and commands, one per line (default: standard input if it is a pipe, "

@@ -104,7 +104,6 @@ class _Batch:
         self._finished = self._failed = self._open = 0
 
     def close(self) -> None:
-        """Close the output."""
         self._output.close()
 
     def run(self, progress: bool) -> BatchResult:

@@ -97,7 +97,6 @@ class Output:
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close and unlock the file."""
         os.close(self._fd)
 
 

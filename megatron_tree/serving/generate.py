@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from argparse import Namespace
@@ -13,13 +14,14 @@ import torch.distributed as dist
 
 from .. import comm
 from ..comm.wire import share, share_all
+from ..files import whole_file
 from ..generation.conversation import Answer
 from ..integrations.transformers import models
 from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
-from .report import memory_table, progress_bar, speculation_text, time_figures, time_table, write_json
+from .report import memory_table, progress_bar, speculation_text, time_figures, time_table
 from .start import WAIT_HOURS, Started, start
 
 
@@ -106,7 +108,8 @@ def _run_one(args: Namespace, ready: Started) -> None:
     if args.check:
         _check(args, ready, result, figures)
     if rank == 0 and args.json:
-        write_json(args.json, figures)
+        with whole_file(Path(args.json)) as part:
+            part.write_text(json.dumps(figures, indent=2) + "\n")
     dist.barrier(group=ready.group)
 
 

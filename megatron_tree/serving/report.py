@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from ..files import whole_file
 from ..generation.speculation import Speculated
 
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
@@ -88,9 +85,3 @@ def time_figures(result) -> dict[str, Any]:
         "token_max_s": max(steps) if steps else None,
         "token_s": steps,
     }
-
-
-def write_json(path: str, figures: dict[str, Any]) -> None:
-    """Write figures to a file, whole or not at all."""
-    with whole_file(Path(path)) as part:
-        part.write_text(json.dumps(figures, indent=2) + "\n")

@@ -49,7 +49,6 @@ class Transcript:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self.messages: list[dict[str, str]] = list(self._system)
         self._tokens: list[int] = []  # of the conversation, the last answer included
         self._text = ""  # the same as the template writes it, as far as it is in the tokens
@@ -57,7 +56,7 @@ class Transcript:
     def ask(self, message: str) -> list[int]:
         """The tokens of the conversation with this message, up to where its answer begins; see `answered`."""
         messages = [*self.messages, {"role": "user", "content": message}]
-        text = self._render(messages)
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         if self._text and text.startswith(self._text):
             tokens = self._tokens + self._encode(text[len(self._text) :])
         else:
@@ -72,9 +71,6 @@ class Transcript:
         self._tokens, self._text = prompt + tokens, text + answer
         if tokens and tokens[-1] in self._end_tokens:
             self._text += self._tokenizer.decode(tokens[-1:], skip_special_tokens=False)
-
-    def _render(self, messages) -> str:
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
     def _encode(self, text: str) -> list[int]:
         """The template writes special tokens itself."""

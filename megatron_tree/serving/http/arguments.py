@@ -30,7 +30,6 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of megatron-tree serve."""
     parser, switch = new_parser("megatron-tree serve", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
     add_model_options(parser)
     parser.set_defaults(prefill_chunk=None)

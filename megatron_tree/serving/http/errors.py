@@ -28,7 +28,6 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole response."""
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 

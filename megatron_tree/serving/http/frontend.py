@@ -139,7 +139,6 @@ class Frontend:
         return ticket
 
     def metrics(self) -> str:
-        """The page of /metrics."""
         waiting, running = self._scheduler.load
         paused, speculated = self._scheduler.preemptions, self._scheduler.speculated
         more = {

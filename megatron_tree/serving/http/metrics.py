@@ -44,7 +44,6 @@ class Metrics:
         self._first, self._next, self._whole = Histogram(), Histogram(), Histogram()
 
     def asked(self, prompt_tokens: int) -> None:
-        """A request was accepted."""
         self._tokens["prompt"] += prompt_tokens
 
     def heard(self, event: Event, since: float, last: float | None) -> None:

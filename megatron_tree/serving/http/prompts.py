@@ -79,7 +79,6 @@ class Prompts:
         return left if asked is None else asked
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, function, *args):
