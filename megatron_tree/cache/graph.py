@@ -125,7 +125,10 @@ class GraphedSteps:
             self._steps.move_to_end(capacity)
             step.inputs.fill(append, tokens)
             try:
-                logits = self._replay(step) if is_known else self._first(step)
+                logits = self._replay(step) if is_known else self._run(step.inputs)
+                if not self._is_static:
+                    self._prove(step.inputs)
+                    self._is_static = True
             except BaseException:
                 self._steps.pop(capacity, None)
                 raise
@@ -136,13 +139,6 @@ class GraphedSteps:
         forward = StaticPass(inputs, end=end, **runner.of_passes)
         with runner.running(forward):
             return runner._run(forward, inputs.tokens, inputs.positions, keep=None)
-
-    def _first(self, step: _Step) -> Tensor:
-        logits = self._run(step.inputs)
-        if not self._is_static:
-            self._prove(step.inputs)
-            self._is_static = True
-        return logits
 
     def _prove(self, inputs: StepInputs) -> None:
         """Raise ``ValueError`` unless the step does the same whatever the host takes for the rows' length."""

@@ -26,7 +26,7 @@ class StepPlanner:
     """The requests that are served. Only the thread that runs the loop uses it.
 
     prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
-    max_rows, page_size, keep_bytes: see `Room`.
+    max_rows, keep_bytes: see `Room`.
     speculation: decides which tokens are drafted; None: none are.
     on_end: called with a request when its last answer has ended, before its last event.
     """
@@ -36,7 +36,6 @@ class StepPlanner:
         executor: Executor,
         *,
         max_rows: int,
-        page_size: int,
         prefill_first: bool,
         keep_bytes: int,
         speculation: Speculation | None,
@@ -44,7 +43,7 @@ class StepPlanner:
     ):
         self._runner, self._prefill_first, self._on_end = executor.runner, prefill_first, on_end
         self._longest = SHORT if group_size(executor.runner.token_group) > 1 else LONGER
-        self.room = Room(executor, max_rows=max_rows, page_size=page_size, keep_bytes=keep_bytes)
+        self.room = Room(executor, max_rows=max_rows, keep_bytes=keep_bytes)
         self._speculation = speculation
         self._stepping: list[ActiveAnswer] = []  # whose logits the current plan returns
         self._filling: list[tuple[ActiveAnswer, list[int]]] = []  # whose rows it fills, and with what

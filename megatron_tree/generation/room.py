@@ -23,15 +23,15 @@ SOON = 64  # tokens that every answer with a row should be able to add before me
 class Room:
     """Which answers have rows. On the leader; `operations` is what the next plan begins with.
 
-    max_rows: answers with a row. page_size: tokens of a page.
+    max_rows: answers with a row.
     keep_bytes: rows stay when their answers have ended, for prompts that begin alike, while the cache takes at most
         this many bytes on a rank; 0: none stays.
     """
 
-    def __init__(self, executor: Executor, *, max_rows: int, page_size: int, keep_bytes: int):
+    def __init__(self, executor: Executor, *, max_rows: int, keep_bytes: int):
         self._executor, self._runner = executor, executor.runner
-        self._max_rows, self._page_size, self._keep_bytes = max_rows, page_size, keep_bytes
-        self._prefixes, self._handles = Prefixes(page_size), itertools.count()
+        self._max_rows, self._page_size, self._keep_bytes = max_rows, self._runner.page_size, keep_bytes
+        self._prefixes, self._handles = Prefixes(self._page_size), itertools.count()
         self.served: list[ServedRequest] = []
         """Those that were admitted and have not ended, the most important first."""
         self.operations: list[Operation] = []

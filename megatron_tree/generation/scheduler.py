@@ -122,7 +122,6 @@ class Scheduler:
         self._planner = StepPlanner(
             self.executor,
             max_rows=max_rows,
-            page_size=runner.page_size,
             prefill_first=prefill_first,
             keep_bytes=keep_bytes,
             speculation=speculation,

@@ -100,14 +100,15 @@ def splits_latents(
     return sum(messages) < saved / placed.topology.memory_bandwidth
 
 
-def repeats_queries(
-    placed: PlacedTopology, projection: tuple[float, float], bytes_per_word: int, batch: int = 1
-) -> bool:
-    """Whether a decode step is faster if each rank of a head group computes all of its queries, which are then not
-    gathered. placed: of a head group. projection: of a layer: words of its weights, and columns of its result."""
+def repeats_queries(placed: PlacedTopology, projection: tuple[float, float], bytes_per_word: int) -> bool:
+    """Whether a decode step of one row is faster if each rank of a head group computes all of its queries, which are
+    then not gathered.
+
+    placed: of a head group. projection: of a layer: words of its weights, and columns of its result.
+    """
     words, columns = projection
     more = words * bytes_per_word * (1 - 1 / placed.world) / placed.topology.memory_bandwidth
-    return more < gathered_queries(placed, batch * columns / placed.world * bytes_per_word)[0]
+    return more < gathered_queries(placed, columns / placed.world * bytes_per_word)[0]
 
 
 class _Step(NamedTuple):
