@@ -41,6 +41,5 @@ def _hand_on(layer: Any, up: Any, forward, latents: Tensor, *args, **kwargs):
     nope = layer.config.qk_head_dim
     heads = LatentHeads(up.weight.unflatten(0, (-1, nope + layer.config.v_head_dim)), nope)
     served.latents[layer.core_attention] = Latents(compat.normed_input(up, latents, layer.config), heads)
-    return latents.new_zeros(1).expand(
-        *latents.shape[:-1], len(up.weight)
-    ), None  # takes no memory, and nobody reads it
+    unread = latents.new_zeros(1).expand(*latents.shape[:-1], len(up.weight))  # takes no memory
+    return unread, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import importlib.util
@@ -60,20 +61,12 @@ def smollm2_folder() -> Path:
     folder = cache_folder() / f"SmolLM2-135M-Instruct-{importlib.metadata.version(SMOLLM2_PACKAGE)}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f"{folder.name}.lock"):
+        with open(folder.parent / f"{folder.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
             if not folder.is_dir():
                 print(f"converting {SMOLLM2_FILE} to {folder} (once)", file=sys.stderr, flush=True)
                 _convert(source, SMOLLM2_FILE, folder)
     return folder
-
-
-@contextlib.contextmanager
-def _locked(path: Path):
-    import fcntl
-
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if this process dies
-        yield
 
 
 def _convert(source: Path, gguf_file: str, folder: Path) -> None:
