@@ -29,8 +29,7 @@ class Latents(NamedTuple):
 def hand_latents_on(model: Any) -> None:
     """Change a GPTModel's multi-latent attention; outside of a `ServedPass` it is unchanged."""
     for layer in model.decoder.modules():
-        up = compat.latent_projection(layer)
-        if up is not None:
+        if (up := getattr(layer, "linear_kv_up_proj", None)) is not None:
             up.forward = functools.partial(_hand_on, layer, up, up.forward)
 
 

@@ -34,7 +34,6 @@ from .layers import (
     decoder_layer_specs,
     fixed_cp_comm_type_list,
     is_recurrent,
-    latent_projection,
     misreads_cp_comm_type_list,
     mla_without_transformer_engine,
     name_missing_transformer_engine,
