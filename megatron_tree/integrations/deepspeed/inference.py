@@ -237,13 +237,10 @@ def _replicate(
     world, rank = group_size(_token_group()), group_rank(_token_group())
     if tp_size == 1:
         return _Ranks(dist.group.WORLD if world > 1 else None, 1, {"tp_size": 1}, {})
-    sp_group = tp_group = None
-    for t in range(tp_size):  # all ranks make all groups
-        group = dist.new_group(range(t, world, tp_size)) if sp_size > 1 else None
-        sp_group = group if t == rank % tp_size else sp_group
-    for s in range(sp_size):
-        group = dist.new_group(range(s * tp_size, (s + 1) * tp_size))
-        tp_group = group if s == rank // tp_size else tp_group
+    sp_group = None
+    if sp_size > 1:
+        sp_group, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
+    tp_group, _ = dist.new_subgroups(tp_size)
     init_comm(tree.timeout_s)
     # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards nothing
     mpu = SimpleNamespace(

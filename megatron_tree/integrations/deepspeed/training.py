@@ -8,11 +8,8 @@
         engine.backward(loss)
         engine.step()
 
-The mpu hides the sequence ranks from DeepSpeed, for two reasons. With `get_sequence_parallel_world_size`, ZeRO 0, 1 and
-2 divide the sum of the gradients by the number of data-parallel ranks, but ZeRO 3 divides its reduce-scatter by all
-ranks: results differ by a factor of sp_size. And ZeRO 3 partitions parameters and reduces gradients over
-`get_data_parallel_group`: if that group is not all ranks, the sequence ranks' gradients are never summed. So here
-DeepSpeed averages over all ranks at every stage, and the loss is scaled to match (`loss_over_all_ranks`).
+The mpu hides the sequence ranks from DeepSpeed, whose ZeRO stages divide by different numbers of ranks if it knows them
+(docs/deepspeed.md). It averages over all ranks at every stage, and the loss is scaled to match (`loss_over_all_ranks`).
 """
 
 from __future__ import annotations

@@ -81,8 +81,3 @@ class TokenClock(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def plain_nbytes(cache: DynamicCache) -> int:
-    """Bytes of its keys and values, all layers."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

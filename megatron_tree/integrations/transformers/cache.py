@@ -60,8 +60,6 @@ class TreeCache(Cache):
     ):
         cp_group, weights_group = process_group(cp_group), process_group(weights_group)
         check_choice("schedule", schedule, DECODE_SCHEDULES)
-        if not isinstance(page_size, int) or page_size < 1:
-            raise ValueError(f"page_size={page_size!r} must be a positive number of tokens")
         text, kinds = config.get_text_config(decoder=True), layers_of(config)
         check_cached(config)
         attending = [i for i, kind in enumerate(kinds) if kind.attends]

@@ -127,15 +127,7 @@ def load_model(folder: Path, dtype: torch.dtype | None):
 
 
 def random_llama(
-    *,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    positions: int,
-    vocab_size: int = 2048,
-    hidden_size: int = 512,
-    seed: int = 0,
+    *, layers: int, heads: int, kv_heads: int, head_dim: int, positions: int, hidden_size: int, vocab_size: int = 2048
 ):
     """A Llama with random weights in fp32, for inference: the same on every rank, and small compared with a long cache.
 
@@ -154,7 +146,7 @@ def random_llama(
         eos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
