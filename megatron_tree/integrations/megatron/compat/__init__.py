@@ -38,6 +38,5 @@ from .release import (
     hide_import_notices,
     is_patched,
     lookup,
-    megatron_lm_arguments,
     megatron_version,
 )
