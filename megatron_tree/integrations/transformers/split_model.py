@@ -77,7 +77,8 @@ def connect(model, layout: WeightLayout, group, *, transport: str = "auto", time
 def _module_sizes(model, layout: WeightLayout) -> list[tuple[object, str, object, object]]:
     """The numbers by which attention modules find q, k and v in what projections give, see `WeightGathering`."""
     sizes = []
-    num_heads, num_heads_kv = layout.num_queries, layout.heads.num_heads_kv
+    heads, num_heads_kv = layout.heads, layout.heads.num_heads_kv
+    num_heads = sum(heads.shares) if layout.repeats_queries else heads.shares[layout.rank % heads.size]
     local = dict.fromkeys(("num_heads", "num_attention_heads", "n_heads"), num_heads)
     local |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), num_heads_kv)
     for name in layout.attentions:

@@ -94,11 +94,6 @@ class WeightLayout:
             return self.pieces[name].of(whole)
         return torch.zeros_like(whole) if name in self.of_first_rank and self.rank else whole
 
-    @property
-    def num_queries(self) -> int:
-        """Heads whose queries this rank computes."""
-        return sum(self.heads.shares) if self.repeats_queries else self.heads.shares[self.rank % self.heads.size]
-
     def share(self, n: int, unit: int = 1) -> tuple[int, int]:
         """(start, stop) of this rank's rows of n, in whole units, which divide n."""
         shares = even_shares(n // unit, self.world)
