@@ -43,7 +43,7 @@ class TreeCache(Cache):
         tree_config: `TreeConfig` of all attention calls with this cache.
     Raises:
         ValueError: a layer that is not plain or sliding-window attention or recurrent, an encoder-decoder model, an
-            unknown schedule or dtype, a block size below 1, a rank outside of cp_group.
+            unknown schedule or dtype, a page_size below 1, a rank outside of cp_group.
     """
 
     def __init__(
