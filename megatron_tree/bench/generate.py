@@ -269,7 +269,5 @@ def _plain(case: GenerateCase, model, prompt: torch.Tensor) -> tuple[GenerateOut
         cpu = (time.process_time() - cpu) / args.new_tokens
     first_s, *step_s = (after - before for before, after in itertools.pairwise(clock.times))
     measured = Measured({"token": step_s}, {"token": 0}, None, peak.bytes, cpu=[cpu])
-    outcome = GenerateOutcome(
-        "plain", measured, tokens[0].tolist(), first_s, prefill_s, baseline.plain_nbytes(cache), 0.0
-    )
-    return outcome, logits
+    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return GenerateOutcome("plain", measured, tokens[0].tolist(), first_s, prefill_s, nbytes, 0.0), logits

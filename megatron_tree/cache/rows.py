@@ -98,8 +98,8 @@ class RowBook:
     def __init__(self, rank: int, world: int, page_size: int = 16, windows: tuple[int | None, ...] = (None,)):
         if not 0 <= rank < world:
             raise ValueError(f"rank={rank} is not one of world={world} ranks")
-        if page_size < 1:
-            raise ValueError(f"page_size={page_size} must be at least 1")
+        if not isinstance(page_size, int) or page_size < 1:
+            raise ValueError(f"page_size={page_size!r} must be a positive number of tokens")
         if any(window is not None and window < 1 for window in windows):
             raise ValueError(f"windows={windows} must be 1 or more each, or None")
         self.rank, self.world, self.page_size, self.windows = rank, world, page_size, windows

@@ -98,7 +98,7 @@ def _fusions() -> Section:
     from ..integrations.megatron import fusions as megatron_fusions
 
     findings, needs = [], set()
-    for fusion in megatron_fusions.fusions(normalization="RMSNorm"):
+    for fusion in megatron_fusions.fusions():
         set_to = ", ".join(f"{name}={value}" for name, value in fusion.options.items())
         lacks = f"needs {' and '.join(fusion.needs)}" if fusion.needs else ""
         if megatron_fusions.GPU not in fusion.needs:

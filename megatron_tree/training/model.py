@@ -118,7 +118,7 @@ def transformer_config(args: argparse.Namespace, **others: Any) -> TransformerCo
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
         bias_activation_fusion=on_gpu,
-        **(fusion_options(normalization="RMSNorm") if on_gpu else {}),
+        **(fusion_options() if on_gpu else {}),
     )
 
 

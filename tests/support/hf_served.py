@@ -82,7 +82,7 @@ def check_sharded(model):
     for name, parameter in model.named_parameters():
         whole = parameter.dim() == 1 or name in layout.of_first_rank  # norms and biases
         whole = whole or set(ROUTERS) & set(name.split("."))
-        assert whole or layout.shapes[name].numel() <= 0.75 * parameter.numel(), name
+        assert whole or layout.pieces[name].shape(parameter.shape).numel() <= 0.75 * parameter.numel(), name
     group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
     split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
     options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}

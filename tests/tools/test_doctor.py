@@ -183,18 +183,11 @@ def test_every_example_runs(capsys):
 
 NVIDIAS = {
     "amp_C.py": "multi_tensor_l2norm = multi_tensor_scale = None",
-    "fused_layer_norm_cuda.py": "",
-    "fast_layer_norm.py": "",
     "fused_weight_gradient_mlp_cuda.py": "",
     "apex/__init__.py": "",
     "apex/optimizers/__init__.py": "class FusedAdam: pass\nclass FusedSGD: pass",
     "apex/optimizers/fused_adam.py": "",
     "apex/multi_tensor_apply/__init__.py": "multi_tensor_applier = None",
-    "apex/normalization/__init__.py": "",
-    "apex/normalization/fused_layer_norm.py": "FusedLayerNormAffineFunction = None",
-    "apex/contrib/__init__.py": "",
-    "apex/contrib/layer_norm/__init__.py": "",
-    "apex/contrib/layer_norm/layer_norm.py": "FastLayerNormFN = None",
 }
 ANOTHER = {"apex/__init__.py": "raise RuntimeError('this apex must not be imported')"}
 
@@ -230,10 +223,7 @@ def test_apex(machine_with):
     machine_with(NVIDIAS)
     by = {fusion.name: fusion.by for fusion in megatron_fusions.fusions() if fusion.used}
     assert by["FusedAdam"] == "Apex"
-    assert by["fused LayerNorm"] == "Apex, one persistent kernel for the usual hidden sizes"
-    options = megatron_fusions.fusion_options()
-    assert options["gradient_accumulation_fusion"] is options["persist_layer_norm"] is True
-    assert "persist_layer_norm" not in megatron_fusions.fusion_options(normalization="RMSNorm")
+    assert megatron_fusions.fusion_options()["gradient_accumulation_fusion"] is True
     assert megatron_fusions.apex_problem() is None
 
 
@@ -248,9 +238,9 @@ def test_apex_without_its_kernels(machine_with, absent):
 
 def test_transformer_engine(machine_with):
     machine_with({"transformer_engine/__init__.py": "raise RuntimeError('not to be imported')"})
-    by = {fusion.name: fusion.by for fusion in megatron_fusions.fusions(normalization="RMSNorm") if fusion.used}
+    by = {fusion.name: fusion.by for fusion in megatron_fusions.fusions() if fusion.used}
     assert by["FusedAdam"] == by["rotary embedding"] == "TransformerEngine"
-    options = megatron_fusions.fusion_options(normalization="RMSNorm")
+    options = megatron_fusions.fusion_options()
     assert options["apply_rope_fusion"] is True
     assert options["gradient_accumulation_fusion"] is False, "Megatron's own layers ask for Apex's module"
 
@@ -268,15 +258,12 @@ def test_another_package_of_that_name(machine_with, capsys):
 MEGATRONS_CHOICE = """
 import json
 from megatron.core import optimizer
-from megatron.core.fusions import fused_layer_norm
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
 print(json.dumps({
     "FusedAdam": not optimizer.USING_PYTORCH_OPTIMIZER,
     "gradient norm and clipping of all tensors at once": clip_grads.multi_tensor_applier is None,
-    "fused LayerNorm": fused_layer_norm.HAVE_FUSED_LAYER_NORM,
     "weight gradients added up in the matrix product": layers._grad_accum_fusion_available,
-    "persist_layer_norm": fused_layer_norm.HAVE_PERSIST_LAYER_NORM,
 }))
 """
 
@@ -293,6 +280,5 @@ def test_megatron_chooses_the_same(machine_with, tmp_path, files):
     assert done.returncode == 0, done.stderr
     megatrons = json.loads(done.stdout.splitlines()[-1])
     ours = {fusion.name: fusion.used for fusion in megatron_fusions.fusions() if fusion.name in megatrons}
-    ours["persist_layer_norm"] = megatron_fusions.fusion_options()["persist_layer_norm"]
     assert ours == megatrons
     assert set(ours.values()) == {bool(files)}

@@ -24,7 +24,7 @@ from torch import Tensor
 import deepspeed
 
 from ...cache.graph import check_cuda_graphs
-from ...comm import neighbours
+from ...comm import group_rank, group_size, neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
@@ -153,7 +153,7 @@ def init_inference(
     engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=ranks.tensor_parallel, **options)
     check_model(model)
     engine.eval()
-    engine.sp_group, engine.sp_size, engine.tp_size = ranks.sp_group, ranks.sp_size, ranks.tp_size
+    engine.sp_group, engine.sp_size, engine.tp_size = ranks.sp_group, group_size(ranks.sp_group), ranks.tp_size
     engine.model_bytes, engine.plain_attention = model_bytes, plain_attention
     engine.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     engine.runner_options = {"token_group": _token_group(), "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs}
@@ -168,7 +168,6 @@ class _Ranks(NamedTuple):
     """How the ranks share the cache and the weights."""
 
     sp_group: object
-    sp_size: int
     tp_size: int
     tensor_parallel: dict
     """DeepSpeed's option."""
@@ -200,7 +199,8 @@ def _split(
     model, folder: Path | None, sp_size, tp_size, queries: str, split_latents: bool | None, *, dtype, tree: TreeConfig
 ) -> _Ranks:
     """Cut the model: all ranks share weights and cache."""
-    (world, rank), everyone = _world_and_rank(), _token_group()
+    everyone = _token_group()
+    world, rank = group_size(everyone), group_rank(everyone)
     if sp_size is not None or tp_size != 1:
         raise ValueError(
             f"weights='sharded' splits weights and cache over all {world} ranks: leave sp_size={sp_size} and "
@@ -221,7 +221,7 @@ def _split(
         read_pieces(model, folder, layout)
         connect(model, layout, everyone, **wire)
     cache_options = {"head_shares": layout.heads.shares, "weights_group": everyone}
-    return _Ranks(sp_group, layout.heads.size, world, {"tp_size": 1}, cache_options)
+    return _Ranks(sp_group, world, {"tp_size": 1}, cache_options)
 
 
 def _replicate(
@@ -234,16 +234,13 @@ def _replicate(
     if queries != "split":
         raise ValueError(f"queries={queries!r} is for weights='sharded', but weights='replicated': leave it out")
     model.set_attn_implementation("tree")
-    world, rank = _world_and_rank()
+    world, rank = group_size(_token_group()), group_rank(_token_group())
     if tp_size == 1:
-        return _Ranks(dist.group.WORLD if world > 1 else None, sp_size, 1, {"tp_size": 1}, {})
-    sp_group = tp_group = None
-    for t in range(tp_size):  # all ranks make all groups
-        group = dist.new_group(range(t, world, tp_size)) if sp_size > 1 else None
-        sp_group = group if t == rank % tp_size else sp_group
-    for s in range(sp_size):
-        group = dist.new_group(range(s * tp_size, (s + 1) * tp_size))
-        tp_group = group if s == rank // tp_size else tp_group
+        return _Ranks(dist.group.WORLD if world > 1 else None, 1, {"tp_size": 1}, {})
+    sp_group = None
+    if sp_size > 1:
+        sp_group, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
+    tp_group, _ = dist.new_subgroups(tp_size)
     init_comm(tree.timeout_s)
     # both: without an mpu DeepSpeed makes a group of ranks 0 to tp_size - 1, without tp_group it shards nothing
     mpu = SimpleNamespace(
@@ -251,7 +248,7 @@ def _replicate(
         get_model_parallel_world_size=lambda: tp_size,
         get_model_parallel_rank=lambda: rank % tp_size,
     )
-    return _Ranks(sp_group, sp_size, tp_size, {"tp_size": tp_size, "mpu": mpu, "tp_group": tp_group}, {})
+    return _Ranks(sp_group, tp_size, {"tp_size": tp_size, "mpu": mpu, "tp_group": tp_group}, {})
 
 
 def _for_latents(model, split_latents: bool, weights: str) -> ValueError:
@@ -259,10 +256,6 @@ def _for_latents(model, split_latents: bool, weights: str) -> ValueError:
         f"split_latents={split_latents} is for weights='sharded' and models with latent attention, but weights="
         f"{weights!r} and the model is a {type(model).__name__}: leave it out"
     )
-
-
-def _world_and_rank() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def _token_group():
@@ -283,7 +276,7 @@ def _merge_options(config: str | dict | None, options: dict) -> dict:
 
 def _check_sizes(sp_size: int | None, tp_size: int, config) -> int:
     """The number of sequence ranks."""
-    world, _ = _world_and_rank()
+    world = group_size(_token_group())
     if not isinstance(tp_size, int) or tp_size < 1 or world % tp_size:
         raise ValueError(f"tp_size={tp_size!r} must be a positive integer that divides the {world} ranks")
     sp_size = world // tp_size if sp_size is None else sp_size

@@ -8,11 +8,8 @@
         engine.backward(loss)
         engine.step()
 
-The mpu hides the sequence ranks from DeepSpeed, for two reasons. With `get_sequence_parallel_world_size`, ZeRO 0, 1 and
-2 divide the sum of the gradients by the number of data-parallel ranks, but ZeRO 3 divides its reduce-scatter by all
-ranks: results differ by a factor of sp_size. And ZeRO 3 partitions parameters and reduces gradients over
-`get_data_parallel_group`: if that group is not all ranks, the sequence ranks' gradients are never summed. So here
-DeepSpeed averages over all ranks at every stage, and the loss is scaled to match (`loss_over_all_ranks`).
+The mpu hides the sequence ranks from DeepSpeed, whose ZeRO stages divide by different numbers of ranks if it knows them
+(docs/deepspeed.md). It averages over all ranks at every stage, and the loss is scaled to match (`loss_over_all_ranks`).
 """
 
 from __future__ import annotations
@@ -91,9 +88,9 @@ class SequenceParallel:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.dp_size, self.sp_size = world // sp_size, sp_size
         self.dp_rank, self.sp_rank = divmod(rank, sp_size)
-        self.sp_group = _group_of_neighbours(sp_size)
+        self.sp_group = dist.group.WORLD if sp_size == world else dist.new_subgroups(sp_size)[0]
         self.tree_config, self._vocab_size = tree_config, vocab_size
-        self._alone = _group_of_neighbours(1)
+        self._alone = dist.new_subgroups(1)[0]
         self._compared = False
 
     def shard_batch(self, batch: dict[str, Tensor], *, dropout_seed: int | None = None) -> dict:
@@ -178,12 +175,3 @@ def save_checkpoint(engine, folder: str, step: int, *, kept: int = 2) -> None:
         others = [path for path in Path(folder).glob("step*") if path.name[4:].isdigit() and path.name != tag]
         for path in sorted(others, key=lambda path: int(path.name[4:]), reverse=True)[kept - 1 :]:
             shutil.rmtree(path)
-
-
-def _group_of_neighbours(size: int):
-    """This rank's group of `size` neighbouring ranks. All ranks create all groups."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if size == world:
-        return dist.group.WORLD
-    made = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    return made[rank // size]

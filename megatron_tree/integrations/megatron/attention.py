@@ -123,7 +123,10 @@ class TreeDotProductAttention(MegatronModule):
         sizes = compat.hierarchical_sizes(config, self.cp_group) if two_parts else (1, cp_size)
         self._base_config, self.tree_config = tree_config, tree_config_for(cp_comm_type, sizes, tree_config)
         self._check_layout()
-        _refuse_unsupported(config, attention_type)
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"attention_type={attention_type!r}: tree attention is 'self' or 'cross' attention")
+        if getattr(config, "fp8_dot_product_attention", False):
+            raise ValueError("fp8_dot_product_attention=True is not supported by tree attention: set it to False")
         self.is_cross = attention_type == "cross"  # keys and queries may differ in length
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling needs nothing here: against fp16 overflow it divides the scores by the layer
@@ -137,11 +140,8 @@ class TreeDotProductAttention(MegatronModule):
         self._add_sinks(config)
 
     def _check_layout(self) -> None:
-        config, cp_size, ulysses_size = (
-            self.config,
-            self.config.context_parallel_size,
-            self.tree_config.ulysses_size or 1,
-        )
+        config, cp_size = self.config, self.config.context_parallel_size
+        ulysses_size = self.tree_config.ulysses_size or 1
         places = cp_size // ulysses_size
         for name in ("grid", "grid_backward"):
             grid = getattr(self.tree_config, name)
@@ -316,10 +316,3 @@ def _one_document(packed: Any) -> bool:
 def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[int]]:
     """(cu_seqlens, cu_seqlens_padded) of rows with these lengths, each padded to `padded` tokens."""
     return [0, *itertools.accumulate(lengths)], [padded * i for i in range(len(lengths) + 1)]
-
-
-def _refuse_unsupported(config: Any, attention_type: str) -> None:
-    if attention_type not in ("self", "cross"):
-        raise ValueError(f"attention_type={attention_type!r}: tree attention is 'self' or 'cross' attention")
-    if getattr(config, "fp8_dot_product_attention", False):
-        raise ValueError("fp8_dot_product_attention=True is not supported by tree attention: set it to False")

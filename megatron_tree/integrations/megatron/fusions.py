@@ -36,15 +36,8 @@ class Fusion(NamedTuple):
     """Options of the TransformerConfig to set; empty where Megatron chooses by itself."""
 
 
-def fusions(*, normalization: str = "LayerNorm") -> tuple[Fusion, ...]:
-    """All fused kernels that Megatron-core may use around tree attention, and whether it does.
-
-    Args:
-        normalization: "LayerNorm" or "RMSNorm", as in the TransformerConfig.
-    Raises: ValueError for another `normalization`.
-    """
-    if normalization not in ("LayerNorm", "RMSNorm"):
-        raise ValueError(f"normalization={normalization!r} is unknown: choose 'LayerNorm' or 'RMSNorm'")
+def fusions() -> tuple[Fusion, ...]:
+    """All fused kernels that Megatron-core may use around tree attention and RMSNorm, and whether it does."""
     te, amp, gradients = map(_has, ("transformer_engine", "amp_C", "fused_weight_gradient_mlp_cuda"))
     clipping = _fusion(
         "gradient norm and clipping of all tensors at once",
@@ -59,19 +52,19 @@ def fusions(*, normalization: str = "LayerNorm") -> tuple[Fusion, ...]:
     return (
         _fusion("FusedAdam", {TE: te, APEX: amp and _apex("optimizers/fused_adam.py")}, "torch's AdamW"),
         clipping,
-        _norm(normalization, te),
+        _fusion("fused RMSNorm, with TransformerEngine's layers", {TE: te}, "torch's RMSNorm"),
         gradient._replace(options={"gradient_accumulation_fusion": gradient.by == APEX}),
         rope._replace(options={"apply_rope_fusion": rope.used}),
         jit._replace(options={"bias_dropout_fusion": jit.used, "masked_softmax_fusion": False}),
     )
 
 
-def fusion_options(*, normalization: str = "LayerNorm") -> dict[str, bool]:
+def fusion_options() -> dict[str, bool]:
     """Options for the TransformerConfig: `TransformerConfig(..., **fusion_options())`.
 
     `bias_activation_fusion`, which depends on the activation, is left out.
     """
-    return {name: value for fusion in fusions(normalization=normalization) for name, value in fusion.options.items()}
+    return {name: value for fusion in fusions() for name, value in fusion.options.items()}
 
 
 def apex_problem() -> str | None:
@@ -82,17 +75,6 @@ def apex_problem() -> str | None:
         "a package named apex is installed that is not NVIDIA's, and Megatron takes it for that: it then builds a "
         "FusedLayerNorm that does not exist; pip uninstall apex"
     )
-
-
-def _norm(normalization: str, te: bool) -> Fusion:
-    """Apex's fused norm in Megatron's own layers is a LayerNorm."""
-    if te or normalization == "RMSNorm":
-        return _fusion(f"fused {normalization}, with TransformerEngine's layers", {TE: te}, f"torch's {normalization}")
-    apex = _apex("normalization/fused_layer_norm.py") and _has("fused_layer_norm_cuda")
-    persistent = _apex("contrib/layer_norm/layer_norm.py") and _has("fast_layer_norm")
-    by = APEX + ", one persistent kernel for the usual hidden sizes" * persistent
-    fusion = _fusion("fused LayerNorm", {APEX: apex}, "torch's LayerNorm", by=by)
-    return fusion._replace(options={"persist_layer_norm": fusion.used and persistent})
 
 
 def _fusion(name: str, packages: dict[str, bool], instead: str, *, by: str | None = None) -> Fusion:

@@ -99,9 +99,10 @@ class MegatronRunner(RowRunner):
         if not isinstance(page_size, int) or page_size < 1:
             raise ValueError(f"page_size={page_size!r} must be a positive number of tokens")
         group, head_shares, weight_gathering = _share_weights(self.model, self._cores[0])
-        self._windows = [_causal_window(core.window_size) for core in self._cores]
+        # to the right of its token a causal query sees nothing
+        windows = [(left, 0) if left >= 0 else (-1, -1) for left, _ in (core.window_size for core in self._cores)]
         store = ShardedCache(
-            [None if left < 0 else left + 1 for left, _ in self._windows],
+            [None if left < 0 else left + 1 for left, _ in windows],
             rank=group_rank(group),
             world=group_size(group),
             page_size=page_size,
@@ -124,7 +125,7 @@ class MegatronRunner(RowRunner):
             cuda_graphs=cuda_graphs,
         )
         self._switches = compat.sequence_parallel_switches(self.model)
-        self._layers = {core: (layer, self._windows[layer]) for layer, core in enumerate(self._cores)}
+        self._layers = {core: (layer, windows[layer]) for layer, core in enumerate(self._cores)}
         _add_hooks(self.model)
 
     def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
@@ -193,8 +194,10 @@ def _add_hooks(model: Any) -> None:
 
 
 def _ask_all_positions(module, args, kwargs):
-    served = serving.get()
-    return None if served is None else ((_at_least(served.forward.end),), {"packed_seq": True})
+    if (served := serving.get()) is None:
+        return None
+    # the next power of two: Megatron caches the embedding of each length that it is asked for
+    return (1 << (served.forward.end - 1).bit_length(),), {"packed_seq": True}
 
 
 def _pick_positions(module, args, embedding):
@@ -207,11 +210,6 @@ def _pick_token(module, args):
     if served is None or served.keep is None:
         return None
     return args[0][served.keep], *args[1:]
-
-
-def _at_least(length: int) -> int:
-    """The next power of two: Megatron caches the embedding of each length that it is asked for."""
-    return 1 << (length - 1).bit_length()
 
 
 def _rows_of(embedding: Any, positions: Tensor) -> Any:
@@ -305,8 +303,3 @@ def _share_weights(
         return None, None, gathering
     group = neighbours(core.tp_group, tp // groups, **wire)
     return group, (config.num_attention_heads // tp,) * (tp // groups), gathering
-
-
-def _causal_window(window: tuple[int, int]) -> tuple[int, int]:
-    """A layer's window without what lies to the right, which a causal query never sees; (-1, -1) for none."""
-    return (window[0], 0) if window[0] >= 0 else (-1, -1)

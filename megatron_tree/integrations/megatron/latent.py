@@ -29,8 +29,7 @@ class Latents(NamedTuple):
 def hand_latents_on(model: Any) -> None:
     """Change a GPTModel's multi-latent attention; outside of a `ServedPass` it is unchanged."""
     for layer in model.decoder.modules():
-        up = compat.latent_projection(layer)
-        if up is not None:
+        if (up := getattr(layer, "linear_kv_up_proj", None)) is not None:
             up.forward = functools.partial(_hand_on, layer, up, up.forward)
 
 
@@ -41,6 +40,5 @@ def _hand_on(layer: Any, up: Any, forward, latents: Tensor, *args, **kwargs):
     nope = layer.config.qk_head_dim
     heads = LatentHeads(up.weight.unflatten(0, (-1, nope + layer.config.v_head_dim)), nope)
     served.latents[layer.core_attention] = Latents(compat.normed_input(up, latents, layer.config), heads)
-    return latents.new_zeros(1).expand(
-        *latents.shape[:-1], len(up.weight)
-    ), None  # takes no memory, and nobody reads it
+    unread = latents.new_zeros(1).expand(*latents.shape[:-1], len(up.weight))  # takes no memory
+    return unread, None

@@ -44,8 +44,10 @@ def run_script(script: Path, arguments: list[str]) -> None:
     install()
     compat.name_missing_transformer_engine()
     _let_dataset_helpers_compile()
-    on_cpu = not torch.cuda.is_available()
-    added = cpu_options(arguments) if on_cpu else []
+    given, added = {argument.partition("=")[0] for argument in arguments}, []
+    if not torch.cuda.is_available():
+        missing = ([name, value] for name, value in CPU_OPTIONS.items() if name not in given)
+        added = [word for option in missing for word in option if word is not None]
     if added and os.environ.get("RANK", "0") == "0":
         print(f"no GPU: the ranks run on the CPU, with these options added: {' '.join(added)}", flush=True)
     with megatron_lm_on_cpu(), mock.patch.object(sys, "argv", [str(script), *arguments, *added]):
@@ -54,13 +56,6 @@ def run_script(script: Path, arguments: list[str]) -> None:
         except ModuleNotFoundError as error:
             error.add_note(f"Megatron-LM's scripts need more packages than megatron-core: pip install {error.name}")
             raise
-
-
-def cpu_options(arguments: list[str]) -> list[str]:
-    """The options of CPU_OPTIONS that a command line lacks."""
-    given = {argument.partition("=")[0] for argument in arguments}
-    missing = ([name, value] for name, value in CPU_OPTIONS.items() if name not in given)
-    return [word for option in missing for word in option if word is not None]
 
 
 @contextlib.contextmanager

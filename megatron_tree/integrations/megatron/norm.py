@@ -53,9 +53,6 @@ class SequenceParallelNorm(torch.nn.Module):
             return torch.nn.functional.rms_norm(x, (self.hidden_size,), weight, self.eps)
         return torch.nn.functional.layer_norm(x, (self.hidden_size,), weight, self.bias, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, {'RMSNorm' if self.bias is None else 'LayerNorm'}"
-
 
 def use_sequence_parallel_norm(block_spec: Any) -> Any:
     """A copy of a spec in which SequenceParallelNorm replaces every `WrappedTorchNorm`; fused norms are kept.

@@ -90,13 +90,6 @@ def core_attention_for_tree(core_attention: Any) -> Any:
     return core_attention if is_tree(core_attention) else SpecWalk(_installed_config)._core_attention(core_attention)
 
 
-def tree_core_attention(tree_config: TreeConfig | None = None) -> ModuleSpec:
-    """The spec that replaces a `core_attention`."""
-    return ModuleSpec(
-        module=TreeDotProductAttention, params={} if tree_config is None else {"tree_config": tree_config}
-    )
-
-
 class NotPlainAttention:
     """Stands in for core attention that tree attention can't replace: building it is an error."""
 
@@ -158,7 +151,8 @@ class SpecWalk:
         self.found = True
         if is_tree(old) and self.tree_config in (None, getattr(old, "params", {}).get("tree_config")):
             return old
-        return tree_core_attention(self.tree_config)
+        params = {} if self.tree_config is None else {"tree_config": self.tree_config}
+        return ModuleSpec(module=TreeDotProductAttention, params=params)
 
 
 def is_tree(core_attention: Any) -> bool:

@@ -36,7 +36,7 @@ def weight_gathering_of(model: Any, group: Any, head_groups: int, **wire) -> Wei
         name, attention, mlp = f"decoder.layers.{i}", [], []
         for inside, module in layer.named_modules():
             parts = _parts_of(f"{name}.{inside}", module, config, group.size())
-            (mlp if _is_mlp(layer.mlp) and inside.startswith("mlp.") else attention).extend(parts)
+            (mlp if hasattr(layer.mlp, "linear_fc1") and inside.startswith("mlp.") else attention).extend(parts)
         if hasattr(layer.self_attention, "core_attention"):
             sizes += _sizes_of(layer.self_attention, config)
         feed_forwards = (SplitFeedForward(f"{name}.mlp", layer.mlp.linear_fc2, tuple(mlp)),) if mlp else ()
@@ -86,10 +86,6 @@ def _is_other(name: str, parameter: Tensor, known: set[str]) -> bool:
     parallel = name.startswith("decoder.") and getattr(parameter, "tensor_model_parallel", False)
     whole = "_down_proj." in name  # TransformerEngine calls those parallel, too
     return parallel and not whole and name not in known and "experts" not in name.split(".")
-
-
-def _is_mlp(module: nn.Module) -> bool:
-    return hasattr(module, "linear_fc1")
 
 
 def _has_experts(module: nn.Module) -> bool:

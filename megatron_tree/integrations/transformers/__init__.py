@@ -11,11 +11,10 @@ Importing it registers ``attn_implementation="tree"``:
 `Runner` runs rows of such a cache, `generate` generates; `train_on_shards`, `shard_batch` train on sharded sequences.
 """
 
-from .attention import check_model, tree_attention, tree_mask
+from .attention import check_model, tree_attention
 from .batch_shards import shard_batch
 from .cache import TreeCache
 from .generation import Generation, generate
-from .layers import TreeCacheLayer
 from .runner import Runner
 from .training import train_on_shards
 
@@ -23,11 +22,9 @@ __all__ = [
     "Generation",
     "Runner",
     "TreeCache",
-    "TreeCacheLayer",
     "check_model",
     "generate",
     "shard_batch",
     "train_on_shards",
     "tree_attention",
-    "tree_mask",
 ]

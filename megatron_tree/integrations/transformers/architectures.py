@@ -25,9 +25,6 @@ UNSUPPORTED = {
     "moshi": "a window that its cache has and its attention has not",
     "recurrent_gemma": "recurrent layers that keep their state in themselves, not in the cache",
 }
-NOT_CACHED = {
-    "diffllama": "two attention calls for one cache update (differential attention)",
-}
 
 
 def model_class(config) -> type | None:
@@ -124,9 +121,10 @@ def check_trainable(config) -> dict[int, int | None]:
 def check_cached(config) -> None:
     """Raise ``ValueError`` for models that a `TreeCache` does not serve although `layers_of` accepts them."""
     text = config.get_text_config(decoder=True)
-    if reason := NOT_CACHED.get(text.model_type):
+    if text.model_type == "diffllama":
         raise ValueError(
-            f"{type(text).__name__} has {reason}; TreeCache does not support it, only training on shards. {INSTEAD}"
+            f"{type(text).__name__} has two attention calls for one cache update (differential attention); TreeCache "
+            f"does not support it, only training on shards. {INSTEAD}"
         )
     if not any(layer.attends for layer in layers_of(config)):
         raise ValueError(f"{type(text).__name__} has no attention layers: TreeCache has nothing to share. {INSTEAD}")

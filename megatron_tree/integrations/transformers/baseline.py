@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from transformers import DynamicCache
 
-from .architectures import has_states
+from .architectures import has_states, num_heads_kv
 from .attention import TreeCache
 
 CHUNK = 2048  # tokens of a made-up cache that are drawn at once
@@ -23,12 +23,8 @@ def cache_shape(config) -> tuple[int, int, int]:
         raise ValueError(f"{type(text).__name__} has recurrent layers: a synthetic cache is not supported, prefill it")
     if getattr(text, "kv_lora_rank", None) is not None:
         raise ValueError(f"{type(text).__name__} caches latents: a synthetic cache is not supported, prefill it")
-    heads = text.num_attention_heads
-    return (
-        text.num_hidden_layers,
-        getattr(text, "num_key_value_heads", None) or heads,
-        getattr(text, "head_dim", None) or text.hidden_size // heads,
-    )
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_hidden_layers, num_heads_kv(text), head_dim
 
 
 def made_up(config, num_tokens: int, layer: int):
@@ -85,8 +81,3 @@ class TokenClock(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def plain_nbytes(cache: DynamicCache) -> int:
-    """Bytes of its keys and values, all layers."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -19,7 +19,7 @@ from .latent import keep_latents
 from .layers import RecurrentLayer, Slots, cache_layer
 from .model_generate import prepare_generate
 from .rope import rope_rule
-from .runs import NOT_CONTINUED, ModelRuns, Update, current_run, forget_notes, just_stored, last_update
+from .runs import NOT_CONTINUED, ModelRuns, Update, current_run, forget_notes, last_update
 
 
 class TreeCache(Cache):
@@ -43,7 +43,7 @@ class TreeCache(Cache):
         tree_config: `TreeConfig` of all attention calls with this cache.
     Raises:
         ValueError: a layer that is not plain or sliding-window attention or recurrent, an encoder-decoder model, an
-            unknown schedule or dtype, a block size below 1, a rank outside of cp_group.
+            unknown schedule or dtype, a page_size below 1, a rank outside of cp_group.
     """
 
     def __init__(
@@ -60,8 +60,6 @@ class TreeCache(Cache):
     ):
         cp_group, weights_group = process_group(cp_group), process_group(weights_group)
         check_choice("schedule", schedule, DECODE_SCHEDULES)
-        if not isinstance(page_size, int) or page_size < 1:
-            raise ValueError(f"page_size={page_size!r} must be a positive number of tokens")
         text, kinds = config.get_text_config(decoder=True), layers_of(config)
         check_cached(config)
         attending = [i for i, kind in enumerate(kinds) if kind.attends]
@@ -74,7 +72,7 @@ class TreeCache(Cache):
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.latent = getattr(text, "kv_lora_rank", None) is not None
         if self.latent:
-            keep_latents(text, just_stored)
+            keep_latents(text)
         options = {"page_size": page_size, "dtype": dtype, "latent": self.latent}
         windows = [kinds[layer_idx].window for layer_idx in attending]
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)
@@ -314,8 +312,3 @@ class TreeCache(Cache):
     def nbytes(self) -> int:
         """Bytes of this rank's keys and values, all layers."""
         return self.store.nbytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that this rank has allocated, spare pages included."""
-        return self.store.allocated_bytes

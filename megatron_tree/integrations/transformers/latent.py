@@ -12,10 +12,11 @@ import sys
 
 from ...cache.latent import LatentHeads
 from .architectures import INSTEAD, model_class
+from .runs import last_update
 
 
-def keep_latents(config, holds) -> None:
-    """Let the attention of this configuration's model hand on latents for which holds(latents) is true; done once.
+def keep_latents(config) -> None:
+    """Let the attention of this configuration's model hand on the latents of a cache's last update; done once.
 
     Raises: ValueError for a model that has no such attention.
     """
@@ -29,13 +30,15 @@ def keep_latents(config, holds) -> None:
         )
     for attention in attentions:
         if not hasattr(attention.expand_kv, "__wrapped__"):
-            attention.expand_kv = _handing_on(attention.expand_kv, holds)
+            attention.expand_kv = _handing_on(attention.expand_kv)
 
 
-def _handing_on(expand_kv, holds):
+def _handing_on(expand_kv):
     @functools.wraps(expand_kv)
     def hand_on(module, latents, rotary_keys):
-        return (latents, rotary_keys) if holds(latents) else expand_kv(module, latents, rotary_keys)
+        update = last_update.get()
+        of_cache = update is not None and update.keys is latents
+        return (latents, rotary_keys) if of_cache else expand_kv(module, latents, rotary_keys)
 
     return hand_on
 

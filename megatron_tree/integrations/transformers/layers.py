@@ -21,10 +21,7 @@ class Slots(dict):
 class TreeCacheLayer(CacheLayerMixin):
     """Of a layer with attention. Rows are the same in all layers."""
 
-    is_sliding = False
-    is_compileable = False
     is_croppable = True
-    is_initialized = True
     supports_early_init = False
 
     def __init__(self, cache, layer_idx: int):

@@ -39,9 +39,8 @@ def choose_layout(
         )
     if split_latents is None and layout.world > 1 and layout.gathered:
         net = GroupTopology.over_cache(*network)
-        split_latents = splits_latents(
-            placed_topology(net.topology, net.placement), layout.latent_projections, dtype.itemsize
-        )
+        sizes = [(layout.whole_shapes[f"{name}.weight"].numel(), n) for name, n in layout.gathered.items()]
+        split_latents = splits_latents(placed_topology(net.topology, net.placement), sizes, dtype.itemsize)
     if split_latents is not False and repeats == layout.repeats_queries:
         return layout
     split = split_latents is not False

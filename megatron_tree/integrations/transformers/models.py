@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import importlib.util
@@ -60,20 +61,12 @@ def smollm2_folder() -> Path:
     folder = cache_folder() / f"SmolLM2-135M-Instruct-{importlib.metadata.version(SMOLLM2_PACKAGE)}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f"{folder.name}.lock"):
+        with open(folder.parent / f"{folder.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
             if not folder.is_dir():
                 print(f"converting {SMOLLM2_FILE} to {folder} (once)", file=sys.stderr, flush=True)
                 _convert(source, SMOLLM2_FILE, folder)
     return folder
-
-
-@contextlib.contextmanager
-def _locked(path: Path):
-    import fcntl
-
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if this process dies
-        yield
 
 
 def _convert(source: Path, gguf_file: str, folder: Path) -> None:
@@ -134,15 +127,7 @@ def load_model(folder: Path, dtype: torch.dtype | None):
 
 
 def random_llama(
-    *,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    positions: int,
-    vocab_size: int = 2048,
-    hidden_size: int = 512,
-    seed: int = 0,
+    *, layers: int, heads: int, kv_heads: int, head_dim: int, positions: int, hidden_size: int, vocab_size: int = 2048
 ):
     """A Llama with random weights in fp32, for inference: the same on every rank, and small compared with a long cache.
 
@@ -161,7 +146,7 @@ def random_llama(
         eos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

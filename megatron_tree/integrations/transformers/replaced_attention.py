@@ -100,21 +100,14 @@ def _attended(attend: Callable, module, q: Tensor, k: Tensor, v: Tensor, mask: _
 
 
 @functools.lru_cache
-def _slopes(bias: Callable, num_heads: int, device: torch.device, factor: float = 1.0) -> Tensor:
-    """fp32 [h]: how much bias(number of positions) -> [h, 1, positions] grows from a key to the next one."""
-    first, second = bias(2).reshape(num_heads, 2).float().unbind(1)
+def _slopes(model, num_heads: int, device: torch.device, factor: float = 1.0) -> Tensor:
+    """fp32 [h]: how much the bias of a model's module grows from a key to the next one."""
+    if model is mpt:
+        bias = mpt.build_mpt_alibi_tensor(num_heads, 2)
+    else:
+        bias = model.build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)
+    first, second = bias.reshape(num_heads, 2).float().unbind(1)
     return ((second - first) * factor).to(device)
-
-
-@functools.lru_cache
-def _bias(build: Callable, num_heads: int) -> Callable:
-    """BLOOM's and Falcon's: of a row without padding."""
-    return lambda n: build(torch.ones(1, n, dtype=torch.int64), num_heads, torch.float32)
-
-
-@functools.lru_cache
-def _mpt_bias(num_heads: int) -> Callable:
-    return functools.partial(mpt.build_mpt_alibi_tensor, num_heads)
 
 
 def _of_cache(module, slopes: Tensor) -> Tensor:
@@ -126,7 +119,7 @@ def _of_cache(module, slopes: Tensor) -> Tensor:
 def _bloom(attend, self, hidden_states, residual, alibi, attention_mask, layer_past=None, use_cache=False, **kwargs):
     q, k, v = self._reshape(self.query_key_value(hidden_states))
     num_heads = len(alibi) // len(q)
-    slopes = _of_cache(self, _slopes(_bias(bloom.build_alibi_tensor, num_heads), num_heads, q.device))
+    slopes = _of_cache(self, _slopes(bloom, num_heads, q.device))
     options = dict(scaling=self.inv_norm_factor, dropout=self.attention_dropout.p if self.training else 0.0)
     out = _attended(attend, self, q, k, v, attention_mask, layer_past, alibi_slopes=slopes, **options, **kwargs)
     return residual + F.dropout(self.dense(out), self.hidden_dropout, self.training), None
@@ -140,7 +133,7 @@ def _mpt(attend, self, hidden_states, position_bias, past_key_values=None, atten
     # ranks that share the weights may have more KV heads than query heads
     q, k, v = qkv.tensor_split((self.n_heads, (qkv.shape[1] + self.n_heads) // 2), 1)
     num_heads = len(position_bias)
-    slopes = _of_cache(self, _slopes(_mpt_bias(num_heads), num_heads, q.device))
+    slopes = _of_cache(self, _slopes(mpt, num_heads, q.device))
     options = dict(scaling=self.softmax_scale, dropout=self.attn_dropout_p if self.training else 0.0)
     out = _attended(attend, self, q, k, v, attention_mask, past_key_values, alibi_slopes=slopes, **options, **kwargs)
     return self.out_proj(out), None
@@ -162,8 +155,7 @@ def _falcon(
         q, k = falcon.apply_rotary_pos_emb(q, k, *position_embeddings)
     else:
         num_heads = len(alibi) // len(q)
-        of_heads = _bias(falcon.build_alibi_tensor, num_heads)
-        options["alibi_slopes"] = _of_cache(self, _slopes(of_heads, num_heads, q.device, self.inv_norm_factor))
+        options["alibi_slopes"] = _of_cache(self, _slopes(falcon, num_heads, q.device, self.inv_norm_factor))
         options["dropout"] = self.attention_dropout.p if self.training else 0.0
     return self.dense(_attended(attend, self, q, k, v, attention_mask, layer_past, **options, **kwargs)), None
 

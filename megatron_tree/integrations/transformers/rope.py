@@ -45,15 +45,13 @@ class RowNote(NamedTuple):
     """Tokens that the row has after the run that goes on, with all of its prompt."""
 
 
-class RopeRule:
-    """How the rotary embedding of a model depends on a row's length.
+class RopeRule(NamedTuple):
+    """How the rotary embedding of a model depends on a row's length."""
 
-    switches: lengths beyond which all tokens of a row get other frequencies (longrope), ascending.
-    limit: length beyond which the frequencies differ for every length (dynamic NTK); None: they don't.
-    """
-
-    def __init__(self, switches: tuple[int, ...], limit: int | None):
-        self.switches, self.limit = switches, limit
+    switches: tuple[int, ...]
+    """Lengths beyond which all tokens of a row get other frequencies (longrope), ascending."""
+    limit: int | None
+    """Length beyond which the frequencies differ for every length (dynamic NTK); None: they don't."""
 
     def kind(self, length: int) -> int:
         """Which set of frequencies a row of this length has."""

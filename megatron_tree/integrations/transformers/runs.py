@@ -43,12 +43,6 @@ current_run: contextvars.ContextVar = contextvars.ContextVar("tree_cache_run", d
 """The cache whose model is in the middle of a run."""
 
 
-def just_stored(latents: Tensor) -> bool:
-    """Whether these are the latents that the last update returned."""
-    update = last_update.get()
-    return update is not None and update.keys is latents
-
-
 def forget_notes() -> None:
     """No run is under way."""
     last_update.set(None)

@@ -50,8 +50,6 @@ def set_parameter(model, names: list[str], value: Tensor) -> None:
 
 def connect(model, layout: WeightLayout, group, *, transport: str = "auto", timeout_s: float) -> None:
     """Let the modules of a model that holds this rank's pieces join their results; sets `model.weight_gathering`."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert parameter.shape == layout.shapes[name], f"{name} is {list(parameter.shape)} on rank {layout.rank}"
     messages = {"transport": transport, "timeout_s": timeout_s}
     sizes = _module_sizes(model, layout)
     for module, name, _, local in sizes:
@@ -79,7 +77,8 @@ def connect(model, layout: WeightLayout, group, *, transport: str = "auto", time
 def _module_sizes(model, layout: WeightLayout) -> list[tuple[object, str, object, object]]:
     """The numbers by which attention modules find q, k and v in what projections give, see `WeightGathering`."""
     sizes = []
-    num_heads, num_heads_kv = layout.num_queries, layout.heads.num_heads_kv
+    heads, num_heads_kv = layout.heads, layout.heads.num_heads_kv
+    num_heads = sum(heads.shares) if layout.repeats_queries else heads.shares[layout.rank % heads.size]
     local = dict.fromkeys(("num_heads", "num_attention_heads", "n_heads"), num_heads)
     local |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), num_heads_kv)
     for name in layout.attentions:

@@ -50,9 +50,7 @@ def plan_layout(
     find = functools.partial(_find_pieces, model, world, split_latents=split_latents, repeat_queries=repeat_queries)
     layout = find(rank)
     _check_rest(layout, model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        piece, layout.whole_shapes[name] = layout.pieces.get(name), parameter.shape
-        layout.shapes[name] = parameter.shape if piece is None else piece.shape(parameter.shape)
+    layout.whole_shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     layout.pieces_by_rank = [find(r).pieces for r in range(world)]
     return layout
 

@@ -5,8 +5,7 @@
 
 A tile is computed without a graph, and once more in the backward (`rows_in_tiles`). The weights are arguments of the
 one autograd function, so each gets its gradient once and whole, with the factors of the backward in it: gradient
-accumulation, loss scales and tied weights need nothing. Long sequences in DeepSpeed (ALST, arXiv 2506.13996) are tiled
-likewise; docs/deepspeed.md says why its functions are not used.
+accumulation, loss scales and tied weights need nothing. DeepSpeed's ALST (arXiv 2506.13996) tiles likewise.
 """
 
 from __future__ import annotations

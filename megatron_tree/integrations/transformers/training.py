@@ -49,17 +49,13 @@ def attend_to_shard(
                 f"{name}: attention dropout={dropout} needs a dropout_seed that is new for every batch, for instance "
                 "the batch's number"
             )
-        options |= {"dropout_p": dropout, "dropout_seed": _seed(shard.dropout_seed, module.layer_idx)}
+        digest = hashlib.blake2b(f"{shard.dropout_seed}/{module.layer_idx}".encode(), digest_size=8).digest()
+        options |= {"dropout_p": dropout, "dropout_seed": int.from_bytes(digest, "big") >> 1}  # below 2**63
     window = options.get("window_size", (-1, -1))[0]
     shard.used_by[module.layer_idx] = None if window == -1 else window + 1
     if shard.documents is None:
         return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
     return tree_attn_varlen_func(q[0], k[0], v[0], causal=True, layout=shard.documents, **options)[None]
-
-
-def _seed(seed: str, layer_idx: int) -> int:
-    """A different seed for every layer: 0 <= seed < 2**63."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{layer_idx}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def train_on_shards(

@@ -79,8 +79,6 @@ class WeightLayout:
     """RMS norms over heads of several ranks: their width, and whether this rank's part enters the sum."""
     tables: dict[str, int] = field(default_factory=dict)
     """Embeddings, of words and positions, and their numbers of rows."""
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    """This rank's shape of every parameter."""
     whole_shapes: dict[str, torch.Size] = field(default_factory=dict)
     """The whole shape of every parameter."""
     pieces_by_rank: list[dict[str, Piece]] = field(default_factory=list)
@@ -95,16 +93,6 @@ class WeightLayout:
         if name in self.pieces:
             return self.pieces[name].of(whole)
         return torch.zeros_like(whole) if name in self.of_first_rank and self.rank else whole
-
-    @property
-    def num_queries(self) -> int:
-        """Heads whose queries this rank computes."""
-        return sum(self.heads.shares) if self.repeats_queries else self.heads.shares[self.rank % self.heads.size]
-
-    @property
-    def latent_projections(self) -> list[tuple[int, int]]:
-        """(elements of the whole weight, output columns) of each module in `gathered`."""
-        return [(self.whole_shapes[f"{name}.weight"].numel(), columns) for name, columns in self.gathered.items()]
 
     def share(self, n: int, unit: int = 1) -> tuple[int, int]:
         """(start, stop) of this rank's rows of n, in whole units, which divide n."""

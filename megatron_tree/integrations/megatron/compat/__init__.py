@@ -1,15 +1,7 @@
 """Everything this package knows about versions of Megatron-core and Megatron-LM.
 
 Written against megatron-core 0.16.1, the release that the tests run. The slow tests build and run a model with every
-release from 0.14 to 0.19. Differences are found by looking at signatures and attributes, not at the version:
-
-- `release`: the version, and lookups that name what a release lacks;
-- `call`: arguments of core attention (process groups come as `pg_collection`, or as the older `model_comm_pgs`; newer
-  releases pass further ones), fields of TransformerConfig that older releases lack, and kinds of packed batches;
-- `layers`: layer specs; a list in `cp_comm_type`, which releases up to 0.16 read one entry too far; MLA without
-  TransformerEngine, which no release can build; errors for TransformerEngine's layers where it is not installed;
-- `cuda`: CUDA calls to redirect on CPU ranks;
-- `checkpoint`: distributed checkpoints.
+release from 0.14 to 0.19. Differences are found by looking at signatures and attributes, not at the version.
 """
 
 # ruff: noqa: F401
@@ -34,7 +26,6 @@ from .layers import (
     decoder_layer_specs,
     fixed_cp_comm_type_list,
     is_recurrent,
-    latent_projection,
     misreads_cp_comm_type_list,
     mla_without_transformer_engine,
     name_missing_transformer_engine,
@@ -47,6 +38,5 @@ from .release import (
     hide_import_notices,
     is_patched,
     lookup,
-    megatron_lm_arguments,
     megatron_version,
 )

@@ -39,10 +39,8 @@ def token_group(model: Any) -> Any:
 def hierarchical_sizes(config: Any, cp_group: Any) -> tuple[int, int]:
     """(Ulysses ranks, ranks of the rest) of a layer whose `cp_comm_type` has two parts, as in "a2a+tree".
 
-    Args:
-        config: TransformerConfig; its `hierarchical_context_parallel_sizes`, or else those that Megatron's parallel
-            state was initialized with. The first size counts neighbouring ranks of `cp_group`.
-        cp_group: context-parallel group; None for one rank.
+    They are the config's `hierarchical_context_parallel_sizes`, or else those of Megatron's parallel state. The first
+    counts neighbouring ranks of cp_group; None: one rank.
     Raises: ValueError if there are no two sizes, or their product is not the size of the group.
     """
     world = 1 if cp_group is None else cp_group.size()

@@ -34,11 +34,7 @@ def attention_classes() -> tuple[type, ...]:
 
 
 def decoder_layer_specs(config: Any, *, vp_stage: int | None, pp_group: Any) -> list[Any]:
-    """Megatron's own spec of every decoder layer of a pipeline stage, from the config alone.
-
-    Args:
-        vp_stage: virtual pipeline stage. pp_group: pipeline group, None for that of the parallel state.
-    """
+    """Megatron's own spec of every decoder layer of a (virtual) pipeline stage; pp_group None: the parallel state's."""
     specs = "megatron.core.models.gpt.gpt_layer_specs"
     wants_te = config.transformer_impl == "transformer_engine"
     if wants_te and not lookup(f"{specs}:HAVE_TE"):
@@ -145,11 +141,6 @@ def switched_off(switches: list[tuple[Any, str]]):
 def is_recurrent(module: Any) -> bool:
     """Whether a module is a Mamba or GatedDeltaNet layer."""
     return any(cls.__name__ in ("MambaMixer", "GatedDeltaNet") for cls in type(module).__mro__)
-
-
-def latent_projection(module: Any) -> nn.Module | None:
-    """What makes keys and values of latents, if the module is a layer of multi-latent attention."""
-    return getattr(module, "linear_kv_up_proj", None)
 
 
 def normed_input(projection: nn.Module, x: Tensor, config: Any) -> Tensor:
