@@ -19,7 +19,6 @@ from . import rivals, runs, session
 from .accelerator import kv_bytes
 from .kernel_cases import DTYPES
 from .measure import Laps, relative_error, time_together
-from .measurements import Predicted
 from .runs import Case, Settings
 
 OURS = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
@@ -116,14 +115,13 @@ class DecodeBench:
         return case.kv_bytes
 
     @staticmethod
-    def predict(case: Case, topology: Topology, contender: str) -> dict[str, Predicted]:
-        """The planner's prediction for one of `ours`, by pass."""
+    def predict(case: Case, topology: Topology, contender: str) -> dict:
+        """The plan of one of `ours`, by pass."""
         call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
         call.update(placement=place(topology, case.machines.hosts), schedule=contender)
         chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks
         weighed = plan_decode(case.machines.ranks, kv_bytes=case.kv_bytes, **call).candidates
-        plan = next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))
-        return {"decode": Predicted(str(plan), plan.cost)}
+        return {"decode": next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))}
 
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:

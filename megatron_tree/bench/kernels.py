@@ -21,11 +21,10 @@ from ..files import whole_file
 from ..kernels import fastest
 from . import device_checks
 from .contenders import fastest_backends, time_case
-from .figures import Curve, Panel, draw, grouped
 from .harness import FAILED, NOT_RUN, NotHere, Outcome, Task, run_tasks
 from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, TINY_CASES, KernelCase, KernelTiming
 from .low_precision import DECODING, TRAINING, check_decoding, check_training
-from .results import Results, WrongResult
+from .results import Curve, Panel, Results, WrongResult, grouped
 
 EXAMPLES = """\
 examples:
@@ -208,4 +207,4 @@ def _finish(results: Results, gpu: bool) -> None:
         for unit, rows in grouped([r for r in results.rows if r.ms and r.kind != "race"], lambda r: r.unit).items()
         if (by_name := grouped(rows, lambda r: r.name))
     ]
-    results.finish({"results.png": functools.partial(draw, panels=[panels], title=title)} if panels else {})
+    results.finish({"results.png": [panels]} if panels else {}, title)

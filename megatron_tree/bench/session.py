@@ -52,7 +52,7 @@ def run_cases(
                     bar.clear()
                     worst = max(r.error for r in rows if r.error is not None)
                     print(table_of(case.label, checked.format(worst=f"{worst:.2g}"), rows), flush=True)
-    results.finish(plots(results.rows, f"{about['command']}, {title}, {how.network_text}"))
+    results.finish(plots(results.rows), f"{about['command']}, {title}, {how.network_text}")
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from typing import NamedTuple
 from ..files import whole_file
 from ..plan import Shape, Topology, known_topologies, load_topology, plan_decode
 from . import paper, pays, predictions
-from .figures import Curve, Panel, draw, grouped
-from .results import write_csv
+from .results import Curve, Panel, draw, grouped, write_csv
 from .simulated import BYTES_PER_WORD, SHAPES, placed, training
 
 EXAMPLES = """\

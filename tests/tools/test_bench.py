@@ -19,7 +19,7 @@ from megatron_tree.bench import contenders, harness
 from megatron_tree.bench import kernels as bench_kernels
 from megatron_tree.bench.harness import NotHere, Task, run_tasks
 from megatron_tree.bench.kernel_cases import KernelCase, KernelTiming, inputs, truth_of, verify
-from megatron_tree.bench.results import Results, WrongResult
+from megatron_tree.bench.results import Curve, Panel, Results, WrongResult
 
 REPO = Path(__file__).resolve().parents[2]
 OPTIONS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--only", "beside", "decode"]
@@ -190,7 +190,7 @@ def test_files_are_whole_after_each_result(tmp_path, capsys):
         assert len(told["rows"]) == number + 1 and told["compiled"] == str(number) and not told["complete"]
         assert len(list(csv.DictReader((tmp_path / "results.csv").open()))) == number + 1
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.csv"}
-    results.finish({"plot.png": lambda path: path.write_text("drawn")})
+    results.finish({"plot.png": [[Panel("", "", [Curve("a", [1], [1])])]]}, "a title")
     assert json.loads((tmp_path / "results.json").read_text())["complete"] and (tmp_path / "plot.png").exists()
 
 

@@ -15,6 +15,7 @@ from megatron_tree.bench import decode, documents, rivals, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
 from megatron_tree.bench.measurements import Measurement, plots
 from megatron_tree.bench.ranks import LocalRanks, Meeting, PeakMemory
+from megatron_tree.bench.results import draw
 from megatron_tree.comm.shared import SharedMemory
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Segment, spread_documents
@@ -244,8 +245,8 @@ def test_plots_over_lengths_and_over_ranks(tmp_path):
         for s in (1024, 2048)
         for name, part in (("auto", "decode"), ("a rival", "decode"), ("a bound", "limit"))
     ]  # fmt: skip
-    drawn = plots(rows, "a title")
+    drawn = plots(rows)
     assert set(drawn) == {"seq-len.png", "ranks.png"}
-    for name, draw in drawn.items():
-        draw(tmp_path / name)
+    for name, panels in drawn.items():
+        draw(tmp_path / name, panels, "a title")
         assert 1000 < (tmp_path / name).stat().st_size < 100_000
