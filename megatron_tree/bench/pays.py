@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ..files import whole_file
 from ..plan import Topology, load_topology
+from .predictions import SHAPES, rival_seconds, tokens_text, training
 from .results import figure, grouped, heat_map, write_csv
-from .simulated import SHAPES, rival_seconds, tokens_text, training
 
 HIDDEN = 1.05  # compute hides communication where a pass takes at most this many times as long as its compute
 POWERS = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ..files import whole_file
 from ..plan import Shape, Topology, known_topologies, load_topology, plan_decode
 from . import paper, pays, predictions
+from .predictions import BYTES_PER_WORD, SHAPES, placed, training
 from .results import Curve, Panel, draw, grouped, write_csv
-from .simulated import BYTES_PER_WORD, SHAPES, placed, training
 
 EXAMPLES = """\
 examples:
