@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..kernels import Backend
 from ..kernels.blocks import DIAGONAL, split
-from .ranks import sleep_until
 
 SAMPLES = 32  # rows of a tensor that identify it
 
@@ -36,6 +35,12 @@ class Speed(NamedTuple):
 
 
 ACCELERATOR = Speed(memory_bandwidth=7e9, flops=1e12)  # a GPU, scaled down as far as the emulated network
+
+
+def sleep_until(instant: float) -> None:
+    """Sleep until an instant of time.monotonic(); spinning would delay other ranks on the same core."""
+    while (left := instant - time.monotonic()) > 0:
+        time.sleep(left)
 
 
 class Accelerator:

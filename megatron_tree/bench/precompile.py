@@ -23,8 +23,8 @@ from ..kernels.triton import host
 from .contenders import ours
 from .kernel_cases import KernelCase, inputs
 from .low_precision import Decoding, Training, decoding_inputs, run_decoding, run_training, training_inputs
+from .measure import CORES
 from .race import CANDIDATES, pinned
-from .ranks import CORES
 
 META = torch.device("meta")
 Launch = Callable[[], object]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ..files import whole_file
-from .ranks import CORES
+from .measure import CORES
 
 COLOURS = {
     "ring": "tab:red",

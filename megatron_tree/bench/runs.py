@@ -12,7 +12,7 @@ from ..emulate import Cluster
 from ..units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
 from .accelerator import ACCELERATOR, Speed
 from .kernel_cases import DTYPES
-from .ranks import CORES, LocalRanks
+from .measure import CORES, LocalRanks
 
 
 class Machines(NamedTuple):

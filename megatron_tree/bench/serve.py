@@ -23,8 +23,8 @@ from ..generation.scheduler import Scheduler
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.runner import CHUNK_SIZE, Runner
 from ..units import parse_count
+from .measure import LocalRanks, Meeting, join
 from .model import add_model, check_model, load_model
-from .ranks import LocalRanks, Meeting, join
 from .results import Curve, Panel, Results, WrongResult, metadata
 
 LIMIT_S = 3600.0

@@ -20,8 +20,7 @@ from . import rivals, runs, session
 from .accelerator import attention_flops, visible_pairs
 from .decode import uneven
 from .kernel_cases import DTYPES
-from .measure import Laps, relative_error, time_together
-from .ranks import shared_tensor
+from .measure import Laps, relative_error, shared_tensor, time_together
 from .runs import Case, Machines, Settings
 
 PINS: dict[str, Callable[[Machines], dict]] = {
