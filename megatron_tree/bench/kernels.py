@@ -20,9 +20,19 @@ import torch
 from ..files import whole_file
 from ..kernels import fastest
 from . import device_checks
-from .contenders import fastest_backends, time_case
 from .harness import FAILED, NOT_RUN, NotHere, Outcome, Task, run_tasks
-from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, TINY_CASES, KernelCase, KernelTiming
+from .kernel_cases import (
+    CPU_CASES,
+    CPU_DECODING,
+    DTYPES,
+    GPU_CASES,
+    GPU_DECODING,
+    TINY_CASES,
+    KernelCase,
+    KernelTiming,
+    fastest_backends,
+    time_case,
+)
 from .low_precision import DECODING, TRAINING, check_decoding, check_training
 from .results import Curve, Panel, Results, WrongResult, grouped
 

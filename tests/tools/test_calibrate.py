@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.bench import contenders
+from megatron_tree.bench import kernel_cases
 from megatron_tree.bench.kernel_cases import KernelCase
 from megatron_tree.calibrate import calibrate, command, compute, links
 from megatron_tree.calibrate.backends import keep_fastest
@@ -95,7 +95,7 @@ def test_the_fastest_backend_is_kept_for_auto(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fastest, "_name", lambda index: "GPU X")
     timed = []
-    monkeypatch.setattr(contenders, "clock", lambda call, device: timed.append(call()) or 1.0)
+    monkeypatch.setattr(kernel_cases, "clock", lambda call, device: timed.append(call()) or 1.0)
     fastest.keep("GPU X", {"256": "triton"})
     fastest.keep("GPU Y", {"64": "fa3"})
     said = keep_fastest(CPU, tuple(KernelCase(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")))
