@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .forked import Forked
+from .forked import Forked, Rank, Ranks
 from .network import EmulatedNetwork, enter, require
-from .ranks import Rank, Ranks
 
 _MASTER_ADDR = "10.77.0.1"  # the first node's address (switch.c)
 _FIRST_PORT = 29500
