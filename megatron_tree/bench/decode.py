@@ -34,7 +34,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench decode`."""
     runs.add_arguments(parser, "decode", (*OURS, *rivals.DECODE))
 
 

@@ -46,7 +46,6 @@ CONTENDERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench documents`."""
     runs.add_arguments(parser, "documents", CONTENDERS)
 
 

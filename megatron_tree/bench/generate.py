@@ -65,7 +65,6 @@ class GenerateCase(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench generate`."""
     runs.add_machines(parser)
     add_model(parser)
     add = parser.add_argument

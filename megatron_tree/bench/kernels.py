@@ -58,7 +58,6 @@ RESERVE_S = 5.0  # of the budget, for the last files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench kernels`."""
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")

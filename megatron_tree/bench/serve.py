@@ -58,7 +58,6 @@ class ServeTime(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench serve`."""
     add_model(parser)
     add = parser.add_argument
     add("--requests", type=parse_count, default=50, help="(default: %(default)s)")

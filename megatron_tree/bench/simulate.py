@@ -57,7 +57,6 @@ class Point(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench simulate`."""
     add, names = parser.add_argument, ", ".join(known_topologies())
     add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all of them)")
     add("--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots")

@@ -42,7 +42,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench train`."""
     runs.add_arguments(parser, "train", (*PINS, *rivals.TRAIN))
 
 
