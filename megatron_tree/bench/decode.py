@@ -16,7 +16,6 @@ from ..config import AttnSpec, TreeConfig
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
 from . import rivals, runs, session
-from .accelerator import kv_bytes
 from .kernel_cases import DTYPES
 from .measure import Laps, relative_error, time_together
 from .runs import Case, Settings
@@ -98,7 +97,7 @@ class DecodeBench:
     def local_seconds(self) -> float:
         """The local attention alone, all ranks at once: the slowest rank's median."""
         if self.settings.compute == "modelled":
-            return kv_bytes(self.k, self.v) / self.settings.speed.memory_bandwidth
+            return (self.k.nbytes + self.v.nbytes) / self.settings.speed.memory_bandwidth
         cache = kernels.KVCache(self.k, self.v)
         call = lambda: kernels.attn_decode(self.q, cache, self.spec)  # noqa: E731
         return time_together(call, self.meeting, self.rank)

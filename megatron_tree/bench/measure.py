@@ -114,12 +114,6 @@ class LocalRanks(Forked):
             raise ValueError(f"--ranks needs Linux; this is {sys.platform}")
         self.world_size = ranks
 
-    def __enter__(self) -> LocalRanks:
-        return self
-
-    def __exit__(self, *failure) -> None:
-        pass
-
     def _take_place(self, number: int) -> dict:
         here = dict(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
         return dict(LOCAL_RANK=number, LOCAL_WORLD_SIZE=self.world_size, **here)

@@ -199,18 +199,6 @@ def figure(
     image.save(path, format="png", optimize=True)
 
 
-def heat_map(ax, values, texts, *, limits: tuple[float, float], cmap, labels: tuple[str, str], ticks: tuple) -> None:
-    """Colours and a text for each of values [y][x]; labels and ticks: of x and of y."""
-    ax.imshow(values, origin="lower", aspect="auto", cmap=cmap, vmin=limits[0], vmax=limits[1], alpha=0.75)
-    for y, line in enumerate(texts):
-        for x, text in enumerate(line):
-            ax.text(x, y, text, ha="center", va="center", fontsize=7)
-    ax.set_xticks(range(len(ticks[0])), ticks[0])
-    ax.set_yticks(range(len(ticks[1])), ticks[1])
-    label(ax, *labels)
-    ax.grid(False)
-
-
 def label(ax, x: str, y: str) -> None:
     """Axis labels, grid and small ticks."""
     ax.set_xlabel(x, fontsize=8)

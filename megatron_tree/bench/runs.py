@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import pathlib
 from collections.abc import Iterable
@@ -75,7 +76,7 @@ class Settings(NamedTuple):
     def start(self, machines: Machines, lifetime_s: float):
         """A context of ranks: an emulated cluster whose network is `dilate` times slower, or local ranks."""
         if not machines.emulated:
-            return LocalRanks(machines.ranks)
+            return contextlib.nullcontext(LocalRanks(machines.ranks))
         return Cluster(
             nodes=machines.nodes,
             ranks_per_node=machines.ranks_per_node,

@@ -229,10 +229,9 @@ def _meet_and_measure(meeting):
 
 
 def test_ranks_meet_and_tell_their_memory():
-    with LocalRanks(2) as ranks:
-        for met, peak in ranks.run(_meet_and_measure, Meeting(2), timeout_s=60):
-            # 32 MiB at a time, 320 in all. Kernels count roughly, and may count late what was freed.
-            assert met == [1.0] * 20 and (peak is None or 10e6 < peak < 200e6)
+    for met, peak in LocalRanks(2).run(_meet_and_measure, Meeting(2), timeout_s=60):
+        # 32 MiB at a time, 320 in all. Kernels count roughly, and may count late what was freed.
+        assert met == [1.0] * 20 and (peak is None or 10e6 < peak < 200e6)
 
 
 def test_plots_over_lengths_and_over_ranks(tmp_path):
