@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..kernels import Backend
 from ..kernels.blocks import DIAGONAL, split
-from .ranks import sleep_until
 
 SAMPLES = 32  # rows of a tensor that identify it
 
@@ -36,6 +35,12 @@ class Speed(NamedTuple):
 
 
 ACCELERATOR = Speed(memory_bandwidth=7e9, flops=1e12)  # a GPU, scaled down as far as the emulated network
+
+
+def sleep_until(instant: float) -> None:
+    """Sleep until an instant of time.monotonic(); spinning would delay other ranks on the same core."""
+    while (left := instant - time.monotonic()) > 0:
+        time.sleep(left)
 
 
 class Accelerator:
@@ -72,15 +77,10 @@ class Accelerator:
     def seconds(self, name: str, args, options) -> float:
         """Duration of one call: from the shard's bytes for decoding, from the visible pairs' flops for training."""
         if name == "attn_decode":
-            return kv_bytes(args[1].k, args[1].values) / self.speed.memory_bandwidth
+            return (args[1].k.nbytes + args[1].values.nbytes) / self.speed.memory_bandwidth
         q, _, v = args[1:4] if name == "attn_bwd" else args[:3]
         pairs = visible_pairs(options["q_segments"], options["k_segments"], options["spec"])
         return attention_flops(pairs * q.shape[0] * q.shape[2], q.shape[3], v.shape[3], name) / self.speed.flops
-
-
-def kv_bytes(k: Tensor, v: Tensor) -> int:
-    """Bytes of a KV shard, for any strides."""
-    return (k.numel() + v.numel()) * k.element_size()
 
 
 def visible_pairs(q_segments, k_segments, spec) -> int:

@@ -16,10 +16,8 @@ from ..config import AttnSpec, TreeConfig
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
 from . import rivals, runs, session
-from .accelerator import kv_bytes
 from .kernel_cases import DTYPES
 from .measure import Laps, relative_error, time_together
-from .measurements import Predicted
 from .runs import Case, Settings
 
 OURS = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
@@ -35,7 +33,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench decode`."""
     runs.add_arguments(parser, "decode", (*OURS, *rivals.DECODE))
 
 
@@ -100,7 +97,7 @@ class DecodeBench:
     def local_seconds(self) -> float:
         """The local attention alone, all ranks at once: the slowest rank's median."""
         if self.settings.compute == "modelled":
-            return kv_bytes(self.k, self.v) / self.settings.speed.memory_bandwidth
+            return (self.k.nbytes + self.v.nbytes) / self.settings.speed.memory_bandwidth
         cache = kernels.KVCache(self.k, self.v)
         call = lambda: kernels.attn_decode(self.q, cache, self.spec)  # noqa: E731
         return time_together(call, self.meeting, self.rank)
@@ -116,14 +113,13 @@ class DecodeBench:
         return case.kv_bytes
 
     @staticmethod
-    def predict(case: Case, topology: Topology, contender: str) -> dict[str, Predicted]:
-        """The planner's prediction for one of `ours`, by pass."""
+    def predict(case: Case, topology: Topology, contender: str) -> dict:
+        """The plan of one of `ours`, by pass."""
         call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
         call.update(placement=place(topology, case.machines.hosts), schedule=contender)
         chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks
         weighed = plan_decode(case.machines.ranks, kv_bytes=case.kv_bytes, **call).candidates
-        plan = next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))
-        return {"decode": Predicted(str(plan), plan.cost)}
+        return {"decode": next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))}
 
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:

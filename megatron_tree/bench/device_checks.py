@@ -16,9 +16,8 @@ from ..attention.functional import tree_attn_func
 from ..config import AttnSpec, TreeConfig
 from ..kernels import KVCache
 from ..layout import Segment, shard_positions
-from .contenders import Emit, clock
 from .harness import NotHere
-from .kernel_cases import KernelCase, KernelTiming, inputs, rounding
+from .kernel_cases import Emit, KernelCase, KernelTiming, clock, inputs, rounding
 from .measure import relative_error
 from .results import WrongResult
 from .step_runner import VOCAB, SmallRunner

@@ -18,9 +18,8 @@ from ..layout import Dispatched, Packed, Segment, Sharding, documents_over, sequ
 from ..plan import Mask, Topology
 from . import runs, session
 from .measure import Laps
-from .measurements import Predicted
 from .runs import Case
-from .train import PINS, TrainBench, Whole, by_pass, planned
+from .train import PINS, TrainBench, Whole, planned
 
 LONGEST = 100  # the longest document is 1 / LONGEST of the sequence, so there are about twice as many
 EXAMPLES = """\
@@ -47,7 +46,6 @@ CONTENDERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench documents`."""
     runs.add_arguments(parser, "documents", CONTENDERS)
 
 
@@ -140,17 +138,15 @@ class DocumentsBench(TrainBench):
         return TrainBench.applies(case, CONTENDERS[contender].schedule)
 
     @staticmethod
-    def predict(case: Case, topology: Topology, contender: str) -> dict[str, Predicted]:
+    def predict(case: Case, topology: Topology, contender: str) -> dict:
         world, lengths = case.machines.ranks, lengths_of(case.seq_len)
         layout = layout_of(contender, lengths, world)
         shares = Sharding(seq_len=layout.rows(world) * world, world=world, layout=layout)
-        return by_pass(
-            planned(
-                case,
-                topology,
-                PINS[CONTENDERS[contender].schedule](case.machines),
-                seq_len=shares.seq_len,
-                visible_fraction=layout.pairs / shares.seq_len**2,
-                mask=Mask(MaskBounds(None, 0), shares, shares) if isinstance(layout, Dispatched) else None,
-            )
+        return planned(
+            case,
+            topology,
+            PINS[CONTENDERS[contender].schedule](case.machines),
+            seq_len=shares.seq_len,
+            visible_fraction=layout.pairs / shares.seq_len**2,
+            mask=Mask(MaskBounds(None, 0), shares, shares) if isinstance(layout, Dispatched) else None,
         )

@@ -26,10 +26,9 @@ from ..integrations.transformers.split_model import split_model
 from ..integrations.transformers.split_rules import plan_layout
 from ..units import parse_count
 from . import runs, session
-from .measure import Measured
+from .measure import Measured, Meeting, PeakMemory, join
 from .measurements import Measurement, measurements
 from .model import add_model, check_model, load_model, model_text
-from .ranks import Meeting, PeakMemory, join
 from .results import WrongResult
 from .runs import Machines, Settings
 
@@ -66,7 +65,6 @@ class GenerateCase(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench generate`."""
     runs.add_machines(parser)
     add_model(parser)
     add = parser.add_argument

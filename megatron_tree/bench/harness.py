@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ..emulate.network import die_with
-from .contenders import Emit, device_works
+from .kernel_cases import Emit, device_works
 
 START_S = 60.0  # a worker process has to import torch and to reach the GPU
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"

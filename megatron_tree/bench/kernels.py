@@ -20,12 +20,21 @@ import torch
 from ..files import whole_file
 from ..kernels import fastest
 from . import device_checks
-from .contenders import fastest_backends, time_case
-from .figures import Curve, Panel, draw, grouped
 from .harness import FAILED, NOT_RUN, NotHere, Outcome, Task, run_tasks
-from .kernel_cases import CPU_CASES, CPU_DECODING, DTYPES, GPU_CASES, GPU_DECODING, TINY_CASES, KernelCase, KernelTiming
+from .kernel_cases import (
+    CPU_CASES,
+    CPU_DECODING,
+    DTYPES,
+    GPU_CASES,
+    GPU_DECODING,
+    TINY_CASES,
+    KernelCase,
+    KernelTiming,
+    fastest_backends,
+    time_case,
+)
 from .low_precision import DECODING, TRAINING, check_decoding, check_training
-from .results import Results, WrongResult
+from .results import Curve, Panel, Results, WrongResult, grouped
 
 EXAMPLES = """\
 examples:
@@ -49,7 +58,6 @@ RESERVE_S = 5.0  # of the budget, for the last files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench kernels`."""
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -208,4 +216,4 @@ def _finish(results: Results, gpu: bool) -> None:
         for unit, rows in grouped([r for r in results.rows if r.ms and r.kind != "race"], lambda r: r.unit).items()
         if (by_name := grouped(rows, lambda r: r.name))
     ]
-    results.finish({"results.png": functools.partial(draw, panels=[panels], title=title)} if panels else {})
+    results.finish({"results.png": [panels]} if panels else {}, title)

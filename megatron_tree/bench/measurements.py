@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import statistics
 from typing import NamedTuple
 
-from ..plan import Cost
-from .figures import Curve, Panel, draw, grouped
 from .measure import Measured
-from .results import Plots
+from .results import Curve, Panel, grouped
 from .runs import Machines
-
-
-class Predicted(NamedTuple):
-    """The planner's prediction for one pass of one schedule."""
-
-    plan: str
-    cost: Cost
 
 
 class Measurement(NamedTuple):
@@ -64,11 +54,11 @@ class Measurement(NamedTuple):
 
 
 def measurements(
-    base: Measurement, ranks: list[Measured], predicted: dict[str, Predicted], machines: Machines, dilate: float = 1.0
+    base: Measurement, ranks: list[Measured], predicted: dict, machines: Machines, dilate: float = 1.0
 ) -> list[Measurement]:
     """Rows of one schedule from all ranks: one for each pass and, if there are several, their total.
 
-    base: what all of them share. predicted: by pass; empty for a contender that the planner does not know.
+    base: what all of them share. predicted: the plan of each pass, or empty.
     """
     ms, parts, rows = 1e3 / dilate, {name: [name] for name in ranks[0].seconds}, []
     if len(parts) > 1:
@@ -81,7 +71,7 @@ def measurements(
         values["sent_bytes"] = round(statistics.mean(sum(rank.sent[name] for name in passes) for rank in ranks))
         costs = [predicted[name].cost for name in passes] if predicted else []
         if costs:
-            values["plan"] = " / ".join(dict.fromkeys(predicted[name].plan for name in passes))
+            values["plan"] = " / ".join(dict.fromkeys(str(predicted[name]) for name in passes))
             values["predicted_ms"] = ms * sum(cost.time_s for cost in costs)
             values["predicted_sent_bytes"] = round(sum(cost.bytes for cost in costs))
         rows.append(base._replace(**values))
@@ -156,11 +146,11 @@ METRICS = (
 """(label, field, factor) of the columns of a figure."""
 
 
-def plots(rows: list[Measurement], title: str) -> Plots:
+def plots(rows: list[Measurement]) -> dict[str, list[list[Panel]]]:
     """Figures over sequence length and over ranks, where these vary; else bars of each case."""
     rows = [r for r in rows if r.part not in ("forward", "backward")]
     what = lambda r: r.model or f"{r.num_heads}/{r.num_heads_kv} heads x {r.head_dim}"  # noqa: E731
-    drawn: Plots = {}
+    drawn = {}
     for name, axis, x, heading in (
         ("seq-len.png", "tokens, thousands (1024)", lambda r: r.seq_len / 1024,
          lambda r: f"{r.machines} ranks, {what(r)}"),
@@ -168,11 +158,9 @@ def plots(rows: list[Measurement], title: str) -> Plots:
     ):  # fmt: skip
         groups = {k: g for k, g in grouped(rows, heading).items() if len(set(map(x, g))) > 1}
         if groups:
-            lines = [_line(heading, of, axis, x) for heading, of in groups.items()]
-            drawn[name] = functools.partial(draw, panels=lines, title=title)
+            drawn[name] = [_line(heading, of, axis, x) for heading, of in groups.items()]
     cases = grouped(rows, lambda r: f"{r.machines} ranks, {r.seq_len} tokens, {what(r)}")
-    bars = [_line(heading, of, "", None) for heading, of in cases.items()]
-    return drawn or {"results.png": functools.partial(draw, panels=bars, title=title)}
+    return drawn or {"results.png": [_line(heading, of, "", None) for heading, of in cases.items()]}
 
 
 def _line(heading: str, rows: list[Measurement], axis: str, x) -> list[Panel]:

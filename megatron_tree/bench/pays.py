@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from ..files import whole_file
 from ..plan import Topology, load_topology
-from .figures import figure, grouped, heat_map
-from .results import write_csv
-from .simulated import SHAPES, rival_seconds, tokens_text, training
+from .predictions import SHAPES, rival_seconds, tokens_text, training
+from .results import figure, grouped, label, write_csv
 
 HIDDEN = 1.05  # compute hides communication where a pass takes at most this many times as long as its compute
 POWERS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -100,9 +99,13 @@ def _draw(path: Path, rows: list[SpeedUp]) -> None:
         for ax, (case, rival) in zip(axes.flat, itertools.product(cases, RIVALS)):
             lines = list(grouped(cases[case], lambda row: row.seq_len).values())
             values = [[math.log2(row.speed_up(rival) or 1.0) for row in line] for line in lines]
-            texts = [[_number(row.speed_up(rival)) for row in line] for line in lines]
-            ticks = [row.ranks for row in lines[0]], [tokens_text(line[0].seq_len) for line in lines]
-            heat_map(ax, values, texts, limits=(-6, 6), cmap="PiYG", labels=("ranks", "tokens"), ticks=ticks)
+            ax.imshow(values, origin="lower", aspect="auto", cmap="PiYG", vmin=-6, vmax=6, alpha=0.75)
+            for y, x in itertools.product(range(len(lines)), range(len(lines[0]))):
+                ax.text(x, y, _number(lines[y][x].speed_up(rival)), ha="center", va="center", fontsize=7)
+            ax.set_xticks(range(len(lines[0])), [row.ranks for row in lines[0]])
+            ax.set_yticks(range(len(lines)), [tokens_text(line[0].seq_len) for line in lines])
+            label(ax, "ranks", "tokens")
+            ax.grid(False)
             ax.set_title(f"than {rival}, {case}", fontsize=9, loc="left")
             for style, name in (("-", "auto"), (":", rival)):
                 hidden = [[row.hidden(name) for row in line] for line in lines]

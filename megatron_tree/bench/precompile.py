@@ -20,11 +20,10 @@ from triton.backends.driver import DriverBase
 
 from ..kernels import backends
 from ..kernels.triton import host
-from .contenders import ours
-from .kernel_cases import KernelCase, inputs
+from .kernel_cases import KernelCase, inputs, ours
 from .low_precision import Decoding, Training, decoding_inputs, run_decoding, run_training, training_inputs
+from .measure import CORES
 from .race import CANDIDATES, pinned
-from .ranks import CORES
 
 META = torch.device("meta")
 Launch = Callable[[], object]

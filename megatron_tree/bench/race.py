@@ -6,8 +6,7 @@ import contextlib
 
 from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
-from .contenders import Emit, clock, device_works, ours
-from .kernel_cases import KernelCase, KernelTiming, inputs, truth_of, verify
+from .kernel_cases import Emit, KernelCase, KernelTiming, clock, device_works, inputs, ours, truth_of, verify
 from .results import WrongResult
 
 CANDIDATES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import pathlib
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from ..emulate import Cluster
 from ..units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
 from .accelerator import ACCELERATOR, Speed
 from .kernel_cases import DTYPES
-from .ranks import CORES, LocalRanks
+from .measure import CORES, LocalRanks
 
 
 class Machines(NamedTuple):
@@ -75,7 +76,7 @@ class Settings(NamedTuple):
     def start(self, machines: Machines, lifetime_s: float):
         """A context of ranks: an emulated cluster whose network is `dilate` times slower, or local ranks."""
         if not machines.emulated:
-            return LocalRanks(machines.ranks)
+            return contextlib.nullcontext(LocalRanks(machines.ranks))
         return Cluster(
             nodes=machines.nodes,
             ranks_per_node=machines.ranks_per_node,

@@ -7,7 +7,6 @@ between turns, as a server's does. Speeds are shown only if all answers are the 
 from __future__ import annotations
 
 import argparse
-import functools
 import pathlib
 import statistics
 import time
@@ -24,10 +23,9 @@ from ..generation.scheduler import Scheduler
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.runner import CHUNK_SIZE, Runner
 from ..units import parse_count
-from .figures import Curve, Panel, draw
+from .measure import LocalRanks, Meeting, join
 from .model import add_model, check_model, load_model
-from .ranks import LocalRanks, Meeting, join
-from .results import Results, WrongResult, metadata
+from .results import Curve, Panel, Results, WrongResult, metadata
 
 LIMIT_S = 3600.0
 EXAMPLES = """\
@@ -60,7 +58,6 @@ class ServeTime(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench serve`."""
     add_model(parser)
     add = parser.add_argument
     add("--requests", type=parse_count, default=50, help="(default: %(default)s)")
@@ -105,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     results = Results(args.out, metadata("serve", model=args.model, requests=shape))
     results.add(*rows)
     bars = [Curve("tokens/s", [r.contender for r in rows], [r.tokens_per_s for r in rows])]
-    results.finish({"results.png": functools.partial(draw, panels=[[Panel("tokens/s", "", bars)]], title=shape)})
+    results.finish({"results.png": [[Panel("tokens/s", "", bars)]]}, shape)
 
 
 def _row(contender: str, num_tokens: int, turns: list[list[Turn]]) -> ServeTime:

@@ -16,9 +16,8 @@ import torch
 from ..calibrate import calibrate
 from ..plan import Topology, save_topology
 from .accelerator import Speed
-from .measure import Measured, Timing, take_turns
+from .measure import Measured, Meeting, Timing, join, take_turns
 from .measurements import Measurement, measurements, plots, table_of, with_ratios
-from .ranks import Meeting, join
 from .results import Results, WrongResult, metadata, progress_bar
 from .runs import Case, Machines, Settings, cases, settings
 
@@ -52,7 +51,7 @@ def run_cases(
                     bar.clear()
                     worst = max(r.error for r in rows if r.error is not None)
                     print(table_of(case.label, checked.format(worst=f"{worst:.2g}"), rows), flush=True)
-    results.finish(plots(results.rows, f"{about['command']}, {title}, {how.network_text}"))
+    results.finish(plots(results.rows), f"{about['command']}, {title}, {how.network_text}")
 
 
 @contextlib.contextmanager

@@ -18,9 +18,8 @@ from typing import NamedTuple
 from ..files import whole_file
 from ..plan import Shape, Topology, known_topologies, load_topology, plan_decode
 from . import paper, pays, predictions
-from .figures import Curve, Panel, draw, grouped
-from .results import write_csv
-from .simulated import BYTES_PER_WORD, SHAPES, placed, training
+from .predictions import BYTES_PER_WORD, SHAPES, placed, training
+from .results import Curve, Panel, draw, grouped, write_csv
 
 EXAMPLES = """\
 examples:
@@ -58,7 +57,6 @@ class Point(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench simulate`."""
     add, names = parser.add_argument, ", ".join(known_topologies())
     add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all of them)")
     add("--out", type=Path, default=Path("bench-results/simulate"), help="folder for the CSV and the plots")

@@ -15,14 +15,12 @@ from ..attention.functional import tree_attn_func
 from ..config import AttnSpec, TreeConfig
 from ..kernels import reference
 from ..layout import Segment, shard_positions, shard_segments
-from ..plan import Shape, Topology, TrainingPlan, place, plan_training
+from ..plan import Shape, Topology, place, plan_training
 from . import rivals, runs, session
 from .accelerator import attention_flops, visible_pairs
 from .decode import uneven
 from .kernel_cases import DTYPES
-from .measure import Laps, relative_error, time_together
-from .measurements import Predicted
-from .ranks import shared_tensor
+from .measure import Laps, relative_error, shared_tensor, time_together
 from .runs import Case, Machines, Settings
 
 PINS: dict[str, Callable[[Machines], dict]] = {
@@ -44,7 +42,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bench train`."""
     runs.add_arguments(parser, "train", (*PINS, *rivals.TRAIN))
 
 
@@ -53,17 +50,13 @@ def run(args: argparse.Namespace) -> None:
     session.run(args, "train", TrainBench)
 
 
-def planned(case: Case, topology: Topology, pins: dict, **options) -> TrainingPlan:
-    """The plan for a case, with options of the planner."""
+def planned(case: Case, topology: Topology, pins: dict, **options) -> dict:
+    """The plan of each pass for a case, with options of the planner."""
     given = dict(batch=case.batch, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
     shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
     where = dict(topology=topology, placement=place(topology, case.machines.hosts))
-    return plan_training(case.machines.ranks, shape, **given | where | pins | options)
-
-
-def by_pass(plan: TrainingPlan) -> dict[str, Predicted]:
-    """What a plan predicts."""
-    return {name: Predicted(str(p), p.cost) for name, p in (("forward", plan.forward), ("backward", plan.backward))}
+    plan = plan_training(case.machines.ranks, shape, **given | where | pins | options)
+    return {"forward": plan.forward, "backward": plan.backward}
 
 
 class Whole:
@@ -174,9 +167,9 @@ class TrainBench:
         return case.kv_bytes * (1 + case.num_heads // case.num_heads_kv)
 
     @staticmethod
-    def predict(case: Case, topology: Topology, contender: str) -> dict[str, Predicted]:
-        """The planner's prediction for one of `ours`, by pass."""
-        return by_pass(planned(case, topology, PINS[contender](case.machines)))
+    def predict(case: Case, topology: Topology, contender: str) -> dict:
+        """The plan of one of `ours`, by pass."""
+        return planned(case, topology, PINS[contender](case.machines))
 
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:

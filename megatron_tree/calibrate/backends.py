@@ -8,8 +8,7 @@ import io
 import torch
 
 from .. import kernels
-from ..bench.contenders import fastest_backends, time_case
-from ..bench.kernel_cases import KernelCase, KernelTiming
+from ..bench.kernel_cases import KernelCase, KernelTiming, fastest_backends, time_case
 from ..config import AttnSpec
 from ..kernels import fastest
 

@@ -1,4 +1,6 @@
-"""Turns timed messages into a topology: its levels with latency and bandwidths, and the faster transport."""
+"""Turns timed messages and kernels into a topology: its levels with latency and bandwidths, the faster transport,
+and the speed of a rank's attention while all ranks compute, as in a real step.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
+from ..config import AttnSpec
+from ..kernels import KVCache, attn_decode, attn_fwd
+from ..layout import Segment
 from ..plan import Level, Topology
-from . import compute
-from .links import REPEATS, Links, Pair
+from .links import REPEATS, Links, Pair, now
 
 _MAX_PAIRS = 4  # of one kind, measured one after another; the median counts
 _BURST = 65
@@ -21,6 +25,10 @@ _FIRST_BYTES = 1 << 16
 _MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
 _LONG_ENOUGH_S = 0.03  # for a large message: its latency is then negligible
 _SMALL_STATE, _LARGE_SHARE = 1 << 13, 1 << 20  # bytes per rank: a decode state; a share of keys and values
+_REPEATS = 5  # of a kernel
+_HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
+_CACHE_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+_ROWS = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True)
@@ -69,10 +77,10 @@ def calibrate(
         table.append(("all ranks: one message of any of them", f"{shared_s * 1e6:.0f} us"))
     if memory_bandwidth is None:
         say("attention of one query (decode)")
-        memory_bandwidth = links.median(compute.memory_bandwidth(device))
+        memory_bandwidth = links.median(_memory_bandwidth(device))
     if flops is None:
         say("attention of a sequence (forward)")
-        flops = links.median(compute.flops(device))
+        flops = links.median(_flops(device))
     table += [
         ("memory bandwidth in decode", f"{memory_bandwidth / 1e9:.3g} GB/s"),
         ("attention, forward", f"{flops / 1e12:.3g} TFLOP/s"),
@@ -191,3 +199,31 @@ def _measure_ports(links: Links, across: list[tuple[list[int], list[int]]], band
         seconds = max(times.all for times in large) - REPEATS * min(times.median for times in small)
         rates.append(REPEATS * len(pairs) * num_bytes / seconds)
     return statistics.median(rates)
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    """Bytes/s at which `kernels.attn_decode` reads a bf16 KV cache that is larger than the processor's caches."""
+    slots = _CACHE_BYTES[device.type] // (2 * _KV_HEADS * _HEAD_DIM * 2)
+    q = torch.randn(1, 1, _HEADS, _HEAD_DIM).to(device, torch.bfloat16)
+    k, v = (torch.randn(1, slots, _KV_HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(2))
+    spec = AttnSpec(softmax_scale=_HEAD_DIM**-0.5)
+    return (k.nbytes + v.nbytes) / _median_s(lambda: attn_decode(q, KVCache(k, v), spec), device)
+
+
+def _flops(device: torch.device) -> float:
+    """Matrix flop/s of `kernels.attn_fwd` in bf16 without a mask."""
+    rows = _ROWS[device.type]
+    q, k, v = (torch.randn(1, rows, _HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(3))
+    whole = (Segment(row=0, pos=0, length=rows),)
+    spec = AttnSpec(causal=False, softmax_scale=_HEAD_DIM**-0.5)
+    seconds = _median_s(lambda: attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec), device)
+    return 4 * _HEADS * rows * rows * _HEAD_DIM / seconds
+
+
+def _median_s(call, device: torch.device) -> float:
+    times = []
+    for _ in range(_REPEATS + 2):
+        start = now(device)
+        call()
+        times.append(now(device) - start)
+    return statistics.median(times[2:])

@@ -10,7 +10,7 @@ from ..config import BACKENDS, CP_COMM_TYPES
 from ..plan import known_topologies
 from ..units import parse_count
 from . import configuration, machine
-from .findings import Section, as_json, as_text, missing
+from .findings import as_json, as_text, missing
 
 EXAMPLES = """\
 examples:
@@ -28,23 +28,18 @@ anything is marked !, 2 if the options contradict one another.
 def main(argv: list[str]) -> int:
     """Print the findings. Returns 0, 1 if something required is missing, 2 for invalid options."""
     args = _parser().parse_args(argv)
+    args.kv_heads = args.kv_heads or args.heads
     try:
-        sections = examine(args)
+        configuration.check(args)
+        sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
+        if args.purpose == "megatron":
+            sections += configuration.megatron(args.cp, args.cp_comm_type)
+        sections += [configuration.kernels(args), configuration.plan(args)]
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
     print(json.dumps(as_json(sections), indent=1) if args.json else as_text(sections))
     return 1 if missing(sections) else 0
-
-
-def examine(args: argparse.Namespace) -> list[Section]:
-    """All findings for the options. Raises ValueError for options that contradict one another."""
-    args.kv_heads = args.kv_heads or args.heads
-    configuration.check(args)
-    sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
-    if args.purpose == "megatron":
-        sections += configuration.megatron(args.cp, args.cp_comm_type)
-    return [*sections, configuration.kernels(args), configuration.plan(args)]
 
 
 def _parser() -> argparse.ArgumentParser:

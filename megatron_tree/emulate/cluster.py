@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .forked import Forked
-from .network import EmulatedNetwork, enter, require
-from .ranks import Rank, Ranks
+from .forked import Forked, Rank, Ranks
+from .network import EmulatedNetwork, enter
 
 _MASTER_ADDR = "10.77.0.1"  # the first node's address (switch.c)
 _FIRST_PORT = 29500
@@ -60,11 +59,6 @@ class Cluster(Forked):
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
-
-    @staticmethod
-    def require() -> None:
-        """Raise `Unavailable` if root or /dev/net/tun is missing; has no other effect."""
-        require()
 
     def __enter__(self) -> Cluster:
         self._network = EmulatedNetwork(

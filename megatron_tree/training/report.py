@@ -54,12 +54,10 @@ class Reporter:
             self.say(f"{line}  lr {values['lr']:.2e}  {values['tokens_per_s']:,.0f} tokens/s")
 
     def validation(self, step: int, loss: float) -> None:
-        """Log a validation."""
         self.event("validation", step=step, loss=loss)
         self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, text: str) -> None:
-        """Print a line."""
         if self._enabled:
             print(text, flush=True)
 

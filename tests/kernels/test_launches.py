@@ -17,8 +17,7 @@ import ctypes, json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from megatron_tree.bench import race
-from megatron_tree.bench.contenders import ours
-from megatron_tree.bench.kernel_cases import KernelCase, inputs
+from megatron_tree.bench.kernel_cases import KernelCase, inputs, ours
 from megatron_tree.bench.low_precision import *
 from megatron_tree.kernels import backends
 from megatron_tree.kernels.triton import host

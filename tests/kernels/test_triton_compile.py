@@ -43,8 +43,7 @@ def usages(cases, cache):
 COUNT_COMPILATIONS = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
-from megatron_tree.bench.contenders import ours
-from megatron_tree.bench.kernel_cases import KernelCase, inputs
+from megatron_tree.bench.kernel_cases import KernelCase, inputs, ours
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache, backends

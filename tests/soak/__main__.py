@@ -22,7 +22,7 @@ import torch
 
 from megatron_tree.bench.results import metadata
 from megatron_tree.emulate import Cluster, Unavailable
-from megatron_tree.emulate.network import processes_in
+from megatron_tree.emulate.network import processes_in, require
 from megatron_tree.units import parse_count, parse_nodes_by_ranks, parse_seconds
 
 from .checks import accused, judge
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def _soak(args: argparse.Namespace, home: pathlib.Path) -> Soak:
-    Cluster.require()
+    require()
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TQDM_DISABLE="1")
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_tree.emulate import Cluster
+from megatron_tree.emulate.forked import Rank, Ranks
 from megatron_tree.emulate.network import listening_ports
-from megatron_tree.emulate.ranks import Rank, Ranks
 
 KINDS = ("kill", "damage", "stop", "pause")  # in turn; damage: kill a rank, then damage the newest of the files
 LOOK_S, SAMPLE_S = 0.25, 2.0

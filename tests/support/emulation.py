@@ -2,13 +2,13 @@
 
 import pytest
 
-from megatron_tree.emulate import Cluster, Unavailable
-from megatron_tree.emulate.network import build_switch
+from megatron_tree.emulate import Unavailable
+from megatron_tree.emulate.network import build_switch, require
 
 
 def _why_unavailable():
     try:
-        Cluster.require()
+        require()
         build_switch()
     except Unavailable as error:
         return str(error)

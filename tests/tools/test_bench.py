@@ -15,11 +15,11 @@ import torch
 
 from megatron_tree import kernels
 from megatron_tree.bench import command as bench
-from megatron_tree.bench import contenders, harness
+from megatron_tree.bench import harness, kernel_cases
 from megatron_tree.bench import kernels as bench_kernels
 from megatron_tree.bench.harness import NotHere, Task, run_tasks
 from megatron_tree.bench.kernel_cases import KernelCase, KernelTiming, inputs, truth_of, verify
-from megatron_tree.bench.results import Results, WrongResult
+from megatron_tree.bench.results import Curve, Panel, Results, WrongResult
 
 REPO = Path(__file__).resolve().parents[2]
 OPTIONS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--only", "beside", "decode"]
@@ -41,7 +41,7 @@ class InThisProcess:
 def small(monkeypatch):
     """Sets the cases of the stages "beside" and "decode"; no time is taken."""
     monkeypatch.setattr(bench_kernels, "_interpreting", lambda: False)
-    monkeypatch.setattr(contenders, "clock", lambda call, device: call() is None or 1e-3)
+    monkeypatch.setattr(kernel_cases, "clock", lambda call, device: call() is None or 1e-3)
     monkeypatch.setattr(harness, "Worker", InThisProcess)
 
     def use(*cases):
@@ -70,7 +70,7 @@ def test_late_rows_that_were_forgotten_are_noticed(kind, which):
     case = KernelCase(kind, 1, 512, 4, 2, 32)
     given = inputs(case, torch.device("cpu"), torch.bfloat16)
     truth = truth_of(case, given)
-    result = [x.clone() for x in contenders.ours(case, "reference", given)()]
+    result = [x.clone() for x in kernel_cases.ours(case, "reference", given)()]
     verify(case, "ours", tuple(result), truth, torch.bfloat16)
     result[which][:, 500:, -1] = 0
     with pytest.raises(WrongResult, match="off by"):
@@ -155,12 +155,12 @@ def test_a_contender_that_leaves_the_gpu_unusable_ends_its_case(usable, monkeypa
         raise RuntimeError
 
     monkeypatch.setattr(kernels, "attn_fwd", wrong)
-    monkeypatch.setattr(contenders, "device_works", lambda: usable)
+    monkeypatch.setattr(kernel_cases, "device_works", lambda: usable)
     where = dict(device=torch.device("cpu"), dtype=torch.float32)
     with pytest.raises(
         WrongResult, match="aten: RuntimeError" if usable else "aten left the GPU unusable: RuntimeError"
     ):
-        contenders.time_case(KernelCase("fwd", 1, 64, 2, 1, 16), ("aten", "torch"), rows.append, **where)
+        kernel_cases.time_case(KernelCase("fwd", 1, 64, 2, 1, 16), ("aten", "torch"), rows.append, **where)
     assert [row.name for row in rows] == ["torch flash", "matrix product"] * usable
 
 
@@ -190,7 +190,7 @@ def test_files_are_whole_after_each_result(tmp_path, capsys):
         assert len(told["rows"]) == number + 1 and told["compiled"] == str(number) and not told["complete"]
         assert len(list(csv.DictReader((tmp_path / "results.csv").open()))) == number + 1
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.csv"}
-    results.finish({"plot.png": lambda path: path.write_text("drawn")})
+    results.finish({"plot.png": [[Panel("", "", [Curve("a", [1], [1])])]]}, "a title")
     assert json.loads((tmp_path / "results.json").read_text())["complete"] and (tmp_path / "plot.png").exists()
 
 
@@ -206,7 +206,7 @@ def test_the_fastest_backends_by_head_dim():
         if ms
     ]
     rows.append(KernelTiming("fwd b1 s9 h2/1 d256", "fwd", "ours, triton", 0.5, 1.0, "TFLOP/s"))
-    assert contenders.fastest_backends(rows) == {"128": "triton"}
+    assert kernel_cases.fastest_backends(rows) == {"128": "triton"}
 
 
 def gpu_script(*options, hidden=(), tmp_path, **environment):

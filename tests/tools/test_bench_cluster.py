@@ -13,8 +13,9 @@ from megatron_tree.attention import autograd
 from megatron_tree.bench import command as bench
 from megatron_tree.bench import decode, documents, rivals, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
+from megatron_tree.bench.measure import LocalRanks, Meeting, PeakMemory
 from megatron_tree.bench.measurements import Measurement, plots
-from megatron_tree.bench.ranks import LocalRanks, Meeting, PeakMemory
+from megatron_tree.bench.results import draw
 from megatron_tree.comm.shared import SharedMemory
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Segment, spread_documents
@@ -228,10 +229,9 @@ def _meet_and_measure(meeting):
 
 
 def test_ranks_meet_and_tell_their_memory():
-    with LocalRanks(2) as ranks:
-        for met, peak in ranks.run(_meet_and_measure, Meeting(2), timeout_s=60):
-            # 32 MiB at a time, 320 in all. Kernels count roughly, and may count late what was freed.
-            assert met == [1.0] * 20 and (peak is None or 10e6 < peak < 200e6)
+    for met, peak in LocalRanks(2).run(_meet_and_measure, Meeting(2), timeout_s=60):
+        # 32 MiB at a time, 320 in all. Kernels count roughly, and may count late what was freed.
+        assert met == [1.0] * 20 and (peak is None or 10e6 < peak < 200e6)
 
 
 def test_plots_over_lengths_and_over_ranks(tmp_path):
@@ -244,8 +244,8 @@ def test_plots_over_lengths_and_over_ranks(tmp_path):
         for s in (1024, 2048)
         for name, part in (("auto", "decode"), ("a rival", "decode"), ("a bound", "limit"))
     ]  # fmt: skip
-    drawn = plots(rows, "a title")
+    drawn = plots(rows)
     assert set(drawn) == {"seq-len.png", "ranks.png"}
-    for name, draw in drawn.items():
-        draw(tmp_path / name)
+    for name, panels in drawn.items():
+        draw(tmp_path / name, panels, "a title")
         assert 1000 < (tmp_path / name).stat().st_size < 100_000

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.bench import contenders
+from megatron_tree.bench import kernel_cases
 from megatron_tree.bench.kernel_cases import KernelCase
-from megatron_tree.calibrate import calibrate, command, compute, links
+from megatron_tree.calibrate import calibrate, cluster, command, links
 from megatron_tree.calibrate.backends import keep_fastest
 from megatron_tree.emulate import Cluster
 from megatron_tree.kernels import fastest
@@ -58,8 +58,8 @@ def test_finds_what_the_network_was_set_to(nodes, ranks_per_node, tmp_path):
 def _on_one_host(rank, world):
     """Kernels, too, on small tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(compute._CACHE_BYTES, "cpu", 1 << 20)
-        patch.setitem(compute._ROWS, "cpu", 64)
+        patch.setitem(cluster._CACHE_BYTES, "cpu", 1 << 20)
+        patch.setitem(cluster._ROWS, "cpu", 64)
         lines = []
         return calibrate(CPU, name="local", say=lines.append), lines
 
@@ -95,7 +95,7 @@ def test_the_fastest_backend_is_kept_for_auto(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fastest, "name_of", lambda device: "GPU X")
     timed = []
-    monkeypatch.setattr(contenders, "clock", lambda call, device: timed.append(call()) or 1.0)
+    monkeypatch.setattr(kernel_cases, "clock", lambda call, device: timed.append(call()) or 1.0)
     fastest.keep("GPU X", {"256": "triton"})
     fastest.keep("GPU Y", {"64": "fa3"})
     said = keep_fastest(CPU, tuple(KernelCase(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tree.bench import paper, pays, predictions, simulate, simulated
+from megatron_tree.bench import paper, pays, predictions, simulate
 from megatron_tree.bench.command import main
 from megatron_tree.plan import load_topology
 
@@ -96,7 +96,7 @@ def test_where_it_pays(tmp_path, capsys, monkeypatch):
         rivals = {rival: row[f"{rival}_s"] for rival in ("ring", "ulysses", "a2a_p2p")}
         assert all(auto <= 1.01 * float(x) * (1 + 1e-4) for x in rivals.values() if x)
         assert [rival for rival, x in rivals.items() if not x] == [{8: "a2a_p2p", 64: "ulysses"}[ranks]]
-        alone = simulated.training(load_topology("dgx_h100"), ranks, simulated.SHAPES[case], seq_len, "ring")
+        alone = predictions.training(load_topology("dgx_h100"), ranks, predictions.SHAPES[case], seq_len, "ring")
         assert float(row["ring_s"]) == pytest.approx(alone.forward.cost.time_s + alone.backward.cost.time_s, rel=1e-4)
         if (ranks, seq_len) != (8, 1 << 15):  # there it takes 1.03 to 1.07 times as long as its compute
             assert (auto <= pays.HIDDEN * float(row["compute_s"])) == (seq_len == 1 << 20)

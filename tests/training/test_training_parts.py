@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_tree.training import step as step_module
+from megatron_tree.training import loop
 from megatron_tree.training.arguments import parse_arguments
 from megatron_tree.training.data import EOD, PackedText, load_corpus, microbatch_indices
 from megatron_tree.training.model import build_scheduler
@@ -78,11 +78,11 @@ def test_labels_are_the_next_tokens(monkeypatch):
         def batch(self, indices):
             return np.stack([np.arange(10 * i, 10 * i + 5) for i in indices])
 
-    monkeypatch.setattr(step_module.parallel_state, "get_data_parallel_rank", lambda: 1)
-    monkeypatch.setattr(step_module.parallel_state, "get_data_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(step_module, "batch_on_this_cp_rank", lambda batch: batch)
+    monkeypatch.setattr(loop.parallel_state, "get_data_parallel_rank", lambda: 1)
+    monkeypatch.setattr(loop.parallel_state, "get_data_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(loop, "batch_on_this_cp_rank", lambda batch: batch)
     args = argparse.Namespace(micro_batch_size=1, global_batch_size=4, seq_length=4)
-    first, second = step_module._batches(Counting(), args, 8, torch.device("cpu"))  # this rank's of 8 .. 11: 9, 11
+    first, second = loop._batches(Counting(), args, 8, torch.device("cpu"))  # this rank's of 8 .. 11: 9, 11
     assert first["tokens"].tolist() == [[90, 91, 92, 93]] and first["labels"].tolist() == [[91, 92, 93, 94]]
     assert second["tokens"].tolist() == [[110, 111, 112, 113]] and second["labels"].tolist() == [[111, 112, 113, 114]]
     assert first["position_ids"].tolist() == [[0, 1, 2, 3]] and first["loss_mask"].tolist() == [[1.0] * 4]
