@@ -21,7 +21,7 @@ from megatron_tree.integrations.transformers.generation import generate
 from megatron_tree.integrations.transformers.runner import Runner
 from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import plan_layout
-from support.hf_models import plain, prompt, tiny_model
+from support.hf_models import plain, prompt, tiny_model, tree_model
 
 LENGTH, NEW = 45, 8
 
@@ -30,15 +30,9 @@ def _group(world):
     return dist.group.WORLD if world > 1 else None
 
 
-def _model(family, seed=1):
-    model = tiny_model(family, seed)
-    model.set_attn_implementation("tree")
-    return model
-
-
 def _save(rank, world, folder, family, dtype="auto", page_size=4):
     """A batch of two rows; returns what the cache would have said next."""
-    model = _model(family)
+    model = tree_model(family)
     cache = TreeCache(model.config, cp_group=_group(world), page_size=page_size, dtype=dtype)
     ids = prompt(2, LENGTH)
     generate(model, ids, cache=cache, max_new_tokens=1, chunk_size=16)
@@ -47,7 +41,7 @@ def _save(rank, world, folder, family, dtype="auto", page_size=4):
 
 
 def _load(rank, world, folder, family, dtype="auto", page_size=3):
-    model = _model(family)
+    model = tree_model(family)
     cache = TreeCache(model.config, cp_group=_group(world), page_size=page_size, dtype=dtype)
     whole, cache_files.CHUNK = cache_files.CHUNK, 16  # tokens read at once: of windows never a whole row
     ids = torch.stack(cache.load(folder, fingerprint=model_fingerprint(model)))
@@ -131,7 +125,7 @@ def test_head_groups_are_saved_and_loaded_on_another_number_of_ranks(tmp_path):
 
 def _rows_of_a_runner(rank, world, folder):
     """Rows of different lengths, one empty, one that shares pages with another; added to a cache that has rows."""
-    model = _model("llama")
+    model = tree_model("llama")
     runner = Runner(model, TreeCache(model.config, cp_group=_group(world), page_size=4))
     a, empty = runner.add(), runner.add()
     first = prompt(1, 21)[0]
@@ -162,10 +156,10 @@ def test_rows_of_a_runner(tmp_path):
 def _refused(rank, world, folder, changes):
     """What a cache says when it loads; afterwards it holds nothing."""
     family, seed, dtype = changes.get("family", "llama"), changes.get("seed", 1), changes.get("dtype", "auto")
-    model = _model(family, seed)
+    model = tree_model(family, seed)
     cache = TreeCache(model.config, cp_group=_group(world), dtype=dtype)
     with pytest.raises(ValueError) as error:
-        cache.load(folder, fingerprint=changes.get("fingerprint") or model_fingerprint(model))
+        cache.load(folder, fingerprint=model_fingerprint(model))
     assert (cache.store.book.rows, cache.rows, cache.get_seq_length()) == ({}, [], 0)
     return str(error.value)
 
@@ -183,7 +177,6 @@ def saved(tmp_path_factory):
         ({"seed": 2}, "is of another model.*fingerprint="),
         ({"family": "mistral"}, "is of another model.*windows="),
         ({"dtype": "int8"}, "is of another model.*stored='auto', here 'torch.int8'"),
-        ({"fingerprint": "mine"}, "here 'mine'"),
     ],
 )
 def test_another_model_is_refused(saved, changes, message):
@@ -198,9 +191,7 @@ def assert_matches(pattern, text):
 
 def _damage(folder, what):
     path = folder / "rank_00001.safetensors"
-    if what == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
-    elif what == "a bit":
+    if what == "a bit":
         data = bytearray(path.read_bytes())
         data[-5] ^= 1
         path.write_bytes(data)
@@ -208,27 +199,18 @@ def _damage(folder, what):
         path.unlink()
     elif what == "no description":
         (folder / "cache.json").unlink()
-    elif what == "description":
-        (folder / "cache.json").write_text('{"format": 1, "world": 2, ')
     elif what == "another format":
         about = json.loads((folder / "cache.json").read_text())
         (folder / "cache.json").write_text(json.dumps(about | {"format": 99}))
-    elif what == "a field":
-        about = json.loads((folder / "cache.json").read_text())
-        del about["files"]["rank_00001.safetensors"]["sha256"]
-        (folder / "cache.json").write_text(json.dumps(about))
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("truncated", r"rank_00001.safetensors has \d+ bytes instead of \d+"),
         ("a bit", "rank_00001.safetensors is damaged: its sha256"),
         ("missing", "rank_00001.safetensors is missing"),
         ("no description", "cache.json does not exist.*an incomplete one"),
-        ("description", "cache.json is damaged"),
         ("another format", "format 99, this version reads format 3"),
-        ("a field", "cache.json is damaged"),
     ],
 )
 def test_damaged_files_are_refused_on_all_ranks(saved, tmp_path, what, message):
@@ -241,7 +223,7 @@ def test_damaged_files_are_refused_on_all_ranks(saved, tmp_path, what, message):
 
 def _interrupted(rank, world, folder):
     """One rank can't write: no folder, all are told, and the next save succeeds."""
-    model = _model("llama")
+    model = tree_model("llama")
     cache = TreeCache(model.config, cp_group=_group(world))
     ids = prompt(1, 20)
     generate(model, ids, cache=cache, max_new_tokens=1)
@@ -269,7 +251,7 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path):
 
 
 def _different_tokens(rank, world, folder):
-    model = _model("llama")
+    model = tree_model("llama")
     cache = TreeCache(model.config, cp_group=_group(world))
     ids = prompt(1, 20)
     generate(model, ids, cache=cache, max_new_tokens=1)

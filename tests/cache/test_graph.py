@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from megatron_tree import CommError, TreeConfig, comm
 from megatron_tree.bench.step_runner import VOCAB, SmallRunner
-from megatron_tree.cache import graph, static
+from megatron_tree.cache import graph
 from megatron_tree.cache.graph import check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
@@ -94,12 +94,7 @@ def _served_by_tree(model):
     return Runner(model, TreeCache(model.config, page_size=4))
 
 
-FAMILIES = ("gemma3", "gpt_oss", "phi3", "mixtral", "deepseek_v3_experts", "olmo2")
-
-
-@pytest.mark.parametrize(
-    "family", ["mistral", "deepseek_v3", *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES)]
-)
+@pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
 def test_replayed_steps_of_models(family):
     assert _rows_come_and_go(Pair([_served_by_tree(tiny_model(family)) for _ in range(2)]), 20) <= 1e-5
 
@@ -177,8 +172,6 @@ class _UsesLengths(SmallRunner):
 
 LOOKS = {
     "a number": (lambda forward, x: x * (1 + 1e-9 * forward.end), "depends on what the host knows of the rows' length"),
-    "a shape": (lambda forward, x: x + torch.zeros(forward.end).sum(), "depends on what the host knows"),
-    "a tensor": (lambda forward, x: x + 0 * torch.tensor(float(forward.end)), "depends on what the host knows"),
     "one more": (lambda forward, x: x + 1 if forward.end % 2 else x, "operations or"),
     "a read": (lambda forward, x: x * float(x.max()), "makes the host wait for the device"),
     "a list": (lambda forward, x: x + max(x[0, 0].tolist()), "Tensor.tolist makes the host wait for the device"),
@@ -260,8 +253,3 @@ def test_few_graphs_are_kept(monkeypatch):
     a = it.both("add")
     it.steps([a], 3)  # the pages are new ones
     assert it.worst <= 1e-5
-
-
-def test_capacities():
-    steps = [static._quarter_steps(n) for n in range(1, 4000)]
-    assert all(n <= found <= max(8, 1.25 * n) for n, found in enumerate(steps, 1)) and len(set(steps)) < 45

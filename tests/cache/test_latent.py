@@ -240,12 +240,6 @@ def test_latents_are_sent_once():
             assert sent[what] == 8 * tokens * (RANK + ROTARY), what
 
 
-def test_a_backend_that_cannot_says_so():
-    q, k = torch.zeros(1, 1, 2, 576), torch.zeros(1, 4, 1, 576)
-    with pytest.raises(ValueError, match=r"backend='triton' can't take .*: use backend='auto' or 'reference'"):
-        tree_decode(q, k, None, head_dim_v=512, cp_group=None, config=TreeConfig(backend="triton"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -12,7 +12,7 @@ from megatron_tree.cache import prefill_attention
 from megatron_tree.cache.pages import GROWTH
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
-from support.hf_models import VOCAB, prompt, tiny_model
+from support.hf_models import VOCAB, prompt, tiny_model, tree_model
 
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3", "gemma3", "phi3")
 
@@ -20,8 +20,8 @@ FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3", "ge
 class Checked:
     """A runner, and the plain model that every logit is compared with: a forward pass over the whole row."""
 
-    def __init__(self, family, world, positions=None, **options):
-        self.plain, model = (tiny_model(family, positions=positions) for _ in range(2))
+    def __init__(self, family, world, **options):
+        self.plain, model = (tiny_model(family) for _ in range(2))
         self.plain.set_attn_implementation("eager")
         model.set_attn_implementation("tree")
         self.cache = TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None, **options)
@@ -138,24 +138,8 @@ def test_prompts_that_are_run_together_are_packed():
     assert seen == [(1, 17)] and it.worst <= 1e-4
 
 
-def _long_prompts(rank, world, family):
-    it = Checked(family, world, positions=2048)
-    a, b = it.add(), it.add()
-    it.prefill(a, 1100, 1000)
-    it.prefill(b, 700, 333)
-    it.step([a, b])
-    it.prefill(b, 600, 1000)
-    it.step([b, a], 3)
-    return it.worst
-
-
-def test_prompts_of_a_thousand_tokens():
-    assert largest(run_distributed(_long_prompts, 4, "mistral")) <= 1e-4
-
-
 def _many_steps(rank, world, family):
-    model = tiny_model(family, positions=2048)
-    model.set_attn_implementation("tree")
+    model = tree_model(family, positions=2048)
     cache = TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None)
     runner = Runner(model, cache)
     row = runner.add()

@@ -23,11 +23,7 @@ FAST = {
     ),
 }
 SLOW = {
-    "loss and MLPs in tiles, ZeRO 1": Case(sp=2, zero=1, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5),
     "loss and MLPs in tiles, ZeRO 2": Case(sp=2, zero=2, family="gemma2", loss_tile=7, mlp_tile=5),
-    "loss and MLPs in tiles, ZeRO 3": Case(
-        sp=2, zero=3, family="smollm2", accumulate=2, loss_tile=7, mlp_tile=5, checkpointing=True
-    ),
     "gradient clipping": Case(sp=2, zero=3, clip=0.3),
     "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),
     "latent attention": Case(sp=4, zero=1, family="deepseek_v3"),

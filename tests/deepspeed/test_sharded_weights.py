@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
 from megatron_tree import TreeConfig
-from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model, tree_model
 from support.tape import TapedSteps
 
 NEW = 6
@@ -215,8 +215,7 @@ def _refusals(rank, world):
     with pytest.raises(ValueError) as error:
         TreeCache(model.config, head_shares=(3,)).save("x", [], fingerprint="")
     said.append(str(error.value))
-    plain_model = tiny_model("smollm2")
-    plain_model.set_attn_implementation("tree")
+    plain_model = tree_model("smollm2")
     with pytest.raises(ValueError) as error:
         plain_model(ids, past_key_values=engine.new_cache())
     said.append(str(error.value))
@@ -240,27 +239,6 @@ def test_refusals():
     for said in run_distributed(_refusals, 3, fresh=True):
         for text, part in zip(said, expected, strict=True):
             assert part in text
-
-
-def _operations(rank, world):
-    """Names of the operations of a short answer, by transport."""
-    from megatron_tree import comm
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
-    found = {}
-    for transport in ("auto", "direct"):
-        config = TreeConfig(transport=transport)
-        engine = tree_deepspeed.init_inference(_model("llama"), weights="sharded", tree_config=config)
-        with comm.record() as sent, torch.no_grad():
-            engine.module(prompt(1, 4), past_key_values=engine.new_cache())
-        found[transport] = {op.op for op in sent}
-    return found
-
-
-def test_the_transport_is_that_of_the_configuration():
-    for found in run_distributed(_operations, 2, fresh=True, timeout=100):
-        assert any(op.startswith("shared ") for op in found["auto"])
-        assert found["direct"] and not any(op.startswith("shared ") for op in found["direct"])
 
 
 def _replayed(rank, world, families):

@@ -121,13 +121,6 @@ def test_options_that_are_refused(options, message):
         script["check_arguments"](script["build_parser"]().parse_args(options), 4)
 
 
-def test_a_refused_option_is_one_line():
-    command = [sys.executable, SCRIPT, "--steps", "0"]
-    done = subprocess.run(command, env=os.environ | ENV, cwd=REPO, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "steps=0 must be 1 or more" in done.stderr
-
-
 @pytest.mark.slow
 def test_transformers_trainer(text, tmp_path):
     from support.http_server import byte_model, byte_tokenizer

@@ -12,21 +12,6 @@ pytest.importorskip("transformers")
 
 from support.hf_models import prompt, tiny_model
 
-FAMILIES = ("gpt_oss", "mixtral", "deepseek_v3")
-SLOW_FAMILIES = (
-    "phi3",
-    "smollm2",
-    "llama",
-    "gemma3",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "mistral",
-    "qwen2_moe",
-    "deepseek_v2",
-)
-# so close that the bytes of tree_prefill, which the plan leaves out, decide: (world, family) -> more than the least
-CLOSE = {(2, "deepseek_v2"): 1.1}
 TOKENS = 229
 BLOCK = 2
 
@@ -79,22 +64,16 @@ def _check_forms(world, families):
             errors, counts = zip(*(found[family, forced] for found in results))
             assert largest(errors) < 5e-6, (family, forced)
             sent[forced] = sum(counts)
-        assert sent[None] < sent[False] and sent[None] <= CLOSE.get((world, family), 1) * sent[True], (family, sent)
+        assert sent[None] < sent[False] and sent[None] <= sent[True], (family, sent)
         shares, gathers = results[0][family, "plan"]
         # DeepSeek-V3's latents move, too, if all ranks run all tokens
-        assert shares == (True, family == "deepseek_v3" and world != 3), (family, shares)
+        assert shares == (True, family == "deepseek_v3"), (family, shares)
         assert gathers == (family != "mixtral")  # its experts' tokens move
 
 
 @pytest.mark.parametrize(("world", "families"), [(4, ("deepseek_v3",)), (2, ("smollm2", "mixtral"))])
 def test_logits_of_all_forms_and_the_chosen_one_sends_least(world, families):
     _check_forms(world, families)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_forms_of_all_families(world):
-    _check_forms(world, FAMILIES + SLOW_FAMILIES)
 
 
 def _memory_and_order(rank, world):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, kernels, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
-from megatron_tree.kernels import KVCache, aten
+from megatron_tree.kernels import KVCache
 from megatron_tree.layout import Segment, shard_positions
 from support import extreme_values as edge
 from support.attention import configs
@@ -87,16 +87,6 @@ def test_kernels_of_rows_that_see_nothing(dtype, backend):
     assert not dq[:, ~sees].any() and not dk[:, ~seen].any() and not dv[:, ~seen].any()
 
 
-def test_delta_of_values_that_fill_fp16():
-    """aten's `out` made of delta stays finite where the true out is 6e4 in every column: one entry can't hold it."""
-    dout = torch.randn(1, 64, 2, edge.D, generator=torch.Generator().manual_seed(0)).half()
-    delta = (dout.double() * 6e4).sum(-1).transpose(1, 2)
-    found = (aten._out_with_delta(dout, delta.float()).double() * dout.double()).sum(-1).transpose(1, 2)
-    size = (dout.double().abs() * 6e4).sum(-1).transpose(1, 2)
-    assert (delta.abs() > 65504 * dout.abs().amax(-1).transpose(1, 2)).any()
-    assert float(((found - delta).abs() / size).max()) <= 2 * torch.finfo(torch.float16).eps
-
-
 @pytest.mark.parametrize("backend", [*BACKENDS, "native"])
 @pytest.mark.parametrize("in_pages", [False, True])
 def test_kernels_decode_over_padding(in_pages, backend):
@@ -145,7 +135,7 @@ def _training(rank, world, backend):
     return worst
 
 
-@pytest.mark.parametrize(("world", "backend"), [(2, "aten"), (3, "aten"), (2, "reference")])
+@pytest.mark.parametrize(("world", "backend"), [(3, "aten"), (2, "reference")])
 def test_training_at_the_edge(world, backend):
     for worst in run_distributed(_training, world, backend, timeout=300):
         assert len(worst) == len(DTYPES) * len(CASES) * len(list(configs(world)))

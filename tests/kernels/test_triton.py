@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, kernels, merge, shard_positions, tree_attn_func, tree_decode
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import triton as triton_kernels
 from megatron_tree.kernels.triton import attn_delta, boxes, configs, host
 from megatron_tree.layout import Segment
 from support.blocks import CELLS, check_block
@@ -101,13 +100,6 @@ def test_fp16_inputs():
     check_cell("cell of a grid", {}, (4, 2), 32, 32, dtype=torch.float16, limit=3e-3)
 
 
-@pytest.mark.parametrize(("d", "columns"), [(16, 16), (5, 16), (24, 32), (40, 48), (96, 96), (192, 192), (129, 144)])
-def test_head_dims_are_covered_by_few_columns(d, columns):
-    d0, d1 = configs.split_head_dim(d)
-    assert d0 + d1 == columns
-    assert all(x == 0 or x & (x - 1) == 0 for x in (d0, d1))
-
-
 def test_merging_states_and_adding_gradients():
     """KV in three pieces: states are merged, and gradients of one launch after another accumulate in place."""
     s, spec = 48, AttnSpec(softmax_scale=0.25)
@@ -147,18 +139,6 @@ def test_out_is_written_as_it_is_needed(padded):
     assert torch.equal(exact[0].half(), found[0]) and torch.equal(exact[1], found[1])
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_one_rank_gets_its_out_without_a_conversion(sinks, monkeypatch):
-    q, k, v, _ = inputs(24, 24, d=16, dtype=torch.float16)
-    asked, attend = [], triton_kernels.attn_fwd
-    monkeypatch.setattr(
-        triton_kernels, "attn_fwd", lambda *x, **call: asked.append(call["out_dtype"]) or attend(*x, **call)
-    )
-    options = dict(cp_group=None, causal=True, config=TreeConfig(backend="triton"))
-    tree_attn_func(q, k, v, sinks=torch.zeros(q.shape[2]) if sinks else None, **options)
-    assert asked == [torch.float32 if sinks else torch.float16]  # a sink is merged into it
-
-
 @pytest.mark.parametrize("capturing", [False, True])
 def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
     """They are cached, and dropped from the cache, as ALiBi's slopes: a stream that reads them keeps the memory, a
@@ -192,12 +172,6 @@ def test_slices_of_the_heads_of_a_kv_head(gpu, monkeypatch):
     host.accumulate_bwd(dout, q, k, v, lse.float(), attn_delta(dout, out.float()), grads, **whole)
     for ours, truth in zip(grads, energy.attention_grads(*exact, spec=spec, keep=keep)):
         assert_near(ours, 1 + truth, 4 * s)  # of the heads of a KV head, too
-
-
-def test_how_many_slices(monkeypatch):
-    monkeypatch.setattr(host, "multiprocessors", lambda device: 1)
-    assert [host._head_parts(n, 12, torch.device(DEVICE)) for n in (0, 1, 2, 3, 4, 100)] == [12, 4, 2, 2, 1, 1]
-    assert host._head_parts(1, 1, torch.device(DEVICE)) == 1
 
 
 def test_gradients_do_not_depend_on_the_batch(monkeypatch):
@@ -294,14 +268,3 @@ def test_dispatch_refuses_what_the_kernels_cannot_take():
     if host.interpreting():
         with pytest.raises(ValueError, match="bf16 in Triton's interpreter"):
             kernels.choose(*(x.bfloat16() for x in (q, k, v)), spec, "triton")
-
-
-def test_config_table_covers_every_width():
-    for arch in configs.ARCHES:
-        for width in (16, 32, 64, 128, 192, 256):
-            for itemsize in (2, 4):
-                found = [configs.tiles(kernel, width, arch, itemsize) for kernel in ("fwd", "dq", "dkdv")]
-                for rows in (1, 16, 17, 64, 100, 128):
-                    found.append(configs.decode_tiles(rows, width, arch, itemsize))
-                    assert found[-1].m >= rows
-                assert all(x & (x - 1) == 0 for tiles in found for x in tiles[:3]), found

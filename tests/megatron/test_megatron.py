@@ -40,11 +40,6 @@ def test_recomputation():
     check(4, [Case(cp=4, extra=extra, **schedule) for extra in (selective, full) for schedule in schedules(4)])
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
-def test_with_other_parallelism(layout):
-    check(4, [Case(cp=2, **layout, **schedule) for schedule in schedules(2)])
-
-
 @pytest.mark.supports("install(), Megatron's own layer specs", with_="cp = 2")
 @pytest.mark.supports("a cp_comm_type for each layer", with_="install(); cp = 2")
 def test_plugin_needs_only_the_configuration():

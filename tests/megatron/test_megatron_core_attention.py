@@ -65,16 +65,6 @@ def test_newer_and_older_arguments_are_taken():
     assert module(q, k, v[..., :4], None, num_splits=2).shape == (6, 2, 16)
 
 
-def test_causal_mask_of_the_data_loader_is_accepted_but_not_trusted():
-    module, tensors = core_attention(), qkv()
-    mask = causal_mask(6)
-    expected = module(*tensors)
-    assert torch.equal(module(*tensors, mask), expected)
-    mask[..., 3:, 1:3] = True
-    with pytest.raises(ValueError, match="neither the causal mask"):
-        module(*tensors, mask)
-
-
 def dense(q, k, v, *, scale, hidden, sinks=None):
     q, k, v = (x.double().permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -117,7 +107,7 @@ def key_padding(lengths=LENGTHS, s=SEQ):
     return torch.arange(s) >= torch.tensor(lengths)[:, None]  # [b, s], True = hidden
 
 
-def run_core(inputs, world, rows=None, k_rows=None, *, dtype=torch.float64, drop=0.0, name="tree", **call):
+def run_core(inputs, world, rows=None, k_rows=None, *, drop=0.0, name="tree", **call):
     """[out, dq, dk, dv] of `core_attention` on these rows, on this rank or (rows None) on one rank for the whole."""
     q, k, v, dout = inputs
     rows = torch.arange(len(q)) if rows is None else rows

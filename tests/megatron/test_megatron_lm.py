@@ -139,8 +139,6 @@ def test_layers_of_transformer_engine_are_named():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no Megatron-LM folder given"),
-        (["--nonsense"], "unknown option --nonsense: see"),
         (["empty", "pretrain_gpt.py"], "empty holds no megatron/core: name the folder of a Megatron-LM checkout"),
         (["core", "pretrain_gpt.py"], "core holds no megatron/training: name the folder of a Megatron-LM checkout"),
         (["whole"], "no script given: name one of whole"),

@@ -11,14 +11,9 @@ from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_tree.integrations import megatron as tree
-
-
-def config(**options):
-    defaults = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
-    return TransformerConfig(**{**defaults, **options})
+from support.core_attention import config
 
 
 def block_spec():
@@ -72,11 +67,6 @@ def test_every_norm_of_a_block_is_replaced():
 def test_a_layer_spec_is_refused():
     with pytest.raises(ValueError, match="pass a block spec"):
         tree.use_sequence_parallel_norm(get_gpt_layer_local_spec(normalization="RMSNorm"))
-
-
-def test_megatrons_own_norm_refuses_sequence_parallelism():
-    with pytest.raises(AssertionError, match="sequence parallel"):  # if it ever does not, norm.py can go
-        WrappedTorchNorm(config(sequence_parallel=True, tensor_model_parallel_size=2), 32)
 
 
 @pytest.mark.refuses("another normalization in SequenceParallelNorm", when="the model is built")

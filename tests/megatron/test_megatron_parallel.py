@@ -1,7 +1,5 @@
 """Tree attention inside Megatron's other parallelisms: some optimizer steps equal a plain loop over the whole model."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -60,28 +58,6 @@ def test_experts():
     check_training(4, [*layouts, Run(ep=2, cp=2, config=EXPERTS, distributed_optimizer=True)])
 
 
-@pytest.mark.supports("hierarchical_context_parallel_sizes, cp_comm_type a2a+tree and a2a+p2p", with_="[2, 2]")
-def test_hierarchical_context_parallelism():
-    layouts = [Run(cp=4, hierarchical=(2, 2), cp_comm_type=name) for name in ("a2a+tree", "a2a+p2p")]
-    check_training(4, [*layouts, Run(cp=2, cp_comm_type="a2a")])
-
-
-def _gradients_of(rank, world, runs):
-    return [in_layout(run, train)[0]["gradients"] for run in runs]
-
-
-@pytest.mark.slow
-@pytest.mark.supports("attention_dropout", with_="the same mask in recomputation")
-def test_recomputation_draws_the_same_dropout():
-    dropout = (("attention_dropout", 0.2),)
-    kinds = [(), dropout, dropout + SELECTIVE, dropout + FULL]
-    for gradients in run_distributed(_gradients_of, 2, [Run(cp=2, config=kind) for kind in kinds]):
-        without, stored, *recomputed = gradients
-        for name, expected in stored.items():
-            assert all(torch.equal(again[name], expected) for again in recomputed), name
-        assert not torch.allclose(stored["output_layer.weight"], without["output_layer.weight"], rtol=0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.supports(
     "tensor, sequence, pipeline and context parallelism together", with_="2 x 2 x 2 ranks, 2 stages a rank"
@@ -94,32 +70,6 @@ def test_eight_ranks():
 
 
 # --- low precision ---
-
-
-def _errors_of_halves(rank, world, runs):
-    """{what: (Frobenius) error against fp32} of every run and of Megatron's own attention in the same dtype."""
-    truth = in_layout(plain(runs[0]), train_plainly)
-    rows = []
-    for run in runs:
-        dense = dataclasses.replace(run, cp=1)
-        rows.append([_distances(*in_layout(r, train), truth) for r in (run, dense)])
-    return rows
-
-
-def _distances(result, cuts, truth):
-    found = {"losses": float((torch.tensor(result["losses"]) - torch.tensor(truth["losses"])).norm())}
-    for name, cut in cuts.items():
-        found[name] = float((result["gradients"][name] - cut(truth["gradients"][name])).norm())
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.supports("bf16, fp16", with_="as close to fp32 as dense attention; cp = 4")
-def test_halves_are_as_good_as_dense_halves():
-    runs = [Run(cp=4, dtype=torch.bfloat16), Run(cp=4, dtype=torch.float16, loss_scale=2.0**8)]
-    for run, (errors, dense) in zip(runs, run_distributed(_errors_of_halves, 4, runs)[0], strict=True):
-        for what, error in errors.items():
-            assert 0 < error <= 3 * dense[what], f"{what}: {error:.2e}, dense {dense[what]:.2e}, {run}"
 
 
 def _scaled(rank, world, runs):

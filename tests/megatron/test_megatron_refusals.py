@@ -16,7 +16,7 @@ from support_matrix import refused
 
 when_built = functools.partial(refused, when="the model is built")
 in_forward = functools.partial(refused, when="the forward")
-no_mask, padding = AttnMaskType.no_mask, AttnMaskType.padding
+padding = AttnMaskType.padding
 
 
 @pytest.mark.refuses("cp_comm_type of another name", when="the model is built")
@@ -86,13 +86,11 @@ def test_constructor_refuses(kwargs, message):
             "attn_mask_type AttnMaskType.arbitrary",
         ),
         ({"attn_mask_type": padding, "attention_mask": causal_mask(6)}, "padding is neither the causal mask"),
-        ({"attn_mask_type": no_mask, "attention_mask": causal_mask(6)}, "no_mask is neither the causal mask"),
         in_forward(
             "masks that are neither causal nor padding at the end",
             {"attention_mask": causal_mask(6).roll(1, -1)},
             "neither the causal mask",
         ),
-        ({"attention_mask": causal_mask(6).logical_not()}, "neither the causal mask"),
         ({"attention_mask": causal_mask(8)}, r"\(1, 1, 8, 8\): expected bool \[2 or 1, 1, 6 or 1, 6 or 6\]"),
         ({"attention_mask": causal_mask(6).float()}, "float32.*expected bool"),
         ({"attention_mask": torch.tensor([1, 0, 0, 0, 0, 0]).bool()[None, None, None]}, "padding at the end of rows"),

@@ -15,9 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
-from megatron.core.transformer.transformer_block import _get_block_submodules
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_tree import TreeConfig
 from megatron_tree.integrations import megatron as tree
@@ -40,16 +38,6 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
 
 
 # --- the spec of Megatron-LM's --spec ---
-
-
-def test_spec_option_resolves_to_a_spec():
-    """What Megatron-LM does with --spec: vars(module)[name], not called."""
-    spec = import_module(["megatron_tree.integrations.megatron", "get_gpt_layer_tree_spec"])
-    assert spec is tree.get_gpt_layer_tree_spec
-    assert isinstance(spec, ModuleSpec)
-    assert issubclass(spec.module, BaseTransformerLayer)
-    block = _get_block_submodules(config(num_layers=3), spec, pp_rank=0)
-    assert block.layer_specs == [spec] * 3
 
 
 def test_spec_option_follows_the_config():
@@ -203,24 +191,6 @@ def test_hierarchical_sizes(monkeypatch):
     monkeypatch.setattr("megatron.core.parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", groups)
     assert compat.hierarchical_sizes(types.SimpleNamespace(), Group(8)) == (4, 2)
     assert compat.hierarchical_sizes(types.SimpleNamespace(), None) == (1, 1)
-
-
-def test_batches_of_older_and_newer_releases(monkeypatch):
-    calls = []
-
-    def older(batch, cp_group=None):
-        calls.append((batch, None))
-        return batch
-
-    def newer(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False):
-        calls.append((is_hybrid_cp, cp_group))
-        return batch
-
-    for split in (older, newer):
-        monkeypatch.setattr("megatron.core.utils.get_batch_on_this_cp_rank", split)
-        monkeypatch.setattr("megatron.core.parallel_state.get_context_parallel_group", lambda: "group")
-        assert compat.batch_on_this_cp_rank({"tokens": 1}) == {"tokens": 1}
-    assert calls == [({"tokens": 1}, None), (False, "group")]
 
 
 def test_batches_that_are_not_cut_document_by_document(monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_tree import TreeConfig, TreeError
 from megatron_tree.integrations import megatron as tree
-from megatron_tree.integrations.megatron import compat
 from support.core_attention import core_attention
 
 causal, no_mask = AttnMaskType.causal, AttnMaskType.no_mask
@@ -81,16 +79,6 @@ def test_core_attention_of_another_kind_is_not_replaced():
         tree.use_tree_attention(spec)
 
 
-def test_gpt_layer_tree_spec_takes_megatrons_arguments():
-    spec = tree.get_gpt_layer_tree_spec(
-        qk_layernorm=True, normalization="RMSNorm", tree_config=TreeConfig(backend="reference")
-    )
-    local = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    ours, theirs = (x.submodules.self_attention.submodules for x in (spec, local))
-    assert ours.q_layernorm is theirs.q_layernorm
-    assert core_of(spec).params["tree_config"].backend == "reference"
-
-
 # --- plugin ---
 
 
@@ -129,13 +117,6 @@ def test_plugin_names_what_a_release_lacks(monkeypatch):
     with pytest.raises(tree.UnsupportedMegatronError, match=r"too old: 0\.13 or newer"):
         tree.install()
     assert not tree.is_installed()
-
-
-def test_list_of_cp_comm_types_is_found_by_a_one_based_index():
-    model = types.SimpleNamespace(cp_comm_type=["tree", "p2p"])
-    with compat.fixed_cp_comm_type_list(model):
-        assert [model.cp_comm_type[layer_number] for layer_number in (1, 2)] == ["tree", "p2p"]
-    assert model.cp_comm_type == ["tree", "p2p"]
 
 
 # --- the CPU shim ---

@@ -30,7 +30,7 @@ def spec(case, local):
     return tree.use_tree_attention(local, tree_config=case.tree_config) if case.is_tree else local
 
 
-def run(case, model, forward, valid):
+def run(model, forward, valid):
     """(losses of the tokens that count, gradients); forward(model, share) gives losses [b, s/cp]."""
     from megatron.core import parallel_state
 
@@ -62,7 +62,7 @@ def bert(case):
         )
     finally:
         tree.uninstall()
-    return run(case, model, lambda model, share: model(*map(share, (tokens, valid)), lm_labels=share(labels))[0], valid)
+    return run(model, lambda model, share: model(*map(share, (tokens, valid)), lm_labels=share(labels))[0], valid)
 
 
 def t5(case):
@@ -92,7 +92,7 @@ def t5(case):
             )
         return model(share(encoder_tokens), share(tokens), *masks, lm_labels=share(labels))
 
-    return run(case, model, forward, valid)
+    return run(model, forward, valid)
 
 
 @pytest.mark.supports("BertModel, T5Model", with_="rotary positions, padding; cp = 2")

@@ -10,6 +10,7 @@ from support.hf_models import VOCAB, tiny_model
 from support.ranks import largest
 
 STEPS = 3
+TOKENS = 30  # no multiple of twice the ranks
 EAGER = ("gpt_oss", "gemma2")  # Transformers' sdpa has neither sinks nor softcap
 
 
@@ -37,10 +38,6 @@ class Case:
         rest = {"checkpointing": False, "bf16": False, "ulysses": 1, "loss_tile": None, "mlp_tile": None}
         return replace(self, sp=1, zero=0, **rest)
 
-    @property
-    def tokens(self):
-        return 30  # no multiple of twice the ranks
-
     def model(self):
         model = tiny_model(self.family).train()
         if self.family in EAGER:
@@ -61,22 +58,22 @@ class Case:
         return [[self._batch(generator) for _ in range(self.accumulate)] for _ in range(STEPS)]
 
     def _batch(self, generator):
-        shape = (4, self.tokens)
+        shape = (4, TOKENS)
         ids = torch.randint(1, VOCAB, shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if self.batches == "ignored":  # ranks differ in how many tokens have a label
             batch["labels"][:, :9] = -100
             batch["labels"][0, :21] = -100
         elif self.batches == "padded":
-            mask = torch.arange(self.tokens) < torch.tensor([[30], [17], [23], [30]])
+            mask = torch.arange(TOKENS) < torch.tensor([[30], [17], [23], [30]])
             batch["attention_mask"] = mask.long()
             batch["labels"] = ids.masked_fill(~mask, -100)
         elif self.batches == "packed":
             starts = torch.tensor([[0, 11, 12], [0, 0, 29], [0, 5, 14], [0, 0, 0]])
-            positions = torch.arange(self.tokens).expand(shape).clone()
+            positions = torch.arange(TOKENS).expand(shape).clone()
             for row, begins in enumerate(starts):
                 for begin in begins:
-                    positions[row, begin:] = torch.arange(self.tokens - begin)
+                    positions[row, begin:] = torch.arange(TOKENS - begin)
             batch |= {"position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
         return batch
 

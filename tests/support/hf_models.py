@@ -81,9 +81,7 @@ CONFIGS = {
         eos_token_id=None,
         pad_token_id=0,
     ),
-}
-# of interest for how their weights are split
-WEIGHT_CONFIGS = {
+    # of interest for how their weights are split
     "smollm2": lambda: transformers.LlamaConfig(  # heads that no even number divides
         **SHAPE | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, tie_word_embeddings=True
     ),
@@ -104,7 +102,7 @@ WEIGHT_CONFIGS = {
 def tiny_model(family, seed=1, positions=None):
     """A random model, the same on every rank, with weights large enough that attention matters."""
     torch.manual_seed(seed)
-    config = (CONFIGS | WEIGHT_CONFIGS)[family]()
+    config = CONFIGS[family]()
     if positions is not None:
         config.max_position_embeddings = positions
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -114,6 +112,13 @@ def tiny_model(family, seed=1, positions=None):
                 weight.mul_(4.0)
             if name.endswith("sinks"):
                 weight.normal_()
+    return model
+
+
+def tree_model(family, seed=1, positions=None):
+    """The same with attention "tree"."""
+    model = tiny_model(family, seed, positions)
+    model.set_attn_implementation("tree")
     return model
 
 

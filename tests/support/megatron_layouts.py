@@ -21,11 +21,8 @@ from support.megatron_models import SEQ_LENGTH, VOCAB, Case, megatron, transform
 from support.ranks import run_distributed
 
 GLOBAL_BATCH, STEPS = 4, 3
-LEARNING_RATE, CLIP, EPS = (
-    1e-2,
-    1.0,
-    1e-2,
-)  # a large eps: AdamW then shows a wrong scale, and no noise of tiny gradients
+LEARNING_RATE, CLIP = 1e-2, 1.0
+EPS = 1e-2  # large: AdamW then shows a wrong scale, and no noise of tiny gradients
 TOLERANCE = 1e-5
 TOLERANCE_OF_CHANGES = 1e-4  # a weight near 1 is rounded to 6e-8, and changes by little more than 1e-3
 
@@ -41,8 +38,6 @@ class Run:
     ep: int = 1
     num_layers: int = 2
     micro_batch: int = 1
-    cp_comm_type: str = "tree"
-    hierarchical: tuple | None = None
     distributed_optimizer: bool = False
     dtype: torch.dtype = torch.float32
     loss_scale: float | None = None  # the first one; fp16 only
@@ -59,12 +54,11 @@ def plain(run):
 
 
 def config_of(run):
-    case = Case(tp=run.tp, pp=run.pp, cp=run.cp, num_heads=4, cp_comm_type=run.cp_comm_type, dtype=run.dtype)
+    case = Case(tp=run.tp, pp=run.pp, cp=run.cp, num_heads=4, dtype=run.dtype)
     layout = {
         "virtual_pipeline_model_parallel_size": run.vp,
         "expert_model_parallel_size": run.ep,
         "expert_tensor_parallel_size": 1,
-        "hierarchical_context_parallel_sizes": list(run.hierarchical) if run.hierarchical else None,
     }
     sizes = {"num_layers": run.num_layers, "hidden_size": 32, "ffn_hidden_size": 48, "fp16": run.dtype == torch.float16}
     return transformer_config(case, **sizes, **layout, **dict(run.config))
@@ -289,8 +283,6 @@ def in_layout(run, function):
     others = {"virtual_pipeline_model_parallel_size": run.vp} if run.vp else {}
     if run.ep > 1:
         others |= {"expert_model_parallel_size": run.ep, "expert_tensor_parallel_size": 1}
-    if run.hierarchical:
-        others["hierarchical_context_parallel_sizes"] = list(run.hierarchical)
     with megatron(tp=run.tp, pp=run.pp, cp=run.cp, **others):
         return function(run)
 

@@ -12,19 +12,15 @@ import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import SERVED, WHOLE, assert_logits, random_model, tiny_config
-from support.hf_models import hf_generate, plain, prompt
+from support.hf_models import hf_generate, plain, prompt, tree_model
 from support.hf_served import check_sharded, check_trained
 from transformers import AutoModelForCausalLM
 
 NEW = 6
 REPAIRED = ("afmoe", "hrm_text", "phimoe", "llama")  # and one that was never wrong; the others are slow
 OF_OTHER_FORM = ("olmo2", "gpt2", "gpt_neox")  # of weights; each stands for some models
-NOT_TRAINED = {
-    **dict.fromkeys(
-        ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), "counts positions from its padding token"
-    ),
-    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), "counts positions from its padding token"),
-}
+OWN_POSITIONS = "counts positions from its padding token"
+NOT_TRAINED = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 OWN_CODE = (
     "big_bird",
     "cpmant",
@@ -126,20 +122,20 @@ def test_weights_that_stay_whole_are_refused_by_name(name, what):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    "name",
     [
-        pytest.param(name, what, marks=pytest.mark.refuses(f"`{name}` in training", when=f"it {what}"), id=name)
-        for name, what in NOT_TRAINED.items()
+        pytest.param(name, marks=pytest.mark.refuses(f"`{name}` in training", when=f"it {OWN_POSITIONS}"))
+        for name in NOT_TRAINED
     ],
 )
-def test_refused_in_training(name, what):
+def test_refused_in_training(name):
     model, ids = random_model(name), prompt(1, 8)
 
     def first_step():
         tree_hf.train_on_shards(model)
         model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=None))
 
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match=OWN_POSITIONS):
         first_step()
 
 
@@ -181,17 +177,9 @@ def test_own_code_is_refused_wherever_it_is_set_up():
             set_up()
 
 
-def _tiny():
-    from support.hf_models import tiny_model
-
-    model = tiny_model("llama")
-    model.set_attn_implementation("tree")
-    return model
-
-
 def test_an_update_that_no_attention_call_takes():
     """As in a model that computes attention itself: Transformers' own attention function in one layer."""
-    model, ids = _tiny(), prompt(1, 9)
+    model, ids = tree_model("llama"), prompt(1, 9)
     model.model.layers[1].self_attn.config = transformers.LlamaConfig(**model.config.to_dict())
     model.model.layers[1].self_attn.config._attn_implementation = "eager"
     cache = tree_hf.TreeCache(model.config)
@@ -204,7 +192,7 @@ def test_an_update_that_no_attention_call_takes():
 
 
 def test_a_second_attention_call():
-    model, ids = _tiny(), prompt(1, 9)
+    model, ids = tree_model("llama"), prompt(1, 9)
     attention, first = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
 
     def twice(*args, **kwargs):
@@ -219,7 +207,7 @@ def test_a_second_attention_call():
 
 
 def test_other_keys_or_values_than_those_in_the_cache():
-    model, ids = _tiny(), prompt(1, 9)
+    model, ids = tree_model("llama"), prompt(1, 9)
     for which in (0, 1):
         cache = tree_hf.TreeCache(model.config)
         update = cache.update

@@ -11,14 +11,12 @@ pytest.importorskip("transformers")
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree.integrations.transformers.generation import generate
-from support.hf_models import SHAPE, prompt, tiny_model
+from support.hf_models import SHAPE, prompt, tiny_model, tree_model
 
 
 @pytest.fixture
 def model():
-    model = tiny_model("llama")
-    model.set_attn_implementation("tree")
-    return model
+    return tree_model("llama")
 
 
 def test_masks_that_are_not_padding(model):
@@ -140,8 +138,7 @@ def test_crop_beyond_the_cache(model):
 
 
 def _message(rank, world, what):
-    model = tiny_model("llama")
-    model.set_attn_implementation("tree")
+    model = tree_model("llama")
     cache = tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD)
     options = {"max_new_tokens": 2}
     ids = prompt(1, 12)

@@ -29,10 +29,6 @@ def _cache(model, group, **options):
     return tree_hf.TreeCache(model.config, cp_group=group, page_size=2, **options)
 
 
-def _group(world):
-    return dist.group.WORLD if world > 1 else None
-
-
 def _generation(rank, world, name):
     """All ways to run a batch: in chunks that go on from a state, whole, rows of different lengths, and padded ones."""
     model, ids = random_model(name), prompt(2, 21)
@@ -40,7 +36,7 @@ def _generation(rank, world, name):
     want, want_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
     of_rows = [plain(model, row[seen.bool()][None], NEW) for row, seen in zip(padded, mask)]
     model.set_attn_implementation("tree")
-    group = _group(world)
+    group = dist.group.WORLD
     options = {"max_new_tokens": NEW, "keep_logits": True}
     for chunk in (8, 64):
         result = tree_hf.generate(model, ids, cache=_cache(model, group), chunk_size=chunk, **options)
@@ -60,24 +56,14 @@ def _generation(rank, world, name):
         assert_logits(found[1], logits, what)
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [
-        pytest.param(
-            name,
-            world,
-            marks=[
-                pytest.mark.supports(f"`{name}`", with_="generate and model.generate; 1, 2 and 4 ranks"),
-                *([] if name in FAST and world == 2 else [pytest.mark.slow]),
-            ],
-            id=f"{name}-{world}",
-        )
-        for name in HYBRIDS
-        for world in (1, 2, 4)
-    ],
-)
-def test_generation(name, world):
-    run_distributed(_generation, world, name)
+def _marks(name):
+    supports = pytest.mark.supports(f"`{name}`", with_="generate and model.generate; 2 ranks")
+    return [supports] if name in FAST else [supports, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HYBRIDS])
+def test_generation(name):
+    run_distributed(_generation, 2, name)
 
 
 def _rows(rank, world, name, folder):
@@ -88,7 +74,7 @@ def _rows(rank, world, name, folder):
         want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
     fingerprint = model_fingerprint(model)
     model.set_attn_implementation("tree")
-    cache = _cache(model, _group(world))
+    cache = _cache(model, dist.group.WORLD)
     runner = tree_hf.Runner(model, cache, chunk_size=4)
 
     def check(logits, row, position, what):
@@ -125,7 +111,7 @@ def _rows(rank, world, name, folder):
     cache.rows = [rows[1], rows[2]]
     held = [texts[1], torch.cat((texts[2], texts[2][:2]))]
     cache.save(folder, held, fingerprint=fingerprint)
-    loaded = _cache(model, _group(world))
+    loaded = _cache(model, dist.group.WORLD)
     assert all(map(torch.equal, loaded.load(folder, fingerprint=fingerprint), held))
     again = tree_hf.Runner(model, loaded)
     logits = again.step(loaded.rows, torch.stack((texts[1][:1], texts[2][2:3])))
@@ -148,7 +134,7 @@ def _batch(rank, world, name):
     model, ids = random_model(name), prompt(2, 9)
     want, beams = plain(model, ids, 2 * NEW), plain(model, ids, NEW, num_beams=3)
     model.set_attn_implementation("tree")
-    cache = _cache(model, _group(world))
+    cache = _cache(model, dist.group.WORLD)
     assert torch.equal(hf_generate(model, ids, NEW, past_key_values=cache, num_beams=3)[0], beams[0])
     cache.reset()
     model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
@@ -166,7 +152,7 @@ def _batch(rank, world, name):
     with pytest.raises(ValueError, match="can't go back"):
         cache.crop(-1)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens remove tokens|not supported with stateful models"):
-        hf_generate(model, ids[:1], NEW, past_key_values=_cache(model, _group(world)), prompt_lookup_num_tokens=2)
+        hf_generate(model, ids[:1], NEW, past_key_values=_cache(model, dist.group.WORLD), prompt_lookup_num_tokens=2)
     with pytest.raises(
         (ValueError, RuntimeError), match="a batch of 2 rows, not 1|Sizes of tensors"
     ):  # zaya joins first

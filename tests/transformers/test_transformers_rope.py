@@ -9,8 +9,7 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.integrations.transformers.rope import num_positions
-from support.hf_models import SWITCH, hf_generate, plain, prompt, tiny_model
+from support.hf_models import SWITCH, hf_generate, plain, prompt, tiny_model, tree_model
 
 NEW = 8
 FAMILIES = ("phi3_longrope", "llama_dynamic")
@@ -41,8 +40,7 @@ def _cache(model, world):
 def _rows(rank, world, family):
     rows, ids, mask = _ragged("left")
     want = [_alone(family, row) for row in rows]
-    model = tiny_model(family)
-    model.set_attn_implementation("tree")
+    model = tree_model(family)
     for chunk, prefill in ((7, "sharded"), (2048, "sharded"), (7, "replicated")):
         options = {"chunk_size": chunk, "prefill": prefill, "max_new_tokens": NEW, "keep_logits": True}
         result = tree_hf.generate(model, ids, attention_mask=mask, cache=_cache(model, world), **options)
@@ -64,15 +62,6 @@ def _rows(rank, world, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_as_if_alone(family):
     run_distributed(_rows, 3, family)
-
-
-def test_plain_transformers_changes_a_short_row_beside_a_long_one():
-    """Why rows are compared one by one, and that the test would see it."""
-    rows, ids, mask = _ragged("left")
-    with torch.no_grad():
-        together = tiny_model("phi3_longrope")(ids, attention_mask=mask).logits[0, -1]
-        alone = tiny_model("phi3_longrope")(rows[0][None]).logits[0, -1]
-    assert (together - alone).abs().max() > 1e-2 * alone.abs().max()
 
 
 def _turns(rank, world):
@@ -129,8 +118,7 @@ def test_a_second_turn_passes_the_switch(tmp_path):
 
 
 def test_a_loop_of_ones_own_past_the_switch():
-    model = tiny_model("phi3_longrope")
-    model.set_attn_implementation("tree")
+    model = tree_model("phi3_longrope")
     cache, ids = _cache(model, 1), prompt(1, SWITCH + 1)
     with torch.no_grad():
         model(ids[:, :SWITCH], past_key_values=cache)
@@ -140,12 +128,6 @@ def test_a_loop_of_ones_own_past_the_switch():
         got = model(ids, past_key_values=cache).logits[:, -1]
         model.set_attn_implementation("sdpa")
         _close(got, model(ids).logits[:, -1])
-
-
-def test_dynamic_ntk_has_more_positions():
-    config = tiny_model("llama_dynamic").config
-    assert num_positions(config) == 8 * SWITCH
-    assert num_positions(tiny_model("phi3_longrope").config) == 256
 
 
 def _shards(rank, world, family):

@@ -9,7 +9,7 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 from megatron_tree.integrations.transformers.attention import TreeCache
-from support.hf_models import plain, prompt, tiny_model
+from support.hf_models import plain, prompt, tiny_model, tree_model
 
 NEW = 24
 SPECULATION = {
@@ -55,8 +55,7 @@ def test_speculation_gives_the_plain_tokens(family):
 
 
 def test_crop_takes_back_what_came_last_also_beyond_windows():
-    model = tiny_model("mistral")  # a window of 5
-    model.set_attn_implementation("tree")
+    model = tree_model("mistral")  # a window of 5
     ids = prompt(1, 40)
     with torch.no_grad():
         want = model(ids, use_cache=False).logits[:, -4:]
@@ -72,8 +71,7 @@ def test_crop_takes_back_what_came_last_also_beyond_windows():
 
 
 def test_a_run_that_ended_in_the_middle_must_be_taken_back():
-    model = tiny_model("llama")
-    model.set_attn_implementation("tree")
+    model = tree_model("llama")
     ids = prompt(2, 12)
     cache = TreeCache(model.config)
 
@@ -95,8 +93,7 @@ def test_a_run_that_ended_in_the_middle_must_be_taken_back():
 
 
 def test_a_model_whose_window_is_not_the_cache_s():
-    model = tiny_model("mistral")
-    model.set_attn_implementation("tree")
+    model = tree_model("mistral")
     cache = TreeCache(model.config)
     model.config.sliding_window = 9
     with pytest.raises(ValueError, match="sliding_window=9, but its configuration gives the cache 5"):
