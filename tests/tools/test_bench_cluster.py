@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from megatron_tree.bench import command as bench
 from megatron_tree.bench import decode, documents, rivals, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
 from megatron_tree.bench.measurements import Measurement, plots
-from megatron_tree.bench.ranks import LocalRanks, Meeting, PeakMemory
 from megatron_tree.comm.shared import SharedMemory
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Segment, spread_documents
@@ -216,22 +214,6 @@ def test_the_accelerator_sleeps_and_replays():
             kernels.attn_decode(q, cache._replace(k=k + 1), spec)
     assert kernels.Backend.attn_decode is before and len(accelerator.late) == 2
     assert visible_pairs((Segment(0, 6, 2),), (Segment(0, 0, 6),), spec) == 12
-
-
-def _meet_and_measure(meeting):
-    rank = int(os.environ["RANK"])
-    met = [meeting.most(rank, float(rank), float(-rank))[0] for _ in range(20)]
-    with PeakMemory() as peak:
-        for _ in range(10):
-            torch.ones(8 << 20)
-    return met, peak.bytes
-
-
-def test_ranks_meet_and_tell_their_memory():
-    with LocalRanks(2) as ranks:
-        for met, peak in ranks.run(_meet_and_measure, Meeting(2), timeout_s=60):
-            # 32 MiB at a time, 320 in all. Kernels count roughly, and may count late what was freed.
-            assert met == [1.0] * 20 and (peak is None or 10e6 < peak < 200e6)
 
 
 def test_plots_over_lengths_and_over_ranks(tmp_path):
