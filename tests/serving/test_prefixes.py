@@ -99,33 +99,6 @@ def test_questions_that_come_together_wait_for_the_first():
     assert runner.num_run <= 93 + 15 * (3 + BLOCK)
 
 
-@pytest.mark.slow
-def test_sixteen_questions_about_a_long_text():
-    """The later ones run a tenth of the first one's tokens at most; a budget too small for that changes no token."""
-    model = tiny_model("llama", positions=8192)
-    model.set_attn_implementation("tree")
-    questions, told = _questions(16, prompt(1, 6000)[0].tolist()), []
-    for options in ({}, {"keep_bytes": 1 << 20}):
-        scheduler, runner = _scheduler(model, **options)
-        runner.chunk_size = 512
-        answers, run = [], []
-        for question in questions:
-            before, events = runner.num_run, []
-            scheduler.submit(question, events.append)
-            scheduler.run_until_idle()
-            answers.append(tokens_of(events))
-            run.append(runner.num_run - before)
-            assert events[-1].usage.cached_tokens == 6003 - run[-1]
-        told.append(answers)
-        assert run[0] == 6003 and (max(run[1:]) <= 600 or runner.used_bytes <= 1 << 20)
-        assert (max(run[1:]) <= 600) == (not options)
-    assert told[0] == told[1]
-    scheduler, runner = _scheduler(model)
-    runner.chunk_size = 512
-    assert [tokens_of(events) for events in serve(scheduler, questions)] == told[0]
-    assert runner.num_run <= 6003 + 15 * 600
-
-
 def test_answers_are_found_again_in_a_conversation():
     scheduler, runner = _scheduler(_model())
     (first,) = _questions(1, new=9)

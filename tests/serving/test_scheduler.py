@@ -108,18 +108,6 @@ def test_several_answers_to_one_prompt_share_its_prefill(model):
     assert len(events) == 4 and [call[0] for call in runner.calls] == ["add", "prefill", "remove"]
 
 
-def test_a_long_prompt_does_not_stall_those_who_decode(model):
-    scheduler, runner = make_scheduler(model)
-    serve(scheduler, [request(3, 20), request(60, 2)], late={1: 3})
-    names = [call[0] for call in runner.calls]
-    first = names.index("prefill", names.index("step"))
-    assert names[first - 1 : first + 15] == ["step", "prefill"] * 8
-    # short prompts share a turn, as long as they have no more tokens than a chunk
-    scheduler, runner = make_scheduler(model)
-    serve(scheduler, [request(3, 2), request(5, 2), request(1, 2)])
-    assert [call[0] for call in runner.calls][:5] == ["add"] * 3 + ["prefill"] * 2
-
-
 def test_running_streams_wait_for_one_chunk_at_most(model):
     """Whatever comes meanwhile: long prompts, many short ones, prompts whose log-probabilities are asked for."""
     scheduler, runner = make_scheduler(model, max_rows=16)
@@ -177,14 +165,6 @@ def test_a_request_waits_until_rows_and_cache_suffice(model, page_size):
     with pytest.raises(TreeError, match="rows that the scheduler did not make are in it"):
         scheduler.run_once()
     assert told[-1].finish_reason == "error" and "rows" in told[-1].error and told[-1].last
-
-
-@pytest.mark.parametrize(("max_rows", "capacity"), [(3, None), (8, 64)])
-def test_all_answers_of_a_request_need_rows_and_room(model, max_rows, capacity):
-    scheduler, runner = make_scheduler(model, max_rows=max_rows, capacity=capacity)
-    events = serve(scheduler, [request(10, 20, n=2), request(10, 20, n=2)])  # 50 tokens in two rows
-    assert max(len(call[1]) for call in runner.calls if call[0] == "step") == 2
-    assert [len(tokens_of(e, answer)) for e in events for answer in (0, 1)] == [20] * 4
 
 
 def test_the_prompt_of_several_answers_takes_room_once(model):

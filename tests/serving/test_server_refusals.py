@@ -1,6 +1,5 @@
 """What the HTTP server refuses, and in which words; keys, names and sizes; its options; how it stops and fails."""
 
-import asyncio
 import concurrent.futures
 import json
 import time
@@ -17,9 +16,7 @@ import openai
 from megatron_tree.launching import parse_with_config
 from megatron_tree.serving.http import errors
 from megatron_tree.serving.http.arguments import KEY_VARIABLE, build_parser, check_arguments
-from megatron_tree.serving.http.errors import ApiError
-from megatron_tree.serving.http.guard import Guard, is_loopback
-from megatron_tree.serving.http.prompts import Prompts
+from megatron_tree.serving.http.guard import Guard
 from megatron_tree.serving.http.protocol import REFUSED, ChatRequest
 from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
 
@@ -52,20 +49,14 @@ def _post(server, path, body, **options):
 
 BAD = [
     ("completion", {"nonsense": 1}, "nonsense", "unknown field"),
-    ("completion", {"temperature": 2.5}, "temperature", "less than or equal to 2"),
     ("completion", {"max_tokens": 0}, "max_tokens", "0 is for echo only"),
     ("completion", {"max_tokens": 400}, "max_tokens", "limit of 256 tokens together"),
     ("completion", {"prompt": "x" * 256, "max_tokens": 1}, None, "a prompt of 256 tokens"),
     ("completion", {"prompt": ["a", "\udfff"]}, "prompt", "character 0 is an unpaired UTF-16 surrogate"),
-    ("completion", {"prompt": ["a", ""]}, "prompt", "is empty"),
     ("completion", {"prompt": [1, 257]}, "prompt", "token 257 does not exist"),
-    ("completion", {"prompt": None}, "prompt", "valid"),
     ("completion", {"n": 9}, "n", "max_rows=8"),
-    ("completion", {"priority": -1}, "priority", "greater than or equal to 0"),
     ("completion", {"stop_token_ids": [300]}, "stop_token_ids", "0 to 256"),
     ("completion", {"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
-    ("completion", {"stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field"),
-    ("chat", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "unpaired UTF-16 surrogate"),
     ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages", "[0].role"),
     ("chat", {"messages": [{"role": "user"}]}, "messages", "[0] has no content"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text', 'refusal'"),
@@ -93,23 +84,6 @@ def test_unsupported_fields(server):
             assert ChatRequest.model_validate(CHAT | {name: value}), name
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"{", "the body is not valid JSON"),
-        (b"[]", "must be a JSON object"),
-        (b'{"model": "tiny"}', "prompt: is missing"),
-        (b'{"seed": ' + b"[" * 9000 + b"]" * 9000 + b"}", "the body is not valid JSON: maximum recursion depth"),
-        (b'{"prompt": "\xff"}', "position 12: invalid start byte"),
-        (b'{"seed": ' + b"7" * 5000 + b"}", "limit (4300 digits)"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_bodies_that_are_no_request(server, body, words):
-    status, _, error = _post(server, "/v1/completions", body)
-    assert status == 400 and words in error["message"]
-
-
 def test_other_models_paths_and_methods(server):
     status, _, error = _post(server, "/v1/completions", COMPLETION | {"model": "gpt-4o"})
     assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
@@ -128,21 +102,6 @@ def test_bodies_that_are_too_large(server, monkeypatch):
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
     status, _, error = _post(server, "/v1/completions", chunked, headers=["Transfer-Encoding: chunked"])
     assert status == 413 and error["code"] == "body_too_large"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "the model's tokenizer has no chat template: use /v1/completions"),
-        ("{{ messages[0].content + 1 }}", "the model's chat template refuses them"),
-    ],
-)
-def test_templates_that_are_missing_or_have_a_fault(template, words):
-    prompts = Prompts(byte_tokenizer(template), vocab_size=257, max_model_len=256)
-    with pytest.raises(ApiError, match=words) as error:
-        asyncio.run(prompts.of_chat(ChatRequest.model_validate(CHAT)))
-    prompts.close()
-    assert error.value.status == 400
 
 
 def test_the_key(model):
@@ -176,13 +135,8 @@ def test_clients_are_known_by_their_keys_or_addresses(model):
 
 def test_other_names_are_refused_where_no_key_is_asked_for(model):
     with serving(model, TOKENIZER, loopback_names_only=True) as server:
-        for name, status in (("evil.example", 403), ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:80", 200)):
+        for name, status in (("localhost.evil.example", 403), ("localhost:8000", 200), ("[::1]:80", 200)):
             assert _post(server, "/v1/completions", COMPLETION, headers=[f"Host: {name}"])[0] == status
-
-
-def test_loopback():
-    assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]")))
-    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example", "", "127.0.0.1.x")))
 
 
 def test_stops_in_order(model):

@@ -12,7 +12,7 @@ from megatron_tree.generation.drafters import DraftModel, PromptLookup, last_mat
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import Grammar, SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import LONGEST_PAUSE, DraftCost, DraftState, Speculation
+from megatron_tree.generation.speculation import DraftCost, DraftState, Speculation
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from support.byte_tokens import byte_tokenizer
@@ -147,19 +147,6 @@ class TestDrafts:
             made.cost.add(tokens, seconds)
         assert made._best(states, 2, 4) == 4
         assert made._best(states, 20, 4) == 0, "18 of 20 rows would be padded"
-
-    def test_pauses_grow_until_a_token_is_right(self):
-        state = DraftState(torch.arange(9), [], 50)
-        lengths = []
-        for _ in range(8):
-            state.pause()
-            lengths.append(1)
-            while state.rests():
-                lengths[-1] += 1
-        assert [n - 1 for n in lengths] == [8, 16, 32, 64, 128, 256, LONGEST_PAUSE, LONGEST_PAUSE]
-        state.learn(3, 1)
-        state.pause()
-        assert sum(iter(state.rests, False)) == 8
 
     def test_answers_learn_from_those_before_and_a_cost_is_measured_again(self):
         made, widths = speculation(Told([list(range(500))])), []
