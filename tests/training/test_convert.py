@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 import transformers
 from megatron_tree.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
 from megatron_tree.convert.command import main
-from megatron_tree.convert.families import config_of, options_of
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
 
@@ -146,13 +145,6 @@ def test_less_precision(tmp_path, dtype, after):
     for key, tensor in load_file(tmp_path / "back" / "model.safetensors").items():
         assert tensor.dtype == after
         assert torch.equal(tensor, model.state_dict()[key].to(after))
-
-
-def test_the_configuration_there_and_back():
-    for family, make in CONFIGS.items():
-        options = options_of(make())
-        more = {"softmax_type": "vanilla", "window_size": None, "use_rope_scaling": False, "seq_length": 64}
-        assert options_of(config_of({**more, **options}, dtype="float32")) == options, family
 
 
 @pytest.mark.refuses("models of other families (megatron_tree.convert)", when="the conversion")

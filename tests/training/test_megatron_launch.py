@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -105,29 +104,6 @@ def test_sigterm_to_the_launch_script_leaves_a_checkpoint(run, tmp_path):
     done = max(losses(tmp_path))
     assert f"stopped by a signal after step {done} of 100000" in (tmp_path / "output.txt").read_text()
     assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == f"{done}\n"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_signal_to_one_rank_ends_all_well(run, tmp_path):
-    """As a scheduler starts ranks, without a launcher: all end with status 0 and a checkpoint, and the run goes on."""
-
-    def ranks(more):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "MASTER_PORT": str(s.getsockname()[1])}
-        command = (sys.executable, "-m", "megatron_tree")
-        options = f"--context-parallel-size 2 --lr-decay-iters 9 --save {tmp_path / 'c'} --resume {more}"
-        return [run(*command, options=options, RANK=str(r), LOCAL_RANK=str(r), **place) for r in range(2)]
-
-    both = ranks("--train-iters 100000")
-    wait_for_steps(tmp_path, *both)
-    both[1].send_signal(signal.SIGUSR1)
-    assert [rank.wait(500) for rank in both] == [0, 0]
-    done = max(losses(tmp_path))
-    assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == f"{done}\n"
-    assert [rank.wait(500) for rank in ranks(f"--train-iters {done + 2}")] == [0, 0]
-    assert sorted(losses(tmp_path)) == list(range(1, done + 3))
 
 
 def test_without_a_launcher_it_says_how_to_start(monkeypatch, capsys):
