@@ -55,36 +55,23 @@ def test_greedy_requests_that_come_and_go_get_what_generate_gives_and_ranks_make
     assert calls == others and max(len(call[1]) for call in calls if call[0] == "step") == 3
 
 
-def _sampled_requests():
+def _sampled(**seeds):
     hot = {"temperature": 1.5, "top_p": 0.95}
-    return [
-        request(19, 10, **hot, top_k=40),
-        request(3, 12, **hot),
-        request(12, 9, repetition_penalty=1.3, frequency_penalty=0.5),
-        request(25, 8, temperature=0.7, min_p=0.05),
-    ]
+    options = (
+        (19, 10, {**hot, "top_k": 40}),
+        (3, 12, hot),
+        (12, 9, {"repetition_penalty": 1.3, "frequency_penalty": 0.5}),
+        (25, 8, {"temperature": 0.7, "min_p": 0.05}),
+    )
+    return [request(length, new, **more, **seeds) for length, new, more in options]
 
 
-def _with_seeds(requests):
-    return [
-        Request(prompt=r.prompt, sampling=r.sampling.with_options({"seed": 11 + i})) for i, r in enumerate(requests)
-    ]
-
-
-def _sampled_with_seeds(rank, world):
-    scheduler, _ = make_scheduler(tiny_model("llama"), token_group=dist.group.WORLD)
-    if rank > 0:
-        return scheduler.run()
-    return [tokens_of(e) for e in serve(scheduler, _with_seeds(_sampled_requests()), late={0: 3})]
-
-
-def test_a_seed_gives_the_same_tokens_alone_among_others_and_on_two_ranks(model):
-    requests = _with_seeds(_sampled_requests())
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(model):
+    requests = _sampled(seed=11)
     alone = [tokens_of(serve(make_scheduler(model)[0], [one])[0]) for one in requests]
     together = serve(make_scheduler(model)[0], requests, late={1: 2, 3: 5})
     assert [tokens_of(e) for e in together] == alone
-    assert run_distributed(_sampled_with_seeds, 2)[0] == alone
-    unseeded = [tokens_of(serve(make_scheduler(model)[0], _sampled_requests()[:1])[0]) for _ in range(2)]
+    unseeded = [tokens_of(serve(make_scheduler(model)[0], _sampled()[:1])[0]) for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 

@@ -4,7 +4,6 @@ import argparse
 import functools
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -144,31 +143,6 @@ def test_launch_fails(tmp_path, arguments, status, said):
     assert done.returncode == status, done.stderr
     assert re.search(said, done.stdout + done.stderr)
     assert "Traceback" not in done.stderr
-
-
-@emulated
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (["--", "nothing.py"], 2, "no such script: nothing.py"),
-        (["--nodes", "2"], 2, "no script given"),
-        (["--nodes", "0", "--", "script.py"], 2, "nodes=0: an emulated cluster has 1 to"),
-        (["--latency", "fast", "script.py"], 2, "--latency: 'fast' is not a time, for instance 200us or 1ms"),
-    ],
-    ids=["no such script", "no script", "nodes", "latency"],
-)
-def test_launch_refuses(tmp_path, monkeypatch, capfd, arguments, status, said):
-    """In this process: what starts no ranks needs no new one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    main = runpy.run_path(str(REPO / "launch" / "emulate.py"))["main"]
-    try:
-        found = main(arguments)
-    except SystemExit as error:
-        found = error.code
-    output = "".join(capfd.readouterr())
-    assert found == status, output
-    assert re.search(said, output)
 
 
 def test_units():

@@ -26,18 +26,6 @@ def test_files_of_the_paper(tmp_path, capsys, monkeypatch):
     assert {row["topology"] for row in rows if row["part"] == "training"} == {"gb200_nvl72"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--topology", "nowhere"], "topology 'nowhere' is unknown"),
-        (["bytes", "times"], "'times' is unknown: choose paper, pays, bytes, prompts, weights"),
-    ],
-)
-def test_what_is_refused(options, message, capsys, tmp_path):
-    assert main(["simulate", "--out", str(tmp_path / "out"), *options]) == 1
-    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 def test_volume_and_memory_are_the_papers():
     """Our states travel in fp32; a ring makes p - 1 shifts, and holds one shard more because it keeps the cache."""
     for row in simulate.volume():
