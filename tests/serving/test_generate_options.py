@@ -34,13 +34,6 @@ def test_options_are_checked_before_anything_is_sent(arguments, message):
         check_arguments(build_parser().parse_args(arguments), 4)
 
 
-def test_a_bad_file_of_options_is_named(monkeypatch, tmp_path):
-    (tmp_path / "tree.yaml").write_text("grit: 2x2")
-    monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "tree.yaml"))
-    with pytest.raises(ValueError, match="tree.yaml': unknown key 'grit'"):
-        check_arguments(build_parser().parse_args([]), 4)
-
-
 def test_the_configs_name_existing_options():
     paths = list((REPO / "configs" / "generate").glob("*.yaml"))
     assert paths

@@ -27,14 +27,6 @@ def model():
     return tiny_model("llama")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def _staggered(rank, world):
     model = tiny_model("llama")
     scheduler, runner = make_scheduler(model, max_rows=3, token_group=dist.group.WORLD)
