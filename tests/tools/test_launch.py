@@ -241,54 +241,36 @@ def test_no_environment_is_explained(tmp_path):
     assert "run 'bash launch/setup.sh' first" in output
 
 
-# quickstart.sh itself, with stand-ins for the two jobs: what they really do is tested where they are.
-TRAIN = """\
-import os, pathlib, sys, time
-out = pathlib.Path("runs/quickstart")
-if os.environ["RANK"] == "0":
-    for name in ("train.jsonl", "loss.png"):
-        (out / name).write_text(" ".join(sys.argv[1:]))
+# quickstart.sh itself, with a stand-in for the launcher and the two jobs: they are tested where they are.
+DEEPSPEED = """\
+while [ "$1" != megatron_tree ]; do shift; done
+if [ "$2" = train ]; then
+    [ -z "${FAILURE:-}" ] || { echo "$FAILURE" && exit 7; }
+    echo "${@:3}" | tee runs/quickstart/train.jsonl >runs/quickstart/loss.png
+else
+    echo {} >"${@: -1}"
+fi
 """
-GENERATE = """\
-import os, pathlib, sys
-if os.environ["RANK"] == "0":
-    pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text("{}")
-"""
-COMMANDS = "import runpy, sys; runpy.run_path(f'launch/{sys.argv.pop(1)}.py', run_name='__main__')"
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of the launch scripts in a folder of their own, with an empty set-up."""
-    for name in ("launch", "megatron_tree"):
-        (tmp_path / name).mkdir()
-    for path in (REPO / "launch").glob("*.sh"):
-        shutil.copy(path, tmp_path / "launch")
+def test_quickstart_does_both_jobs_and_names_a_failing_one(tmp_path):
+    venv, out = tmp_path / "venv", tmp_path / "runs" / "quickstart"
+    shutil.copytree(REPO / "launch", tmp_path / "launch")
     (tmp_path / "launch" / "setup.sh").write_text("echo nothing to install\n")
-    (tmp_path / "megatron_tree" / "__init__.py").touch()
-    (tmp_path / "megatron_tree" / "__main__.py").write_text(COMMANDS)
-    (tmp_path / "launch" / "train.py").write_text(TRAIN)
-    (tmp_path / "launch" / "generate.py").write_text(GENERATE)
-    return tmp_path
-
-
-def test_quickstart_does_both_jobs(copy):
-    status, output = _run("launch/quickstart.sh", "--ranks", 2, cwd=copy)
+    venv.mkdir()
+    _programs(venv, deepspeed=DEEPSPEED)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    quickstart = ("launch/quickstart.sh", "--ranks", 2)
+    status, output = _run(*quickstart, cwd=tmp_path, VIRTUAL_ENV=str(venv))
     assert status == 0, output
-    out = copy / "runs" / "quickstart"
     assert {path.name for path in out.iterdir()} == {
         "train.jsonl", "loss.png", "generate.json", "training.log", "generation.log",
     }  # fmt: skip
-    assert (out / "loss.png").read_text() == "--config configs/train/quickstart.yaml --context-parallel-size 2"
+    assert (out / "loss.png").read_text() == "--config configs/train/quickstart.yaml --context-parallel-size 2\n"
     summary = output[output.index("== done") :]
     assert re.search(r"training: \d+ s\n +generation: \d+ s\n", summary)
     assert "generate.json" in summary
-
-
-@pytest.mark.slow
-def test_quickstart_names_the_failing_step(copy):
-    (copy / "launch" / "train.py").write_text("raise SystemExit('no cake left')")
-    code, output = _run("launch/quickstart.sh", "--ranks", 1, cwd=copy)
-    assert code == 1
-    assert "no cake left" in output and 'quickstart failed in the step "training" (exit status 1)' in output
+    status, output = _run(*quickstart, cwd=tmp_path, VIRTUAL_ENV=str(venv), FAILURE="no cake left")
+    assert status == 7
+    assert "no cake left" in output and 'quickstart failed in the step "training" (exit status 7)' in output
     assert "generation" not in output
