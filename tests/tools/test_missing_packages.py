@@ -33,7 +33,6 @@ def run_without(module, *command):
 @pytest.mark.parametrize(
     ("module", "extra", "command"),
     [
-        ("megatron", "megatron", [COMMAND, "train", "--config", "configs/train/quickstart.yaml"]),
         ("transformers", "hf", [COMMAND, "chat"]),
         pytest.param("tqdm", "figures", BENCH, marks=pytest.mark.slow),
         pytest.param("deepspeed", "deepspeed", ["launch/train_hf.py"], marks=pytest.mark.slow),

@@ -154,12 +154,6 @@ def test_less_precision(tmp_path, dtype, after):
         (lambda: transformers.GPT2Config(), "model_type='gpt2' can't be converted: the families that can are llama"),
         (lambda: transformers.LlamaConfig(**SHAPE, mlp_bias=True), "mlp_bias=True can't be converted: of llama models"),
         (
-            lambda: transformers.LlamaConfig(
-                **SHAPE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-            ),
-            "rope_type='linear' can't be converted",
-        ),
-        (
             lambda: transformers.LlamaConfig(**SHAPE, rope_parameters={**LLAMA3, "high_freq_factor": 8.0}),
             "high_freq_factor=8.0 can't be converted: Megatron has 4.0 built in",
         ),
