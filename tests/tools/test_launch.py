@@ -7,10 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from support.processes import left
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
@@ -80,22 +81,6 @@ def _pids(folder):
     return [int(name) for name in os.listdir(folder / "pids")]
 
 
-def _left(pids, seconds=30.0):
-    """Those that are still there; zombies that nobody has reaped yet don't count."""
-    end = time.monotonic() + seconds
-    while True:
-        alive = []
-        for pid in pids:
-            try:
-                if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                    alive.append(pid)
-            except FileNotFoundError:
-                pass
-        if not alive or time.monotonic() > end:
-            return alive
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def rank_script(tmp_path):
     path = tmp_path / "rank.py"
@@ -113,7 +98,7 @@ def test_local_starts_the_ranks_and_a_failing_one_ends_all(rank_script):
     assert status != 0 and "told to fail" in output
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
     assert _ranks_said(output) == [f"rank {r} 3 cpu {threads} lo 127.0.0.1 x ['a b', '--name', '1']" for r in range(3)]
-    assert not _left(_pids(rank_script.parent))
+    assert not left(_pids(rank_script.parent))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +112,11 @@ def test_a_signal_leaves_nothing_behind(rank_script, number):
         if asleep == 2:
             break
     pids = _pids(rank_script.parent)
-    assert len(pids) == 3 and len(_left(pids, 0.0)) == 3
+    assert len(pids) == 3 and len(left(pids, 0.0)) == 3
     process.send_signal(number)
     status, _ = _finish(process)
     assert status == 128 + number
-    assert not _left(pids)
+    assert not left(pids)
 
 
 @pytest.mark.slow
@@ -207,7 +192,7 @@ def test_slurm_starts_a_rank_for_each_task_and_passes_a_failure_on(rank_script, 
     assert status not in (0, 2) and "told to fail" in output
     assert "4 ranks on node[1-2], rendezvous at 127.0.0.1:20123" in output
     assert _ranks_said(output) == [f"rank {r} 4 cpu 3 None 127.0.0.1 x ['a b']" for r in range(4)]
-    assert not _left(_pids(rank_script.parent))
+    assert not left(_pids(rank_script.parent))
     elsewhere = {**slurm, "SLURM_SUBMIT_DIR": str(rank_script.parent)}
     status, output = _run(copy, rank_script, cwd=rank_script.parent, **elsewhere)
     assert status == 1
