@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from support.ranks import run_distributed
@@ -27,14 +26,6 @@ LINES = [
     {"prompt": "and runs on", "stop": ["q", "z"], "top_p": 0.9, "temperature": 1.0},
 ]
 IDS = [0, "b", 2, 17, 4]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import openai
 import pydantic
 import torch
 
-from megatron_tree.serving.http.protocol import IGNORED
 from megatron_tree.serving.http.tools import ToolText
 from support.http_server import NAME, byte_model, byte_tokenizer, serving
 
@@ -296,8 +295,3 @@ def test_options_for_the_template(chat):
     )
     for name in ("tokenize", "chat_template", "tools", "messages"):
         _bad(chat, f"can't set {name}", extra_body={"chat_template_kwargs": {name: "x"}})
-
-
-def test_fields_without_effect_on_the_answer(chat):
-    ignored = {name: {"any": "thing"} for name in IGNORED}
-    assert chat(extra_body=ignored).choices[0].message == chat().choices[0].message

@@ -20,10 +20,8 @@ from megatron_tree.serving.http import errors
 from megatron_tree.serving.http.app import create_app
 from megatron_tree.serving.http.protocol import IGNORED, REFUSED, ChatRequest, CompletionRequest
 from support.damage import chances, damaged, examples
-from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, serving, until
+from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, is_idle, serving, until
 
-COMPLETION = {"model": NAME, "prompt": "abc", "max_tokens": 2, "temperature": 0}
-CHAT = {"model": NAME, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "temperature": 0}
 BODIES = {"/v1/completions": (COMPLETION, CompletionRequest), "/v1/chat/completions": (CHAT, ChatRequest)}
 ROUTES = ["/", "/v1/models/\udcff", "/v1/models/../x", "//v1", "/v1/completions/", "/v1/chat", "/health"]
 LIMIT_S = 60

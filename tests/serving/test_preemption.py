@@ -20,7 +20,7 @@ from megatron_tree.integrations.transformers.runner import Runner
 from support.byte_tokens import byte_tokenizer
 from support.hf_models import SHAPE, plain, prompt, tiny_model
 from support.ranks import run_distributed
-from support.scheduling import make_scheduler, request, serve, text_of, tokens_of
+from support.scheduling import assert_alike, make_scheduler, request, serve, text_of, tokens_of
 from support.speculation import Told, speculation, whole
 
 
@@ -32,25 +32,6 @@ def model():
 @pytest.fixture(autouse=True)
 def _hardly_any_foresight(monkeypatch):
     monkeypatch.setattr(room, "SOON", 2)
-
-
-def _told(events):
-    """All that a client sees of every answer."""
-    answers = {e.answer for e in events}
-    told = {
-        i: [(e.token, e.logprob, e.top_logprobs, e.finish_reason) for e in events if e.answer == i] for i in answers
-    }
-    return told, {i: text_of(events, i) for i in answers}
-
-
-def _alike(one, other):
-    (one, texts), (other, others) = one, other
-    assert texts == others and one.keys() == other.keys()
-    for answer, want in one.items():
-        for (token, logprob, _, reason), (same, near, _, end) in zip(want, other[answer], strict=True):
-            assert (token, reason) == (same, end) and logprob == (
-                near if near is None else pytest.approx(near, abs=1e-4)
-            )
 
 
 def test_answers_that_pause_get_the_same_tokens():
@@ -73,16 +54,15 @@ def test_answers_that_pause_get_the_same_tokens():
     scheduler, runner = make_scheduler(model, tokenizer, max_rows=8, capacity=120, page_size=4)
     tight = serve(scheduler, requests)
     assert scheduler.preemptions > 2 and 0 <= runner.least_free < 10 and not runner.rows
+    assert_alike(tight, free)
     for one, other in zip(free, tight, strict=True):
-        _alike(_told(one), _told(other))
         assert sum(e.prompt_logprobs is not None for e in one) == sum(e.prompt_logprobs is not None for e in other)
     firsts = [call[1] for call in runner.calls if call[0] == "step"]
     assert max(map(len, firsts)) > 3, "what fits goes on together"
     drafts = speculation(Told(whole(requests, free), wrong=3))
     options = {"max_rows": 8, "speculation": drafts}
     scheduler, runner = make_scheduler(model, tokenizer, **options, capacity=120, page_size=4)
-    for one, other in zip(free, serve(scheduler, requests), strict=True):
-        _alike(_told(one), _told(other))
+    assert_alike(serve(scheduler, requests), free)
     assert scheduler.preemptions and 0 < drafts.numbers.accepted < drafts.numbers.drafted and not runner.rows
 
 
@@ -138,9 +118,7 @@ def test_whatever_comes_ends(model, seed):
     scheduler, runner = make_scheduler(model, max_rows=chance.randint(3, 6), capacity=most, page_size=page)
     got = serve(scheduler, requests, late=late)
     assert scheduler.preemptions and not runner.rows and runner.least_free >= 0
-    want = serve(make_scheduler(model, max_rows=40, max_waiting=40)[0], requests)
-    for one, other in zip(want, got, strict=True):
-        _alike(_told(one), _told(other))
+    assert_alike(got, serve(make_scheduler(model, max_rows=40, max_waiting=40)[0], requests))
 
 
 def _on_ranks(rank, world, answers):

@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-import torch.distributed as dist
 
 from megatron_tree.generation.prefixes import Prefixes
 from megatron_tree.generation.requests import Request
@@ -14,7 +13,6 @@ from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from support.hf_models import plain, prompt, tiny_model
-from support.ranks import run_distributed
 from support.scheduling import serve, tokens_of
 
 BLOCK = 4
@@ -38,8 +36,8 @@ class Counting(Runner):
         return super().prefill_rows(rows, prompts)
 
 
-def _scheduler(model, *, keep_bytes=1 << 30, group=None, max_rows=16, capacity=None, **options):
-    cache = TreeCache(model.config, cp_group=group, page_size=BLOCK, **options)
+def _scheduler(model, *, keep_bytes=1 << 30, max_rows=16, capacity=None, **options):
+    cache = TreeCache(model.config, cp_group=None, page_size=BLOCK, **options)
     runner = Counting(model, cache, chunk_size=32, capacity_tokens=capacity)
     return Scheduler(runner, max_rows=max_rows, max_waiting=64, keep_bytes=keep_bytes, heartbeat_s=0.1), runner
 
@@ -97,33 +95,6 @@ def test_questions_that_come_together_wait_for_the_first():
     events = serve(scheduler, questions)
     assert [tokens_of(e) for e in events] == [_want(question) for question in questions]
     assert runner.num_run <= 93 + 15 * (3 + BLOCK)
-
-
-@pytest.mark.slow
-def test_sixteen_questions_about_a_long_text():
-    """The later ones run a tenth of the first one's tokens at most; a budget too small for that changes no token."""
-    model = tiny_model("llama", positions=8192)
-    model.set_attn_implementation("tree")
-    questions, told = _questions(16, prompt(1, 6000)[0].tolist()), []
-    for options in ({}, {"keep_bytes": 1 << 20}):
-        scheduler, runner = _scheduler(model, **options)
-        runner.chunk_size = 512
-        answers, run = [], []
-        for question in questions:
-            before, events = runner.num_run, []
-            scheduler.submit(question, events.append)
-            scheduler.run_until_idle()
-            answers.append(tokens_of(events))
-            run.append(runner.num_run - before)
-            assert events[-1].usage.cached_tokens == 6003 - run[-1]
-        told.append(answers)
-        assert run[0] == 6003 and (max(run[1:]) <= 600 or runner.used_bytes <= 1 << 20)
-        assert (max(run[1:]) <= 600) == (not options)
-    assert told[0] == told[1]
-    scheduler, runner = _scheduler(model)
-    runner.chunk_size = 512
-    assert [tokens_of(events) for events in serve(scheduler, questions)] == told[0]
-    assert runner.num_run <= 6003 + 15 * 600
 
 
 def test_answers_are_found_again_in_a_conversation():
@@ -187,24 +158,6 @@ def test_cancelled_prompts_are_kept_as_far_as_they_have_come():
     assert told[-1].finish_reason == "cancelled" and runner.num_run == 64
     assert _ask(scheduler, question) == _want(question)
     assert runner.num_run == 93
-
-
-def _on_ranks(rank, world):
-    scheduler, runner = _scheduler(_model(), group=dist.group.WORLD, keep_bytes=40_000)
-    questions = _questions(5) + _questions(3, TEXT[::-1])
-    if rank == 0:
-        events = serve(scheduler, questions)
-    else:
-        scheduler.run()
-    rows = {row: (held.length, held.runs) for row, held in runner.store.book.rows.items()}
-    return rows, runner.num_run, [tokens_of(e) for e in events] if rank == 0 else None
-
-
-def test_two_ranks_keep_the_same_rows():
-    first, second = run_distributed(_on_ranks, 2)
-    assert first[:2] == second[:2] and first[0]
-    questions = _questions(5) + _questions(3, TEXT[::-1])
-    assert first[2] == [_want(question) for question in questions]
 
 
 def test_the_index():

@@ -153,13 +153,3 @@ def _health(address):
     except urllib.error.HTTPError as error:
         answer = error
     return answer.status, json.load(answer)
-
-
-@pytest.mark.slow
-def test_the_launchers_signal_stops_all_ranks_in_order(folder):
-    with _launched("--model", folder, "--port", 0, "--cache-dtype", "int8") as (process, lines, over):
-        assert any("the cache in int8 over 2" in line for line in lines), "".join(lines)
-        process.send_signal(signal.SIGTERM)
-        assert over.wait(200)
-        assert process.wait(30) == 143, "as deepspeed_local.sh ends after SIGTERM"
-        assert "stopped\n" in lines, "".join(lines)

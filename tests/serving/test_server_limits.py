@@ -20,23 +20,14 @@ from megatron_tree import comm
 from megatron_tree.serving.http import errors
 from megatron_tree.serving.http.errors import ApiError
 from megatron_tree.serving.http.prompts import Prompts
-from support.http_server import NAME, byte_model, byte_tokenizer, raw, serving
+from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, post, serving
 
 TOKENIZER = byte_tokenizer()
-COMPLETION = {"model": NAME, "prompt": "a", "max_tokens": 2, "temperature": 0}
-CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def model():
     return byte_model()
-
-
-def _post(server, path, body):
-    """(status, the error object or the whole body)."""
-    head, _, body = raw(server, path, body).partition("\r\n\r\n")
-    found = json.loads(body)
-    return int(head.split()[1]), found.get("error", found)
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_its_beginning(model, monkeypatch):
@@ -52,12 +43,12 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_beginning(model, monkeypatc
             ("/v1/completions", COMPLETION | {"prompt": "x" * 5_000_000}),
             ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "y" * 5_000_000}]}),
         ):
-            status, error = _post(server, path, body)
+            status, _, error = post(server, path, body)
             assert (status, error["code"]) == (400, "context_length_exceeded")
             assert "a prompt of more than 256 tokens" in error["message"]
         assert 0 < max(seen) < 5000
         few_tokens = TOKENIZER("a" * 2000).input_ids[:200]
-        assert _post(server, "/v1/completions", COMPLETION | {"prompt": few_tokens})[0] == 200
+        assert post(server, "/v1/completions", COMPLETION | {"prompt": few_tokens})[0] == 200
 
 
 def test_long_texts_of_few_tokens_are_served(model):
@@ -100,7 +91,7 @@ def test_clients_that_do_not_send_their_request(model, monkeypatch):
         body = COMPLETION | {"max_tokens": 200, "ignore_eos": True}
         server.runner.gate.clear()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(_post, server, "/v1/completions", body)
+            answer = pool.submit(post, server, "/v1/completions", body)
             time.sleep(1.3)
             server.runner.gate.set()
             assert answer.result()[0] == 200
@@ -136,10 +127,10 @@ def test_others_are_answered_while_a_grammar_is_compiled(model, monkeypatch):
 
         monkeypatch.setattr(server.scheduler, "check", compiling)
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            waits = pool.submit(_post, server, "/v1/completions", COMPLETION | {"n": 2})
+            waits = pool.submit(post, server, "/v1/completions", COMPLETION | {"n": 2})
             try:
                 assert begun.wait(60)
-                assert _post(server, "/v1/completions", COMPLETION)[0] == 200
+                assert post(server, "/v1/completions", COMPLETION)[0] == 200
             finally:
                 done.set()
             assert waits.result()[0] == 200

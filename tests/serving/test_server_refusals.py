@@ -1,6 +1,5 @@
 """What the HTTP server refuses, and in which words; keys, names and sizes; its options; how it stops and fails."""
 
-import asyncio
 import concurrent.futures
 import json
 import time
@@ -17,16 +16,12 @@ import openai
 from megatron_tree.launching import parse_with_config
 from megatron_tree.serving.http import errors
 from megatron_tree.serving.http.arguments import KEY_VARIABLE, build_parser, check_arguments
-from megatron_tree.serving.http.errors import ApiError
-from megatron_tree.serving.http.guard import Guard, is_loopback
-from megatron_tree.serving.http.prompts import Prompts
+from megatron_tree.serving.http.guard import Guard
 from megatron_tree.serving.http.protocol import REFUSED, ChatRequest
-from support.http_server import NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
+from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, is_idle, post, raw, serving, until
 
 TOKENIZER = byte_tokenizer()
 KEY = "a-key-for-tests"
-COMPLETION = {"model": NAME, "prompt": "a", "max_tokens": 2, "temperature": 0}
-CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
 PATHS = {"completion": ("/v1/completions", COMPLETION), "chat": ("/v1/chat/completions", CHAT)}
 
 
@@ -41,31 +36,16 @@ def server(model):
         yield server
 
 
-def _post(server, path, body, **options):
-    """(status, headers, the error object or the whole body)."""
-    head, _, body = raw(server, path, body, **options).partition("\r\n\r\n")
-    found = json.loads(body)
-    if "error" in found:
-        assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}
-    return int(head.split()[1]), head, found.get("error", found)
-
-
 BAD = [
     ("completion", {"nonsense": 1}, "nonsense", "unknown field"),
-    ("completion", {"temperature": 2.5}, "temperature", "less than or equal to 2"),
     ("completion", {"max_tokens": 0}, "max_tokens", "0 is for echo only"),
     ("completion", {"max_tokens": 400}, "max_tokens", "limit of 256 tokens together"),
     ("completion", {"prompt": "x" * 256, "max_tokens": 1}, None, "a prompt of 256 tokens"),
     ("completion", {"prompt": ["a", "\udfff"]}, "prompt", "character 0 is an unpaired UTF-16 surrogate"),
-    ("completion", {"prompt": ["a", ""]}, "prompt", "is empty"),
     ("completion", {"prompt": [1, 257]}, "prompt", "token 257 does not exist"),
-    ("completion", {"prompt": None}, "prompt", "valid"),
     ("completion", {"n": 9}, "n", "max_rows=8"),
-    ("completion", {"priority": -1}, "priority", "greater than or equal to 0"),
     ("completion", {"stop_token_ids": [300]}, "stop_token_ids", "0 to 256"),
     ("completion", {"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
-    ("completion", {"stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field"),
-    ("chat", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "unpaired UTF-16 surrogate"),
     ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages", "[0].role"),
     ("chat", {"messages": [{"role": "user"}]}, "messages", "[0] has no content"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text', 'refusal'"),
@@ -78,7 +58,7 @@ BAD = [
 def test_bad_requests(server):
     for kind, change, param, words in BAD:
         path, body = PATHS[kind]
-        status, _, error = _post(server, path, body | change)
+        status, _, error = post(server, path, body | change)
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), change
         assert words in error["message"] and error["code"] is not None, change
     assert is_idle(server)
@@ -86,78 +66,46 @@ def test_bad_requests(server):
 
 def test_unsupported_fields(server):
     for name, (neutral, why) in REFUSED.items():
-        status, _, error = _post(server, "/v1/completions", COMPLETION | {name: {"something": ["else"]}})
+        status, _, error = post(server, "/v1/completions", COMPLETION | {name: {"something": ["else"]}})
         assert (status, error["param"], error["code"]) == (400, name, "unsupported_parameter")
         assert error["message"] == f"{name}: {why}"
         for value in (None, *neutral):
             assert ChatRequest.model_validate(CHAT | {name: value}), name
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"{", "the body is not valid JSON"),
-        (b"[]", "must be a JSON object"),
-        (b'{"model": "tiny"}', "prompt: is missing"),
-        (b'{"seed": ' + b"[" * 9000 + b"]" * 9000 + b"}", "the body is not valid JSON: maximum recursion depth"),
-        (b'{"prompt": "\xff"}', "position 12: invalid start byte"),
-        (b'{"seed": ' + b"7" * 5000 + b"}", "limit (4300 digits)"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_bodies_that_are_no_request(server, body, words):
-    status, _, error = _post(server, "/v1/completions", body)
-    assert status == 400 and words in error["message"]
-
-
 def test_other_models_paths_and_methods(server):
-    status, _, error = _post(server, "/v1/completions", COMPLETION | {"model": "gpt-4o"})
+    status, _, error = post(server, "/v1/completions", COMPLETION | {"model": "gpt-4o"})
     assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
     assert "only 'tiny'" in error["message"]
-    status, _, error = _post(server, "/v1/embeddings", {})
+    status, _, error = post(server, "/v1/embeddings", {})
     assert status == 404 and "POST /v1/embeddings" in error["message"]
-    assert _post(server, "/v1/models", {})[0] == 405
+    assert post(server, "/v1/models", {})[0] == 405
 
 
 def test_bodies_that_are_too_large(server, monkeypatch):
     monkeypatch.setattr(errors, "MAX_BODY_BYTES", 20_000)
     body = COMPLETION | {"prompt": "x" * 30_000}
-    status, _, error = _post(server, "/v1/completions", body)
+    status, _, error = post(server, "/v1/completions", body)
     assert status == 413 and error["code"] == "body_too_large"
     data = json.dumps(body).encode()
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
-    status, _, error = _post(server, "/v1/completions", chunked, headers=["Transfer-Encoding: chunked"])
+    status, _, error = post(server, "/v1/completions", chunked, headers=["Transfer-Encoding: chunked"])
     assert status == 413 and error["code"] == "body_too_large"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "the model's tokenizer has no chat template: use /v1/completions"),
-        ("{{ messages[0].content + 1 }}", "the model's chat template refuses them"),
-    ],
-)
-def test_templates_that_are_missing_or_have_a_fault(template, words):
-    prompts = Prompts(byte_tokenizer(template), vocab_size=257, max_model_len=256)
-    with pytest.raises(ApiError, match=words) as error:
-        asyncio.run(prompts.of_chat(ChatRequest.model_validate(CHAT)))
-    prompts.close()
-    assert error.value.status == 400
 
 
 def test_the_key(model):
     with serving(model, TOKENIZER, api_keys=(KEY,)) as server:
         for key in ("another-key", KEY + "x", KEY[:-1], "ключ".encode().decode("latin-1")):
-            status, head, error = _post(server, "/v1/completions", COMPLETION, headers=[f"Authorization: Bearer {key}"])
+            status, head, error = post(server, "/v1/completions", COMPLETION, headers=[f"Authorization: Bearer {key}"])
             assert (status, error["code"]) == (401, "invalid_api_key") and "is wrong" in error["message"]
             assert "www-authenticate: bearer" in head.lower()
-        status, _, error = _post(server, "/v1/completions", b"x" * 100)
+        status, _, error = post(server, "/v1/completions", b"x" * 100)
         assert status == 401 and "is missing" in error["message"], "before the body is looked at"
-        assert _post(server, "/v1/completions", COMPLETION, headers=[f"Authorization: Basic {KEY}"])[0] == 401
+        assert post(server, "/v1/completions", COMPLETION, headers=[f"Authorization: Basic {KEY}"])[0] == 401
         with pytest.raises(openai.AuthenticationError):
             server.client(api_key="wrong").models.list()
         assert server.client(api_key=KEY).completions.create(**COMPLETION).choices
-        assert _post(server, "/health", {})[0] == 405, "needs no key"
+        assert post(server, "/health", {})[0] == 405, "needs no key"
 
 
 def test_clients_are_known_by_their_keys_or_addresses(model):
@@ -176,13 +124,8 @@ def test_clients_are_known_by_their_keys_or_addresses(model):
 
 def test_other_names_are_refused_where_no_key_is_asked_for(model):
     with serving(model, TOKENIZER, loopback_names_only=True) as server:
-        for name, status in (("evil.example", 403), ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:80", 200)):
-            assert _post(server, "/v1/completions", COMPLETION, headers=[f"Host: {name}"])[0] == status
-
-
-def test_loopback():
-    assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]")))
-    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example", "", "127.0.0.1.x")))
+        for name, status in (("localhost.evil.example", 403), ("localhost:8000", 200), ("[::1]:80", 200)):
+            assert post(server, "/v1/completions", COMPLETION, headers=[f"Host: {name}"])[0] == status
 
 
 def test_stops_in_order(model):
@@ -190,12 +133,12 @@ def test_stops_in_order(model):
         server.runner.gate.clear()
         body = COMPLETION | {"max_tokens": 30}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(_post, server, "/v1/completions", body) for _ in range(2)]
+            running = [pool.submit(post, server, "/v1/completions", body) for _ in range(2)]
             until(lambda: sum(server.scheduler.load) == 2)
             server.ask_to_stop("the test")
             server.ask_to_stop("the test, again")
             until(lambda: server.service.frontend.state == "stopping")
-            status, head, error = _post(server, "/v1/completions", body)
+            status, head, error = post(server, "/v1/completions", body)
             assert (status, error["code"]) == (503, "shutting_down") and "retry-after" in head.lower()
             server.runner.gate.set()
             for one in running:
@@ -204,7 +147,7 @@ def test_stops_in_order(model):
         server.wait()
         assert server.failure is None
         with pytest.raises(ConnectionRefusedError):
-            _post(server, "/v1/completions", body)
+            post(server, "/v1/completions", body)
 
 
 def test_the_grace_time_ends(model):
@@ -212,7 +155,7 @@ def test_the_grace_time_ends(model):
         server.runner.gate.clear()
         body = COMPLETION | {"max_tokens": 200}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            whole = pool.submit(_post, server, "/v1/completions", body)
+            whole = pool.submit(post, server, "/v1/completions", body)
             stream = pool.submit(raw, server, "/v1/completions", body | {"stream": True})
             until(lambda: sum(server.scheduler.load) == 2)
             server.ask_to_stop("the test")
@@ -231,7 +174,7 @@ def test_a_model_that_fails(model, monkeypatch):
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(server.runner, "step", broken)
-        status, _, error = _post(server, "/v1/completions", COMPLETION | {"max_tokens": 9, "ignore_eos": True})
+        status, _, error = post(server, "/v1/completions", COMPLETION | {"max_tokens": 9, "ignore_eos": True})
         assert (status, error["type"]) == (500, "server_error") and "the device is gone" in error["message"]
         server.wait()
         assert str(server.failure) == "the device is gone"

@@ -12,14 +12,14 @@ from megatron_tree.generation.drafters import DraftModel, PromptLookup, last_mat
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import Grammar, SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import LONGEST_PAUSE, DraftCost, DraftState, Speculation
+from megatron_tree.generation.speculation import DraftCost, DraftState, Speculation
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from support.byte_tokens import byte_tokenizer
 from support.hf_models import VOCAB, prompt, tiny_model
 from support.plain_runner import PlainRunner
 from support.ranks import run_distributed
-from support.scheduling import serve, tokens_of
+from support.scheduling import assert_alike, serve, tokens_of
 from support.speculation import Told, speculation, whole
 
 BLOCK = 4
@@ -55,20 +55,6 @@ def _everything():
     ]
 
 
-def _told(events):
-    """All that clients see."""
-    return [[(e.answer, e.token, e.text, e.logprob, e.finish_reason, e.stop_reason) for e in own] for own in events]
-
-
-def _near(found, wanted):
-    """Equal, but for the rounding of log-probabilities. Answers of a request come in any order."""
-    for own, want in zip(found, wanted, strict=True):
-        own, want = (sorted(each, key=lambda e: e[0]) for each in (own, want))  # stable: in order for each answer
-        assert [e[:3] + e[4:] for e in own] == [e[:3] + e[4:] for e in want]
-        assert [e[3] for e in own if e[3]] == pytest.approx([e[3] for e in want if e[3]], abs=1e-4)
-    return True
-
-
 def _ranks(rank, world, family):
     group = dist.group.WORLD if world > 1 else None
     tokenizer, requests = byte_tokenizer(size=VOCAB), _everything()
@@ -95,7 +81,7 @@ def _ranks(rank, world, family):
         else:
             events = serve(scheduler, requests, late=late)
             plain = plain or events
-            assert _near(_told(events), _told(plain)), drafter
+            assert_alike(events, plain)
             if drafter in ("right", "partly"):
                 answers = [tokens_of(own, i) for request, own in zip(requests, events) for i in range(request.n)]
                 assert made.drafter.forgotten == sum(len(tokens) > 1 for tokens in answers) >= 7
@@ -147,19 +133,6 @@ class TestDrafts:
             made.cost.add(tokens, seconds)
         assert made._best(states, 2, 4) == 4
         assert made._best(states, 20, 4) == 0, "18 of 20 rows would be padded"
-
-    def test_pauses_grow_until_a_token_is_right(self):
-        state = DraftState(torch.arange(9), [], 50)
-        lengths = []
-        for _ in range(8):
-            state.pause()
-            lengths.append(1)
-            while state.rests():
-                lengths[-1] += 1
-        assert [n - 1 for n in lengths] == [8, 16, 32, 64, 128, 256, LONGEST_PAUSE, LONGEST_PAUSE]
-        state.learn(3, 1)
-        state.pause()
-        assert sum(iter(state.rests, False)) == 8
 
     def test_answers_learn_from_those_before_and_a_cost_is_measured_again(self):
         made, widths = speculation(Told([list(range(500))])), []

@@ -21,6 +21,8 @@ from support.plain_runner import PlainRunner
 
 NAME = "tiny"
 END = "<end>"
+COMPLETION = {"model": NAME, "prompt": "a", "max_tokens": 2, "temperature": 0}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
 TEMPLATE = (
     "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('assistants do not begin') }}{% endif %}"
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -139,3 +141,12 @@ def raw(server, path, body, *, headers=(), read=True):
         return connection
     with connection, connection.makefile("rb") as file:
         return file.read().decode()
+
+
+def post(server, path, body, **options):
+    """(status, head, the error object or the whole body)."""
+    head, _, body = raw(server, path, body, **options).partition("\r\n\r\n")
+    found = json.loads(body)
+    if "error" in found:
+        assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}
+    return int(head.split()[1]), head, found.get("error", found)

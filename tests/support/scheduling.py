@@ -1,5 +1,7 @@
 """Requests, schedulers over a plain runner, and serving them, for tests."""
 
+import pytest
+
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -47,3 +49,16 @@ def tokens_of(events, answer=0):
 
 def text_of(events, answer=0):
     return "".join(e.text for e in events if e.answer == answer)
+
+
+def assert_alike(found, wanted):
+    """Events of requests: the same tokens, texts and ends of every answer, and log-probabilities but for rounding."""
+    for one, other in zip(found, wanted, strict=True):
+        answers = {e.answer for e in other}
+        assert {e.answer for e in one} == answers
+        for answer in answers:
+            mine, theirs = ([e for e in events if e.answer == answer] for events in (one, other))
+            ends = [[(e.token, e.finish_reason, e.stop_reason) for e in events] for events in (mine, theirs)]
+            assert ends[0] == ends[1] and text_of(one, answer) == text_of(other, answer)
+            logprobs = [[e.logprob for e in events if e.logprob is not None] for events in (mine, theirs)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)

@@ -1,6 +1,5 @@
 """`bench kernels`: no speed of a wrong result, whole files after each one, and a harness that outlives its cases."""
 
-import contextlib
 import csv
 import functools
 import json
@@ -162,24 +161,6 @@ def test_a_contender_that_leaves_the_gpu_unusable_ends_its_case(usable, monkeypa
     ):
         kernel_cases.time_case(KernelCase("fwd", 1, 64, 2, 1, 16), ("aten", "torch"), rows.append, **where)
     assert [row.name for row in rows] == ["torch flash", "matrix product"] * usable
-
-
-@pytest.mark.parametrize("usable", [True, False])
-def test_a_tile_that_leaves_the_gpu_unusable_ends_the_race(usable, monkeypatch, capsys):
-    race = pytest.importorskip("megatron_tree.bench.race", exc_type=ImportError)
-    tried, tiles = [], race.CANDIDATES["fwd"][:2]
-
-    def fails():
-        tried.append(race.configs.tiles("fwd"))
-        raise RuntimeError("an illegal memory access")
-
-    monkeypatch.setattr(race, "ours", lambda *_: fails)
-    monkeypatch.setattr(race, "device_works", lambda: usable)
-    expected = contextlib.nullcontext() if usable else pytest.raises(RuntimeError, match="illegal.* were not timed")
-    where = dict(device=torch.device("cpu"), dtype=torch.float32)
-    with expected:
-        race.race(KernelCase("fwd", 1, 64, 2, 1, 16), "fwd", tiles, pytest.fail, **where)
-    assert tried == (tiles if usable else tiles[:1]) and "an illegal memory access" in capsys.readouterr().out
 
 
 def test_files_are_whole_after_each_result(tmp_path, capsys):

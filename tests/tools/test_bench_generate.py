@@ -85,19 +85,6 @@ def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
     assert "median ms" not in said.out and not (tmp_path / "results.csv").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--kv-heads", 3], "--kv-heads 3: must divide --heads 4"),
-        (["--queries", "repeated"], "--queries repeated is for --weights sharded"),
-        (["--model", "no/such/model"], "neither 'smollm2' nor a folder"),
-    ],
-)
-def test_bad_options(tmp_path, capfd, options, message):
-    assert generate(tmp_path, *options)[0] == 1
-    assert message in capfd.readouterr().err
-
-
 @pytest.mark.slow
 def test_many_requests(tmp_path, capfd, monkeypatch):
     options = ["--requests", 3, "--prompt-tokens", 2, 9, "--new-tokens", 3, "--turns", 1, "--ranks", 2]

@@ -97,13 +97,6 @@ def test_missing_packages(without, purpose, package, way):
     assert lacking.what == package and way in lacking.note
 
 
-def test_other_versions_are_noted(monkeypatch):
-    assert machine.tested_versions()["torch"]
-    monkeypatch.setattr(machine, "tested_versions", lambda: {"torch": "1.0"})
-    (torchs,) = [f for f in machine.packages("functions").findings if f.what == "torch"]
-    assert torchs.state == "note" and "tested with 1.0" in torchs.note
-
-
 def test_interfaces_that_do_not_exist(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
@@ -113,13 +106,6 @@ def test_interfaces_that_do_not_exist(capsys, monkeypatch):
     assert run(capsys, *FUNCTIONS, "--cp", 1)[0] == 0, "one rank needs no network"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert run(capsys, *FUNCTIONS)[0] == 0
-
-
-def test_kernels_that_refuse(capsys, monkeypatch):
-    monkeypatch.setattr("megatron_tree.kernels.backends._unsupported", lambda *args, **options: "anything in this test")
-    status, out, _ = run(capsys, *FUNCTIONS, "--backend", "triton")
-    assert status == 1
-    assert "backend='triton' can't take anything in this test" in out
 
 
 def test_a_compiler_is_needed_with_a_gpu(monkeypatch):
@@ -209,31 +195,6 @@ def machine_with(monkeypatch, tmp_path):
         monkeypatch.setattr(megatron_fusions, "_gpu", lambda: True)
 
     return make
-
-
-def test_without_apex_and_transformer_engine(machine_with):
-    machine_with({})
-    used = {fusion.name for fusion in megatron_fusions.fusions() if fusion.used}
-    assert used == {"bias, dropout and residual"}
-    assert megatron_fusions.fusion_options()["gradient_accumulation_fusion"] is False
-    assert megatron_fusions.apex_problem() is None
-
-
-def test_apex(machine_with):
-    machine_with(NVIDIAS)
-    by = {fusion.name: fusion.by for fusion in megatron_fusions.fusions() if fusion.used}
-    assert by["FusedAdam"] == "Apex"
-    assert megatron_fusions.fusion_options()["gradient_accumulation_fusion"] is True
-    assert megatron_fusions.apex_problem() is None
-
-
-@pytest.mark.parametrize("absent", ["amp_C.py", "apex/optimizers/fused_adam.py"])
-def test_apex_without_its_kernels(machine_with, absent):
-    machine_with({name: text for name, text in NVIDIAS.items() if name != absent})
-    (adam,) = [fusion for fusion in megatron_fusions.fusions() if fusion.name == "FusedAdam"]
-    assert not adam.used
-    assert adam.by == "torch's AdamW"
-    assert adam.needs == ("TransformerEngine or Apex",)
 
 
 def test_transformer_engine(machine_with):

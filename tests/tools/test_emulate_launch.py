@@ -1,10 +1,9 @@
-"""Nothing stays behind an emulated cluster, however it ends; launch/emulate.py runs a user's script on one."""
+"""Nothing stays behind an emulated cluster that is killed; launch/emulate.py runs a script of the user's on one."""
 
 import argparse
 import functools
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,27 +20,15 @@ from support.emulation import emulated
 REPO = Path(__file__).resolve().parents[2]
 
 PARENT = """\
-import os, signal, subprocess, sys, time
+import os, subprocess, sys, time
 from megatron_tree.emulate import Cluster
 
-def work():
-    if sys.argv[1] == "fail" and os.environ["RANK"] == "0":
-        raise ValueError("told to fail")
-    if sys.argv[1] != "succeed":  # a child that has left the rank's session
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-        os.write(1, b"working\\n")
-        time.sleep(600)
-
-def say(*words):
-    print(*words, flush=True)
+def work():  # with a child that has left the rank's session
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    time.sleep(600)
 
 with Cluster(nodes=2, ranks_per_node=2, latency_s=1e-3, rate_bits=1e9, lifetime_s=60) as cluster:
-    try:
-        cluster.run(work, timeout_s=3 if sys.argv[1] == "time out" else 60)
-        say("succeeded")
-    except RuntimeError as error:
-        say("failed:", str(error).splitlines()[0])
-say("left")
+    cluster.run(work, timeout_s=60)
 """
 
 
@@ -51,43 +38,35 @@ def _marked(mark):
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
-                found.append((int(folder.name), (folder / "cmdline").read_text().replace("\0", " ")))
+                found.append(int(folder.name))
         except OSError:
             continue
     return found
 
 
-SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("succeed", "fail", "time out", "SIGINT", "SIGTERM")]
-
-
 @emulated
-@pytest.mark.parametrize("how", ["SIGKILL", *SLOW_WAYS])
-def test_nothing_stays_behind(how, tmp_path):
+@pytest.mark.parametrize("name", ["SIGKILL", *(pytest.param(x, marks=pytest.mark.slow) for x in ("SIGINT", "SIGTERM"))])
+def test_nothing_stays_behind(name, tmp_path):
     """Namespaces live as long as a process that was started here: no process, no namespace."""
     (tmp_path / "parent.py").write_text(PARENT)
     (tmp_path / "tmp").mkdir()
     mark = f"EMULATE_TEST={uuid.uuid4()}"
     env = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path / "tmp"), **dict([mark.split("=")])}
-    command = [sys.executable, tmp_path / "parent.py", how]
+    command = [sys.executable, tmp_path / "parent.py"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in a background job
     with subprocess.Popen(command, env=env, preexec_fn=heed, **pipes) as parent:
-        if how.startswith("SIG"):
-            end = time.monotonic() + 60
-            while len(_marked(mark)) < 10 and time.monotonic() < end:  # it, the switch, 4 ranks and a child of each
-                time.sleep(0.02)
-            parent.send_signal(getattr(signal, how))
-        output, errors = parent.communicate(timeout=100)
+        end = time.monotonic() + 60
+        while len(_marked(mark)) < 10 and time.monotonic() < end:  # it, the switch, 4 ranks and a child of each
+            time.sleep(0.02)
+        parent.send_signal(getattr(signal, name))
+        _, errors = parent.communicate(timeout=100)
     end = time.monotonic() + 60
     while _marked(mark) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _marked(mark)
     assert not list((tmp_path / "tmp").iterdir())
-    if how == "SIGINT":
-        assert "KeyboardInterrupt" in errors
-    elif not how.startswith("SIG"):
-        assert "left" in output, errors
-        assert ("succeeded" in output) == (how == "succeed")
+    assert name != "SIGINT" or "KeyboardInterrupt" in errors
 
 
 # ---- launch/emulate.py
@@ -144,31 +123,6 @@ def test_launch_fails(tmp_path, arguments, status, said):
     assert done.returncode == status, done.stderr
     assert re.search(said, done.stdout + done.stderr)
     assert "Traceback" not in done.stderr
-
-
-@emulated
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (["--", "nothing.py"], 2, "no such script: nothing.py"),
-        (["--nodes", "2"], 2, "no script given"),
-        (["--nodes", "0", "--", "script.py"], 2, "nodes=0: an emulated cluster has 1 to"),
-        (["--latency", "fast", "script.py"], 2, "--latency: 'fast' is not a time, for instance 200us or 1ms"),
-    ],
-    ids=["no such script", "no script", "nodes", "latency"],
-)
-def test_launch_refuses(tmp_path, monkeypatch, capfd, arguments, status, said):
-    """In this process: what starts no ranks needs no new one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    main = runpy.run_path(str(REPO / "launch" / "emulate.py"))["main"]
-    try:
-        found = main(arguments)
-    except SystemExit as error:
-        found = error.code
-    output = "".join(capfd.readouterr())
-    assert found == status, output
-    assert re.search(said, output)
 
 
 def test_units():

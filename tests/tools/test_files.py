@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_tree.files import read_yaml, whole_file
+from megatron_tree.files import whole_file
 
 
 def _fail_half_way(path):
@@ -21,13 +21,3 @@ def test_a_file_keeps_its_text_until_the_new_one_is_whole(tmp_path):
         part.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    "value", ["!!bool foo", "!!int ''", "!!float ''", "!!timestamp foo", "!!python/name:os.system"]
-)
-def test_values_that_yaml_can_not_make(tmp_path, value):
-    path = tmp_path / "a.yaml"
-    path.write_text(f"a: {value}\n")
-    with pytest.raises(ValueError, match=r"a\.yaml can't be read as YAML"):
-        read_yaml(path)

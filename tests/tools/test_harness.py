@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import support_matrix
+from support.processes import left
 from support.ranks import DistributedTestError, run_distributed
 from support.rounding import assert_near, error
 
@@ -55,29 +56,14 @@ def _facts(rank, world):
     return os.environ.get("A_VARIABLE"), dist.get_debug_level().name, poisoned, torch.rand(3).tolist()
 
 
-def _alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def _wait_gone(pids, seconds=30.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(_alive(pid) for pid in pids):
-        time.sleep(0.05)
-    return [pid for pid in pids if _alive(pid)]
-
-
 def test_workers_are_kept_and_fresh_ones_are_not():
     assert [x.tolist() for x in run_distributed(_sum_of_ranks, 2, 2.0)] == [[2.0] * 3] * 2
     kept = run_distributed(_pid, 2)
     assert run_distributed(_pid, 2) == kept
     fresh = run_distributed(_pid, 2, fresh=True)
     assert not set(fresh) & set(kept)
-    assert not _wait_gone(fresh)
-    assert all(_alive(pid) for pid in kept)
+    assert not left(fresh)
+    assert left(kept, 0.0) == kept
 
 
 def test_a_rank_that_fails_or_dies_is_named():
@@ -85,12 +71,12 @@ def test_a_rank_that_fails_or_dies_is_named():
     with pytest.raises(DistributedTestError, match="rank 1 of 2 failed") as error:
         run_distributed(_raise_on, 2, 1)
     assert "told to fail on rank 1" in str(error.value) and "in _raise_on" in str(error.value)
-    assert not _wait_gone(before)
+    assert not left(before)
     again = run_distributed(_pid, 2)
     assert not set(again) & set(before)
     with pytest.raises(DistributedTestError, match=r"rank 0 of 2 failed:\nthe process died, exit code -9"):
         run_distributed(_die_on, 2, 0)
-    assert not _wait_gone(again)
+    assert not left(again)
 
 
 def test_time_out_names_the_ranks_and_kills_everything(tmp_path):
@@ -102,7 +88,7 @@ def test_time_out_names_the_ranks_and_kills_everything(tmp_path):
     assert "in _sleep_on" in str(error.value)
     pids = [int(name) for name in os.listdir(tmp_path)]
     assert len(pids) == 4
-    assert not _wait_gone(pids)
+    assert not left(pids)
 
 
 def test_ranks_get_the_calls_environment_poisoned_memory_and_one_seed():
@@ -128,11 +114,11 @@ def test_no_worker_survives_a_killed_session(tmp_path):
     session = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
         pids = [int(pid) for pid in session.stdout.readline().split()]
-        assert len(pids) == 2 and all(_alive(pid) for pid in pids)
+        assert len(left(pids, 0.0)) == 2
     finally:
         session.kill()
         session.wait()
-    assert not _wait_gone(pids)
+    assert not left(pids)
 
 
 def test_rounding_is_told_from_errors():

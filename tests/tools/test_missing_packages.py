@@ -33,13 +33,9 @@ def run_without(module, *command):
 @pytest.mark.parametrize(
     ("module", "extra", "command"),
     [
-        ("megatron", "megatron", [COMMAND, "train", "--config", "configs/train/quickstart.yaml"]),
         ("transformers", "hf", [COMMAND, "chat"]),
         pytest.param("tqdm", "figures", BENCH, marks=pytest.mark.slow),
-        pytest.param("deepspeed", "deepspeed", [COMMAND, "generate"], marks=pytest.mark.slow),
-        pytest.param("fastapi", "serve", [COMMAND, "serve"], marks=pytest.mark.slow),
         pytest.param("deepspeed", "deepspeed", ["launch/train_hf.py"], marks=pytest.mark.slow),
-        pytest.param("accelerate", "hf", ["launch/train_trainer.py"], marks=pytest.mark.slow),
         pytest.param("megatron", "megatron", ["launch/megatron_lm.py", "launch/gpu.py"], marks=pytest.mark.slow),
     ],
 )  # fmt: skip

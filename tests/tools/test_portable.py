@@ -58,8 +58,3 @@ def test_a_failure_is_told():
     status, output = _run("--on", "none/1", "-n", "0", "tests/no_such_file.py")
     assert status == 1
     assert output.splitlines()[-1] == "none/1         FAILED  ERROR: file or directory not found: tests/no_such_file.py"
-
-
-def test_unknown_environments_are_refused():
-    status, output = _run("--on", "avx512/1")
-    assert status == 1 and "error: --on avx512/1: expected LEVEL/THREADS" in output

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 import transformers
 from megatron_tree.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
 from megatron_tree.convert.command import main
-from megatron_tree.convert.families import config_of, options_of
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
 
@@ -148,25 +147,12 @@ def test_less_precision(tmp_path, dtype, after):
         assert torch.equal(tensor, model.state_dict()[key].to(after))
 
 
-def test_the_configuration_there_and_back():
-    for family, make in CONFIGS.items():
-        options = options_of(make())
-        more = {"softmax_type": "vanilla", "window_size": None, "use_rope_scaling": False, "seq_length": 64}
-        assert options_of(config_of({**more, **options}, dtype="float32")) == options, family
-
-
 @pytest.mark.refuses("models of other families (megatron_tree.convert)", when="the conversion")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (lambda: transformers.GPT2Config(), "model_type='gpt2' can't be converted: the families that can are llama"),
         (lambda: transformers.LlamaConfig(**SHAPE, mlp_bias=True), "mlp_bias=True can't be converted: of llama models"),
-        (
-            lambda: transformers.LlamaConfig(
-                **SHAPE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-            ),
-            "rope_type='linear' can't be converted",
-        ),
         (
             lambda: transformers.LlamaConfig(**SHAPE, rope_parameters={**LLAMA3, "high_freq_factor": 8.0}),
             "high_freq_factor=8.0 can't be converted: Megatron has 4.0 built in",

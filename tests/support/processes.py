@@ -1,0 +1,21 @@
+"""Whether processes have ended."""
+
+import time
+from pathlib import Path
+
+
+def left(pids, seconds=30.0):
+    """Those that are still there after this time at most; zombies that nobody has reaped yet don't count."""
+    end = time.monotonic() + seconds
+    while True:
+        alive = [pid for pid in pids if _runs(pid)]
+        if not alive or time.monotonic() > end:
+            return alive
+        time.sleep(0.05)
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
