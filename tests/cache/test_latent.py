@@ -269,4 +269,4 @@ def test_bytes_of_a_token_at_deepseeks_sizes():
             for layer in range(config.num_hidden_layers):
                 forward.write(layer, *(torch.zeros(1, 5, 1, n, dtype=torch.bfloat16) for n in (512, 64)))
         assert cache.nbytes == config.num_hidden_layers * 5 * each
-        assert cache.allocated_bytes == config.num_hidden_layers * 16 * each  # one page
+        assert cache.store.allocated_bytes == config.num_hidden_layers * 16 * each  # one page

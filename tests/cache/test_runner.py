@@ -148,7 +148,7 @@ def _many_steps(rank, world, family):
     for step in range(1, 501):
         logits = runner.step([row], logits.flatten()[-VOCAB:].argmax().view(1, 1))
         if step in (100, 500):
-            seen[step] = cache.allocated_bytes, own_bytes()
+            seen[step] = cache.store.allocated_bytes, own_bytes()
     per_token = 3 * 2 * 2 * 8 * 4  # layers, k and v, KV heads, head_dim, fp32
     window = cache.window(0)
     tokens = 520 / world + 16 if window is None else window + 2 * 16

@@ -249,7 +249,7 @@ def _disagree(rank, world):
         dict(alibi_slopes=torch.full((4,), float(rank > 0))),
         dict(config=TreeConfig(grid=(1, world) if rank else (world, 1))),
         dict(window_size=(rank, 0)),
-        dict(dropout_p=0.1, dropout_seed=rank),
+        dict(dropout_p=0.1, dropout_seed=int(rank > 0)),
         dict(ranges=[((0, 12), (0, 12), "causal" if rank else "full")]),
     ]
     started = time.monotonic()
