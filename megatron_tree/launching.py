@@ -82,6 +82,20 @@ def quiet() -> None:
         logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
 
 
+def new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """A parser with --config, for `parse_with_config`."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="YAML", help="file with these options (underscores or dashes); the "
+        "command line wins")  # fmt: skip
+    return parser
+
+
 def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Options of the command line over those of the YAML file in `--config` over the defaults.
 

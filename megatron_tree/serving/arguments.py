@@ -13,6 +13,7 @@ from pathlib import Path
 from ..config import QUERIES, WEIGHTS, default_config
 from ..generation.sampling import SamplingParams
 from ..generation.speculation import MOST
+from ..launching import new_parser
 from .batch import check_lines
 
 QUESTIONS = {  # of the default text, and of others
@@ -86,20 +87,6 @@ def build_chat_parser() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="system message before the conversation")
     add_sampling_options(parser, max_new_tokens=512)
     add_model_options(parser)
-    return parser
-
-
-def new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """A parser with --config."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="YAML", help="file with these options (underscores or dashes); the "
-        "command line wins")  # fmt: skip
     return parser
 
 

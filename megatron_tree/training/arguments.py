@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..integrations.megatron.compat import CP_COMM_TYPES
-from ..launching import parse_with_config
+from ..launching import new_parser, parse_with_config
 from ..plan import load_topology
 from ..units import parse_grid
 from .data import open_tokenizer, vocab_size
@@ -57,14 +57,8 @@ ANY_NUMBER = {"seed", "assert_below_unigram"}
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. The defaults are those of a small model."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-tree train",
-        description="Train a small GPT with Megatron-core, the sequence sharded over ranks.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="YAML", help="file with any of these options; the command line wins")
+    description = "Train a small GPT with Megatron-core, the sequence sharded over ranks."
+    parser = new_parser("megatron-tree train", description, EXAMPLES)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
     groups = {name: parser.add_argument_group(name).add_argument for name in NUMBERS}
     for name, numbers in NUMBERS.items():

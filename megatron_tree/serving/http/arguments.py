@@ -7,7 +7,8 @@ import math
 import os
 from pathlib import Path
 
-from ..arguments import add_model_options, check_counts, check_model_options, check_readable, new_parser
+from ...launching import new_parser
+from ..arguments import add_model_options, check_counts, check_model_options, check_readable
 from .guard import is_loopback
 
 KEY_VARIABLE = "MEGATRON_TREE_API_KEY"
