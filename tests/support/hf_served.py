@@ -44,9 +44,9 @@ def check_served(model):
         assert_logits(model(ids, use_cache=False).logits[0], alone[0], "no cache")
 
 
-def check_trained(make, *, recomputed=False):
+def check_trained(make):
     """Loss and gradients of a sequence that the ranks share. make() -> the model, the same each time, in evaluation
-    mode, since dropout would differ. recomputed: layers run once more in the backward."""
+    mode, since dropout would differ."""
     world = dist.get_world_size()
     batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)}
     model = make()
@@ -55,8 +55,6 @@ def check_trained(make, *, recomputed=False):
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model = make()
     tree_hf.train_on_shards(model)
-    if recomputed:
-        model.train().gradient_checkpointing_enable()
     got = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
     got.backward()
     assert abs(float(got - want)) < 2e-5 * float(want)

@@ -21,6 +21,7 @@ UNSUPPORTED = {
     "git": "images in the prompt, which see each other without a causal mask",
     "inkling_text": "a bias by positions (position_bias)",
     "inkling2_text": "a bias by positions (position_bias)",
+    "jetmoe": "keys that are repeated after they are in the cache",
     "minimax": "recurrent layers whose state only a cache of its own (MiniMaxCache) keeps",
     "moshi": "a window that its cache has and its attention has not",
     "recurrent_gemma": "recurrent layers that keep their state in themselves, not in the cache",
@@ -56,11 +57,6 @@ def layers_of(config) -> list[LayerKind]:
     check_replaceable(model_class(text))
     if reason := UNSUPPORTED.get(text.model_type):
         raise ValueError(f"{name} has {reason}; attn_implementation='tree' does not support it. {INSTEAD}")
-    if getattr(text, "slow_but_exact", False) and text.pretraining_tp > 1:
-        raise ValueError(
-            f"{name} has slow_but_exact=True with pretraining_tp={text.pretraining_tp}, which is not supported: "
-            f"set slow_but_exact=False for attn_implementation='tree'. {INSTEAD}"
-        )
     kinds, options = get_layer_types_and_kwargs(text)
     names = getattr(text, "layer_types", None) or kinds
     plain = [kind == "dummy" and named in PLAIN_TYPES for kind, named in zip(kinds, names, strict=True)]
@@ -75,8 +71,6 @@ def layers_of(config) -> list[LayerKind]:
             f"{INSTEAD}"
         )
     windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
-    if text.model_type == "gpt_neo":
-        windows = [text.window_size if kind == "local" else None for kind in text.attention_layers]
     attending = (*LAYER_TYPES, *BOTH_TYPES, "chunked_attention")
     return [
         LayerKind(kind in attending, window, x.get("number_of_states", 0))
@@ -88,8 +82,6 @@ def num_heads_kv(config) -> int:
     """KV heads of a text model's attention; 1 where it keeps latents."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return 1
-    if config.model_type == "falcon":
-        return config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 

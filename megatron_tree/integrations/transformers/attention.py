@@ -27,7 +27,6 @@ from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .latent import latent_heads
 from .llama4 import chunk_size, with_row_temperature
-from .replaced_attention import replace_attention
 from .runs import Update, current_run, forget_notes, last_update
 from .training import attend_to_shard
 
@@ -47,7 +46,6 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function registered as "tree"; Transformers calls it once per layer.
@@ -56,7 +54,6 @@ def tree_attention(
         query: [b, h, s, d]; key, value: [b, h_kv, n, d], what the cache's update returned (or the new ones, no cache).
         attention_mask: what `tree_mask` returned: None, bool [b, slots], or the shard of a batch that is trained on.
         sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
-        alibi_slopes: see `tree_attn_func`; of the models in replaced_attention.py.
     Returns: ([b, s, h, d_v], None): there are no attention weights.
     Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """
@@ -71,7 +68,6 @@ def tree_attention(
         "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
         "softcap": softcap or 0.0,
         "sinks": s_aux,
-        "alibi_slopes": alibi_slopes,
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, SequenceShard):
@@ -253,4 +249,3 @@ def check_model(model) -> None:
 
 AttentionInterface.register("tree", tree_attention)
 AttentionMaskInterface.register("tree", tree_mask)
-replace_attention(tree_attention)

@@ -12,7 +12,6 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention
 from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import Parts, even_shares
@@ -79,19 +78,15 @@ def _module_sizes(model, layout: WeightLayout) -> list[tuple[object, str, object
     sizes = []
     heads, num_heads_kv = layout.heads, layout.heads.num_heads_kv
     num_heads = sum(heads.shares) if layout.repeats_queries else heads.shares[layout.rank % heads.size]
-    local = dict.fromkeys(("num_heads", "num_attention_heads", "n_heads"), num_heads)
-    local |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), num_heads_kv)
+    local = dict.fromkeys(("num_heads", "num_attention_heads"), num_heads)
+    local["num_key_value_heads"] = num_heads_kv
     for name in layout.attentions:
         attention = model.get_submodule(name)
         attention.head_shares = layout.heads.shares
-        attention.cached_heads = layout.heads.all_query_heads(layout.rank)
         sizes += [(attention, x, getattr(attention, x), n) for x, n in local.items() if hasattr(attention, x)]
-        if hasattr(attention, "qkv_proj") and hasattr(attention, "config"):  # CodeGen has none
+        if hasattr(attention, "qkv_proj"):
             attention.config = config = copy.copy(attention.config)
             sizes.append((config, "num_attention_heads", config.num_attention_heads, num_heads))
-        elif isinstance(attention, JetMoeAttention):
-            experts, width = attention.experts, attention.head_dim * num_heads_kv
-            sizes.append((experts, "hidden_size", experts.hidden_size, width))
         elif hasattr(attention, "c_attn"):
             widths = [attention.head_dim * n for n in (num_heads, num_heads_kv, num_heads_kv)]
             sizes.append((attention, "split_size", attention.split_size, widths))

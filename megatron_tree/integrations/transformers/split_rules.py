@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 
 from torch import nn
-from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention, JetMoeMoE
 from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import Piece
@@ -22,7 +21,7 @@ from .architectures import num_heads_kv
 from .weight_layout import HeadGroups, WeightLayout
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
-QUERIES = ("q_proj", "qkv_proj", "c_attn", "Wqkv", "query_key_value")  # the first has its keys and values in others
+QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
@@ -31,7 +30,6 @@ MLPS = (
     ("up_proj", "down_proj"),
     ("fc1", "fc2"),
     ("c_fc", "c_proj"),
-    ("fc_in", "fc_out"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
@@ -68,10 +66,6 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
             _latent_attention(layout, model, name, module, config.num_attention_heads, split_latents)
         elif queries and output:
             _attention(layout, model, name, module, queries, output, config.num_attention_heads, kv_heads)
-        elif isinstance(module, JetMoeAttention):
-            _experts_of_attention(layout, model, name, module, kv_heads)
-        elif isinstance(module, JetMoeMoE):
-            _parallel_experts(layout, name, module)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             _experts(layout, model, name, module)
         for up, down in MLPS:
@@ -94,18 +88,16 @@ def _attention(
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if d is None:
         raise _refused(model, name, "heads of one head_dim were expected")
-    kind, heads, rank = model.config.model_type, layout.heads, layout.rank
+    heads, rank = layout.heads, layout.rank
     local, kv = _times(d, heads.query_heads(rank)), _times(d, heads.kv_heads(rank))
     q = _times(d, heads.all_query_heads(rank)) if layout.repeats_queries else local
-    if kind in ("gpt_neo", "gptj") and heads.size > 1:
-        raise _wants_divisors(layout, model, f"{name}.k_proj", "keys are split into as many heads as queries")
     if queries == "q_proj":
         projections = {"q_proj": (num_heads, [q]), "k_proj": (num_heads_kv, [kv]), "v_proj": (num_heads_kv, [kv])}
     else:
-        if kind == "codegen":
-            runs = _in_four_blocks(num_heads * d, q, kv)
-        elif queries == "query_key_value":
-            runs = _by_kv_head(layout, model, name, q, kv, d, num_heads // num_heads_kv)
+        if queries == "query_key_value":
+            if heads.size > 1 or num_heads != num_heads_kv:
+                raise _wants_divisors(layout, model, f"{name}.query_key_value")
+            runs = [_times(3, kv)]
         else:
             k, v = num_heads * d, (num_heads + num_heads_kv) * d
             runs = [q, (k + kv[0], k + kv[1]), (v + kv[0], v + kv[1])]
@@ -137,61 +129,10 @@ def _times(d: int, heads: tuple[int, int]) -> tuple[int, int]:
     return heads[0] * d, heads[1] * d
 
 
-def _by_kv_head(layout: WeightLayout, model, name: str, q, kv, d: int, per: int) -> list[tuple[int, int]]:
-    """Runs of a rank in a projection where every KV head's `per` queries, key and value lie one after another."""
-    known = per == 1 or model.config.model_type == "falcon"
-    if known and layout.heads.size == 1:
-        return [_times(per + 2, kv)]
-    if known and layout.heads.num_heads_kv == 1:
-        skipped = 2 * kv[0]  # keys and values before those of this KV head
-        k = skipped + per * kv[1]
-        return [tuple(skipped + i for i in q), (k, k + d), (k + d, k + 2 * d)]
-    raise _wants_divisors(layout, model, f"{name}.query_key_value", "q, k and v of each head lie together")
-
-
-def _in_four_blocks(width: int, q, kv) -> list[tuple[int, int]]:
-    """Runs of a rank's q, k and v in CodeGen's projection: four blocks with a quarter of q, v and k each."""
-    if q == kv == (0, width):
-        return [(0, 3 * width)]
-    quarter, runs = width // 4, []
-    for place, (start, stop) in ((0, q), (2, kv), (1, kv)):
-        for i in range(start // quarter, -(-stop // quarter)):
-            skipped = (2 * i + place) * quarter  # of other kinds
-            runs.append((skipped + max(i * quarter, start), skipped + min((i + 1) * quarter, stop)))
-    return runs
-
-
-def _experts_of_attention(layout: WeightLayout, model, name: str, module, num_heads_kv: int) -> None:
-    """JetMoe's: an expert has the queries of one head for every KV head, and the rows that put them out."""
-    if layout.heads.size > 1:
-        raise _wants_divisors(layout, model, f"{name}.experts", "an expert has a query head for every KV head")
-    d = module.head_dim
-    start, stop = local = _times(d, layout.heads.kv_heads(layout.rank))
-    width = d * num_heads_kv
-    layout.query_projection = module.experts.input_linear.weight.numel(), width
-    _rows(layout, f"{name}.kv_proj", module.kv_proj, [local, (width + start, width + stop)])
-    _expert_weights(layout, f"{name}.experts", [local], local)
-    layout.attentions.append(name)
-
-
-def _parallel_experts(layout: WeightLayout, name: str, module) -> None:
-    """JetMoe's: gates and inputs of an expert lie one after another, as `_experts` of other models."""
-    width = module.hidden_size
-    start, stop = local = layout.share(width)
-    _expert_weights(layout, name, [local, (width + start, width + stop)], local)
-
-
-def _expert_weights(layout: WeightLayout, name: str, rows, columns: tuple[int, int]) -> None:
-    layout.pieces[f"{name}.input_linear.weight"] = Piece(1, tuple(rows))
-    layout.pieces[f"{name}.output_linear.weight"] = Piece(2, (columns,))
-    layout.of_first_rank.add(f"{name}.bias")
-    layout.summed.append(name)
-
-
-def _wants_divisors(layout: WeightLayout, model, name: str, why: str) -> ValueError:
+def _wants_divisors(layout: WeightLayout, model, name: str) -> ValueError:
     num_heads = layout.heads.num_groups * layout.heads.num_heads_kv
     divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-    return _refused(model, name, f"{why}: start one of {divisors} ranks")
+    return _refused(model, name, f"q, k and v of each head lie together: start one of {divisors} ranks")
 
 
 def _latent_attention(layout: WeightLayout, model, name: str, module, num_heads: int, split_latents: bool) -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
 from ...attention.derivatives import once
 from .split_rules import MLPS, PROJECTIONS
@@ -223,9 +222,8 @@ def _mlp_forward(mlp: nn.Module, plain: Callable, tile: int, x: Tensor, *routing
     """routing: which experts the tokens have chosen, and with what weights; [n, top_k] each."""
     if x.shape[:-1].numel() <= tile:
         return plain(x, *routing)
-    compute = plain if not isinstance(mlp, JetMoeMoE) else lambda rows: plain(rows[None])[0]
     rows = (x.flatten(0, -2), *routing)
-    return rows_in_tiles(compute, rows, list(mlp.parameters()), tile).view(x.shape)
+    return rows_in_tiles(plain, rows, list(mlp.parameters()), tile).view(x.shape)
 
 
 def _is_dense_mlp(module: nn.Module) -> bool:
@@ -235,7 +233,7 @@ def _is_dense_mlp(module: nn.Module) -> bool:
     fused = isinstance(getattr(module, "gate_up_proj", None), nn.Linear)
     down = isinstance(getattr(module, "down_proj", None), nn.Linear)
     if len(inspect.signature(module.forward).parameters) != 1:
-        return False  # the residual stream is added inside
+        return False  # more is done inside
     return (any(names) or (fused and down)) and all(isinstance(m, PROJECTIONS) for m in layers) and not dropped
 
 
@@ -245,9 +243,8 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Stacked ones of hidden states, numbers of experts and their weights, and JetMoE's, with their router."""
-    routed = _is_stacked(module) and len(inspect.signature(module.forward).parameters) == 3
-    return routed or isinstance(module, JetMoeMoE)
+    """Stacked ones of hidden states, numbers of experts and their weights."""
+    return _is_stacked(module) and len(inspect.signature(module.forward).parameters) == 3
 
 
 def _check(name: str, tile) -> None:
