@@ -8,7 +8,7 @@
 #   --revert          remove the patch
 #   --check           change nothing; exit with 0 if the patch is applied (with --revert: if it is not)
 #
-# The script reads the release from megatron/core/package_info.py and has a patch for each of 0.14 to 0.19. It does nothing
+# The script reads the release from megatron/core/package_info.py and has a patch for each of 0.16 to 0.19. It does nothing
 # if the patch is already applied. patches/README.md describes the changes.
 
 set -euo pipefail

@@ -137,14 +137,8 @@ def document_positions(layout: Packed | Dispatched, rank: int, world: int, *, de
     return positions_of(layout.segments(rank, world), layout.rows(world), device=device, padding=0)
 
 
-def documents_over(
-    lengths: tuple[int, ...], padded: tuple[int, ...], world: int, layout: str = "zigzag", *, batch: int = 1
-) -> Dispatched:
-    """Packed documents in `batch` equally long sequences, each of which is cut as a whole by `layout`.
-
-    This is how Megatron shards a batch in which documents are separated by a mask only.
-    """
-    seq_len = sum(padded) // max(1, batch)
-    chunks = [[(s.pos, s.length) for s in shard_segments(seq_len, r, world, layout)] for r in range(world)]
-    shares = [[(i * seq_len + first, n) for i in range(batch) for first, n in chunk] for chunk in chunks]
-    return Dispatched(lengths, padded, tuple(map(tuple, shares)), batch * shard_lengths(seq_len, world, layout)[0])
+def documents_over(lengths: tuple[int, ...], padded: tuple[int, ...], world: int, layout: str = "zigzag") -> Dispatched:
+    """Packed documents in a sequence that is cut as a whole by `layout`."""
+    seq_len = sum(padded)
+    shares = (tuple((s.pos, s.length) for s in shard_segments(seq_len, r, world, layout)) for r in range(world))
+    return Dispatched(lengths, padded, tuple(shares), shard_lengths(seq_len, world, layout)[0])

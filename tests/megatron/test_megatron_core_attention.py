@@ -56,11 +56,11 @@ def test_torch_compile_calls_core_attention_between_graphs():
     assert run_distributed(_compiled, 2) == [True, True]
 
 
-def test_newer_and_older_arguments_are_taken():
+def test_newer_arguments_are_taken():
     model = config()
     groups = types.SimpleNamespace(tp=Group(1), cp=Group(1))
     kwargs = {"k_channels": 8, "v_channels": 4, "name": "decoder.layers.0", "some_new_option": None}
-    module = tree.TreeDotProductAttention(model, 1, causal, "self", model_comm_pgs=groups, **kwargs)
+    module = tree.TreeDotProductAttention(model, 1, causal, "self", pg_collection=groups, **kwargs)
     q, k, v = qkv()
     assert module(q, k, v[..., :4], None, num_splits=2).shape == (6, 2, 16)
 
@@ -183,28 +183,6 @@ def dense_with_gradients(inputs, hidden):
     return [out.detach(), *torch.autograd.grad((out * inputs[3]).sum(), leaves)]
 
 
-def _reset(rank, world):
-    """Masks of --reset-attention-mask: causal within each document of a row."""
-    rows, errors = shard_positions(SEQ, rank, world), {}
-    starts = torch.tensor([[0, 5, 6], [0, 0, 0], [0, 1, 15]])  # of documents in each row
-    inside = (torch.arange(SEQ)[None, :, None] >= starts[:, None]).sum(-1)  # [b, s]: the document of a token
-    other = (inside[:, None, :, None] != inside[:, None, None]) | causal_mask(SEQ)
-    for mask_type, share in ((causal, other), (AttnMaskType.arbitrary, other), (causal, other[:1])):
-        want = dense_with_gradients(inputs_of(), share)
-        for comm_type in ("tree", "p2p", "all_gather") if world > 1 else ("tree",):
-            options = dict(attn_mask_type=mask_type, attention_mask=share[:, :, rows].contiguous(), name=comm_type)
-            found = run_core(inputs_of(), world, rows, rows, **options)
-            errors[mask_type.name, len(share), comm_type] = compare(found, want, rows, rows)
-    return errors
-
-
-@pytest.mark.supports("attention_mask", with_="causal, padding, both, causal within documents; cp = 4")
-@pytest.mark.parametrize("world", [1, 4])
-def test_masks_of_documents_are_read(world):
-    for errors in run_distributed(_reset, world):
-        assert largest(errors.values()) < 1e-12, errors
-
-
 def test_masks_of_a_loader_that_makes_causal_ones_are_not_read(monkeypatch):
     arguments = types.SimpleNamespace(reset_attention_mask=False)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", types.SimpleNamespace(_GLOBAL_ARGS=arguments))
@@ -239,7 +217,7 @@ def test_batches_over_ranks_of_their_own():
         assert len(errors) == 16 and largest(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.supports("attention_mask", with_="causal, padding, both, causal within documents; cp = 4")
+@pytest.mark.supports("attention_mask", with_="causal, padding, both; cp = 4")
 @pytest.mark.supports("cross attention", with_="padded keys of another length; cp = 4")
 @pytest.mark.parametrize("world", [1, 4])
 def test_masks_are_read_as_lengths(world):

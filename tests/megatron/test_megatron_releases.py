@@ -53,23 +53,6 @@ def test_spec_option_follows_the_config():
     assert issubclass(spec.submodules.self_attention.module, MultiLatentAttention)
 
 
-def test_qk_l2_norm_of_the_command_line(monkeypatch):
-    """0.14 has no field for it in the configuration."""
-    model, asked = config(), []
-    monkeypatch.delattr(type(model), "qk_l2_norm")
-    vars(model).pop("qk_l2_norm")
-    monkeypatch.setattr(
-        gpt_layer_specs,
-        "get_gpt_decoder_block_spec",
-        lambda config, **arguments: asked.append(arguments["qk_l2_norm"]) or types.SimpleNamespace(layer_specs=[]),
-    )
-    compat.decoder_layer_specs(model, vp_stage=None, pp_group=None)
-    state = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(qk_l2_norm=True))
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", state)
-    compat.decoder_layer_specs(model, vp_stage=None, pp_group=None)
-    assert asked == [False, True]
-
-
 @pytest.mark.parametrize("option", ["heterogeneous_block_specs", "experimental_attention_variant"])
 def test_spec_option_refuses_other_kinds_of_blocks(option):
     model = config()
@@ -197,7 +180,6 @@ def test_batches_that_are_not_cut_document_by_document(monkeypatch):
     plain = types.SimpleNamespace(qkv_format="thd", local_cp_size=None, cp_group=None)
     group, own = Group(4), Group(2)
     assert compat.group_of_batch(None, group) is group
-    assert compat.group_of_batch(types.SimpleNamespace(qkv_format="thd"), group) is group  # 0.14
     assert compat.group_of_batch(plain, group) is group
     plain.local_cp_size, plain.cp_group = 2, own
     assert compat.group_of_batch(plain, group) is own

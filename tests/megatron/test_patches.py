@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="patches are
 REPO = Path(__file__).resolve().parents[2]
 APPLY = REPO / "patches" / "apply.sh"
 PATCHES = sorted((REPO / "patches" / "megatron-lm").glob("*.patch"))
-RELEASES = ["0.14.0", "0.15.0", "0.15.3", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"]
+RELEASES = ["0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"]
 WORLD = 2
 
 
@@ -132,13 +132,13 @@ def test_inside_another_repository(installed_copy, tmp_path):
     ("options", "message"),
     [
         (["--megatron", "nowhere"], "nowhere holds no megatron/core/package_info.py"),
-        (["--megatron", "."], "is Megatron-core 0.13.1: there are patches for 0.14 0.15 0.16 0.17 0.18 0.19."),
+        (["--megatron", "."], "is Megatron-core 0.15.1: there are patches for 0.16 0.17 0.18 0.19."),
     ],
 )
 def test_wrong_calls(options, message, tmp_path):
     info = tmp_path / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
-    info.write_text("MAJOR = 0\nMINOR = 13\nPATCH = 1\n")
+    info.write_text("MAJOR = 0\nMINOR = 15\nPATCH = 1\n")
     done = subprocess.run(["bash", APPLY, *options], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert message in done.stderr

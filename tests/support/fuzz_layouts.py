@@ -60,12 +60,11 @@ def dispatched(draw, world):
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, 9), max_size=4))
         return spread_documents(tuple(lengths), world, multiple_of=draw(st.sampled_from([1, 1, 2, 3])))
-    batch, unit = draw(st.integers(1, 2)), 2 * world
-    total = batch * unit * draw(st.integers(1, 3))
+    total = 2 * world * draw(st.integers(1, 6))
     cuts = sorted(draw(st.lists(st.integers(0, total), max_size=3)))
     padded = tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
     lengths = tuple(n - min(n, draw(st.sampled_from([0, 0, 1]))) for n in padded)
-    return documents_over(lengths, padded, world, draw(st.sampled_from(["zigzag", "contiguous"])), batch=batch)
+    return documents_over(lengths, padded, world, draw(st.sampled_from(["zigzag", "contiguous"])))
 
 
 @st.composite

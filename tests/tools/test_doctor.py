@@ -81,7 +81,7 @@ def test_megatron_patched_and_too_old(capsys, monkeypatch):
     assert lines(run(capsys)[1], "cp_comm_type 'tree'")[0].startswith("works as it is")
     monkeypatch.setattr("megatron.core.package_info.MINOR", 5)
     status, out, _ = run(capsys)
-    assert status == 1 and "too old: 0.13 or newer is needed" in out
+    assert status == 1 and "too old: 0.16 or newer is needed" in out
 
 
 @pytest.mark.parametrize(

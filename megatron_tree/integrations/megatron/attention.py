@@ -82,7 +82,6 @@ class TreeDotProductAttention(MegatronModule):
         softmax_scale: default 1 / sqrt(head_dim).
         cp_comm_type: "tree" (also None), "p2p", "all_gather", "a2a", "a2a+tree" or "a2a+p2p"; see `tree_config_for`.
         pg_collection: process groups `tp` and `cp`; default: those of Megatron's parallel state.
-        model_comm_pgs: the older name of `pg_collection`.
         k_channels, v_channels: head sizes of keys and values, if they differ (MLA).
         tree_config: TreeConfig that fixes the grid or the backend; `use_tree_attention` passes it.
     Raises: ValueError for options that would change the result and are not supported.
@@ -98,7 +97,6 @@ class TreeDotProductAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        model_comm_pgs: Any = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
         *,
@@ -107,7 +105,7 @@ class TreeDotProductAttention(MegatronModule):
     ):
         super().__init__(config=config)
         compat.refuse_unknown_arguments("the constructor of TreeDotProductAttention", newer_arguments)
-        self.tp_group, self.cp_group = compat.process_groups(pg_collection, model_comm_pgs)
+        self.tp_group, self.cp_group = compat.process_groups(pg_collection)
         cp_size = config.context_parallel_size
         if cp_size == 1:
             self.cp_group = None  # the configuration decides, even if the group has more ranks
@@ -228,19 +226,17 @@ class TreeDotProductAttention(MegatronModule):
         s, b = query.shape[:2]
         sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0], cp_group=cp_group)
         limit = self.tree_config.timeout_s
-        options["causal"], lengths, documents = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
+        options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        if lengths is None and documents is None:
+        if lengths is None:
             return self._out(tree_attn_func(q, k, v, **options)).transpose(0, 1).flatten(2)
-        if documents is not None:
-            options["layout"] = documents
-        else:  # the rows of a padded batch become packed documents
-            world = comm.group_size(cp_group)
-            bounds = key_bounds = _documents(lengths, key.shape[0] * world)
-            if self.is_cross:
-                bounds = _documents((s * world,) * b, s * world)
-                options |= dict(cu_seqlens_kv=key_bounds[0], cu_seqlens_kv_padded=key_bounds[1])
-            options |= dict(cu_seqlens=bounds[0], cu_seqlens_padded=bounds[1])
+        # the rows of a padded batch become packed documents
+        world = comm.group_size(cp_group)
+        bounds = key_bounds = _documents(lengths, key.shape[0] * world)
+        if self.is_cross:
+            bounds = _documents((s * world,) * b, s * world)
+            options |= dict(cu_seqlens_kv=key_bounds[0], cu_seqlens_kv_padded=key_bounds[1])
+        options |= dict(cu_seqlens=bounds[0], cu_seqlens_padded=bounds[1])
         out = self._out(tree_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options))
         return out.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
 

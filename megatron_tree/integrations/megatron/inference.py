@@ -45,8 +45,6 @@ REFUSED_OPTIONS = {
     "cache_mla_latents": "set it to False: MegatronRunner keeps latents without it",
     "mtp_num_layers": "build the model without mtp_block_spec and load the checkpoint without these layers",
     "cuda_graph_impl": "set it to 'none'; MegatronRunner(cuda_graphs=True) has graphs of its own",
-    "enable_cuda_graph": "set it to False; MegatronRunner(cuda_graphs=True) has graphs of its own",
-    "external_cuda_graph": "set it to False; MegatronRunner(cuda_graphs=True) has graphs of its own",
     "experimental_attention_variant": "layers of another kind would need a cache of their own",
     "fp8": _BUILD_ANEW,
     "fp4": _BUILD_ANEW,

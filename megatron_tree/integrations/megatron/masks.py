@@ -1,13 +1,11 @@
 """Megatron's attention masks, reduced to what tree attention needs to know of them.
 
 Core attention gets boolean tensors, True = hidden. A mask must be causal, or hide padding at the end of rows, or both:
-then the lengths of the rows describe it. Or it is causal within documents that lie one after another in a row, as with
---reset-attention-mask. All layers get the same tensor, so it is read once.
+then the lengths of the rows describe it. All layers get the same tensor, so it is read once.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import comm
-from ...layout import Dispatched, documents_over, shard_positions
+from ...layout import shard_positions
 from . import compat
 
 # whether the kernels apply the causal mask; with `arbitrary` the mask itself decides
@@ -42,8 +40,6 @@ class MaskRead(NamedTuple):
     causal: bool
     lengths: tuple[int, ...] | None = None
     """Number of keys of every batch row; None if no row is padded."""
-    documents: Dispatched | None = None
-    """Documents in the rows of the batch, one row after another; None if every row is one."""
 
 
 def read_mask(
@@ -109,35 +105,8 @@ def _read_tensor(
         if not differs[hides_later]:
             tokens = tuple(lengths.tolist())
             return MaskRead(causal, None if set(tokens) == {total} else tokens)
-    square = mask.shape[2:] == (num_queries, num_queries * world)
-    if square and num_keys == num_queries and any(causal for _, causal in allowed):
-        documents = _documents(shown, q_pos, k_pos, batch, cp_group, timeout_s)
-        if documents is not None:
-            return MaskRead(True, documents=documents)
     raise ValueError(
         f"attention_mask {tuple(mask.shape)} with attn_mask_type {mask_type} is neither the causal mask of this rank's "
-        "rows, also within documents, nor padding at the end of rows: tree attention takes no other mask here "
-        "(tree_attn_func takes any mask that is made of ranges)"
+        "rows nor padding at the end of rows: tree attention takes no other mask here. Documents that don't see each "
+        "other are packed (packed_seq_params); tree_attn_func takes any mask that is made of ranges"
     )
-
-
-def _documents(
-    shown: Tensor, q_pos: Tensor, k_pos: Tensor, batch: int, cp_group, timeout_s: float
-) -> Dispatched | None:
-    """The documents of a mask [b or 1, queries, keys], True = visible, that is causal within each; None for others."""
-    world = comm.group_size(cp_group)
-    total = len(q_pos) * world
-    first = torch.where(shown, k_pos, total).amin(-1)  # [b, queries]: the first visible key
-    begins = torch.full((len(shown), total), -1, dtype=torch.int64, device=shown.device)
-    begins[:, q_pos] = first
-    comm.all_reduce(begins, cp_group, op="max", timeout_s=timeout_s)
-    is_first = begins == torch.arange(total, device=shown.device)  # whether a document begins at a token
-    begins_so_far = torch.where(is_first, begins, -1).cummax(-1).values
-    expected = (k_pos >= first[..., None]) & (k_pos <= q_pos[:, None])
-    wrong = not (torch.equal(begins_so_far, begins) and torch.equal(shown, expected))
-    wrong = torch.tensor([int(wrong)], device=shown.device)
-    if int(comm.all_reduce(wrong, cp_group, op="max", timeout_s=timeout_s)):
-        return None
-    edges = [[*row.nonzero().flatten().tolist(), total] for row in is_first.expand(batch, -1)]
-    lengths = tuple(b - a for row in edges for a, b in itertools.pairwise(row))
-    return documents_over(lengths, lengths, world, batch=batch)

@@ -55,7 +55,7 @@ class TreeGPTLayer(TransformerLayer):
                     f"{name}={getattr(config, name)!r} with get_gpt_layer_tree_spec, a spec of plain GPT layers: "
                     "use install(), or the patch, with Megatron's own spec"
                 )
-        groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
+        groups = kwargs.get("pg_collection")
         specs = compat.decoder_layer_specs(
             config, vp_stage=kwargs.get("vp_stage"), pp_group=getattr(groups, "pp", None)
         )

@@ -1,7 +1,7 @@
 """Everything this package knows about versions of Megatron-core and Megatron-LM.
 
 Written against megatron-core 0.16.1, the release that the tests run. The slow tests build and run a model with every
-release from 0.14 to 0.19. Differences are found by looking at signatures and attributes, not at the version.
+release from 0.16 to 0.19. Differences are found by looking at signatures and attributes, not at the version.
 """
 
 # ruff: noqa: F401

@@ -15,23 +15,22 @@ from .release import lookup, megatron_lm_arguments, megatron_version
 HARMLESS_ARGUMENTS = frozenset({"name", "num_splits"})
 
 
-def process_groups(pg_collection: Any, model_comm_pgs: Any) -> tuple[Any, Any]:
-    """(tensor-parallel group, context-parallel group), from whichever argument this release passes."""
-    groups = pg_collection if pg_collection is not None else model_comm_pgs
-    if groups is None:
+def process_groups(pg_collection: Any) -> tuple[Any, Any]:
+    """(tensor-parallel group, context-parallel group); by default those of Megatron's parallel state."""
+    if pg_collection is None:
         parallel_state = importlib.import_module("megatron.core.parallel_state")
         return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     for name in ("tp", "cp"):
-        if getattr(groups, name, None) is None:
+        if getattr(pg_collection, name, None) is None:
             raise ValueError(
                 f"pg_collection has no process group {name!r}: TreeDotProductAttention needs 'tp' and 'cp'"
             )
-    return groups.tp, groups.cp
+    return pg_collection.tp, pg_collection.cp
 
 
 def token_group(model: Any) -> Any:
     """The ranks that run the same tokens when a model is served: tensor- and context-parallel ones."""
-    group = getattr(getattr(model, "pg_collection", None), "tp_cp", None)  # older: no such attribute
+    group = getattr(getattr(model, "pg_collection", None), "tp_cp", None)
     state = importlib.import_module("megatron.core.parallel_state")
     return state.get_tensor_and_context_parallel_group() if group is None else group
 
@@ -71,7 +70,7 @@ def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 def context_parallel_group(module: Any = None) -> Any:
     """The context-parallel group of a model or an attention layer, by default that of Megatron's parallel state."""
-    groups = getattr(module, "pg_collection", None)  # older: no such attribute
+    groups = getattr(module, "pg_collection", None)
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     return getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
 

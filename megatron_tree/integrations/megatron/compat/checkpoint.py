@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import queue
 from typing import Any
 
@@ -19,7 +18,7 @@ def sharded_parameters(
     """Sharded state dict of a module; `axes` maps the names of parameters to their tensor-parallel axes."""
     make = lookup("megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint")
     groups = {}
-    if metadata and metadata.get("dp_cp_group") is not None and "tp_group" in inspect.signature(make).parameters:
+    if metadata and metadata.get("dp_cp_group") is not None:
         groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
     state = {name: p for name, p in module.state_dict(prefix="", keep_vars=True).items() if name in axes}
     return make(state, prefix, axes, sharded_offsets, **groups)

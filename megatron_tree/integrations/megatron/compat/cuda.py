@@ -21,9 +21,8 @@ def core_replacements() -> Replacements:
     replacements: Replacements = [
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)),
+        (dispatcher, "maybe_move_tensor_to_cpu", _as_on_cpu),
     ]
-    if hasattr(dispatcher, "maybe_move_tensor_to_cpu"):  # older releases move tensors otherwise
-        replacements.append((dispatcher, "maybe_move_tensor_to_cpu", _as_on_cpu))
     # the router of 0.16 asks whether it is None, and only TransformerEngine's import sets it
     if not hasattr(moe_utils, "te_general_gemm"):
         replacements.append((moe_utils, "te_general_gemm", None))

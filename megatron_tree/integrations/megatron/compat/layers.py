@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....log import say_once
-from .release import UnsupportedMegatronError, lookup, megatron_lm_arguments, megatron_version
+from .release import UnsupportedMegatronError, lookup, megatron_version
 
 
 def attention_classes() -> tuple[type, ...]:
@@ -41,9 +41,8 @@ def decoder_layer_specs(config: Any, *, vp_stage: int | None, pp_group: Any) -> 
         say_once("transformer_impl='transformer_engine', but TransformerEngine is not installed: Megatron's own layers")
         wants_te = False
     make = lookup(f"{specs}:get_gpt_decoder_block_spec")
-    qk_l2_norm = getattr(config, "qk_l2_norm", getattr(megatron_lm_arguments(), "qk_l2_norm", False))  # 0.14: no field
-    arguments = {"normalization": config.normalization, "qk_l2_norm": qk_l2_norm, "vp_stage": vp_stage}
-    if pp_group is not None and "pp_rank" in inspect.signature(make).parameters:
+    arguments = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm, "vp_stage": vp_stage}
+    if pp_group is not None:
         arguments["pp_rank"] = pp_group.rank()
     return make(config, use_transformer_engine=wants_te, **arguments).layer_specs
 
@@ -77,7 +76,7 @@ def mla_without_transformer_engine():
     """While an MLA layer is built: two corrections for Megatron's own layers.
 
     The layer passes the sizes of keys and values to its core attention, whose own constructor takes no such arguments.
-    From 0.14 to 0.16 it also has a flag that TransformerEngine is installed even if it is not; then it compares its
+    Up to 0.16 it also has a flag that TransformerEngine is installed even if it is not; then it compares its
     parts with placeholders of TransformerEngine's classes and fails.
     """
     mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")

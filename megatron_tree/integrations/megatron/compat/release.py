@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-MINIMUM_VERSION = (0, 13)
+MINIMUM_VERSION = (0, 16)
 
 
 # Megatron-core warns of every optional package that it does without; docs/megatron-lm.md says what those would bring.
@@ -31,7 +31,7 @@ def hide_import_notices() -> Iterator[None]:
 def megatron_version() -> str:
     """Version of the installed megatron-core.
 
-    Raises: UnsupportedMegatronError if it is not installed or older than 0.13.
+    Raises: UnsupportedMegatronError if it is not installed or older than 0.16.
     """
     try:
         package_info = importlib.import_module("megatron.core.package_info")
