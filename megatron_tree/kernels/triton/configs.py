@@ -1,6 +1,6 @@
 """Tile sizes per head_dim and architecture: a table, not an autotuner, so that nothing recompiles at run time.
 
-How they were chosen, from what the compiler makes of them (docs/kernels.md, docs/kernel-resources.md):
+How they were chosen, from what the compiler makes of them (docs/kernels.md):
 - 128 queries or keys stay in registers where they fit: what passes by is read from L2 once for each of them.
 - Blocks of 4 warps, two to a multiprocessor, where their registers allow it: the softmax of one overlaps the matrix
   products of the other. Else 8 warps and tiles as large as possible: fewest instructions for each product.
