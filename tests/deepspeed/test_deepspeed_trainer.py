@@ -245,23 +245,3 @@ def test_what_the_trainer_refuses_and_that_only_the_mixins_loss_is_trained_on(tm
     )
     for text, want in zip(said, wanted, strict=True):
         assert want in text
-
-
-def _loader(rank, world):
-    """Ranks of a group get the shards of each other's batches in turn, which may have other lengths."""
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
-    from support.hf_models import prompt
-
-    parallel = register_sequence_parallel(_model(), sp_size=2)
-    batches = [[prompt(1 + i, 9 + 4 * r + i, seed=10 * i + r) for i in range(3)] for r in range(world)]
-    loader = parallel.shard_loader([{"input_ids": ids, "labels": ids} for ids in batches[rank]])
-    assert len(loader) == 6
-    neighbours = (0, 1) if rank < 2 else (2, 3)
-    turns = [batches[r][i] for i in range(3) for r in neighbours]
-    for made, ids in zip(loader, turns, strict=True):
-        want = parallel.shard_batch({"input_ids": ids, "labels": ids})
-        assert torch.equal(made["input_ids"], want["input_ids"]) and torch.equal(made["labels"], want["labels"])
-
-
-def test_a_loader_whose_ranks_have_their_own_batches():
-    run_distributed(_loader, 4)

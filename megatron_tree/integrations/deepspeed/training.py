@@ -31,7 +31,6 @@ from ..transformers.batch_shards import shard_batch
 from ..transformers.token_tiles import IGNORED
 from ..transformers.training import train_on_shards
 from .inference import init_comm
-from .loader import ShardedLoader
 
 
 def register_sequence_parallel(
@@ -120,10 +119,6 @@ class SequenceParallel:
                 digest = hashlib.sha256(batch["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16]
                 call.agree(**{"input_ids": batch["input_ids"].shape, "digest of input_ids": digest})
         return sharded
-
-    def shard_loader(self, loader) -> ShardedLoader:
-        """Batches of a loader, whose batches differ on all ranks, as shards for the model; see `ShardedLoader`."""
-        return ShardedLoader(loader, self)
 
     # DeepSpeed's interface: batch sizes and samplers depend on the data-parallel ranks, ...
 
