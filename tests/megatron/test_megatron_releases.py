@@ -146,19 +146,6 @@ def test_a_stack_with_a_layer_of_every_kind():
         build_module(result.submodules.dsa_layer.core_attention, config=config(), layer_number=1)
 
 
-@pytest.mark.parametrize("written", ["treee", ["tree", "Tree"], "a2a-tree", "tre"])
-def test_a_misspelled_cp_comm_type(newer_attention, installed, written):
-    """On all ranks, whichever layers they have: the whole list is read."""
-    model = types.SimpleNamespace(cp_comm_type=written)
-    with pytest.raises(
-        ValueError, match=r"cp_comm_type='.*' is unknown: did you mean '(a2a\+)?tree'\?.*--cp-comm-type"
-    ):
-        newer_attention(model, Submodules(TEDotProductAttention), 1, causal, "self", cp_comm_type="p2p")
-    for kind in ("tree", "a2a+p2p", "allgather", ["a2a", "all_gather"], None):
-        model.cp_comm_type = kind
-        newer_attention(model, Submodules(TEDotProductAttention), 1, causal, "self", cp_comm_type="p2p")
-
-
 # --- what differs between releases ---
 
 

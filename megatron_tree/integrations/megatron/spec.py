@@ -229,7 +229,6 @@ def _wrap(cls: type, make) -> None:
 def _with_tree_submodules(original, signature):
     def init(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs)
-        compat.refuse_misspelled_cp_comm_type(call.arguments["config"])
         spec = call.arguments["submodules"]
         if call.arguments.get("cp_comm_type") in compat.TREE_CP_COMM_TYPES and not is_tree(spec.core_attention):
             call.arguments["submodules"] = use_tree_attention(spec, tree_config=_installed_config)

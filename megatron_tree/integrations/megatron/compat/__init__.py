@@ -14,7 +14,6 @@ from .call import (
     hierarchical_sizes,
     loads_causal_masks,
     process_groups,
-    refuse_misspelled_cp_comm_type,
     refuse_unknown_arguments,
     token_group,
     window_of_layer,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
 from typing import Any
 
-from ....config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
 from .release import lookup, megatron_lm_arguments, megatron_version
 
 # Arguments of newer releases that do not change the result: a name for logs, the number of splits in a kernel.
@@ -102,18 +100,6 @@ def refuse_unknown_arguments(where: str, arguments: dict[str, Any]) -> None:
             f"{where} got {', '.join(unknown)}, which tree attention does not support (megatron-core "
             f"{megatron_version()}): unset the option of Megatron that sets it"
         )
-
-
-def refuse_misspelled_cp_comm_type(config: Any) -> None:
-    """Raise a ValueError if a `cp_comm_type` of the model is almost one with a tree."""
-    kinds = getattr(config, "cp_comm_type", None)
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind is not None and kind not in CP_COMM_TYPES:
-            for meant in difflib.get_close_matches(kind.lower(), TREE_CP_COMM_TYPES, n=1):
-                raise ValueError(
-                    f"cp_comm_type={kind!r} is unknown: did you mean {meant!r}? Tree attention takes the layers of "
-                    f"{' and '.join(map(repr, TREE_CP_COMM_TYPES))} (Megatron-LM: --cp-comm-type)"
-                )
 
 
 def window_of_layer(config: Any, layer_number: int) -> tuple[int, int]:
