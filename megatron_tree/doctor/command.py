@@ -1,4 +1,4 @@
-"""Report what is installed, which kernels, fusions, network and plan a configuration would use, and what is missing."""
+"""Report what is installed, which kernels, network and plan a configuration would use, and what is missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         configuration.check(args)
         sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
         if args.purpose == "megatron":
-            sections += configuration.megatron(args.cp, args.cp_comm_type)
+            sections.append(configuration.megatron(args.cp, args.cp_comm_type))
         sections += [configuration.kernels(args), configuration.plan(args)]
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""What a configuration, the options of the command line, would use, and why: Megatron's integration and fused kernels,
-attention kernels, the plan."""
+"""What a configuration, the options of the command line, would use, and why: Megatron's integration, attention kernels,
+the plan."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _shape(args, ranks: int) -> Shape:
     return Shape(args.heads, args.kv_heads, args.head_dim, args.head_dim).over(ranks)
 
 
-def megatron(cp: int, cp_comm_type: str) -> list[Section]:
-    """Megatron's integration, and its fused kernels; only what is wrong if megatron-core can't be used."""
+def megatron(cp: int, cp_comm_type: str) -> Section:
+    """Megatron's integration; only what is wrong if megatron-core can't be used."""
     try:
         from ..integrations.megatron import compat
 
@@ -65,8 +65,8 @@ def megatron(cp: int, cp_comm_type: str) -> list[Section]:
         compat.attention_classes()
     except ImportError as error:
         why = missing_package(error) or str(error)
-        return [Section("Megatron", [Finding("megatron-core", "unusable", why, MISSING)])]
-    return [_integration(cp, cp_comm_type, version), _fusions()]
+        return Section("Megatron", [Finding("megatron-core", "unusable", why, MISSING)])
+    return _integration(cp, cp_comm_type, version)
 
 
 def _integration(cp: int, cp_comm_type: str, version: str) -> Section:
@@ -91,25 +91,6 @@ def _integration(cp: int, cp_comm_type: str, version: str) -> Section:
         note = "this release reads it off by one entry; install() and the patch correct that"
         findings.append(Finding("a list in cp_comm_type", "needs install()", note))
     return Section("Megatron", findings)
-
-
-def _fusions() -> Section:
-    """Megatron's fused kernels, and the options that enable them."""
-    from ..integrations.megatron import fusions as megatron_fusions
-
-    findings, needs = [], set()
-    for fusion in megatron_fusions.fusions():
-        set_to = ", ".join(f"{name}={value}" for name, value in fusion.options.items())
-        lacks = f"needs {' and '.join(fusion.needs)}" if fusion.needs else ""
-        if megatron_fusions.GPU not in fusion.needs:
-            needs |= {name for need in fusion.needs for name in megatron_fusions.HOW_TO_GET if name in need}
-        note = "; ".join(part for part in (lacks, set_to and f"set {set_to}") if part)
-        findings.append(Finding(fusion.name, fusion.by, note, OK if fusion.used else NOTE))
-    problem = megatron_fusions.apex_problem()
-    if problem:
-        findings.append(Finding("apex", "another package", problem, MISSING))
-    findings += [Finding(name, "how to get it", megatron_fusions.HOW_TO_GET[name], NOTE) for name in sorted(needs)]
-    return Section("Megatron's fused kernels", findings)
 
 
 def kernels(args) -> Section:

@@ -21,6 +21,7 @@ from megatron_tree import TreeConfig
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
 from megatron_tree.integrations.megatron.compat import release
+from megatron_tree.integrations.megatron.fusions import fusion_options
 from support.core_attention import Group, config
 
 causal = AttnMaskType.causal
@@ -179,3 +180,14 @@ def test_batches_that_are_not_cut_document_by_document(monkeypatch):
     assert compat.cuts_packed_rows_as_a_whole()
     arguments.sft = True
     assert not compat.cuts_packed_rows_as_a_whole()
+
+
+def test_fusions_of_what_is_installed(tmp_path, monkeypatch):
+    """Nothing is imported: a package of such a name may be another one."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not any(fusion_options().values())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("transformer_engine", "fused_weight_gradient_mlp_cuda"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not to be imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [name for name, used in fusion_options().items() if not used] == ["masked_softmax_fusion"]

@@ -1,11 +1,8 @@
-"""`megatron-tree doctor`: its text, its exit status, and that its fusions are what Megatron takes."""
+"""`megatron-tree doctor`: its text and its exit status."""
 
 import importlib.metadata
 import json
-import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ import torch
 from megatron_tree.doctor import machine
 from megatron_tree.doctor.command import EXAMPLES, main
 from megatron_tree.doctor.findings import missing
-from megatron_tree.integrations.megatron import fusions as megatron_fusions
 
 FUNCTIONS = ["--for", "functions"]
 
@@ -72,7 +68,6 @@ def test_megatron(capsys):
     assert "docs/megatron-lm.md" in lines(out, "cp_comm_type 'tree'")[0]
     assert lines(out, "8 heads, 2 KV heads, head_dim 128, bf16"), "a rank's own heads"
     assert "install()" in lines(out, "a list in cp_comm_type")[0]
-    assert "gradient_accumulation_fusion=" in lines(out, "weight gradients added up")[0]
 
 
 def test_megatron_patched_and_too_old(capsys, monkeypatch):
@@ -163,83 +158,3 @@ def test_every_example_runs(capsys):
             status, out, _ = run(capsys, *shlex.split(line)[2:])
             assert status == 0, line
             assert "--for deepspeed" not in line or (lines(out, "decode") and not lines(out, "backward"))
-
-
-# --- fused kernels ---
-
-NVIDIAS = {
-    "amp_C.py": "multi_tensor_l2norm = multi_tensor_scale = None",
-    "fused_weight_gradient_mlp_cuda.py": "",
-    "apex/__init__.py": "",
-    "apex/optimizers/__init__.py": "class FusedAdam: pass\nclass FusedSGD: pass",
-    "apex/optimizers/fused_adam.py": "",
-    "apex/multi_tensor_apply/__init__.py": "multi_tensor_applier = None",
-}
-ANOTHER = {"apex/__init__.py": "raise RuntimeError('this apex must not be imported')"}
-
-
-def write(folder, files):
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-@pytest.fixture
-def machine_with(monkeypatch, tmp_path):
-    """Pretend to have a GPU, and these files on the path."""
-
-    def make(files):
-        write(tmp_path, files)
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr(megatron_fusions, "_gpu", lambda: True)
-
-    return make
-
-
-def test_transformer_engine(machine_with):
-    machine_with({"transformer_engine/__init__.py": "raise RuntimeError('not to be imported')"})
-    by = {fusion.name: fusion.by for fusion in megatron_fusions.fusions() if fusion.used}
-    assert by["FusedAdam"] == by["rotary embedding"] == "TransformerEngine"
-    options = megatron_fusions.fusion_options()
-    assert options["apply_rope_fusion"] is True
-    assert options["gradient_accumulation_fusion"] is False, "Megatron's own layers ask for Apex's module"
-
-
-def test_another_package_of_that_name(machine_with, capsys):
-    pytest.importorskip("megatron.core")
-    machine_with(ANOTHER)
-    assert not any(fusion.used for fusion in megatron_fusions.fusions() if "Apex" in fusion.by)
-    status, out, _ = run(capsys)
-    assert status == 1
-    assert "pip uninstall apex" in out.split("missing (")[1]
-    assert "APEX_CUDA_EXT=1" in out, "the way to the real one"
-
-
-MEGATRONS_CHOICE = """
-import json
-from megatron.core import optimizer
-from megatron.core.optimizer import clip_grads
-from megatron.core.tensor_parallel import layers
-print(json.dumps({
-    "FusedAdam": not optimizer.USING_PYTORCH_OPTIMIZER,
-    "gradient norm and clipping of all tensors at once": clip_grads.multi_tensor_applier is None,
-    "weight gradients added up in the matrix product": layers._grad_accum_fusion_available,
-}))
-"""
-
-
-@pytest.mark.slow  # Megatron is imported in a process of its own
-@pytest.mark.parametrize("files", [{}, NVIDIAS], ids=["nothing", "apex"])
-def test_megatron_chooses_the_same(machine_with, tmp_path, files):
-    """The stand-in for Apex has no kernels, but Megatron chooses by what can be imported."""
-    pytest.importorskip("megatron.core")
-    machine_with(files)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-c", MEGATRONS_CHOICE]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-    megatrons = json.loads(done.stdout.splitlines()[-1])
-    ours = {fusion.name: fusion.used for fusion in megatron_fusions.fusions() if fusion.name in megatrons}
-    assert ours == megatrons
-    assert set(ours.values()) == {bool(files)}
