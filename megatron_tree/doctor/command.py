@@ -1,24 +1,21 @@
-"""Report what is installed, which kernels, network and plan a configuration would use, and what is missing."""
+"""Report what is installed, which kernels and network a configuration would use, and what is missing."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
-from ..config import BACKENDS, CP_COMM_TYPES
-from ..plan import known_topologies
+from ..config import CP_COMM_TYPES
+from ..plan import check_heads
 from ..units import parse_count
 from . import configuration, machine
-from .findings import as_json, as_text, missing
+from .findings import as_text, missing
 
 EXAMPLES = """\
 examples:
   megatron-tree doctor
-  megatron-tree doctor --cp 16 --tp 4 --heads 64 --kv-heads 8 --seq-len 262144 --topology dgx_h100
-  megatron-tree doctor --cp 8 --cp-comm-type a2a+tree --hierarchical-context-parallel-sizes 2 4
+  megatron-tree doctor --cp 16 --tp 4 --heads 64 --kv-heads 8
   megatron-tree doctor --for deepspeed --cp 4 --dtype fp16
-  megatron-tree doctor --for functions --json
 
 In the first column, ! marks what is required but missing, - what works but could be better. The exit status is 1 if
 anything is marked !, 2 if the options contradict one another.
@@ -30,15 +27,15 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     args.kv_heads = args.kv_heads or args.heads
     try:
-        configuration.check(args)
+        check_heads(args.heads, args.kv_heads, args.tp)
         sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
         if args.purpose == "megatron":
             sections.append(configuration.megatron(args.cp, args.cp_comm_type))
-        sections += [configuration.kernels(args), configuration.plan(args)]
+        sections.append(configuration.kernels(args))
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(sections), indent=1) if args.json else as_text(sections))
+    print(as_text(sections))
     return 1 if missing(sections) else 0
 
 
@@ -51,17 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--for", dest="purpose", choices=machine.NEEDED, default="megatron", help="the framework (default megatron)")
-    add("--json", action="store_true", help="print JSON")
     add = parser.add_argument_group("the configuration").add_argument
     add("--cp", type=parse_count, default=8, help="context-parallel ranks (default 8)")
     add("--tp", type=parse_count, default=1, help="tensor-parallel ranks (default 1)")
     add("--heads", type=parse_count, default=32, help="query heads of the model (default 32)")
     add("--kv-heads", type=parse_count, help="KV heads of the model (default: as many as query heads)")
     add("--head-dim", type=parse_count, default=128, help="(default 128)")
-    add("--seq-len", type=parse_count, default=131072, help="tokens of the whole sequence (default 131072)")
     add("--dtype", choices=configuration.DTYPES, default="bf16", help="of q, k and v (default bf16)")
-    add("--backend", choices=BACKENDS, default="auto", help="TreeConfig's backend (default auto)")
     add("--cp-comm-type", choices=CP_COMM_TYPES, default="tree", help="Megatron's option (default tree)")
-    add("--hierarchical-context-parallel-sizes", type=parse_count, nargs=2, metavar=("U", "R"), help="for a2a+...")
-    add("--topology", help=f"{', '.join(known_topologies())}, or the path of a .yaml file (default: by backend)")
     return parser

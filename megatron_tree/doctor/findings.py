@@ -1,4 +1,4 @@
-"""What the doctor reports: findings in sections, printed as a table or as JSON."""
+"""What the doctor reports: findings in sections, printed as tables."""
 
 from __future__ import annotations
 
@@ -44,12 +44,3 @@ def as_text(sections: list[Section]) -> str:
     lines += ["", f"missing ({len(lacking)}, marked ! above):" if lacking else "nothing that is needed is missing"]
     lines += [f"  {f.what}: {f.note or f.value}" for f in lacking]
     return "\n".join(lines[1:])
-
-
-def as_json(sections: list[Section]) -> dict:
-    """The same as JSON values."""
-    return {
-        "ok": not missing(sections),
-        "sections": {section.title: [f._asdict() for f in section.findings] for section in sections},
-        "missing": [f._asdict() for f in missing(sections)],
-    }

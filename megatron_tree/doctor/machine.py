@@ -98,13 +98,7 @@ def devices() -> Section:
 
 def network(ranks: int) -> Section:
     """Communication backends and the environment variables that configure them, for this many ranks."""
-    distributed = torch.distributed.is_available()
     findings = []
-    if not distributed:
-        findings.append(
-            Finding("torch.distributed", "not built in", "install another build of torch", _state(None, ranks > 1))
-        )
-        return Section("network", findings)
     gloo, nccl = torch.distributed.is_gloo_available(), torch.distributed.is_nccl_available()
     gpu = torch.cuda.is_available()
     findings.append(
@@ -118,20 +112,18 @@ def network(ranks: int) -> Section:
         note = f"small collectives are messages: {why}" if why else "for small collectives of CPU ranks of one host"
         findings.append(Finding("shared memory", "none" if why else "available", note, _state(not why, False)))
     findings.append(Finding("backend of the ranks", used, "what torch.distributed should be initialized with"))
-    findings += [_interface(name, ranks, used) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+    findings.append(_gloo_interface(ranks, used))
     threads = os.environ.get("OMP_NUM_THREADS")
     note = "" if threads else "on CPU ranks set it to the cores of one rank, else each rank starts a thread per core"
     findings.append(Finding("OMP_NUM_THREADS", threads or "not set", note, OK if threads or gpu else NOTE))
     return Section("network", findings)
 
 
-def _interface(variable: str, ranks: int, backend: str) -> Finding:
+def _gloo_interface(ranks: int, backend: str) -> Finding:
+    variable, there = "GLOO_SOCKET_IFNAME", [name for _, name in socket.if_nameindex()]
     value = os.environ.get(variable)
-    there = [name for _, name in socket.if_nameindex()]
     if not value:
-        return Finding(variable, "not set", f"the backend chooses among {', '.join(there)}")
-    if variable.startswith("NCCL"):  # a list of prefixes, "^" for all but these, "=" for exact names
-        return Finding(variable, value, f"interfaces: {', '.join(there)}")
+        return Finding(variable, "not set", f"gloo chooses among {', '.join(there)}")
     wrong = [name for name in value.split(",") if name not in there]
     if not wrong:
         return Finding(variable, value)

@@ -1,7 +1,6 @@
 """`megatron-tree doctor`: its text and its exit status."""
 
 import importlib.metadata
-import json
 import shlex
 
 import pytest
@@ -50,15 +49,11 @@ def test_all_is_well_without_frameworks(capsys, without):
         "machine",
         "network",
         "attention kernels",
-        "plan",
         "nothing that is needed is missing",
     ]
     assert lines(out, "torch ")[0].startswith(torch.__version__)
     (kernel,) = lines(out, "32 heads, 32 KV heads, head_dim 128, bf16")
     assert kernel.startswith("triton" if torch.cuda.is_available() else "aten")
-    (forward,) = lines(out, "forward")
-    assert forward.startswith(("grid ", "heads over ")) and "predicted" in forward
-    assert lines(out, "why")[0].startswith("forward on ")
 
 
 def test_megatron(capsys):
@@ -114,40 +109,9 @@ def test_a_compiler_is_needed_with_a_gpu(monkeypatch):
     assert states == {False: "note", True: "missing"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--heads", 30, "--kv-heads", 8], "--kv-heads 8 must divide --heads 30"),
-        (["--cp", 3], "--seq-len 131072 must be a multiple of 2 x --cp 3"),
-        (["--cp-comm-type", "a2a+tree"], "needs --hierarchical-context-parallel-sizes U R with U x R = --cp 8"),
-        (["--topology", "nowhere"], "nowhere"),
-    ],
-)
-def test_options_that_contradict_one_another(capsys, options, message):
-    status, out, err = run(capsys, *FUNCTIONS, *options)
-    assert (status, out) == (2, "")
-    assert message in err
-
-
-@pytest.mark.parametrize(
-    ("options", "all_to_all", "heads", "schedule"),
-    [
-        ("a2a+tree --hierarchical-context-parallel-sizes 2 4", "2 ranks", 16, "heads over 2 ranks, grid"),
-        ("a2a+p2p --hierarchical-context-parallel-sizes 4 2", "4 ranks", 8, "heads over 4 ranks, ring of 2"),
-        ("a2a", "8 ranks", 4, "heads over 8 ranks"),
-        ("all_gather", None, 32, "grid 1x8"),
-        ("p2p", None, 32, "ring"),
-    ],
-)
-def test_every_cp_comm_type(capsys, options, all_to_all, heads, schedule):
-    call = [*FUNCTIONS, "--json", "--topology", "ethernet", "--cp-comm-type", *options.split()]
-    status, out, _ = run(capsys, *call)
-    report = json.loads(out)
-    assert (status, report["ok"], report["missing"]) == (0, True, [])
-    rows = {row["what"]: row["value"] for row in report["sections"]["plan"]}
-    assert (rows["topology"], rows.get("all-to-all")) == ("ethernet", all_to_all)
-    assert rows["forward"].startswith(schedule)
-    assert report["sections"]["attention kernels"][0]["what"].startswith(f"{heads} heads")
+def test_heads_that_can_not_be_shared(capsys):
+    status, out, err = run(capsys, *FUNCTIONS, "--heads", 30, "--kv-heads", 8)
+    assert (status, out) == (2, "") and "--kv-heads 8 must divide --heads 30" in err
 
 
 def test_every_example_runs(capsys):
@@ -155,6 +119,4 @@ def test_every_example_runs(capsys):
     pytest.importorskip("deepspeed")
     for line in EXAMPLES.splitlines():
         if line.startswith("  megatron-tree doctor"):
-            status, out, _ = run(capsys, *shlex.split(line)[2:])
-            assert status == 0, line
-            assert "--for deepspeed" not in line or (lines(out, "decode") and not lines(out, "backward"))
+            assert run(capsys, *shlex.split(line)[2:])[0] == 0, line
