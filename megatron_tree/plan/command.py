@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from ..config import DECODE_SCHEDULES, SCHEDULES, MaskBounds, TreeConfig
+from ..config import MaskBounds
 from ..layout import Sharding, shard_lengths, spread_documents
-from ..units import format_bytes, format_seconds, parse_bytes, parse_count, parse_grid
+from ..units import format_bytes, format_seconds, parse_bytes, parse_count
 from .cast import Mask
 from .choice import fits
 from .model import load_model_sizes
@@ -22,10 +22,8 @@ EXAMPLES = """\
 examples:
   megatron-tree plan --topology dgx_h100 --nodes 16 --seq-len 1M --heads 32 --kv-heads 8 --head-dim 128
   megatron-tree plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
-  megatron-tree plan --topology dgx_h100 --nodes 2 --pass decode --heads 64 --kv-heads 8 --local-heads
   megatron-tree plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --json
-  megatron-tree plan --topology mine.yaml --nodes 2 --grid 4x4 --head-chunks 2
-  megatron-tree plan --topology dgx_h100 --nodes 32 --seq-len 1M --ulysses-size 32 --all
+  megatron-tree plan --topology mine.yaml --nodes 32 --seq-len 1M --all
   megatron-tree plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
   megatron-tree plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
   megatron-tree plan --topology dgx_h100 --nodes 8 --tp 8 --heads 64 --kv-heads 8 --pass backward
@@ -69,19 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=parse_count, help="KV heads (default: as many as query heads)")
     add("--head-dim", type=parse_count, default=128, help="of queries, keys and values (default 128)")
     add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and the messages (default bf16)")
-    add("--full", action="store_true", help="no causal mask")
     add("--window", type=parse_count, help="keys that a query sees before itself (default: all)")
-    add("--local-heads", action="store_true", help="decode: weights are sharded too, and each rank needs the results "
-        "of its local heads only")  # fmt: skip
     add("--model", type=Path, help="the config.json of a model: print what a decode step of the whole model reads, "
         "sends and takes for every way to share its weights, and nothing else")  # fmt: skip
     add = parser.add_argument_group("the plan").add_argument
     add("--pass", dest="passes", choices=(*PASSES, "all"), default="all", help="what to plan (default all)")
-    names = f"of training: {', '.join(SCHEDULES)}; of decode: {', '.join(DECODE_SCHEDULES)}"
-    add("--schedule", default="auto", help=f"{names} (default auto)")
-    add("--grid", type=parse_grid, help="pin the grid, for instance 4x16")
-    add("--head-chunks", type=parse_count, help="pin the number of head chunks")
-    add("--ulysses-size", type=parse_count, help="pin the number of ranks that exchange heads")
     add("--memory-budget", type=parse_bytes, help="of a rank's communication buffers, for instance 2GB")
     add("--all", action="store_true", help="print every candidate (default: the chosen one, the fastest, the rivals)")
     add("--json", action="store_true", help="print all candidates as one JSON object instead of tables")
@@ -130,12 +120,11 @@ def run(args: argparse.Namespace) -> None:
         candidates = {name: [_values(c, c in chosen, topology) for c in table] for name, table in tables.items()}
         print(json.dumps({"topology": topology.name, "ranks": len(hosts), **candidates, "reasons": reasons}, indent=1))
         return
-    mask = "no mask" if args.full else "causal"
     tp = f", tensor parallel over {args.tp}" if args.tp > 1 else ""
     print(
         f"{len(hosts)} ranks, {args.nodes} x {ranks}{tp}, on {topology.name}; batch {args.batch}, "
         f"{args.seq_len} tokens, {shape.num_heads} heads, "
-        f"{shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {args.dtype}, {mask}"
+        f"{shape.num_heads_kv} KV heads, head_dim {shape.head_dim}, {args.dtype}, causal"
     )
     for name, table in tables.items():
         _print(name, table, chosen, topology, args)
@@ -165,51 +154,32 @@ def _model(args, topology: Topology, hosts: list[int]) -> None:
 
 
 def _training(args, topology: Topology, hosts: list[int], shape: Shape):
-    pinned = dict(
-        schedule=args.schedule,
-        ulysses_size=args.ulysses_size,
-        grid=args.grid,
-        head_chunks=args.head_chunks,
-        memory_budget=args.memory_budget,
-    )
-    _check_schedule(args.schedule, SCHEDULES, "training")
-    TreeConfig(**pinned)  # which checks them
-    fraction, mask, layout, causal = 1.0, None, "zigzag", not args.full
+    fraction, mask, layout = 1.0, None, "zigzag"
     if args.documents is not None:
         layout = spread_documents(args.documents, len(hosts))
         args.seq_len = layout.num_rows * len(hosts)
         fraction = layout.pairs / args.seq_len**2
     elif args.window is not None:
         shard_lengths(args.seq_len, len(hosts), layout)
-        fraction = min(1.0, (args.window + 1) / args.seq_len * (2 if causal else 1))
-    if args.documents is not None or args.window is not None or args.schedule == "cast":
+        fraction = min(1.0, 2 * (args.window + 1) / args.seq_len)
+    if args.documents is not None or args.window is not None:
         sharding = Sharding(seq_len=args.seq_len, world=len(hosts), layout=layout)
-        mask = Mask(MaskBounds(args.window, 0 if causal else None), sharding, sharding)
+        mask = Mask(MaskBounds(args.window, 0), sharding, sharding)
     return plan_training(
         len(hosts),
         shape,
         batch=args.batch,
         seq_len=args.seq_len,
         bytes_per_word=BYTES[args.dtype],
-        causal=causal,
         visible_fraction=fraction,
         mask=mask,
         topology=topology,
         placement=place(topology, hosts),
-        **pinned,
+        memory_budget=args.memory_budget,
     )
 
 
-def _check_schedule(schedule: str, choices: tuple[str, ...], name: str) -> None:
-    if schedule not in choices:
-        raise ValueError(
-            f"--schedule {schedule} does not apply to {name}: choose {', '.join(choices)}, or select the passes that "
-            f"it applies to with --pass"
-        )
-
-
 def _decode(args, topology: Topology, hosts: list[int], shape: Shape):
-    _check_schedule(args.schedule, DECODE_SCHEDULES, "decode")
     words = -(-args.seq_len // len(hosts)) * args.batch * shape.num_heads_kv * (shape.head_dim + shape.head_dim_v)
     return plan_decode(
         len(hosts),
@@ -218,9 +188,7 @@ def _decode(args, topology: Topology, hosts: list[int], shape: Shape):
         kv_bytes=words * BYTES[args.dtype],
         topology=topology,
         placement=place(topology, hosts),
-        schedule=args.schedule,
         memory_budget=args.memory_budget,
-        local_heads=args.local_heads,
     )
 
 
