@@ -16,6 +16,7 @@ import os
 import sys
 from pathlib import Path
 
+TIMEOUT_S = 300.0  # of a single wait
 EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 4 -m megatron_tree calibrate --out laptop.yaml
@@ -34,7 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE.yaml", help="the file to write; its name is the topology's")
     add("--no-compute", action="store_true", help="don't run kernels: write the default topology's figures for them")
-    add("--timeout", type=float, default=300.0, help="seconds of a single wait (default: 300)")
     return parser
 
 
@@ -44,8 +44,6 @@ def _check(args: argparse.Namespace, environ) -> None:
         raise ValueError(f"--out {args.out}: a topology file ends in .yaml")
     if not args.out.absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {args.out.absolute().parent}")
-    if not 0 < args.timeout < float("inf"):
-        raise ValueError(f"--timeout {args.timeout:g}: must be positive")
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in environ]:
         raise ValueError(f"{', '.join(missing)} not set: start it with a launcher, on every rank\n\n{EXAMPLES}")
 
@@ -79,14 +77,14 @@ def _run(args: argparse.Namespace, rank: int) -> None:
         if rank == 0:
             print(line, flush=True)
 
-    device = start_on_own_device(args.timeout)
+    device = start_on_own_device(TIMEOUT_S)
     assumed = default_topology("nccl" if device.type == "cuda" else "gloo") if args.no_compute else None
     calibrated = calibrate(
         device,
         name=args.out.stem,
         memory_bandwidth=assumed and assumed.memory_bandwidth,
         flops=assumed and assumed.flops,
-        timeout_s=args.timeout,
+        timeout_s=TIMEOUT_S,
         say=say,
     )
     table = calibrated.table
