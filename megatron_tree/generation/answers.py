@@ -46,13 +46,12 @@ class Recorder(Executor):
     share its time. prefill_s. error.
     """
 
-    def begin(self, answers: dict[int, Answer], *, keep_logits: bool, progress, on_tokens) -> None:
+    def begin(self, answers: dict[int, Answer], *, keep_logits: bool, progress) -> None:
         """Record the answers in the rows with these handles from now on.
 
         progress: called as progress(prompt tokens done, all that the cache did not hold), prompts one after the other.
-        on_tokens: called when tokens or an end have come.
         """
-        self._answers, self._keep_logits, self._on_tokens = answers, keep_logits, on_tokens
+        self._answers, self._keep_logits = answers, keep_logits
         self._last: dict[int, Tensor] = {}  # [n, vocab], the logits of the next tokens
         self._drafted: dict[int, list[int]] = {handle: [] for handle in answers}  # in the row, perhaps to be cropped
         self._done, self._total, self._progress = 0, None, progress
@@ -68,7 +67,6 @@ class Recorder(Executor):
         for handle, (token, *drafted) in zip(handles, tokens, strict=True):
             self._record(handle, [*self._drafted[handle], token])
             self._drafted[handle] = drafted
-        self._on_tokens()
         logits = super().step(handles, tokens)
         if self._keep_logits:
             self._last |= zip(handles, logits, strict=True)
@@ -77,7 +75,6 @@ class Recorder(Executor):
     def end(self, handle: int, token: int | None, reason: str, error: str | None) -> None:
         self._record(handle, self._drafted[handle] + [token] * (token is not None))
         self._answers[handle].finish_reason, self.error = reason, self.error or error
-        self._on_tokens()
 
     def prefill(self, handle: int, tokens: list[int], row_length: int) -> Tensor:
         if self._total is None:  # the rows are cropped by now
@@ -114,7 +111,6 @@ def answer_all(
     *,
     keep_logits: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    on_tokens: Callable[[list[Answer]], None] = lambda answers: None,
     on_text: Callable[[str], None] = lambda text: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Answer]:
@@ -122,7 +118,6 @@ def answer_all(
 
     Args:
         progress: called as progress(prompt tokens done, all that the cache did not hold).
-        on_tokens: called with the answers so far, on every rank, when tokens have come.
         on_text, cancelled: on the leader: gets the text piece by piece; asked in every turn whether to end here.
     Raises: ValueError as `Scheduler.check`, on all ranks. `TreeError` on all ranks for logits that are not finite.
     """
@@ -132,7 +127,6 @@ def answer_all(
         {request.row.handle: answer for request, answer in zip(requests, answers, strict=True)},
         keep_logits=keep_logits,
         progress=progress,
-        on_tokens=lambda: on_tokens(answers),
     )
     numbers = []
     if scheduler.is_leader:

@@ -46,21 +46,6 @@ class Generation:
     """fp32 [b, vocab] for every new token, if asked for; NaN for rows that ended before."""
 
 
-class _Columns:
-    """Sends a streamer the tokens of all rows at an index as soon as every row has one."""
-
-    def __init__(self, streamer, prompt: Tensor, ends: list[int]):
-        self._streamer, self._ends, self._sent = streamer, ends, 0
-        streamer.put(prompt.cpu())
-
-    def __call__(self, answers: list[Answer]) -> None:
-        going = [len(answer.tokens) for answer in answers if not answer.finish_reason]
-        ready = min(going, default=max(len(answer.tokens) for answer in answers))
-        for index in range(self._sent, ready):
-            self._streamer.put(_column(answers, index, self._ends))
-        self._sent = max(self._sent, ready)
-
-
 @torch.no_grad()
 def generate(
     model,
@@ -72,7 +57,6 @@ def generate(
     attention_mask: Tensor | None = None,
     prefill: str = "sharded",
     chunk_size: int = CHUNK_SIZE,
-    streamer=None,
     progress=None,
     keep_logits: bool = False,
     token_group=None,
@@ -93,7 +77,6 @@ def generate(
         prefill: "sharded": every rank runs its share of a prompt; "replicated": every rank runs all of it, as always
             for models with recurrent layers.
         chunk_size, cuda_graphs: see `Runner`.
-        streamer: receives the prompt and every new token on this rank, as from Transformers' generate (`put`, `end`).
         progress: called as progress(done, total) during the prefill, in tokens.
         keep_logits: keep the logits of every new token.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
@@ -123,10 +106,7 @@ def generate(
     params = SamplingParams(max_tokens=max_new_tokens)
     kept = [scheduler.keep(row, prompt[: runner.length(row)].tolist()) for row, prompt in zip(cache.rows, prompts)]
     requests = [Request(prompt=prompt, sampling=params, row=row) for prompt, row in zip(prompts, kept, strict=True)]
-    on_tokens = (lambda answers: None) if streamer is None else _Columns(streamer, input_ids, ends)
-    answers = answer_all(scheduler, requests, keep_logits=keep_logits, progress=progress, on_tokens=on_tokens)
-    if streamer is not None:
-        streamer.end()
+    answers = answer_all(scheduler, requests, keep_logits=keep_logits, progress=progress)
     texts = [torch.cat((prompt, torch.tensor(a.tokens[:-1]))) for prompt, a in zip(prompts, answers, strict=True)]
     cache.texts = [(cache.store.book.rows[row], text) for row, text in zip(cache.rows, texts, strict=True)]
     longest = max(answers, key=lambda answer: len(answer.tokens))
