@@ -100,15 +100,10 @@ class Cluster(Forked):
             yield ranks
 
     @property
-    def namespaces(self) -> set[int]:
-        """Inode numbers of the nodes' network namespaces."""
+    def namespaces(self) -> list[int]:
+        """File descriptors of the nodes' network namespaces."""
         self._check()
-        return self._network.inodes
-
-    def leftovers(self) -> list[str]:
-        """Processes and listening ports in the nodes, in words; there should be none between two runs."""
-        self._check()
-        return self._network.leftovers()
+        return self._network.namespaces
 
     def _time_limit(self, timeout_s: float) -> tuple[float, str]:
         left = self._end - time.monotonic()

@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..compiled import NotCompiled, compiled
@@ -18,7 +16,6 @@ _SOURCE = Path(__file__).with_name("switch.c")
 _STOP_S = 10.0
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
-_LISTEN = "0A"  # in /proc/net/tcp
 
 
 class Unavailable(RuntimeError):
@@ -96,19 +93,6 @@ class EmulatedNetwork:
         self._errors.seek(0)
         return self._errors.read().decode().strip() or f"the switch ended with status {status}"
 
-    @property
-    def inodes(self) -> set[int]:
-        """Inode numbers of the namespaces."""
-        return {os.fstat(namespace).st_ino for namespace in self.namespaces}
-
-    def leftovers(self) -> list[str]:
-        """Processes and listening ports in the nodes, in words."""
-        return processes_in(self.inodes) + [
-            f"port {port} of node {node} is open"
-            for node, namespace in enumerate(self.namespaces)
-            for port in _inside(namespace, listening_ports)
-        ]
-
     def close(self) -> None:
         """Kill all processes in the nodes and take the network down."""
         self._switch.terminate()
@@ -123,33 +107,6 @@ class EmulatedNetwork:
             with contextlib.suppress(OSError):
                 os.close(namespace)
         self.namespaces.clear()
-
-
-def processes_in(namespaces: set[int]) -> list[str]:
-    """Processes in network namespaces, given by their inode numbers: "process PID (NAME) is in a node"."""
-    processes = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it may end at any moment
-            if os.stat(process / "ns/net").st_ino in namespaces:
-                processes.append(f"process {process.name} ({(process / 'comm').read_text().strip()}) is in a node")
-    return processes
-
-
-def listening_ports(process: str = "thread-self") -> list[int]:
-    """Listening TCP ports in the network namespace of a process, given by its name in /proc."""
-    ports = set()
-    for family in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{family}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == _LISTEN:
-                ports.add(int(local.rpartition(":")[2], 16))
-    return sorted(ports)
-
-
-def _inside(namespace: int, fn: Callable):
-    """fn() run in a network namespace, given as a file descriptor, by a thread that enters it."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: (enter(namespace), fn())[1]).result()
 
 
 def die_with(parent: int) -> None:

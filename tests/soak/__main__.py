@@ -22,9 +22,10 @@ import torch
 
 from megatron_tree.bench.results import metadata
 from megatron_tree.emulate import Cluster, Unavailable
-from megatron_tree.emulate.network import processes_in, require
+from megatron_tree.emulate.network import require
 from megatron_tree.units import parse_count, parse_nodes_by_ranks, parse_seconds
 
+from ..support.leftovers import inodes, processes_in
 from .checks import accused, judge
 from .soak import Incarnation, Soak
 from .work import Generation, Training
@@ -93,7 +94,7 @@ def _soak(args: argparse.Namespace, home: pathlib.Path) -> Soak:
     with Cluster(nodes=nodes, ranks_per_node=ranks_per_node, **network) as cluster:
         soak = Soak(cluster, works, limit_s=args.time_limit, seed=args.seed)
         soak.run(home, 60 * args.minutes, args.every, lambda found: print(line(soak, found), flush=True))
-        namespaces = cluster.namespaces
+        namespaces = inodes(cluster)
     soak.left = processes_in(namespaces)
     return soak
 

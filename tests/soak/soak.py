@@ -13,7 +13,8 @@ from pathlib import Path
 
 from megatron_tree.emulate import Cluster
 from megatron_tree.emulate.forked import Rank, Ranks
-from megatron_tree.emulate.network import listening_ports
+
+from ..support.leftovers import leftovers, listening_ports
 
 KINDS = ("kill", "damage", "stop", "pause")  # in turn; damage: kill a rank, then damage the newest of the files
 LOOK_S, SAMPLE_S = 0.25, 2.0
@@ -94,7 +95,7 @@ class Soak:
             self.results += [Result(work.name, self._rounds[work.name], number, *x) for x in results]
         found = Incarnation(
             number, work.name, self._rounds[work.name], began_s, self._now(), expected,
-            work.resumed_after(folder, number), max(last, expected), failed, self._cluster.leftovers(),
+            work.resumed_after(folder, number), max(last, expected), failed, leftovers(self._cluster),
         )  # fmt: skip
         self.incarnations.append(found)
         if over:

@@ -16,6 +16,7 @@ import pytest
 from megatron_tree.emulate import Cluster
 from megatron_tree.units import parse_bits_per_second, parse_nodes_by_ranks, parse_seconds
 from support.emulation import emulated
+from support.leftovers import leftovers
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -159,11 +160,11 @@ def test_the_caller_watches_the_ranks_and_sees_what_is_left(tmp_path):
     script.write_text(LISTENER)
     said = []
     with Cluster(nodes=2, latency_s=1e-3, rate_bits=1e9, lifetime_s=60) as cluster:
-        assert cluster.leftovers() == []
+        assert leftovers(cluster) == []
         with cluster.start_script([str(script)], on_line=lambda rank, line: said.append(rank)) as ranks:
             while sorted(said) != [0, 1]:
                 ranks.watch(0.5)
-            left = cluster.leftovers()
+            left = leftovers(cluster)
             pids = [rank.pid for rank in ranks.ranks]
             assert "port 7123 of node 1 is open" in left and len(left) == 3
             assert all(any(f"process {pid} (" in line for line in left) for pid in pids)
@@ -172,6 +173,6 @@ def test_the_caller_watches_the_ranks_and_sees_what_is_left(tmp_path):
                 ranks.watch(0.5)
             assert [rank.number for rank in ranks.failed()] == [1] and ranks.failed()[0].ended is not None
             assert [rank.number for rank in ranks.unfinished()] == [0]
-        assert cluster.leftovers() == []
+        assert leftovers(cluster) == []
         with pytest.raises(ValueError, match="no such script"):
             cluster.run_script([str(tmp_path / "none.py")], on_line=print, timeout_s=1)
