@@ -105,8 +105,6 @@ class RowBook:
         self.rank, self.world, self.page_size, self.windows = rank, world, page_size, windows
         self.numbers = [PageNumbers() for _ in windows]
         self.loads = [0] * world
-        self.spare = 0
-        """Tokens before a window that rows keep, so that `crop` reaches back further."""
         self.rows: dict[int, Row] = Rows()
         self._next_id = 0
 
@@ -204,7 +202,7 @@ class RowBook:
         for kind, window in enumerate(self.windows):
             if window is None:
                 continue
-            row.forgotten[kind] = max(row.forgotten[kind], row.length - window + 1 - self.spare)
+            row.forgotten[kind] = max(row.forgotten[kind], row.length - window + 1)
             indices, pages = row.indices[kind], row.pages[kind]
             gone = 0
             while gone < len(indices) and (indices[gone] + 1) * self.page_size <= row.forgotten[kind]:

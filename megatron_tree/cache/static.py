@@ -49,10 +49,7 @@ class Capacities:
             most[row_id] = known
         self._most = most
         whole = _quarter_steps(max(LEAST_PAGES, *(pages for _, pages in most.values())))
-        widths = tuple(
-            whole if window is None else min(whole, (window + book.spare) // book.page_size + 2)
-            for window in book.windows
-        )
+        widths = tuple(whole if window is None else min(whole, window // book.page_size + 2) for window in book.windows)
         longest = max(book.rows[row_id].length for row_id in row_ids)
         return Capacity(_power_of_2(len(row_ids)), max(LEAST_TOKENS, _power_of_2(longest)), widths)
 

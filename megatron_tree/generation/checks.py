@@ -20,22 +20,18 @@ def check_request(
     prompt = prompt_tensor(request.prompt, runner.vocab_size)
     if not isinstance(request.n, int) or not 1 <= request.n <= max_rows:
         raise ValueError(f"n={request.n!r} must be from 1 to max_rows={max_rows}: ask for fewer answers")
-    if not isinstance(request.priority, int):
-        raise ValueError(f"priority={request.priority!r} must be an integer; lower ones go first")
     if request.row is not None and request.n > 1:
         raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
     for name in ("stop_token_ids", "logit_bias"):
         value = getattr(params, name)
         if any(token >= runner.vocab_size for token in value):
             raise ValueError(f"{name}={value}: the model has tokens 0 to {runner.vocab_size - 1}")
-    if params.min_tokens > params.max_tokens:
-        raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}: ask for less")
     if params.stop and tokenizer is None:
         raise ValueError(f"stop={params.stop!r} needs a tokenizer: give one to the scheduler, or use stop_token_ids")
-    if params.grammar is not None:
-        if params.ignore_eos or params.min_tokens:
-            raise ValueError("ignore_eos and min_tokens: an answer with a grammar ends with it: leave them out")
-        grammars.check(params.grammar)
+    if params.json_schema is not None:
+        if params.ignore_eos:
+            raise ValueError("ignore_eos: an answer with a JSON schema ends with it: leave ignore_eos out")
+        grammars.check(params.json_schema)
     length = len(prompt) + params.max_tokens
     asked = f"{len(prompt):,} prompt tokens and max_tokens={params.max_tokens:,}"
     if runner.max_positions is not None and length > runner.max_positions:

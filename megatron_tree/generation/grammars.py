@@ -1,4 +1,4 @@
-"""Answers of a given form: which tokens keep to a JSON schema, a regular expression or a grammar, by llguidance."""
+"""Answers of a given form: which tokens keep to a JSON schema, by llguidance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import TreeError
-from .sampling import Grammar
 
 # As json.dumps writes it: models do not get lost in spaces
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -24,7 +23,7 @@ class Matcher:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> Tensor:
-        """bool [vocab_size], on the CPU. Raises: `TreeError` for a grammar that takes too long."""
+        """bool [vocab_size], on the CPU. Raises: `TreeError` for a schema that takes too long."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
@@ -35,7 +34,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise TreeError(f"the answer can't keep to its grammar: {self._matcher.get_error()}")
+            raise TreeError(f"the answer can't keep to its JSON schema: {self._matcher.get_error()}")
 
 
 class Grammars:
@@ -49,28 +48,28 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, sorted(end_tokens)
         self._made, self._lock = None, threading.Lock()
 
-    def check(self, grammar: Grammar) -> None:
-        """Raises: ``ValueError`` that begins with "grammar" and says what is wrong. From any thread."""
+    def check(self, json_schema: str) -> None:
+        """Raises: ``ValueError`` that begins with "json_schema" and says what is wrong. From any thread."""
         if self._tokenizer is None:
-            raise ValueError("grammar: needs a tokenizer: give one to the scheduler")
+            raise ValueError("json_schema: needs a tokenizer: give one to the scheduler")
         try:
             from llguidance import LLMatcher
         except ImportError:
-            raise ValueError("grammar: needs llguidance: pip install 'megatron_tree[serve]'") from None
+            raise ValueError("json_schema: needs llguidance: pip install 'megatron_tree[serve]'") from None
         try:
-            error = LLMatcher.validate_grammar(self._text(grammar), self._tokens())
+            error = LLMatcher.validate_grammar(_grammar(json_schema), self._tokens())
         except ValueError as broken:
             error = str(broken)
         if error:
-            raise ValueError(f"grammar: {error}")
+            raise ValueError(f"json_schema: {error}")
 
-    def matcher(self, grammar: Grammar | None) -> Matcher | None:
+    def matcher(self, json_schema: str | None) -> Matcher | None:
         """For one answer, from its first token on."""
-        if grammar is None:
+        if json_schema is None:
             return None
         from llguidance import LLMatcher
 
-        return Matcher(LLMatcher(self._tokens(), self._text(grammar)), self._vocab_size)
+        return Matcher(LLMatcher(self._tokens(), _grammar(json_schema)), self._vocab_size)
 
     def _tokens(self):
         """The tokenizer as llguidance takes it: a second of work, once."""
@@ -82,14 +81,8 @@ class Grammars:
                 self._made = from_tokenizer(copy.deepcopy(self._tokenizer), n_vocab=self._vocab_size, eos_token=ends)
             return self._made
 
-    @staticmethod
-    def _text(grammar: Grammar) -> str:
-        from llguidance import LLMatcher
 
-        match grammar.kind:
-            case "json":
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_STYLE)
-            case "regex":
-                return LLMatcher.grammar_from_regex(grammar.text)
-            case "lark":
-                return LLMatcher.grammar_from_lark(grammar.text)
+def _grammar(json_schema: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json_schema, defaults=JSON_STYLE)

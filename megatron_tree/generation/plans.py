@@ -67,18 +67,10 @@ class PrefillRows(NamedTuple):
     prompts: list[list[int]]
 
 
-class Score(NamedTuple):
-    """As `Prefill`, with the logits of all tokens."""
-
-    handle: int
-    tokens: list[int]
-    row_length: int
-
-
-Operation = Add | Fork | Crop | Remove | End | Step | Prefill | PrefillRows | Score
+Operation = Add | Fork | Crop | Remove | End | Step | Prefill | PrefillRows
 METHODS: dict[type, str] = {
     Add: "add", Fork: "fork", Crop: "crop", Remove: "remove", End: "end",
-    Step: "step", Prefill: "prefill", PrefillRows: "prefill_rows", Score: "score",
+    Step: "step", Prefill: "prefill", PrefillRows: "prefill_rows",
 }  # fmt: skip
 KINDS = {name: kind for kind, name in METHODS.items()}
 

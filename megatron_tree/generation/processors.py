@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -44,18 +43,6 @@ class LogitBias(LogitsProcessor):
         return scores.index_add(1, self.tokens.to(scores.device), self.values.to(scores.device)[None])
 
 
-class NoEndBefore(LogitsProcessor):
-    """Bans end tokens until input_ids int64 [1, n] have this many."""
-
-    def __init__(self, length: int, end_tokens: Iterable[int]):
-        self.length, self.end_tokens = length, torch.tensor(sorted(end_tokens), dtype=torch.int64)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] >= self.length:
-            return scores
-        return scores.index_fill(1, self.end_tokens.to(scores.device), -math.inf)
-
-
 class Temperature(LogitsProcessor):
     """Divides scores by a temperature; the largest becomes 0 before, so that none overflows however low it is."""
 
@@ -66,13 +53,11 @@ class Temperature(LogitsProcessor):
         return (scores - scores.amax(-1, keepdim=True)) / self.temperature
 
 
-def processors(params: SamplingParams, num_prompt_tokens: int, end_tokens: set[int]) -> LogitsProcessorList:
+def processors(params: SamplingParams, num_prompt_tokens: int) -> LogitsProcessorList:
     """In the order of Transformers' own generate."""
     chain = LogitsProcessorList()
     if params.logit_bias:
         chain.append(LogitBias(params.logit_bias))
-    if params.min_tokens and end_tokens:
-        chain.append(NoEndBefore(num_prompt_tokens + params.min_tokens, end_tokens))
     if params.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
     if params.presence_penalty or params.frequency_penalty:

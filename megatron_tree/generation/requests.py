@@ -43,10 +43,6 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     """Answers to the prompt, sampled independently."""
-    priority: int = 0
-    """Lower ones go first."""
-    client: str = ""
-    """Who asks: clients of the same priority take turns."""
     row: KeptRow | None = None
     """Use this row of the cache and leave it there; one request at a time, with n=1."""
 
@@ -72,8 +68,6 @@ class Event(NamedTuple):
     """What this adds to the answer's text; an incomplete character adds nothing yet."""
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
-    prompt_logprobs: tuple[Choice, ...] | None = None
-    """With an answer's first event, if asked for: of the prompt's tokens but the first."""
     finish_reason: str | None = None
     """"stop", "length", "cancelled", or "error"; None: it continues."""
     stop_reason: int | str | None = None
@@ -149,8 +143,6 @@ class ActiveAnswer:
     def lose_row(self) -> None:
         """Its token that no plan holds is still to come first."""
         self.handle, self.length = None, 0
-        if not self.request.begun:
-            self.request.scored = []
 
     def append_token(self) -> None:
         """Its last token goes to its row."""
@@ -165,13 +157,11 @@ class ActiveAnswer:
 
     def send(self, choice: Choice | None, text: str, finish_reason: str | None = None, **fields) -> None:
         """Send an event, and record the end of the answer."""
-        request, params = self.request, self.request.params
+        request = self.request
         if finish_reason is not None:
             self.finish()
             fields["usage"] = Usage(request.num_prompt, self.stopper.num_tokens, request.num_cached)
         if choice is not None:
-            if params.prompt_logprobs is not None and self.stopper.num_tokens == 1:
-                fields["prompt_logprobs"] = tuple(request.scored)
             fields |= {"logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
         request.sink(
             Event(
@@ -193,18 +183,15 @@ class ServedRequest:
                  grammars: Grammars):  # fmt: skip
         self.id = -1  # until it is queued
         self.prompt, self.num_prompt, self.sink = prompt, len(prompt), sink
-        self.row, self.priority, self.client = request.row, request.priority, request.client
+        self.row = request.row
         self.params = request.sampling.with_seed()
         self.num_cached = 0
         """Tokens of the prompt that the cache held."""
         self.prefix_keys: list[bytes] | None = None  # of the prompt's pages, once they were asked for
-        self.scored: list[Choice] = []  # tokens of the prompt but the first
-        self.scores = self.params.prompt_logprobs is not None
-        ends = () if self.params.ignore_eos else end_tokens
         self.answers = []
         for i in range(request.n):
-            matcher = grammars.matcher(self.params.grammar)
-            sampler = Sampler(self.params, prompt, sample=i, end_tokens=ends, matcher=matcher)
+            matcher = grammars.matcher(self.params.json_schema)
+            sampler = Sampler(self.params, prompt, sample=i, matcher=matcher)
             stopper = Stopper(tokenizer, self.params, end_tokens)
             self.answers.append(ActiveAnswer(request=self, index=i, sampler=sampler, stopper=stopper))
         self.unfinished = self.answers

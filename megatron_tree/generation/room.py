@@ -1,13 +1,12 @@
 """Rows of the cache for the answers that are served: given, shared, and taken back where memory runs out.
 
 An answer gets a row when the cache has room for its prompt and SOON more tokens. Where the tokens of a turn don't fit,
-kept rows go first, then the least important answers are preempted: their rows are removed, and filled again when there
+kept rows go first, then the latest answers are preempted: their rows are removed, and filled again when there
 is room, with the prompt and the tokens that the answer has. Nothing else of an answer changes.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 
@@ -33,7 +32,7 @@ class Room:
         self._max_rows, self._page_size, self._keep_bytes = max_rows, self._runner.page_size, keep_bytes
         self._prefixes, self._handles = Prefixes(self._page_size), itertools.count()
         self.served: list[ServedRequest] = []
-        """Those that were admitted and have not ended, the most important first."""
+        """Those that were admitted and have not ended, in the order in which they came."""
         self.operations: list[Operation] = []
         self._spare = math.inf  # tokens of the cache that the next turn leaves free
         self.preemptions = 0
@@ -45,7 +44,7 @@ class Room:
         return len(self._prefixes) > 0 and self._runner.used_bytes > self._keep_bytes
 
     def answers_with_rows(self) -> list[ActiveAnswer]:
-        """The most important first."""
+        """In the order in which their requests came."""
         return [a for request in self.served for a in request.unfinished if a.handle is not None]
 
     def _answers_without(self) -> list[ActiveAnswer]:
@@ -54,15 +53,13 @@ class Room:
         return [a for a in waiting if a.request.begun or a is a.request.unfinished[0]]
 
     def admits(self, request: ServedRequest) -> bool:
-        """Give a waiting request a row if there is room, at the cost of less important answers if need be.
+        """Give a waiting request a row if there is room, and nobody who came before needs it.
 
         Raises: `TreeError` if there never will be.
         """
-        if any(answer.request.priority <= request.priority for answer in self._answers_without()):
+        if self._answers_without() or not self._give_row(request.answers[0]):
             return False
-        if not self._give_row(request.answers[0]):
-            return False
-        bisect.insort(self.served, request, key=lambda other: (other.priority, other.id))
+        self.served.append(request)
         return True
 
     def resume(self) -> None:
@@ -118,38 +115,28 @@ class Room:
         answer.take_row(row.handle, shared)
 
     def _make_room_for(self, request: ServedRequest, needed: int, spared: int | None) -> bool:
-        """Whether rows and memory for a request's row are free, or can be taken from kept rows and from less important
-        answers, but not from the spared row; then they are."""
-        forecast, evicted, preempted = self._forecast(), [], []
+        """Whether rows and memory for a request's row are free, or can be taken from kept rows, but not from the spared
+        one; then they are."""
         holders = self.answers_with_rows()
-        rows = self._max_rows - request.num_rows - sum(answer.request.num_rows for answer in holders)
-        if forecast is not None:
-            needed += sum(map(self._promised, holders))
-        lacks = lambda: forecast is not None and forecast.free_tokens < needed  # noqa: E731
+        if request.num_rows + sum(answer.request.num_rows for answer in holders) > self._max_rows:
+            return False
+        forecast, evicted = self._forecast(), []
+        if forecast is None:
+            return True
+        needed += sum(map(self._promised, holders))
         for handle, _ in self._prefixes.kept:
-            if lacks() and handle != spared:
+            if forecast.free_tokens < needed and handle != spared:
                 evicted.append(handle)
                 forecast.remove(handle)
-        for answer in reversed(holders):
-            other = answer.request
-            may_go = other.priority > request.priority and other.row is None and answer.handle != spared
-            if (lacks() or rows < 0) and may_go:
-                preempted.append(answer)
-                rows += other.num_rows
-                needed -= self._promised(answer)
-                if forecast is not None:
-                    forecast.remove(answer.handle)
-        if lacks() and not holders and spared is None:
-            raise TreeError(
-                f"request {request.id} needs {needed:,} tokens of the cache; no other request is served, but "
-                f"only {forecast.free_tokens:,} are free: rows that the scheduler did not make are in it"
-            )
-        if lacks() or rows < 0:
+        if forecast.free_tokens < needed:
+            if not holders and spared is None:
+                raise TreeError(
+                    f"request {request.id} needs {needed:,} tokens of the cache; no other request is served, but "
+                    f"only {forecast.free_tokens:,} are free: rows that the scheduler did not make are in it"
+                )
             return False
         for handle in evicted:
             self._remove(handle)
-        for answer in preempted:
-            self._preempt(answer)
         return True
 
     def make_room(self, chunk: int) -> None:
@@ -235,8 +222,6 @@ class Room:
             source = next(((a.handle, request.num_prompt) for a in others if a.handle not in new), None)
             if source is not None and self._executor.can_crop(*source):
                 return source
-        elif request.scores:
-            return None
         if not self._keep_bytes:
             return None
         if request.prefix_keys is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class Sampler:
     It draws one number per token from its own generator on the CPU; that is its only state.
 
     Args: params: with a seed unless greedy. prompt: int64 [n], for the repetition penalty. sample: the number of this
-        answer among several to one prompt. end_tokens: the model's, for `min_tokens`. matcher: of `params.grammar`.
+        answer among several to one prompt. matcher: of `params.json_schema`.
     """
 
     def __init__(
@@ -44,11 +44,10 @@ class Sampler:
         prompt: Tensor | None = None,
         *,
         sample: int = 0,
-        end_tokens: Iterable[int] = (),
         matcher: Matcher | None = None,
     ):
         assert params.seed is not None or params.temperature == 0
-        assert (matcher is None) == (params.grammar is None)
+        assert (matcher is None) == (params.json_schema is None)
         self.params, self._matcher = params, matcher
         self._generator = torch.Generator()
         if params.temperature > 0:
@@ -57,13 +56,11 @@ class Sampler:
         reads_prompt = prompt is not None and params.repetition_penalty != 1
         self._tokens = prompt.unique() if reads_prompt else torch.empty(0, dtype=torch.int64)
         """What penalties look at: the prompt's tokens, each once, and the answer's."""
-        self._processors = processors(params, len(self._tokens), {*end_tokens, *params.stop_token_ids})
+        self._processors = processors(params, len(self._tokens))
         reports = matcher is not None or params.logprobs is not None
         self.is_plain = not (params.temperature or self._processors or reports)
         """Whether the token is simply the most likely one, and nothing else is asked for."""
-        self.only_warps = params.temperature > 0 and not (
-            reports or penalizes or params.logit_bias or params.min_tokens
-        )
+        self.only_warps = params.temperature > 0 and not (reports or penalizes or params.logit_bias)
         """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
 
     def draw(self) -> Tensor:
@@ -86,24 +83,19 @@ class Sampler:
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
         if self.params.logprobs is None:
             return Choice(token)
-        return with_logprobs(logits[None], [token], self.params.logprobs)[0]
+        return _with_logprobs(logits, token, self.params.logprobs)
 
     def warp(self, logits: Tensor) -> Tensor:
         """Logits fp32 [b, vocab] after temperature and cuts, where these are all; see `only_warps`."""
         return self._processors(self._tokens[None], logits)
 
 
-def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Choice]:
-    """Tokens with their log-probabilities, and those of the num_top most likely ones, by logits [n, vocab]."""
-    scores = logits.double() if logits.device.type == "cpu" else logits.float()
-    logprobs = torch.log_softmax(scores, -1).clamp(min=MIN_LOGPROB)
-    top = torch.topk(logprobs, min(num_top, logprobs.shape[-1]))
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0]
-    columns = tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist()
-    return [
-        Choice(token, logprob, tuple(zip(indices, values)))
-        for token, logprob, indices, values in zip(*columns, strict=True)
-    ]
+def _with_logprobs(logits: Tensor, token: int, num_top: int) -> Choice:
+    """A token with its log-probability, and those of the num_top most likely ones, by logits [vocab]."""
+    logprobs = torch.log_softmax(logits.double() if logits.device.type == "cpu" else logits.float(), -1)
+    logprobs = logprobs.clamp(min=MIN_LOGPROB)
+    top = torch.topk(logprobs, min(num_top, len(logprobs)))
+    return Choice(token, logprobs[token].item(), tuple(zip(top.indices.tolist(), top.values.tolist())))
 
 
 def choose_tokens(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | TreeError]:

@@ -7,7 +7,7 @@ import re
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -95,22 +95,12 @@ class Sampling(Strict):
     """Added to the logits of these tokens, from -100 to 100 each."""
     seed: Annotated[Annotated[int, Field(ge=0, lt=SEEDS)] | None, BeforeValidator(_seed)] = None
     """64 bits: the same request gives the same tokens. None or -1: a random one."""
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    """No end token, token of `stop_token_ids` or text of `stop` ends the answer before it has this many tokens."""
     stop: StopTexts = []
     """Texts that end the answer, or one of them; they are not part of it."""
     stop_token_ids: Annotated[list[TokenId], BeforeValidator(_listed)] = []
     """Tokens that end the answer, in addition to the model's."""
     ignore_eos: bool = False
     """Ignore the model's end tokens; `stop` and `stop_token_ids` still end the answer."""
-
-
-class Grammar(Strict):
-    """What an answer must look like; see `Grammars`."""
-
-    kind: Literal["json", "regex", "lark"]
-    text: str
-    """A JSON schema as JSON, a regular expression, or a grammar in llguidance's form of Lark."""
 
 
 class SamplingParams(Sampling):
@@ -124,10 +114,8 @@ class SamplingParams(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probabilities, before penalties and temperature, of the chosen token and of this many
     most likely tokens."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The same of every token of the prompt but the first; the prompt is run on every rank then, in small chunks."""
-    grammar: Grammar | None = None
-    """The answer's form: only tokens that keep to it are chosen, and it ends with it."""
+    json_schema: str | None = None
+    """A JSON schema, as JSON: only tokens that keep to it are chosen, and the answer ends with it; see `Grammars`."""
 
     def __init__(self, **options):
         try:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from .planner import StepPlanner
 from .plans import Plan
 from .requests import EventSink, KeptRow, Request, ServedRequest
 from .speculation import NO_SPECULATION, Speculated, Speculation
-from .waiting import Waiting
 
 
 class QueueFull(TreeError):
@@ -45,11 +45,11 @@ class Load(NamedTuple):
 
 
 class Scheduler:
-    """Serves requests by priority; clients of equal priority take turns. Create it on all ranks of its token_group.
+    """Serves requests in the order in which they come. Create it on all ranks of its token_group.
 
     `submit`, `cancel` and `stop` are for rank 0 of the group, from any thread; `run` or `run_once` for all ranks.
     A request is admitted when rows are free for all its answers and the cache has room for its prompt and what follows
-    soon, or less important answers have that. Answers that find no room later are preempted: they pause. A long
+    soon. Answers that find no room later are preempted: they pause. A long
     prompt is prefilled a chunk per turn, and the active answers get a token per turn.
 
     Args:
@@ -57,7 +57,7 @@ class Scheduler:
         tokenizer: a Transformers tokenizer; used in the thread that runs the loop only, so don't share it with others.
             None: events carry no text.
         max_rows: answers generated at the same time.
-        max_waiting: requests that may wait; one more raises `QueueFull`, unless its client has less than its share.
+        max_waiting: requests that may wait; one more raises `QueueFull`.
         end_tokens: the model's end tokens; None: the tokenizer's.
         plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group next to NCCL; default
             the runner's token_group.
@@ -114,7 +114,7 @@ class Scheduler:
         # what threads share, under the lock
         self._changed = threading.Condition()
         self._open: dict[int, ServedRequest] = {}
-        self._waiting = Waiting()
+        self._waiting: deque[ServedRequest] = deque()
         self._cancels: set[int] = set()
         self._deadline: float | None = None  # of open requests, once the loop is to end
         self._failure: str | None = None
@@ -150,11 +150,11 @@ class Scheduler:
         with self._changed:
             if self._deadline is not None or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it is stopping'}")
-            if self._waiting.is_full_for(request.client, self.max_waiting):
+            if len(self._waiting) >= self.max_waiting:
                 raise QueueFull(f"max_waiting={self.max_waiting} requests wait already: try again later")
             served.id = next(self._numbers)
             self._open[served.id] = served
-            self._waiting.add(served)
+            self._waiting.append(served)
             self._changed.notify()
         return served.id
 
@@ -178,7 +178,7 @@ class Scheduler:
 
     @property
     def preemptions(self) -> int:
-        """Answers that lost their rows to more important ones, since the start. From any thread of the leader."""
+        """Answers that lost their rows for a while, since the start. From any thread of the leader."""
         return self._planner.room.preemptions
 
     @property
@@ -275,7 +275,7 @@ class Scheduler:
                 self._failure = text
                 open_requests = list(self._open.values())
                 self._open.clear()
-                self._waiting = Waiting()
+                self._waiting.clear()
             for request in open_requests:
                 for answer in request.unfinished:
                     try:
@@ -303,12 +303,13 @@ class Scheduler:
             self._planner.cancel(request)
         with self._changed:
             self._planner.room.resume()
-            while self._waiting and self._planner.room.admits(self._waiting.first):
-                self._waiting.take()
+            while self._waiting and self._planner.room.admits(self._waiting[0]):
+                self._waiting.popleft()
             idle = not self._open
         return Plan(self._planner.plan(), stop, idle)
 
     def _forget(self, request: ServedRequest) -> None:
         with self._changed:
             del self._open[request.id]
-            self._waiting.remove(request)
+            if request in self._waiting:
+                self._waiting.remove(request)

@@ -18,6 +18,7 @@ NO_SPECULATION = (
     "speculation (--num-speculative-tokens): the model has recurrent layers, whose state can't go back when a drafted "
     "token is wrong: leave it out"
 )
+LONGEST_MATCH = 4  # tokens at the end of a text that are looked up in it
 MOST = 16  # drafted tokens in a step; more rarely all hold, and a pass of many tokens is no longer a decoding step
 GAIN = 1.1  # a wider step has to give this many times as many tokens per second as one without drafted tokens
 FIRST_RATE = 0.5  # how often a drafted token is right, before anything is known
@@ -35,9 +36,7 @@ class DraftState:
         self.length = len(prompt) + len(tokens)
         self._text[: self.length] = [*prompt.tolist(), *tokens]
         self.rate, self._rest, self._pause = rate, SHORTEST_PAUSE, 0
-        self.match = 0  # of `PromptLookup`: see `last_match`
-        self.row: int | None = None  # of `DraftModel`, ...
-        self.in_row: list[int] = []  # ... and the drafted tokens in it
+        self.match = 0  # see `last_match`
 
     @property
     def text(self) -> np.ndarray:
@@ -104,23 +103,34 @@ class DraftCost:
         return self._seconds + slope * (tokens - self._tokens)
 
 
-class Drafter:
-    """Where drafted tokens come from."""
+class PromptLookup:
+    """Drafts the tokens that came after the last ones when these stood in the text before; costs no model."""
 
     def ready(self, states: Sequence[DraftState]) -> list[bool]:
         """For which answers it can draft tokens now."""
-        raise NotImplementedError
+        for state in states:
+            state.match = last_match(state.text)
+        return [state.match > 0 for state in states]
 
     def draft(self, states: Sequence[DraftState], count: int) -> list[list[int]]:
-        """`count` tokens for each of these answers, which are ready."""
-        raise NotImplementedError
+        """`count` tokens for each of these answers, which are ready.
 
-    def seconds(self, count: int) -> float:
-        """What `draft` of so many tokens is expected to take."""
-        return 0.0
+        A match near the end goes on with what it has drafted: a text that repeats itself.
+        """
+        return [np.resize(state.text[state.match :][:count], count).tolist() for state in states]
 
-    def forget(self, state: DraftState) -> None:
-        """An answer has ended."""
+
+def last_match(text: np.ndarray) -> int:
+    """Where a text int64 [n] went on the last time that its last tokens stood in it before, as many of LONGEST_MATCH as
+    ever did; 0: not even two."""
+    ends, match = np.flatnonzero(text[:-1] == text[-1]), 0
+    for length in range(2, min(LONGEST_MATCH, len(text)) + 1):
+        ends = ends[ends >= length - 1]
+        ends = ends[text[ends - length + 1] == text[-length]]
+        if not len(ends):
+            break
+        match = int(ends[-1]) + 1
+    return match
 
 
 class Speculated(NamedTuple):
@@ -137,14 +147,14 @@ class Speculated(NamedTuple):
 class Speculation:
     """Decides in every step how many tokens are drafted. On the leader, in the thread of the loop.
 
-    num_tokens: for a row in a step, at most. drafter: where they come from, `PromptLookup` or `DraftModel`.
+    num_tokens: for a row in a step, at most. drafter: where they come from; default `PromptLookup`.
     Raises: ValueError for num_tokens outside of 1 to MOST.
     """
 
-    def __init__(self, num_tokens: int, drafter: Drafter):
+    def __init__(self, num_tokens: int, drafter: PromptLookup | None = None):
         if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MOST:
             raise ValueError(f"num_speculative_tokens={num_tokens!r} must be from 1 to {MOST}")
-        self.num_tokens, self.drafter, self.cost = num_tokens, drafter, DraftCost()
+        self.num_tokens, self.drafter, self.cost = num_tokens, drafter or PromptLookup(), DraftCost()
         self.numbers = Speculated()
         self._usual_rate, self._num_without = FIRST_RATE, 0
         self._began = self._num_tokens = 0
@@ -182,7 +192,7 @@ class Speculation:
         """
         best, best_rate = 0, GAIN * num_rows / self.cost.seconds(num_rows)
         for count in range(1, most + 1):
-            seconds = self.cost.seconds(num_rows * (1 + count)) + self.drafter.seconds(count)
+            seconds = self.cost.seconds(num_rows * (1 + count))
             rate = (num_rows + sum(state.gain(min(count, state.left - 1)) for state in states)) / seconds
             if rate > best_rate:
                 best, best_rate = count, rate

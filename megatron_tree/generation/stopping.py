@@ -90,8 +90,7 @@ class Stopper:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._texts = StopTexts(params.stop)
         self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(end_tokens))
-        self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
-        self.num_tokens = 0
+        self._max_tokens, self.num_tokens = params.max_tokens, 0
 
     def add(self, token: int) -> Delta:
         self.num_tokens += 1
@@ -99,9 +98,7 @@ class Stopper:
             return Delta(self.flush(), "stop", token)
         text, stop = "", None
         if self._detokenizer is not None:
-            text = self._detokenizer.add(token)
-            if self.num_tokens >= self._min_tokens:
-                text, stop = self._texts.add(text)
+            text, stop = self._texts.add(self._detokenizer.add(token))
         if stop is not None:
             return Delta(text, "stop", stop)
         if self.num_tokens < self._max_tokens:

@@ -10,7 +10,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from ..config import QUERIES, WEIGHTS, default_config
+from ..config import WEIGHTS, default_config
 from ..generation.sampling import SamplingParams
 from ..generation.speculation import MOST
 from ..launching import new_parser
@@ -22,9 +22,8 @@ QUESTIONS = {  # of the default text, and of others
 }
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-NUM_DRAFTED = 4  # tokens that a draft model drafts
 SWITCH = argparse.BooleanOptionalAction
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed")
 OPTIONS = {"max_tokens": "max_new_tokens"}  # fields of SamplingParams whose options have another name
 
 DESCRIPTION = """\
@@ -38,7 +37,7 @@ examples:
   your own text and question, sampling, an 8-bit cache, statistics written to a file
     bash launch/deepspeed_local.sh -n 4 generate --prompt-file LICENSE --question "Who may use it?" \\
         --temperature 0.7 --top-p 0.9 --seed 1 --cache-dtype int8 --json figures.json
-  a file of prompts, {"prompt": "..."} or {"messages": [...]} per line, 8 answers at a time; after a crash add --resume
+  a file of prompts, {"prompt": "..."} or {"messages": [...]} per line, 8 at a time; start it again after a crash
     bash launch/deepspeed_local.sh -n 4 generate --prompts in.jsonl --output out.jsonl --max-rows 8
 """
 
@@ -69,8 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     batch = parser.add_argument_group("many prompts")
     batch.add_argument("--prompts", metavar="FILE.jsonl", help="answer these prompts instead; a line may have its own "
         "sampling options")  # fmt: skip
-    batch.add_argument("--output", metavar="FILE.jsonl", help="file for their answers, one line each")
-    batch.add_argument("--resume", action=SWITCH, default=False, help="continue an existing output")
+    batch.add_argument("--output", metavar="FILE.jsonl", help="file for their answers, one line each; an existing one "
+        "is continued")  # fmt: skip
     batch.add_argument(
         "--max-rows", type=int, default=8, metavar="N", help="answers generated at the same time (default: 8)"
     )
@@ -99,13 +98,7 @@ def add_sampling_options(parser, *, max_new_tokens: int) -> None:
     add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens whose probabilities "
         "add up to P (default: 1, all)")  # fmt: skip
-    add("--min-p", type=float, default=0.0, metavar="P", help="sample from tokens with at least P times the "
-        "probability of the most likely one")  # fmt: skip
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: make tokens of the prompt and the "
-        "answer less likely")  # fmt: skip
     add("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: a random seed)")
-    add("--stop", nargs="+", metavar="TEXT", help="texts that end an answer; they are not part of it")
-    add("--ignore-eos", action=SWITCH, default=False, help="do not stop at the model's end token")
 
 
 def add_model_options(parser) -> None:
@@ -118,19 +111,13 @@ def add_model_options(parser) -> None:
         "(DeepSpeed's AutoTP); all ranks divided by N share the cache (default: 1)")  # fmt: skip
     add("--weights", choices=WEIGHTS, default="replicated", help="sharded: all ranks share the weights and the cache, "
         "also with fewer KV heads than ranks (default: replicated over the ranks that share the cache)")  # fmt: skip
-    add("--queries", choices=QUERIES, default="split", help="with --weights sharded, in ranks that have the same KV "
-        "heads: split: each computes some queries, and all are gathered; repeated: each computes all of them, with "
-        "more weights; auto: what is predicted to be faster (default: split)")  # fmt: skip
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt per forward pass; bounds "
         "the memory for activations (default: 2048; megatron-tree serve: 1024 for each rank, 128 on CPUs)")  # fmt: skip
     add("--cuda-graphs", action=SWITCH, default=False, help="capture decode steps in CUDA graphs and replay them (GPU)")
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
         "with one scale per token and head")  # fmt: skip
-    add("--num-speculative-tokens", type=int, metavar="N", help="speculation: draft up to N tokens in a step, "
-        "and keep those that the model would have chosen; found in the text so far, or by --draft-model (default: 0, "
-        "none; with --draft-model 4)")  # fmt: skip
-    add("--draft-model", metavar="FOLDER", help="a smaller Transformers model with the same tokens that drafts them; "
-        "it runs on rank 0")  # fmt: skip
+    add("--num-speculative-tokens", type=int, default=0, metavar="N", help="speculation: draft up to N tokens in a "
+        "step, found in the text so far, and keep those that the model would have chosen (default: 0)")  # fmt: skip
     add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="time limit of a collective")
 
 
@@ -138,7 +125,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The options of `add_sampling_options`. Raises: ValueError that names the option."""
     options = {field: getattr(args, OPTIONS.get(field, field)) for field in SAMPLING}
     try:
-        return SamplingParams(**options | {"stop": args.stop or []})
+        return SamplingParams(**options)
     except ValueError as error:
         field, _, rest = str(error).partition("=")
         raise ValueError(f"--{OPTIONS.get(field, field).replace('_', '-')} {rest}") from None
@@ -160,11 +147,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
     if args.check:
-        params, plain = sampling_params(args), SamplingParams()
-        names = ("temperature", "repetition_penalty", "stop")
-        changed = [name for name in names if getattr(params, name) != getattr(plain, name)]
-        if changed or args.cache_dtype != "auto":
-            name = changed[0] if changed else "cache_dtype"
+        name = "temperature" if args.temperature else "cache_dtype" if args.cache_dtype != "auto" else None
+        if name is not None:
             raise ValueError(
                 f"--check compares with plain greedy decoding, which has no --{name.replace('_', '-')}: leave one of "
                 "the two out"
@@ -176,9 +160,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
 def _check_batch(args: argparse.Namespace) -> None:
     check_counts(args, "max_rows")
     if args.prompts is None:
-        for name in ("output", "resume"):
-            if getattr(args, name):
-                raise ValueError(f"--{name} needs --prompts FILE.jsonl: add it, or leave --{name} out")
+        if args.output is not None:
+            raise ValueError("--output needs --prompts FILE.jsonl: add it, or leave --output out")
         return
     for name in ("prompt_file", "question", "check", "json"):
         if getattr(args, name):
@@ -223,24 +206,10 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
             f"--weights sharded splits weights and cache over all {world_size} ranks: leave "
             "--tensor-model-parallel-size out"
         )
-    if args.queries != "split" and args.weights != "sharded":
-        raise ValueError(f"--queries {args.queries} is for --weights sharded, not {args.weights}: leave it out")
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
         raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")
-    _check_speculation(args)
-
-
-def _check_speculation(args: argparse.Namespace) -> None:
-    if args.num_speculative_tokens is None:
-        args.num_speculative_tokens = 0 if args.draft_model is None else NUM_DRAFTED
     if not 0 <= args.num_speculative_tokens <= MOST:
         raise ValueError(f"--num-speculative-tokens {args.num_speculative_tokens} must be from 0 (none) to {MOST}")
-    if args.draft_model is None:
-        return
-    if not args.num_speculative_tokens:
-        raise ValueError("--draft-model drafts nothing with --num-speculative-tokens 0: leave one of the two out")
-    if not (Path(args.draft_model) / "config.json").is_file():
-        raise ValueError(f"--draft-model {args.draft_model!r} is not a folder with a config.json")
 
 
 def check_readable(option: str, path: str | None) -> None:

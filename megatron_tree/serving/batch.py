@@ -40,8 +40,6 @@ class BatchOptions:
 
     input: str
     output: str
-    resume: bool = False
-    """Continue an existing output; otherwise it must not exist."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Its seed is that of the batch: every request draws with a seed derived from it and the request's index."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +47,7 @@ class BatchOptions:
 
 
 class BatchResult(NamedTuple):
-    """Numbers of requests: finished by this run, finished before, and failed (resume tries these again)."""
+    """Numbers of requests: finished by this run, finished before, and failed (another run tries these again)."""
 
     finished: int
     skipped: int
@@ -91,7 +89,7 @@ class _Batch:
         data = Path(options.input).read_bytes()
         header = {"version": VERSION, "input_sha256": hashlib.sha256(data).hexdigest()}
         header |= {"about": dict(options.about), "sampling": options.sampling.model_dump()}
-        self._output = Output(options.output, resume=options.resume, header=header)
+        self._output = Output(options.output, header)
         try:
             sampling = options.sampling.with_options({"seed": self._output.seed})
             entries = read_requests(data, options.input, scheduler, tokenizer, sampling)
@@ -151,11 +149,6 @@ def _result(entry: BatchRequest, events: list[Event]) -> dict[str, Any]:
         answer["stop_reason"] = told[-1].stop_reason
         if entry.request.sampling.logprobs is not None:
             answer["logprobs"] = [{"token": e.token, "logprob": e.logprob, "top": e.top_logprobs} for e in told]
-        if entry.request.sampling.prompt_logprobs is not None:
-            choices = told[0].prompt_logprobs
-            answer["prompt_logprobs"] = [
-                {"token": c.token, "logprob": c.logprob, "top": c.top_logprobs} for c in choices
-            ]
         answers.append(answer)
     usages = [event.usage for event in events if event.usage is not None]
     return {

@@ -19,11 +19,11 @@ class Output:
     """The output file: locked while it is open; all lines are complete, except the last one after a crash.
 
     Attributes: done: ids with a result, as JSON. seed: that of the batch.
-    Raises: ``ValueError`` for a file that may not be written to: it exists (without resume), belongs to a run that
-        runs, or was written with other options or by something else. Such a file is left as it is.
+    Raises: ``ValueError`` for a file that may not be written to: it belongs to a run that runs, or was written with
+        other options or by something else. Such a file is left as it is.
     """
 
-    def __init__(self, path: str, *, resume: bool, header: Mapping[str, Any]):
+    def __init__(self, path: str, header: Mapping[str, Any]):
         self._path, self.done = path, set()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -35,8 +35,6 @@ class Output:
             if self._header["sampling"]["seed"] is None:
                 self._header["sampling"]["seed"] = secrets.randbits(63)
             data = Path(path).read_bytes()
-            if data and not resume:
-                raise ValueError(f"output {path!r} exists: pass --resume to continue it, or name another file")
             self._size, self._whole = len(data), data.rfind(b"\n") + 1
             self._read(data[: self._whole], header["sampling"]["seed"])
         except BaseException:
@@ -82,11 +80,6 @@ class Output:
             print(f"{self._path}: removed an incomplete last line of {left} bytes", file=sys.stderr, flush=True)
         if not self._whole:
             self.append({"job": self._header})
-            folder = os.open(Path(self._path).resolve().parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write one line with a checksum of its bytes at the end, and sync it to disk."""

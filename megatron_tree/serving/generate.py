@@ -51,9 +51,7 @@ def _run_file(args: Namespace, ready: Started) -> None:
     scheduler = ready.scheduler(engine.new_runner(), max_rows=args.max_rows, max_waiting=2 * args.max_rows)
     about = {"model": args.model, "dtype": str(ready.dtype), "cache_dtype": args.cache_dtype}
     about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
-    options = BatchOptions(
-        input=args.prompts, output=args.output, resume=args.resume, sampling=sampling_params(args), about=about
-    )
+    options = BatchOptions(input=args.prompts, output=args.output, sampling=sampling_params(args), about=about)
     begun = time.perf_counter()
     result = run_batch(scheduler, ready.tokenizer, options)
     if ready.rank == 0:
@@ -65,7 +63,7 @@ def _run_file(args: Namespace, ready: Started) -> None:
         if args.num_speculative_tokens:
             print(f"speculation: {speculation_text(scheduler.speculated)}", flush=True)
     if result.failed:
-        raise BatchError(f"{result.failed} prompts have no answer: --resume tries them again")
+        raise BatchError(f"{result.failed} prompts have no answer: the same command tries them again")
     dist.barrier(group=ready.group)
 
 
@@ -128,7 +126,7 @@ def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> No
                 plain.to(ready.device),
                 ready.prepared.to(ready.device),
                 max_new_tokens=args.max_new_tokens,
-                eos_token_id=None if args.ignore_eos else list(ready.end_tokens) or None,
+                eos_token_id=list(ready.end_tokens) or None,
                 attn_implementation=attention,
             )
             torch.set_num_threads(threads)

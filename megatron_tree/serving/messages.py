@@ -11,10 +11,6 @@ from ..generation.sampling import Strict
 
 # Fields of messages and their parts that clients send back or add, and that no template reads
 IGNORED = frozenset({"annotations", "cache_control", "provider_specific_fields"})
-REFUSED = {
-    "audio": "this server reads and writes text only: send the words as content",
-    "function_call": "an older form of tool_calls: send that",
-}
 
 
 class Lenient(Strict):
@@ -81,14 +77,6 @@ class ChatMessage(Lenient):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        for name, why in REFUSED.items():
-            if isinstance(data, dict) and data.get(name) is not None:
-                raise ValueError(f"{name}: {why}")
-        return data
 
     @model_validator(mode="after")
     def _complete(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,20 +15,15 @@ import torch.distributed as dist
 
 from .. import comm
 from ..cache.graph import check_cuda_graphs
-from ..comm.wire import share_check
-from ..config import TreeConfig, default_config
+from ..config import default_config
 from ..generation.conversation import Conversation
-from ..generation.drafters import DraftModel, PromptLookup
 from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
 from ..integrations.transformers.architectures import check_cached
-from ..integrations.transformers.cache import TreeCache
-from ..integrations.transformers.runner import Runner
 
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
-DRAFT_BYTES = 1 << 30  # of a draft model's cache, for the turns of a conversation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,51 +50,28 @@ class Started(NamedTuple):
     """Of one collective."""
     num_drafted: int
     """Tokens drafted in a step, at most."""
-    draft: Runner | None
-    """On rank 0: of the model that drafts them; None: they are looked up in the text."""
 
     def scheduler(self, runner, *, max_rows: int, max_waiting: int, keep_bytes: int = 0) -> Scheduler:
         """A scheduler of a runner of the engine."""
         options = {"end_tokens": self.end_tokens, "plan_group": self.group, "timeout_s": self.timeout_s}
-        options |= {"keep_bytes": keep_bytes, "speculation": self._speculation(runner, keep_bytes)}
+        options |= {"keep_bytes": keep_bytes, "speculation": self._speculation(runner)}
         return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
 
     def conversation(self) -> Conversation:
         """A conversation over a new cache."""
         options = {"end_tokens": self.end_tokens, "group": self.group, "timeout_s": self.timeout_s}
         runner = self.engine.new_runner()
-        return Conversation(runner, self.tokenizer, speculation=self._speculation(runner, DRAFT_BYTES), **options)
+        return Conversation(runner, self.tokenizer, speculation=self._speculation(runner), **options)
 
-    def _speculation(self, runner, keep_bytes: int) -> Speculation | None:
+    def _speculation(self, runner) -> Speculation | None:
         if self.num_drafted and runner.has_states:  # on all ranks: others have no speculation that could raise
             raise ValueError(NO_SPECULATION)
-        if self.rank or not self.num_drafted:
-            return None
-        drafter = PromptLookup()
-        if self.draft is not None:
-            drafter = DraftModel(self.draft, vocab_size=runner.vocab_size, keep_bytes=keep_bytes)
-        return Speculation(self.num_drafted, drafter)
+        return Speculation(self.num_drafted) if self.num_drafted and self.rank == 0 else None
 
 
 def _served_chunk(device: torch.device, ranks: int) -> int:
     """Tokens of a prompt that a server runs between two tokens of other answers."""
     return ranks * (128 if device.type == "cpu" else 1024)
-
-
-def _load_draft(
-    args: Namespace, tokenizer, device: torch.device, dtype: torch.dtype, tree_config: TreeConfig
-) -> Runner:
-    """The draft model, whole and with a cache of its own, on this rank alone. Raises: ValueError."""
-    folder = models.model_folder(args.draft_model)
-    if models.load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"--draft-model {args.draft_model!r}: its tokens are not those of --model {args.model!r}: take a smaller "
-            "model of the same family"
-        )
-    model = models.load_model(folder, dtype).to(device)
-    model.set_attn_implementation("tree")
-    cache = TreeCache(model.config, dtype=args.cache_dtype, tree_config=tree_config)
-    return Runner(model, cache, chunk_size=_served_chunk(device, 1), cuda_graphs=args.cuda_graphs)
 
 
 def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
@@ -131,16 +102,11 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     check_cached(config)
     prepared = prepare(tokenizer, config)
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    drafts: list[Runner] = []
-    if args.draft_model is not None:
-        load = functools.partial(_load_draft, args, tokenizer, device, dtype, tree_config)
-        share_check(lambda: drafts.append(load()), group, timeout_s=timeout_s)
     model = folder if args.weights == "sharded" else models.load_model(folder, dtype)  # a rank reads its pieces only
     engine = tree_deepspeed.init_inference(
         model,
         tp_size=args.tensor_model_parallel_size,
         weights=args.weights,
-        queries=args.queries,
         dtype=dtype,
         cache_dtype=args.cache_dtype,
         prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
@@ -162,4 +128,4 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     end = tokenizer.eos_token_id if end is None else end
     ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
     return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, prepared, timeout_s,
-                   args.num_speculative_tokens, drafts[0] if drafts else None)  # fmt: skip
+                   args.num_speculative_tokens)  # fmt: skip

@@ -92,7 +92,7 @@ def test_an_interrupted_run_goes_on(files, cut, capfd):
     end = {"header": 20, "line": starts[2] + 9, "border": starts[3]}
     os.truncate(files[1], end[cut])
     done = {"header": 0, "line": 2, "border": 3}[cut]
-    again = _run(files, sampling=sampling, resume=True)
+    again = _run(files, sampling=sampling)
     assert again == BatchResult(5 - done, done, 0)
     left = end[cut] - max([start for start in starts if start <= end[cut]], default=0)
     assert (f"removed an incomplete last line of {left} bytes" in capfd.readouterr().err) == (left > 0)
@@ -106,19 +106,15 @@ def test_an_output_of_other_options_is_refused_and_left_alone(files):
     _run(files)
     before = Path(files[1]).read_bytes()
     for options, message in (
-        ({}, "exists: pass --resume to continue it, or name another file"),
-        (
-            {"resume": True, "about": {"model": "large"}},
-            "written with other options: about.model='tiny' then, 'large' now",
-        ),
-        ({"resume": True, "sampling": SamplingParams(max_tokens=6, seed=4)}, "sampling.seed=3 then, 4 now"),
+        ({"about": {"model": "large"}}, "written with other options: about.model='tiny' then, 'large' now"),
+        ({"sampling": SamplingParams(max_tokens=6, seed=4)}, "sampling.seed=3 then, 4 now"),
     ):
         with pytest.raises(ValueError, match=message):
             _run(files, **options)
     text = Path(files[0]).read_text()
     Path(files[0]).write_text(text + '{"prompt": "more"}\n')
     with pytest.raises(ValueError, match="input_sha256"):
-        _run(files, resume=True)
+        _run(files)
     assert Path(files[1]).read_bytes() == before
     Path(files[0]).write_text(text)
     for content, message in (
@@ -127,7 +123,7 @@ def test_an_output_of_other_options_is_refused_and_left_alone(files):
     ):
         Path(files[1]).write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            _run(files, resume=True)
+            _run(files)
         assert Path(files[1]).read_bytes() == content
 
 

@@ -1,7 +1,6 @@
 """What programs written for OpenAI's client do: answers sent back, tools, forms of answers, other servers' options."""
 
 import json
-import re
 from typing import Literal
 
 import pytest
@@ -13,7 +12,6 @@ pytest.importorskip("transformers")
 
 import openai
 import pydantic
-import torch
 
 from megatron_tree.serving.http.tools import ToolText
 from support.http_server import NAME, byte_model, byte_tokenizer, serving
@@ -87,9 +85,6 @@ def test_fields_of_messages(chat):
     refusal[1] = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     assert chat(refusal).usage.prompt_tokens == plain + 2
     assert chat([{"role": "user", "content": "x", "name": "me"}]).usage.prompt_tokens == len("<user me>x\n<assistant>")
-    error = _bad(chat, "function_call: an older form of tool_calls", messages=[{"role": "assistant", "function_call": {
-        "name": "f", "arguments": ""}}])  # fmt: skip
-    assert error.param == "messages"
 
 
 def test_tools_go_through_the_template(chat):
@@ -187,22 +182,19 @@ def test_answers_of_a_given_form(server, chat, complete):
     assert {choice.finish_reason for choice in parsed.choices} == {"stop"}
     text = chat(response_format={"type": "json_object"}, **sampled | {"logit_bias": {"93": 100}}).choices[0]
     assert text.message.content.startswith("{")
-    for body in ({"regex": "[ab]{3}c+d"}, {"grammar": "start: /[ab]{3}c+d/"}):
-        answer = complete(extra_body={"structured_outputs": body}, **sampled).choices[0]
-        assert re.fullmatch("[ab]{3}c+d", answer.text) and answer.finish_reason == "stop"
-    for body, allowed in (({"choice": ["a.c", "xyz"]}, ("a.c", "xyz")), ({"json": {"enum": [7, 8]}}, ("7", "8"))):
-        assert complete(extra_body={"structured_outputs": body}, **sampled).choices[0].text in allowed
+
+
+def _form(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"response_format": {"type": "json_schema"}}, "json_schema belongs to the type"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of json, regex, choice"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "another form"),
-        ({"structured_outputs": {"regex": "("}}, "unclosed group"),
-        ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/x"}}}, "does not fetch"),
-        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ends with it"),
+        ({"response_format": _form({"type": "string", "pattern": "("})}, "unclosed group"),
+        ({"response_format": _form({"$ref": "http://127.0.0.1:9/x"})}, "does not fetch"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ends with it"),
     ],
 )
 def test_forms_that_are_refused(complete, options, words):
@@ -222,55 +214,6 @@ def test_bias(complete):
     assert _bad(complete, "less than or equal to 100", logit_bias={"3": 101}).param == "logit_bias"
 
 
-@pytest.mark.parametrize("max_tokens", [0, 3])
-def test_echo_with_logprobs_of_the_prompt_as_lm_eval_reads_them(server, complete, max_tokens):
-    texts = ["the quick brown fox " * 7, "b"]  # 140 tokens: more than a chunk
-    tokens = [TOKENIZER(text).input_ids for text in texts]
-    options = {"max_tokens": max_tokens, "logprobs": 2, "echo": True, "n": 2}
-    answer = complete(prompt=tokens, **options)
-    assert answer.usage.completion_tokens == 4 * max_tokens
-    model = server.runner.model
-    for choice in answer.choices:
-        text, ids = texts[choice.index // 2], torch.tensor(tokens[choice.index // 2])
-        told = choice.logprobs
-        assert choice.text.startswith(text) and told.tokens[: len(ids)] == list(text)
-        assert len(told.tokens) == len(ids) + max_tokens
-        assert told.text_offset[: len(ids)] == list(range(len(ids)))
-        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
-        with torch.no_grad():
-            want = model(ids[None]).logits[0].double().log_softmax(-1)
-        own = want[:-1].gather(1, ids[1:, None])[:, 0]
-        assert torch.allclose(torch.tensor(told.token_logprobs[1 : len(ids)], dtype=torch.float64), own, atol=1e-3)
-        greedy = [logprob == max(top.values()) for logprob, top in zip(told.token_logprobs[1:], told.top_logprobs[1:])]
-        assert greedy[: len(ids) - 1] == (want[:-1].argmax(-1) == ids[1:]).tolist()
-        assert all(greedy[len(ids) - 1 :])
-    whole = complete(prompt=texts, **options)
-    assert [choice.text for choice in whole.choices] == [choice.text for choice in answer.choices]
-    assert whole.choices[0].logprobs == answer.choices[0].logprobs
-    streamed = {index: ["", []] for index in range(4)}
-    for chunk in complete(prompt=texts, stream=True, **options):
-        for choice in chunk.choices:
-            streamed[choice.index][0] += choice.text
-            streamed[choice.index][1] += choice.logprobs.token_logprobs
-    assert streamed == {c.index: [c.text, c.logprobs.token_logprobs] for c in answer.choices}
-
-
-def test_echo_without_logprobs(complete):
-    answer = complete(echo=True).choices[0]
-    assert answer.text == "go" + complete().choices[0].text and answer.logprobs is None
-    _bad(complete, "0 is for echo only", max_tokens=0)
-
-
-def test_min_tokens(complete):
-    end = {"logit_bias": {"0": 100}}
-    assert complete(**end).usage.completion_tokens == 1
-    answer = complete(extra_body={"min_tokens": 5}, **end)
-    assert answer.usage.completion_tokens == 6 and answer.choices[0].finish_reason == "stop"
-    text = complete().choices[0].text
-    assert complete(stop=[text[1]], extra_body={"min_tokens": 8}).choices[0].text == text
-    _bad(complete, "min_tokens=9 exceeds max_tokens=8", extra_body={"min_tokens": 9})
-
-
 def test_options_as_others_take_them(complete):
     greedy = complete().choices[0].text
     for temperature in (1e-6, 1e-40, 1e-3 / 2):
@@ -287,11 +230,5 @@ def test_options_for_the_template(chat):
     plain = chat().usage.prompt_tokens
     think = {"chat_template_kwargs": {"thinking": True}}
     assert chat(extra_body=think).usage.prompt_tokens == plain + len("(thinking)")
-    without = chat(extra_body={"add_generation_prompt": False})
-    assert without.usage.prompt_tokens == plain - len("<assistant>")
-    begun = [*ASK, {"role": "assistant", "content": "becau"}]
-    assert chat(begun, extra_body={"continue_final_message": True}).usage.prompt_tokens == len(
-        "<user>why?\n<assistant>becau"
-    )
     for name in ("tokenize", "chat_template", "tools", "messages"):
         _bad(chat, f"can't set {name}", extra_body={"chat_template_kwargs": {name: "x"}})

@@ -47,7 +47,7 @@ def _about(folder):
 
 
 def _runs(rank, world, batch, long, split, draft, check, wrong):
-    """What a batch, the same again, a long prompt, sharded weights, a draft model, a check of a wrong cache, and the
+    """What a batch, the same again, a long prompt, sharded weights, speculation, a check of a wrong cache, and the
     command with a model of images print and raise."""
     from megatron_tree.cache import LayerPages
     from megatron_tree.serving.generate import run
@@ -79,14 +79,14 @@ def outcomes(folder, tmp_path_factory):
     place = tmp_path_factory.mktemp("batch")
     lines = [{"prompt": "the quick"}, {"prompt": "the dog", "temperature": 0.0}, {"id": "x", "prompt": "a wood"}]
     (place / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    batch = ["--model", folder, "--prompts", place / "in.jsonl", "--output", place / "out.jsonl", "--resume"]
+    batch = ["--model", folder, "--prompts", place / "in.jsonl", "--output", place / "out.jsonl"]
     batch += ["--temperature", 1.0, "--top-k", 20, "--seed", 5, "--max-new-tokens", 5, "--max-rows", 2]
     batch += ["--prefill-chunk", 40]
     (place / "long").write_text(TEXT * 9)
     long = ["--model", folder, "--prompt-file", place / "long"]
-    check = [*_about(folder), "--max-new-tokens", 12, "--ignore-eos", "--check"]
+    check = [*_about(folder), "--max-new-tokens", 12, "--check"]
     split = [*check, "--weights", "sharded", "--json", place / "split.json"]
-    draft = [*check, "--json", place / "draft.json", "--draft-model", folder]
+    draft = [*check, "--json", place / "draft.json", "--num-speculative-tokens", 4]
     shutil.copytree(folder, place / "images")
     transformers.Qwen3VLConfig().save_pretrained(place / "images")
     wrong = ["--model", place / "images", *_about(folder)[2:]]
@@ -130,14 +130,14 @@ def test_weights_and_cache_over_all_ranks(outcomes):
         assert text in said
 
 
-def test_replicated_weights_and_a_draft_model_on_rank_0(outcomes):
+def test_replicated_weights_and_speculation(outcomes):
     ((said, error), (_, other)) = (of_rank[4] for of_rank in outcomes[0])
     assert error is None and other is None
     assert "check: all 12 tokens are equal" in said and "drafted tokens were right" in said
     figures = json.loads(outcomes[1].with_name("draft.json").read_text())
     assert sum(rank["cached_tokens"] for rank in figures["ranks"]) == figures["prompt_tokens"] + 11
     numbers = figures["speculation"]
-    assert numbers["accepted"] == numbers["drafted"] == 11 - numbers["steps"] > 0, "it is the model itself"
+    assert numbers["accepted"] == 11 - numbers["steps"] <= numbers["drafted"]
 
 
 def test_a_wrong_answer_fails_the_check_on_all_ranks(outcomes):
@@ -191,7 +191,7 @@ def test_a_chat_in_a_terminal(tmp_path):
     if pid == 0:
         os.chdir(REPO)
         os.environ |= {"VIRTUAL_ENV": sys.prefix, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
-        os.execvp(script[0], [*script, "--max-new-tokens", "1500", "--ignore-eos", "--weights", "sharded"])
+        os.execvp(script[0], [*script, "--max-new-tokens", "1500", "--weights", "sharded"])
     seen, end = b"", time.monotonic() + 500
     try:
 

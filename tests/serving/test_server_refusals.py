@@ -16,7 +16,6 @@ import openai
 from megatron_tree.launching import parse_with_config
 from megatron_tree.serving.http import errors
 from megatron_tree.serving.http.arguments import KEY_VARIABLE, build_parser, check_arguments
-from megatron_tree.serving.http.guard import Guard
 from megatron_tree.serving.http.protocol import REFUSED, ChatRequest
 from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, is_idle, post, raw, serving, until
 
@@ -38,7 +37,7 @@ def server(model):
 
 BAD = [
     ("completion", {"nonsense": 1}, "nonsense", "unknown field"),
-    ("completion", {"max_tokens": 0}, "max_tokens", "0 is for echo only"),
+    ("completion", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ("completion", {"max_tokens": 400}, "max_tokens", "limit of 256 tokens together"),
     ("completion", {"prompt": "x" * 256, "max_tokens": 1}, None, "a prompt of 256 tokens"),
     ("completion", {"prompt": ["a", "\udfff"]}, "prompt", "character 0 is an unpaired UTF-16 surrogate"),
@@ -108,20 +107,6 @@ def test_the_key(model):
         assert post(server, "/health", {})[0] == 405, "needs no key"
 
 
-def test_clients_are_known_by_their_keys_or_addresses(model):
-    keys, seen = ("first-key", "second-key"), []
-    with serving(model, TOKENIZER, api_keys=keys) as server:
-        submit = server.scheduler.submit
-        server.scheduler.submit = lambda one, sink: seen.append((one.client, one.priority)) or submit(one, sink)
-        for priority, key in enumerate(keys):
-            body = COMPLETION | {"extra_body": {"priority": priority}}
-            assert server.client(api_key=key).completions.create(**body).choices
-    assert seen == [("key 0", 0), ("key 1", 1)]
-    scope = {"client": ("10.0.0.7", 1)}
-    for one in ((KEY,), ()):
-        assert Guard(None, api_keys=one, loopback_names_only=False)._client(scope, {}) == "10.0.0.7"
-
-
 def test_other_names_are_refused_where_no_key_is_asked_for(model):
     with serving(model, TOKENIZER, loopback_names_only=True) as server:
         for name, status in (("localhost.evil.example", 403), ("localhost:8000", 200), ("[::1]:80", 200)):
@@ -189,9 +174,8 @@ def _options(*arguments, world=2):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--max-waiting", "0"], "--max-waiting 0 must be 1 or more"),
+        (["--max-rows", "0"], "--max-rows 0 must be 1 or more"),
         (["--request-timeout", "nan"], "--request-timeout nan must be a finite number, more than 0"),
-        (["--grace", "-1"], "--grace -1.0 must be a finite number, 0 or more"),
         (["--port", "70000"], "--port 70000"),
         (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines could use the model without a key"),
         (["--api-key-file", "no/such/file"], "can't be read"),
@@ -205,7 +189,7 @@ def test_options_are_checked_before_anything_is_sent(arguments, words, monkeypat
 
 def test_where_the_key_comes_from(tmp_path, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    args = _options("--host", "0.0.0.0", "--allow-open")
+    args = _options()
     assert (args.api_keys, args.served_model_name) == ((), ["smollm2"])
     (tmp_path / "keys").write_text(f"{KEY}\nsecond-key\n")
     assert _options("--host", "0.0.0.0", "--api-key-file", str(tmp_path / "keys")).api_keys == (KEY, "second-key")

@@ -24,7 +24,7 @@ def lines(path: Path) -> list[dict]:
 
 def _command(name: str, **options) -> list[str]:
     given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return ["-m", "megatron_tree", name, "--resume", *given]
+    return ["-m", "megatron_tree", name, *given]
 
 
 class Training:
@@ -49,7 +49,7 @@ class Training:
             cp_comm_type="tree", seed=self._seed, train_iters=self.total, lr=2e-3, data_path=self._text,
             data_suffix=".txt", save=folder / "checkpoints", save_interval=SAVE_INTERVAL, keep_checkpoints=2,
             output_dir=folder / f"log-{number}", distributed_timeout_minutes=self._limit_s / 60,
-        )  # fmt: skip
+        ) + ["--resume"]  # fmt: skip
 
     def results(self, folder: Path, number: int) -> list[tuple]:
         """Those of incarnation `number`."""

@@ -1,14 +1,14 @@
 """Speculation for tests: a drafter that knows the answers, and decisions that don't depend on this machine."""
 
-from megatron_tree.generation.speculation import DraftCost, Drafter, Speculation
+from megatron_tree.generation.speculation import DraftCost, Speculation
 from support.scheduling import tokens_of
 
 
-class Told(Drafter):
+class Told:
     """Drafts the tokens of known answers, every `wrong`-th of them changed."""
 
     def __init__(self, answers, wrong=None):
-        self._answers, self._wrong, self.forgotten = answers, wrong, 0
+        self._answers, self._wrong = answers, wrong
 
     def ready(self, states):
         return [True] * len(states)
@@ -20,9 +20,6 @@ class Told(Drafter):
         whole = next(whole for whole in self._answers if whole[: len(text)] == text)
         tokens = [*whole[len(text) :][:count], *[1] * count][:count]
         return [t if self._wrong is None or (len(text) + i) % self._wrong else t + 1 for i, t in enumerate(tokens)]
-
-    def forget(self, state):
-        self.forgotten += 1
 
 
 class Free(DraftCost):

@@ -36,7 +36,7 @@ class Service:
     request_timeout: float
     """Seconds from a request's arrival to the end of its answer."""
     api_keys: tuple[str, ...] = ()
-    """Each is a client of its own; none: requests need no key."""
+    """None: requests need no key."""
     loopback_names_only: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -84,9 +84,7 @@ def create_app(service: Service) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(service, body.model)
         prompts = await service.prompts.of_completion(body)
-        echo = service.prompts.echo(body, prompts) if body.echo else None
-        options = {"echo": echo, "n": body.n, "nothing_new": not body.max_tokens}
-        return await _answer(service, request, body, prompts, CompletionForm, **options)
+        return await _answer(service, request, body, prompts, CompletionForm)
 
     return app
 
@@ -103,8 +101,7 @@ async def _answer(
     service: Service, request: Request, body: GenerationRequest, prompts: list[list[int]], form: type[Form], **options
 ) -> Response:
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
-    who = {"priority": body.priority, "client": request.state.client}
-    ticket = await service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n, **who)
+    ticket = await service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n)
     made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
                 **options)  # fmt: skip
     return await respond(request, ticket, made, stream=body.stream, include_usage=body.include_usage,

@@ -31,7 +31,7 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser, switch = new_parser("megatron-tree serve", DESCRIPTION, EXAMPLES), argparse.BooleanOptionalAction
+    parser = new_parser("megatron-tree serve", DESCRIPTION, EXAMPLES)
     add_model_options(parser)
     parser.set_defaults(prefill_chunk=None)
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use for the "
@@ -41,22 +41,16 @@ def build_parser() -> argparse.ArgumentParser:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1: this machine "
         "only); any other needs an API key")  # fmt: skip
     http.add_argument("--port", type=int, default=8000, help="0: a free one, which is printed (default: 8000)")
-    http.add_argument("--api-key-file", metavar="FILE", help="file with the tokens that clients must send, one a line; "
-        f"each is a client that takes turns with the others (or one in the variable {KEY_VARIABLE})")  # fmt: skip
-    http.add_argument("--allow-open", action=switch, default=False, help="serve other machines without an API key: "
-        "everyone who can reach the port can use the model and fill its queue")  # fmt: skip
+    http.add_argument("--api-key-file", metavar="FILE", help="file with the tokens that clients may send, one a line "
+        f"(or one in the variable {KEY_VARIABLE})")  # fmt: skip
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds from a request's "
         "arrival to the end of its answer; then it is cancelled (default: 600)")  # fmt: skip
     http.add_argument("--wait-timeout", type=float, default=60.0, metavar="S", help="seconds that a rank waits for "
         "another one while it serves; then the server ends with an error that names it (default: 60)")  # fmt: skip
-    http.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds that accepted requests have to "
-        "finish after SIGTERM or SIGINT; then they are cancelled (default: 20; the launcher kills at 30)")  # fmt: skip
 
     load = parser.add_argument_group("load")
     load.add_argument("--max-rows", type=int, default=8, metavar="N", help="answers generated at the same time "
         "(default: 8)")  # fmt: skip
-    load.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="prompts that may wait for a "
-        "row; further requests get a 429 (default: 1024)")  # fmt: skip
     load.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its answer together "
         "(default: the model's positions)")  # fmt: skip
     load.add_argument("--cache-tokens", type=int, metavar="N", help="tokens that the cache may hold on all ranks "
@@ -73,14 +67,13 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     Raises: ValueError that names the option, the value seen and the way out.
     """
     check_model_options(args, world_size)
-    check_counts(args, "max_rows", "max_waiting", "max_model_len", "cache_tokens")
+    check_counts(args, "max_rows", "max_model_len", "cache_tokens")
     if args.cache_bytes < 0:
         raise ValueError(f"--cache-bytes {args.cache_bytes} must be 0 or more")
-    for name in ("request_timeout", "wait_timeout", "grace"):
+    for name in ("request_timeout", "wait_timeout"):
         value = getattr(args, name)
-        if not (0 < value < math.inf or (value == 0 and name == "grace")):
-            least = "0 or more" if name == "grace" else "more than 0"
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be a finite number, {least}")
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be a finite number, more than 0")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must be between 0 and 65535")
     if isinstance(args.served_model_name, str):
@@ -88,10 +81,10 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     args.served_model_name = args.served_model_name or [Path(args.model).resolve().name]
     check_readable("--api-key-file", args.api_key_file)
     args.api_keys = _api_keys(args)
-    if not args.api_keys and not is_loopback(args.host) and not args.allow_open:
+    if not args.api_keys and not is_loopback(args.host):
         raise ValueError(
             f"--host {args.host}: other machines could use the model without a key and fill its queue; "
-            f"pass --api-key-file (or set {KEY_VARIABLE}), or --allow-open where the network keeps others out"
+            f"pass --api-key-file (or set {KEY_VARIABLE})"
         )
 
 

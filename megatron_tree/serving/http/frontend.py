@@ -94,13 +94,10 @@ class Frontend:
             return {"status": "stalled", "reason": f"rank 0 has been waiting for another rank for {waited:.0f} s"}
         return {"status": self.state} | ({"reason": self.failure} if self.failure else {})
 
-    async def submit(
-        self, prompts: list[list[int]], sampling: list[SamplingParams], n: int, *, priority: int = 0, client: str = ""
-    ) -> Ticket:
+    async def submit(self, prompts: list[list[int]], sampling: list[SamplingParams], n: int) -> Ticket:
         """Queue n answers to every prompt; all of them or none. In the event loop, which does not wait meanwhile for
         grammars that are compiled, or for the scheduler's lock.
 
-        priority, client: see `Request`.
         Raises: ApiError: 400 for sizes that never fit, 429 when the queue is full,
         503 while stopping.
         """
@@ -114,7 +111,7 @@ class Frontend:
 
         def queue() -> None:
             for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-                request = Request(prompt=prompt, sampling=params, n=n, priority=priority, client=client)
+                request = Request(prompt=prompt, sampling=params, n=n)
                 ticket.numbers.append(self._scheduler.submit(request, _sink(loop, ticket, i * n)))
 
         queued = loop.run_in_executor(None, queue)

@@ -37,8 +37,6 @@ def _name_of(host_header: str) -> str:
 class Guard:
     """ASGI middleware: 401 without a right token, 413 or 408 for a body too large or slow, 403 for other names.
 
-    Requests get a `state.client`: who asks, by key where there are several, otherwise by address.
-
     api_keys: the right tokens, or none. loopback_names_only: refuse Host headers of other names: a web page can give
     its own name the address 127.0.0.1 and so make a browser talk to a server that asks for no token.
     """
@@ -54,7 +52,6 @@ class Guard:
         error = self._name_error(headers) or (None if scope["path"] in OPEN_PATHS else self._token_error(headers))
         error = error or self._length_error(headers.get("content-length", "0"))
         if error is None:
-            scope.setdefault("state", {})["client"] = self._client(scope, headers)
             await self.app(scope, self._limited(receive), send)
         else:
             await error.response()(scope, receive, send)
@@ -94,20 +91,14 @@ class Guard:
             code="host_not_allowed",
         )
 
-    def _key(self, headers: Headers) -> int | None:
-        """The number of the key that a request has."""
+    def _has_key(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
-        right = [number for number, key in enumerate(self.api_keys) if hmac.compare_digest(given, key)]
-        return right[0] if right and scheme.lower() == "bearer" else None
-
-    def _client(self, scope: Scope, headers: Headers) -> str:
-        if len(self.api_keys) > 1 and (number := self._key(headers)) is not None:
-            return f"key {number}"
-        return scope["client"][0] if scope.get("client") else ""
+        right = [hmac.compare_digest(given, key) for key in self.api_keys]
+        return any(right) and scheme.lower() == "bearer"
 
     def _token_error(self, headers: Headers) -> ApiError | None:
-        if not self.api_keys or self._key(headers) is not None:
+        if not self.api_keys or self._has_key(headers):
             return None
         what = "is wrong" if headers.get("authorization", "").partition(" ")[2] else "is missing"
         return ApiError(

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ...generation.sampling import Grammar, Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
+from ...generation.sampling import Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
 from ..messages import ChatMessage
 from .errors import bad_value, refused
-from .formats import ResponseFormat, StructuredOutputs, forced_calls
+from .formats import ResponseFormat, forced_calls
 from .tools import Tool, ToolChoice, tools_for
 
 MAX_CHOICES = 128
@@ -25,32 +25,17 @@ IGNORED = frozenset({
 
 _TOOLS = "an older form of tools and tool_choice: pass those"
 _TEXT_ONLY = "this server reads and writes text only: leave the field out"
-_NO_BEAMS = "answers are sampled, not searched for: ask for n choices"
-_RANKED = "candidates are not ranked here: ask for n choices with logprobs and rank them yourself"
-_SPECIAL = "special tokens are never part of the text: ask for logprobs, which name them"
 # What would change the answer: (values that change nothing, besides null; why, and what to do instead)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "allowed_token_ids": ((), "tokens can't be listed: use structured_outputs, or logit_bias"),
     "audio": ((), _TEXT_ONLY),
-    "bad_words": (([],), "texts can't be banned: use logit_bias"),
-    "best_of": ((1,), _RANKED),
+    "best_of": ((1,), "candidates are not ranked here: ask for n choices with logprobs and rank them yourself"),
     "chat_template": ((), "the model's own template is used: format the prompt yourself and use /v1/completions"),
-    "documents": (([],), "put them into the messages"),
+    "echo": ((False,), "prompts are not repeated: put yours in front of the answer"),
     "function_call": (("none",), _TOOLS),
     "functions": (([],), _TOOLS),
-    "include_stop_str_in_output": ((False,), "what ended the answer is not part of it: leave the field out"),
-    "length_penalty": ((1.0, 1), _NO_BEAMS),
     "modalities": ((["text"],), _TEXT_ONLY),
-    "moderation": ((), "answers are not moderated here: leave the field out"),
-    "prompt_logprobs": ((), "ask /v1/completions with echo and logprobs"),
-    "return_token_ids": ((False,), "answers are text: ask for logprobs"),
-    "skip_special_tokens": ((True,), _SPECIAL),
-    "spaces_between_special_tokens": ((True,), _SPECIAL),
     "suffix": (("",), "text can't be inserted: put what follows into the prompt"),
-    "truncate_prompt_tokens": ((), "prompts are not cut: send what fits"),
-    "use_beam_search": ((False,), _NO_BEAMS),
-    "verbosity": ((), "the verbosity can't be set: ask for it in the messages"),
-    "web_search_options": ((), "this server searches nothing: leave the field out"),
+    "use_beam_search": ((False,), "answers are sampled, not searched for: ask for n choices"),
 }
 
 
@@ -72,7 +57,6 @@ class GenerationRequest(Sampling):
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    priority: Annotated[int, Field(ge=0, lt=2**31)] = 0  # not OpenAI's: others go first
     stream: bool = False
     stream_options: StreamOptions | None = None
     # OpenAI's ranges and defaults
@@ -80,7 +64,6 @@ class GenerationRequest(Sampling):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     stop: StopTexts = Field(default_factory=list, max_length=MAX_STOPS)
-    structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="before")
@@ -109,18 +92,13 @@ class GenerationRequest(Sampling):
     def sampling(self, max_tokens: int) -> SamplingParams:
         """How to answer a prompt, with this many tokens at most."""
         fields = self.model_dump(include=set(Sampling.model_fields))
-        fields |= {"logprobs": self.top_logprobs_wanted, "prompt_logprobs": self.prompt_logprobs_wanted}
-        fields["grammar"] = self.grammar
+        fields |= {"logprobs": self.top_logprobs_wanted, "json_schema": self.json_schema}
         return SamplingParams(**fields, max_tokens=max_tokens)
 
     @property
-    def grammar(self) -> Grammar | None:
-        """What the answer must look like. Raises: `ApiError` (400) for more than one such wish."""
-        wishes = self.response_format, self.structured_outputs
-        grammars = [wish.grammar for wish in wishes if wish is not None and wish.grammar is not None]
-        if len(grammars) > 1:
-            raise bad_value("structured_outputs", "response_format says another form: pass one of the two")
-        return grammars[0] if grammars else None
+    def json_schema(self) -> str | None:
+        """What the answer must look like. Raises: `ApiError` (400) for a form that can't be combined with tools."""
+        return None if self.response_format is None else self.response_format.schema_text
 
     @property
     def limit(self) -> int | None:
@@ -132,11 +110,6 @@ class GenerationRequest(Sampling):
         """How many alternatives to report for every token: None: no logprobs at all, 0: the chosen token's only."""
         raise NotImplementedError
 
-    @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        """The same for tokens of the prompt."""
-        return None
-
 
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
@@ -147,28 +120,13 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] = COMPLETION_TOKENS
-    echo: bool = False
+    max_tokens: Annotated[int, Field(ge=1)] = COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_special_tokens: bool = True  # not OpenAI's: what the tokenizer puts around a text
-
-    @model_validator(mode="after")
-    def _something_is_asked_for(self):
-        if not self.max_tokens and not self.echo:
-            raise bad_value("max_tokens", "0 is for echo only: ask for 1 token or more")
-        return self
-
-    @property
-    def limit(self) -> int:
-        return max(self.max_tokens, 1)
 
     @property
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
-
-    @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        return self.logprobs if self.echo else None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one, as text or as tokens."""
@@ -190,19 +148,11 @@ class ChatRequest(GenerationRequest):
     # not OpenAI's: for the chat template
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _chat_combinations(self):
         if "tool_choice" in self.model_fields_set or self.tools:
             tools_for(self.tools, self.tool_choice)
-        if (
-            self.continue_final_message
-            and self.add_generation_prompt
-            and "add_generation_prompt" in self.model_fields_set
-        ):
-            raise bad_value("continue_final_message", "needs add_generation_prompt to be false")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_value("top_logprobs", "needs logprobs: set that to true, or leave this out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -228,8 +178,8 @@ class ChatRequest(GenerationRequest):
         return self.tool_choice not in ("none", "auto")
 
     @property
-    def grammar(self) -> Grammar | None:
-        wish = super().grammar
+    def json_schema(self) -> str | None:
+        wish = super().json_schema
         if not self.active_tools:
             return wish
         if wish is not None:
@@ -241,9 +191,4 @@ class ChatRequest(GenerationRequest):
         """What the chat template gets besides the messages."""
         options = dict(self.chat_template_kwargs)
         options |= {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        options |= {"tools": [tool.for_template() for tool in self.active_tools]} if self.active_tools else {}
-        generation_prompt = self.add_generation_prompt and not self.continue_final_message
-        return options | {
-            "add_generation_prompt": generation_prompt,
-            "continue_final_message": self.continue_final_message,
-        }
+        return options | ({"tools": [tool.for_template() for tool in self.active_tools]} if self.active_tools else {})

@@ -24,10 +24,12 @@ from ...log import logger
 from ..start import Started, start
 from .app import Service, create_app
 from .frontend import Frontend
-from .guard import TimedProtocol, is_loopback
+from .guard import TimedProtocol
 from .prompts import Prompts
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
+GRACE_S = 20.0  # for accepted requests after a signal; the launcher kills at 30
+MAX_WAITING = 1024  # prompts
 FLUSH_S = 5.0  # for the last bytes of responses
 
 
@@ -156,7 +158,7 @@ def _warm_up(at: Started, runner: Runner) -> None:
 
 def _run(args: Namespace, at: Started, runner: Runner) -> None:
     max_model_len, listener = at.prepared
-    scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=args.max_waiting, keep_bytes=args.cache_bytes)
+    scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=MAX_WAITING, keep_bytes=args.cache_bytes)
     if at.rank != 0:
         for number in STOPPING:  # all ranks receive them; the leader decides when to stop
             signal.signal(number, signal.SIG_IGN)
@@ -168,7 +170,7 @@ def _run(args: Namespace, at: Started, runner: Runner) -> None:
             models=tuple(args.served_model_name),
             request_timeout=args.request_timeout,
             api_keys=args.api_keys,
-            loopback_names_only=not args.api_keys and is_loopback(args.host),
+            loopback_names_only=not args.api_keys,
         )
 
         def ready(stop: Callable[[str], None]) -> None:
@@ -181,7 +183,7 @@ def _run(args: Namespace, at: Started, runner: Runner) -> None:
                 flush=True,
             )
 
-        serve(scheduler, service, listener, grace=args.grace, ready=ready)
+        serve(scheduler, service, listener, grace=GRACE_S, ready=ready)
         print("stopped", flush=True)
     comm.all_reduce(torch.zeros(1), at.group, timeout_s=at.timeout_s)  # no rank leaves before the others are done
 
