@@ -15,8 +15,6 @@ COMMANDS = {
     "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
     "serve": "many requests at once by the scheduler, and as one padded batch of Transformers",
     "train": "attention forward and backward on several ranks: the plan, ring, Ulysses, torch's own, ...",
-    "documents": "the same over packed documents: cut one by one, as a whole, or dispatched over the ranks",
-    "simulate": "decode and train predicted by the planner's cost model, for thousands of ranks",
 }
 
 

@@ -110,7 +110,7 @@ class Settings(NamedTuple):
 
 
 def add_arguments(parser, command: str, contenders: Iterable[str]) -> None:
-    """Options shared by `bench decode`, `train` and `documents`."""
+    """Options shared by `bench decode` and `train`."""
     decode, add = command == "decode", parser.add_argument
     add_machines(parser)
     add("--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence; "

@@ -50,15 +50,6 @@ def run(args: argparse.Namespace) -> None:
     session.run(args, "train", TrainBench)
 
 
-def planned(case: Case, topology: Topology, pins: dict, **options) -> dict:
-    """The plan of each pass for a case, with options of the planner."""
-    given = dict(batch=case.batch, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
-    shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
-    where = dict(topology=topology, placement=place(topology, case.machines.hosts))
-    plan = plan_training(case.machines.ranks, shape, **given | where | pins | options)
-    return {"forward": plan.forward, "backward": plan.backward}
-
-
 class Whole:
     """Inputs [b, s, h, d] and float64 results of the whole sequence, in memory shared by forked ranks."""
 
@@ -67,7 +58,6 @@ class Whole:
         q, kv = ((*rows, h, case.head_dim) for h in (case.num_heads, case.num_heads_kv))
         self.q, self.k, self.v, self.dout = (shared_tensor(shape, dtype) for shape in (q, kv, kv, q))
         self.truth = tuple(shared_tensor(shape, torch.float64) for shape in (q, q, kv, kv))  # out, dq, dk, dv
-        self.segments = (Segment(0, 0, case.seq_len),)
 
     def solve(self, head: int, spec: AttnSpec) -> None:
         """Compute one KV head and its query heads: the formulas in float64."""
@@ -75,7 +65,8 @@ class Whole:
         of_keys, of_queries = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
         heads = of_queries, of_queries, of_keys, of_keys
         q, dout, k, v = (x[:, :, h].double() for x, h in zip((self.q, self.dout, self.k, self.v), heads))
-        block = dict(q_segments=self.segments, k_segments=self.segments, spec=spec)
+        whole = (Segment(0, 0, self.q.shape[1]),)
+        block = dict(q_segments=whole, k_segments=whole, spec=spec)
         out, lse = reference.attn_fwd(q, k, v, **block)
         delta = (dout * out).sum(-1).transpose(1, 2)
         for x, h, result in zip(self.truth, heads, (out, *reference.attn_bwd(dout, q, k, v, lse, delta, **block))):
@@ -92,7 +83,7 @@ class TrainBench:
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, whole: Whole):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
         self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
-        self.topology, self.machines, self.seq_len, world = topology, case.machines, case.seq_len, case.machines.ranks
+        self.topology, self.machines, world = topology, case.machines, case.machines.ranks
         rows = shard_positions(case.seq_len, self.rank, world)
         dtype = DTYPES[case.dtype]
         kv = (case.batch, len(rows), *whole.k.shape[2:])
@@ -113,28 +104,21 @@ class TrainBench:
         self.segments = dict(q_segments=local, k_segments=local)
         self.allowed = session.ALLOWED[dtype]
 
-    def config(self, name: str) -> TreeConfig:
-        """The configuration of one of `ours`."""
-        return TreeConfig(topology=self.topology, **PINS[name](self.machines))
-
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         if contender in self.rivals:
             out = self.rivals[contender].contender(self, *leaves)
         else:
-            out = tree_attn_func(*leaves, cp_group=self.group, config=self.config(contender))
+            config = TreeConfig(topology=self.topology, **PINS[contender](self.machines))
+            out = tree_attn_func(*leaves, cp_group=self.group, config=config)
         laps("forward")
         grads = torch.autograd.grad(out, leaves, self.dout)
         laps("backward")
         return out.detach(), *grads
 
-    def checked(self, results: tuple[Tensor, ...], contender: str) -> list[tuple[Tensor, Tensor]]:
-        """out, dq, dk and dv of a step, and what they should be."""
-        return list(zip(results, self.truth))
-
     def error(self, results: tuple[Tensor, ...], contender: str) -> float:
         """The worst error on any rank as a fraction of the allowed one."""
-        out, *grads = (relative_error(x, truth) / self.allowed for x, truth in self.checked(results, contender))
+        out, *grads = (relative_error(x, truth) / self.allowed for x, truth in zip(results, self.truth))
         local = max(out, *(error / GRADIENTS for error in grads))
         worst = self.meeting.most(self.rank, local)[0]
         return worst if worst == worst else math.inf
@@ -169,7 +153,11 @@ class TrainBench:
     @staticmethod
     def predict(case: Case, topology: Topology, contender: str) -> dict:
         """The plan of one of `ours`, by pass."""
-        return planned(case, topology, PINS[contender](case.machines))
+        shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
+        call = dict(batch=case.batch, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
+        where = dict(topology=topology, placement=place(topology, case.machines.hosts))
+        plan = plan_training(case.machines.ranks, shape, **call, **where, **PINS[contender](case.machines))
+        return {"forward": plan.forward, "backward": plan.backward}
 
     @staticmethod
     def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:

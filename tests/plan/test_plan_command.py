@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
-from megatron_tree.bench.predictions import MODELS
 from megatron_tree.plan.command import EXAMPLES, main
 from megatron_tree.plan.topology import TOPOLOGIES
+from support.published_models import MODELS
 
 SMALL = ["--topology", "ethernet", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--seq-len", "8k"]
 

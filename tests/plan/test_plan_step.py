@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from megatron_tree.bench.predictions import MODELS
 from megatron_tree.plan import load_topology, place
 from megatron_tree.plan.command import main
 from megatron_tree.plan.cost import placed_topology
 from megatron_tree.plan.decode import exchanges_queries, gathered, gathered_queries
 from megatron_tree.plan.model import ModelSizes
 from megatron_tree.plan.step import WAYS, plan_step, repeats_queries, splits_latents
+from support.published_models import MODELS
 
 LLAMA, DEEPSEEK = (ModelSizes.of(config) for config in MODELS.values())
 DGX = load_topology("dgx_h100")

@@ -1,4 +1,4 @@
-"""`bench decode`, `train` and `documents` on real ranks: no speed of a wrong result, bytes as computed, files."""
+"""`bench decode` and `train` on real ranks: no speed of a wrong result, bytes as computed, files."""
 
 import csv
 import json
@@ -11,14 +11,14 @@ import torch
 from megatron_tree import kernels
 from megatron_tree.attention import autograd
 from megatron_tree.bench import command as bench
-from megatron_tree.bench import decode, documents, rivals, train
+from megatron_tree.bench import decode, rivals, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
 from megatron_tree.bench.measure import LocalRanks, Meeting, PeakMemory
 from megatron_tree.bench.measurements import Measurement, plots
 from megatron_tree.bench.results import draw
 from megatron_tree.comm.shared import SharedMemory
 from megatron_tree.config import AttnSpec
-from megatron_tree.layout import Segment, spread_documents
+from megatron_tree.layout import Segment
 from support.assumed_links import assume_links
 from support.emulation import emulated
 
@@ -143,27 +143,6 @@ def test_no_speed_of_a_wrong_gradient(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(kernels, "attn_delta", lambda *args: right(*args) * 1.1)
     status, _ = benchmark("train", "--ranks", "2", "--seq-len", "128", "--schedules", "auto", out=tmp_path / "out")
     assert status == 1 and "auto is wrong" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("assumed_links")
-def test_documents(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(documents, "LONGEST", 10)  # about 20 of them
-    lengths = documents.lengths_of(512)
-    assert sum(lengths) == 512 and max(lengths) <= 51 and 15 <= len(lengths) <= 30
-    options = ["--ranks", "2", "--seq-len", "512"]
-    status, rows = benchmark("documents", *options, out=tmp_path / "right")
-    assert status == 0, capfd.readouterr().err
-    totals = {name: rows[HEADS_KV, name, "total"] for name in documents.CONTENDERS}
-    assert all(0 < float(total["error"]) <= 1 and float(total["ms"]) > 0 for total in totals.values())
-    sent = {name: int(total["sent_bytes"]) for name, total in totals.items()}
-    assert sent == {name: int(total["predicted_sent_bytes"]) for name, total in totals.items()}
-    assert 3 * sent["auto"] <= min(sent[name] for name in ("ring", "kv_gather", "ulysses", "one_by_one"))
-    # documents that see each other
-    monkeypatch.setattr(documents, "layout_of", lambda name, lengths, world: spread_documents((sum(lengths),), world))
-    assert benchmark("documents", *options, "--schedules", "auto", out=tmp_path / "wrong")[0] == 1
-    assert "auto is wrong" in capfd.readouterr().err and not (tmp_path / "wrong").exists()
-    assert benchmark("documents", *options, "--batch", "2", out=tmp_path / "wrong")[0] == 1
-    assert "--batch 2: documents are packed in one row" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("assumed_links")
