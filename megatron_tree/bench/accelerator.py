@@ -44,10 +44,10 @@ def sleep_until(instant: float) -> None:
 
 
 class Accelerator:
-    """Replaces the kernels while `recording` or `replaying` is open; `late` lists each sleep's overrun in seconds."""
+    """Replaces the kernels while `recording` or `replaying` is open."""
 
     def __init__(self, speed: Speed):
-        self.speed, self.late = speed, []
+        self.speed = speed
         self._results: dict[tuple, object] = {}
 
     def recording(self) -> contextlib.AbstractContextManager:
@@ -71,7 +71,6 @@ class Accelerator:
             raise UnseenInput(f"{name} got queries or keys that the checked step did not have: {key[1]}")
         result = _copy(self._results[key])
         sleep_until(end)
-        self.late.append(time.monotonic() - end)
         return result
 
     def seconds(self, name: str, args, options) -> float:

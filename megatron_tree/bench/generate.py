@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
     def run_case(case: GenerateCase, ranks, topology, path: str) -> list[Measurement]:
         meeting = Meeting(case.machines.ranks, timeout_s=LIMIT_S)
-        return _rows(case, *zip(*ranks.run(on_rank, case, path, meeting, timeout_s=LIMIT_S)))
+        return _rows(case, ranks.run(on_rank, case, path, meeting, timeout_s=LIMIT_S))
 
     session.run_cases(
         args,
@@ -131,7 +131,7 @@ class GenerateOutcome(NamedTuple):
     """Largest difference of a logit from the plain model's, as a fraction of the largest logit; on rank 0."""
 
 
-def _rows(case: GenerateCase, num_layers: tuple[int, ...], by_rank: tuple[list[GenerateOutcome]]) -> list[Measurement]:
+def _rows(case: GenerateCase, by_rank: list[list[GenerateOutcome]]) -> list[Measurement]:
     """Rows of all contenders. Raises `WrongResult` unless all gave the tokens and the logits of the plain model."""
     machines, args = case.machines, case.args
     base = Measurement(
@@ -149,8 +149,6 @@ def _rows(case: GenerateCase, num_layers: tuple[int, ...], by_rank: tuple[list[G
         (row,) = measurements(base._replace(schedule=one.schedule), [x.measured for x in outcomes], {}, machines)
         held = max(outcome.held_bytes for outcome in outcomes)
         row = row._replace(tokens_per_s=1e3 / row.ms, held_bytes=held, error=one.error)
-        if rows:
-            row = row._replace(layer_us=1e3 * (row.ms - rows[0].ms) / num_layers[0])
         if one.prefill_s is not None:
             first_s = one.prefill_s + max(outcome.first_s for outcome in outcomes)
             row = row._replace(prefill_ms=1e3 * one.prefill_s, first_token_ms=1e3 * first_s)
@@ -158,8 +156,8 @@ def _rows(case: GenerateCase, num_layers: tuple[int, ...], by_rank: tuple[list[G
     return rows
 
 
-def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> tuple[int, list[GenerateOutcome]]:
-    """One rank's part of a case: the model's layers, and the outcomes of the contenders, on rank 0 the plain first."""
+def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> list[GenerateOutcome]:
+    """One rank's part of a case: the outcomes of the contenders, on rank 0 the plain first."""
     group, args = join(timeout_s=LIMIT_S), case.args
     rank, model = comm.group_rank(group), case.load()
     text = model.config.get_text_config(decoder=True)
@@ -184,7 +182,7 @@ def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> tuple[int, l
             contender.model.set_attn_implementation("tree")
         outcomes.append(contender.outcome_of_sharded(queries, config))
     meeting.meet(rank)
-    return text.num_hidden_layers, outcomes
+    return outcomes
 
 
 class GenerateContender(NamedTuple):

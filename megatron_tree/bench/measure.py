@@ -131,8 +131,6 @@ class Measured(NamedTuple):
     sent: dict[str, float]  # by pass: payload bytes that this rank sends in a step (`comm.record`)
     network: float | None = None  # mean bytes that this rank's node sent to others in a step
     memory: int | None = None  # peak bytes above what was resident before the step
-    late_start: float | None = None  # median over steps of the last rank's delay at the start, seconds
-    late_compute: float | None = None  # median overrun of this rank's emulated kernels, seconds
     cpu: list[float] | None = None  # CPU seconds of all threads in each step; None with modelled compute
     same: bool = True  # every step gave the same bits as the checked one
 
@@ -166,7 +164,7 @@ class Timing:
         self._gap = 0.02 + 2e-3 * meeting.ranks + 4 * how.latency_s * how.dilate  # the network is idle before a step
         self._left_s = how.budget_s
         self._seconds: dict[str, list[float]] = {}
-        self._cpu, self._network, self._late = [], [], []
+        self._cpu, self._network = [], []
         self._sent, self._memory, self._same = {}, None, True
         with self._accelerator.recording() if self._accelerator else contextlib.nullcontext():
             self.results = step(Laps([]))
@@ -174,44 +172,40 @@ class Timing:
     @property
     def done(self) -> bool:
         """Whether all ranks have taken enough steps."""
-        return len(self._late) >= self._how.steps or (len(self._late) >= MIN_STEPS and self._left_s <= 0)
+        return len(self._cpu) >= self._how.steps or (len(self._cpu) >= MIN_STEPS and self._left_s <= 0)
 
     def step(self) -> None:
         """Time one step."""
         begun = time.monotonic()
         with contextlib.ExitStack() as context:
-            peak = None if self._late else context.enter_context(PeakMemory())
+            peak = None if self._cpu else context.enter_context(PeakMemory())
             log = context.enter_context(comm.record())
             if self._accelerator:
                 context.enter_context(self._accelerator.replaying())
             start = self._meeting.most(self._rank, time.monotonic())[0] + self._gap
             before = network_bytes()["network"] if self._emulated else 0
             sleep_until(start)
-            late, cpu = time.monotonic() - start, time.process_time()
+            cpu = time.process_time()
             laps = Laps(log)
             results = self._step(laps)
             self._cpu.append(time.process_time() - cpu)
         if peak:
             self._memory, self._sent = peak.bytes, laps.sent
-        *ends, late, spent = self._meeting.most(self._rank, *laps.ends.values(), late, time.monotonic() - begun)
+        *ends, spent = self._meeting.most(self._rank, *laps.ends.values(), time.monotonic() - begun)
         self._network.append(network_bytes()["network"] - before if self._emulated else 0)
         for name, end, previous in zip(laps.ends, ends, [start, *ends]):
             self._seconds.setdefault(name, []).append(end - previous)
-        self._late.append(late)
         self._left_s -= spent
         self._same &= all(torch.equal(x, y) for x, y in zip(results, self.results, strict=True))
 
     def measured(self) -> Measured:
         """This rank's measurements."""
-        overrun = self._accelerator.late if self._accelerator else ()
         return Measured(
             seconds=self._seconds,
             sent=self._sent,
             network=statistics.mean(self._network) if self._emulated else None,
             memory=self._memory,
             cpu=None if self._accelerator else self._cpu,
-            late_start=statistics.median(self._late),
-            late_compute=statistics.median(overrun) if overrun else 0.0,
             same=self._same,
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .measure import Measured
@@ -38,7 +38,6 @@ class Measurement(NamedTuple):
     predicted_ms: float | None = None
     prefill_ms: float | None = None
     first_token_ms: float | None = None  # the prefill, which all schedules share, and one step
-    layer_us: float | None = None  # more than the plain model on one rank takes for a token, per layer, microseconds
     cpu_ms: float | None = None  # CPU time of all ranks and threads in a step, median; not with modelled compute
     tokens_per_s: float | None = None
     sent_bytes: int | None = None  # payload that a rank sends in a step, mean over the ranks
@@ -49,8 +48,6 @@ class Measurement(NamedTuple):
     predicted_memory_bytes: int | None = None
     held_bytes: int | None = None  # what a rank holds before the step: its shard or its cache
     error: float | None = None  # the largest on any rank, as a fraction of the allowed error, or of the largest logit
-    late_start_ms: float | None = None  # median over steps of the last rank's delay at the start
-    late_compute_ms: float | None = None  # median overrun of an emulated kernel, maximum over the ranks
 
 
 def measurements(
@@ -76,9 +73,6 @@ def measurements(
             values["predicted_sent_bytes"] = round(sum(cost.bytes for cost in costs))
         rows.append(base._replace(**values))
     whole = dict(memory_bytes=max((rank.memory for rank in ranks if rank.memory is not None), default=None))
-    if ranks[0].late_start is not None:
-        whole["late_start_ms"] = ms * ranks[0].late_start
-        whole["late_compute_ms"] = ms * max(rank.late_compute for rank in ranks)
     if ranks[0].cpu is not None:
         whole["cpu_ms"] = ms * statistics.median(map(sum, zip(*(rank.cpu for rank in ranks))))
     if ranks[0].network is not None:
@@ -107,7 +101,6 @@ COLUMNS = (
     ("p10", "p10_ms", 1),
     ("p90", "p90_ms", 1),
     ("predicted", "predicted_ms", 1),
-    ("layer +us", "layer_us", 1),
     ("CPU ms", "cpu_ms", 1),
     ("tokens/s", "tokens_per_s", 1),
     ("sent kB", "sent_bytes", 1e-3),
@@ -131,10 +124,6 @@ def table_of(label: str, checked: str, rows: list[Measurement]) -> str:
         values = [(getattr(row, field), factor) for _, field, factor in columns]
         cells = "".join(" " * 10 if x is None else f"{float(f'{x * factor:.3g}'):>10g}" for x, factor in values)
         lines.append(f"  {name:<{width}}{cells}" + f"  {row.plan}" * (row.schedule == "auto" and row.plan is not None))
-    if late := [r.late_start_ms for r in rows if r.late_start_ms is not None]:
-        overrun = max(r.late_compute_ms or 0.0 for r in rows)
-        text = f"; modelled kernels overran {overrun:.2g} ms" * (rows[0].compute == "modelled")
-        lines.append(f"  ranks began at most {max(late):.2g} ms late{text} (medians)")
     return "\n".join(lines)
 
 
@@ -160,25 +149,23 @@ def plots(rows: list[Measurement]) -> dict[str, list[list[Panel]]]:
         if groups:
             drawn[name] = [_line(heading, of, axis, x) for heading, of in groups.items()]
     cases = grouped(rows, lambda r: f"{r.machines} ranks, {r.seq_len} tokens, {what(r)}")
-    return drawn or {"results.png": [_line(heading, of, "", None) for heading, of in cases.items()]}
+    return drawn or {"results.png": [_line(heading, of) for heading, of in cases.items()]}
 
 
-def _line(heading: str, rows: list[Measurement], axis: str, x) -> list[Panel]:
-    """A panel for each metric; x: row -> its place; None: bars of the schedules."""
+def _line(heading: str, rows: list[Measurement], axis: str = "", x: Callable | None = None) -> list[Panel]:
+    """A panel for each metric. x: row -> its place on the axis; None: bars of the schedules."""
     line = []
     for label, field, factor in METRICS:
         points = [(r, _metric(r, field, factor), _metric(r, f"predicted_{field}", factor)) for r in rows]
         points = [point for point in points if point[1]]
         title = heading * (not line)
-        if x is None:
-            bars = [(r.schedule, y, predicted) for r, y, predicted in points]
-            line.append(Panel(label, "", [Curve("measured", *zip(*bars))], title))
-            continue
-        curves, dashes = [], itertools.cycle(("--", ":", "-."))
-        for schedule, of in grouped(points, lambda point: point[0].schedule).items():
-            style = dict(color="grey", linestyle=next(dashes)) if of[0][0].part == "limit" else {}
-            curves.append(Curve(schedule, *zip(*sorted((x(r), y, p) for r, y, p in of)), style))
-        line.append(Panel(axis, label, curves, title))
+        if x:
+            by_schedule = grouped(points, lambda point: point[0].schedule)
+            curves = [Curve(name, *zip(*sorted((x(r), y, p) for r, y, p in of))) for name, of in by_schedule.items()]
+            line.append(Panel(axis, label, curves, title))
+        else:
+            bars = Curve("measured", *zip(*((r.schedule, y, p) for r, y, p in points)))
+            line.append(Panel(label, "", [bars], title))
     return line
 
 

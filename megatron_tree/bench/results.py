@@ -5,37 +5,20 @@ A figure is made of panels of curves or bars: a small PNG file.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import datetime
 import importlib.util
-import io
 import itertools
 import json
 import pathlib
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..files import whole_file
 from .measure import CORES
-
-COLOURS = {
-    "ring": "tab:red",
-    "allreduce": "tab:orange",
-    "allgather": "tab:brown",
-    "butterfly": "tab:purple",
-    "scatter": "tab:olive",
-    "two_level": "tab:blue",
-    "kv_gather": "tab:orange",
-    "pure_tree": "tab:purple",
-    "grid": "tab:blue",
-    "ulysses": "tab:green",
-    "auto": "black",
-    "plain": "tab:green",
-}
 
 
 class WrongResult(RuntimeError):
@@ -107,7 +90,6 @@ class Curve(NamedTuple):
     x: Sequence
     y: Sequence[float]
     predicted: Sequence[float | None] = ()
-    style: dict = {}  # noqa: RUF012  of matplotlib; the colour is that of the name's first word in COLOURS
 
 
 class Panel(NamedTuple):
@@ -117,7 +99,6 @@ class Panel(NamedTuple):
     y: str
     curves: list[Curve]
     title: str = ""
-    yscale: str = "log"
 
 
 def grouped(rows, key: Callable) -> dict:
@@ -129,79 +110,61 @@ def grouped(rows, key: Callable) -> dict:
 
 
 def draw(path: pathlib.Path, panels: list[list[Panel]], title: str) -> None:
-    """Lines of panels, with one legend below: a name has the same style in all of them."""
-    bars = isinstance(panels[0][0].curves[0].x[0], str)
-    size = (4.6 * len(panels[0]), (3.6 if len(panels[0]) > 1 else 5.0) * len(panels))
-    with figure(path, len(panels), len(panels[0]), size=size, title=title, legend=True) as axes:
-        for ax, panel in zip(axes.flat, itertools.chain(*panels)):
-            (_bars if bars else _lines)(ax, panel)
-            label(ax, panel.x, panel.y)
-            ax.set_title(panel.title, fontsize=9, loc="left")
-
-
-def _lines(ax, panel: Panel) -> None:
-    for curve in panel.curves:
-        colour = COLOURS.get(curve.name.partition(",")[0])
-        style = {"marker": ".", "color": colour, "linewidth": 2 if curve.name == "auto" else 1.2, **curve.style}
-        (line,) = ax.plot(curve.x, curve.y, label=curve.name, **style)
-        if points := [(x, y) for x, y in zip(curve.x, curve.predicted) if y]:
-            circles = dict(marker="o", mfc="none", mec=line.get_color(), linestyle="none", markersize=8)
-            ax.plot(*zip(*points), label="predicted", **circles)
-    ticks = sorted({x for curve in panel.curves for x in curve.x})
-    ax.set_xscale("log", base=2)
-    ax.set_yscale(panel.yscale)
-    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    ax.minorticks_off()
-
-
-def _bars(ax, panel: Panel) -> None:
-    """Groups of bars: a group for each name on the axis, a bar in it for each curve; the smallest at the bottom."""
-    smallest = {
-        name: min(c.y[c.x.index(name)] for c in panel.curves if name in c.x) for c in panel.curves for name in c.x
-    }
-    names, height = sorted(smallest, key=smallest.get), 0.8 / len(panel.curves)
-    for number, curve in enumerate(panel.curves):
-        places = [names.index(x) + number * height for x in curve.x]
-        colours = [COLOURS.get(x, "lightgrey") for x in curve.x] if len(panel.curves) == 1 else None
-        ax.barh(places, curve.y, height=height, color=colours, label=curve.name)
-        if points := [(y, place) for y, place in zip(curve.predicted, places) if y]:
-            ax.plot(*zip(*points), marker="o", mfc="none", mec="grey", linestyle="none", label="predicted")
-    ax.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names)
-    if max(smallest.values()) > 100 * min(smallest.values()):
-        ax.set_xscale("log")
-
-
-@contextlib.contextmanager
-def figure(
-    path: pathlib.Path, rows: int, columns: int, *, size: tuple[float, float], title: str, legend: bool = False
-) -> Iterator:
-    """An array [rows, columns] of axes, written to `path` when the block ends. size: in inches, without the legend."""
+    """Write lines of panels as PNG, with one legend below: a name has the same colour in all of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from PIL import Image
 
-    below = 0.8 * legend
-    whole, axes = plt.subplots(rows, columns, figsize=(size[0], size[1] + below), squeeze=False)
+    names = dict.fromkeys(curve.name for panel in itertools.chain(*panels) for curve in panel.curves)
+    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    columns, bars = len(panels[0]), isinstance(panels[0][0].curves[0].x[0], str)
+    size = (max(6.0, 4.6 * columns), 3.6 * len(panels) + 0.8)
+    figure, axes = plt.subplots(len(panels), columns, figsize=size, squeeze=False)
     try:
-        yield axes
-        whole.suptitle(title, fontsize=8)
-        if legend:
-            shown = {name: x for ax in axes.flat for x, name in zip(*ax.get_legend_handles_labels())}
-            whole.legend(shown.values(), shown.keys(), loc="lower center", ncols=max(3, round(size[0] / 2)), fontsize=8)
-        whole.tight_layout(rect=(0, below / (size[1] + below), 1, 1))
-        drawn = io.BytesIO()
-        whole.savefig(drawn, format="png", dpi=80)
+        for ax, panel in zip(axes.flat, itertools.chain(*panels)):
+            (_bars if bars else _lines)(ax, panel, colours)
+            ax.set_xlabel(panel.x, fontsize=8)
+            ax.set_ylabel(panel.y, fontsize=8)
+            ax.set_title(panel.title, fontsize=9, loc="left")
+            ax.grid(alpha=0.3)
+            ax.tick_params(labelsize=8)
+        figure.suptitle(title, fontsize=8)
+        shown = {name: x for ax in axes.flat for x, name in zip(*ax.get_legend_handles_labels())}
+        figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=3 * columns, fontsize=8)
+        figure.tight_layout(rect=(0, 0.8 / size[1], 1, 1))
+        figure.savefig(path, format="png", dpi=80)
     finally:
-        plt.close(whole)
-    image = Image.open(drawn).convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE)
-    image.save(path, format="png", optimize=True)
+        plt.close(figure)
 
 
-def label(ax, x: str, y: str) -> None:
-    """Axis labels, grid and small ticks."""
-    ax.set_xlabel(x, fontsize=8)
-    ax.set_ylabel(y, fontsize=8)
-    ax.grid(alpha=0.3)
-    ax.tick_params(labelsize=8)
+def _lines(ax, panel: Panel, colours: dict[str, str]) -> None:
+    for curve in panel.curves:
+        ax.plot(curve.x, curve.y, marker=".", color=colours[curve.name], label=curve.name)
+        _predicted(ax, curve.x, curve.predicted)
+    ticks = sorted({x for curve in panel.curves for x in curve.x})
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    ax.minorticks_off()
+
+
+def _bars(ax, panel: Panel, colours: dict[str, str]) -> None:
+    """A group of bars for each name on the axis, a bar in it for each curve; the first at the top."""
+    names = list(dict.fromkeys(x for curve in panel.curves for x in curve.x))
+    height = 0.8 / len(panel.curves)
+    for number, curve in enumerate(panel.curves):
+        places = [names.index(x) + (number + 0.5) * height for x in curve.x]
+        ax.barh(places, curve.y, height=height, color=colours[curve.name], label=curve.name)
+        _predicted(ax, curve.predicted, places)
+    ax.set_yticks([place + 0.4 for place in range(len(names))], names)
+    ax.invert_yaxis()
+    values = [y for curve in panel.curves for y in curve.y]
+    if max(values) > 100 * min(values):
+        ax.set_xscale("log")
+
+
+def _predicted(ax, x: Sequence, y: Sequence) -> None:
+    """Circles where both are known."""
+    if points := [point for point in zip(x, y) if all(point)]:
+        ax.plot(*zip(*points), marker="o", mfc="none", mec="grey", linestyle="none", label="predicted")

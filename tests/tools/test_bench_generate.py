@@ -56,7 +56,7 @@ def test_weights_over_all_ranks(tmp_path, capfd):
     said = capfd.readouterr()
     assert status == 0, said.err
     split, repeated, auto = list(rows)[2:]
-    assert list(rows)[:2] == ["plain", "auto"] and "layer +us" in said.out and "CPU ms" in said.out
+    assert list(rows)[:2] == ["plain", "auto"] and "CPU ms" in said.out
     assert (split, repeated) == ("weights over all", "weights over all, queries repeated")
     assert auto in (f"{split} (auto)", f"{repeated} (auto)")
     held = [int(row["held_bytes"]) for row in list(rows.values())[1:]]
@@ -65,8 +65,7 @@ def test_weights_over_all_ranks(tmp_path, capfd):
     sent = {name: int(row["sent_bytes"]) for name, row in rows.items()}
     assert sent[split] - sent[repeated] == LAYERS * 2 * D * 4  # two of four heads' queries
     assert sent[auto] == sent[auto.removesuffix(" (auto)")]
-    more = (float(rows[split]["ms"]) - float(rows["plain"]["ms"])) / LAYERS * 1e3
-    assert float(rows[split]["layer_us"]) == pytest.approx(more, abs=1) and float(rows[split]["cpu_ms"]) > 0
+    assert float(rows[split]["cpu_ms"]) > 0
     assert generate(tmp_path, *options, "--cache", "made-up")[0] != 0
 
 
