@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import zlib
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..attention.decode import tree_decode
 from ..config import AttnSpec, TreeConfig
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
-from . import rivals, runs, session
+from . import runs, session
 from .kernel_cases import DTYPES
 from .measure import Laps, relative_error, time_together
 from .runs import Case, Settings
@@ -33,7 +33,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runs.add_arguments(parser, "decode", (*OURS, *rivals.DECODE))
+    runs.add_arguments(parser, "decode", OURS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ class DecodeBench:
 
     shared = staticmethod(lambda case: None)
     ours = OURS
-    rivals = rivals.DECODE
+    rivals: ClassVar[dict] = {}
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, shared):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
@@ -70,27 +70,21 @@ class DecodeBench:
         whole = comm.gather_sequence(pack_state(*local, torch.float64)[None], self.group)
         return energy.merge_by_energy(*unpack_state(whole, torch.float64))
 
-    @functools.cached_property
-    def by_head(self) -> tuple[Tensor, Tensor]:
-        """The shard's k and v as a rival keeps them: [b, h_kv, s, d], contiguous."""
-        return tuple(x.transpose(1, 2).contiguous() for x in (self.k, self.v))
-
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
-        if contender in self.rivals:
-            results = self.rivals[contender].contender(self)
-        else:
-            options = dict(cp_group=self.group, schedule=contender, config=self.config)
-            results = tree_decode(self.q, self.k, self.v, **options, return_lse=True)
+        options = dict(cp_group=self.group, schedule=contender, config=self.config)
+        results = tree_decode(self.q, self.k, self.v, **options, return_lse=True)
         laps("decode")
         return results
 
     def error(self, results: tuple[Tensor, ...], contender: str) -> float:
         """The worst error on any rank as a fraction of the allowed one; infinite if the ranks' bits differ."""
-        out, *lse = results
-        of_lse = (lse[0] - self.truth[1]).abs().max() if lse else 0.0
-        errors = relative_error(out, self.truth[0]) / self.allowed, of_lse
+        out, lse = results
+        errors = (
+            relative_error(out, self.truth[0]) / self.allowed,
+            float((lse - self.truth[1]).abs().max()) / LSE_ALLOWED,
+        )
         bits = zlib.crc32(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in results))
-        seen = self.meeting.meet(self.rank, float(errors[0]), float(errors[1]) / LSE_ALLOWED, float(bits))
+        seen = self.meeting.meet(self.rank, *errors, float(bits))
         worst = max(max(a, b) if a == a and b == b else math.inf for a, b, _ in seen)
         return worst if len({s[2] for s in seen}) == 1 else math.inf
 

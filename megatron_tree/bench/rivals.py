@@ -1,4 +1,4 @@
-"""Attention over several ranks that others wrote: contenders of `bench train` and `bench decode`.
+"""Attention over several ranks that others wrote: contenders of `bench train`.
 
 They compute with their own kernels, so they need --compute real, and the planner has no prediction for them.
 torch's public `context_parallel` dispatches to CUDA's attention operators only. So the template behind it is called
@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import warnings
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,15 +21,6 @@ _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_
 _SEQ_DIM = 2  # of [b, h, s, d]
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class Rival(NamedTuple):
-    """A contender that others wrote."""
-
-    contender: Callable
-    """In training from (bench, q, k, v) [b, s, h, d] to out; in decoding from bench to (out,) or (out, lse)."""
-    missing: Callable[[], str | None]
-    """Why it can't run here, or None."""
 
 
 class _TorchRing(torch.autograd.Function):
@@ -82,12 +71,10 @@ def _rotating(rotation: str) -> Iterator:
         options.rotate_method = before
 
 
-def _torch(rotation: str) -> Rival:
-    def contender(bench, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _TorchRing.apply(q, k, v, bench.group, rotation).transpose(1, 2)
-
-    return Rival(contender, no_torch_ring)
+def torchs(rotation: str, group, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a rank's zigzag shares [b, s, h, d]; rotation: as `_TorchRing`'s."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _TorchRing.apply(q, k, v, group, rotation).transpose(1, 2)
 
 
 def no_torch_ring() -> str | None:
@@ -99,27 +86,7 @@ def no_torch_ring() -> str | None:
     return None
 
 
-def _tree_attn_decode(bench) -> tuple[Tensor]:
-    """The paper's Algorithm 3 by lucidrains: torch's matrix products, then three all-reduces. It has no lse.
-
-    KV heads are not repeated: broadcasting gives each to its query heads, and that is its fastest form.
-    """
-    module = importlib.import_module("ring_attention_pytorch.tree_attn_decoding")
-    k, v = (x[:, :, None] for x in bench.by_head)  # [b, h_kv, 1, s, d]
-    q = bench.q.transpose(1, 2).unflatten(1, (k.shape[1], -1))  # [b, h_kv, h / h_kv, 1, d]
-    return (module.tree_attn_decode(q, k, v, shard_kv_seq=False).flatten(1, 2).transpose(1, 2),)
-
-
-def _no_tree_attn_decode() -> str | None:
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of its annotations
-            importlib.import_module("ring_attention_pytorch.tree_attn_decoding")
-    except ImportError as error:
-        return f"{error}: pip install ring-attention-pytorch"
-    return None
-
-
-TRAIN = {"torch_ring": _torch("ALL_TO_ALL"), "torch_gather": _torch("ALL_GATHER")}
+TRAIN = {
+    name: functools.partial(torchs, how) for name, how in (("torch_ring", "ALL_TO_ALL"), ("torch_gather", "ALL_GATHER"))
+}
 """torch's context parallelism, with both ways to move keys and values."""
-DECODE = {"tree_attn_decode": Rival(_tree_attn_decode, _no_tree_attn_decode)}
-"""`ring_attention_pytorch.tree_attn_decode`, where that package is installed."""

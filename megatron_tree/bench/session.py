@@ -19,6 +19,7 @@ from .accelerator import Speed
 from .measure import Measured, Meeting, Timing, join, take_turns
 from .measurements import Measurement, measurements, plots, table_of, with_ratios
 from .results import Results, WrongResult, metadata, progress_bar
+from .rivals import no_torch_ring
 from .runs import Case, Machines, Settings, cases, settings
 
 ALLOWED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -113,16 +114,18 @@ def run(args, command: str, bench) -> None:
 
 def _schedules(how: Settings, bench) -> tuple[str, ...]:
     """Those asked for, or all that can run here; says which rivals can't."""
-    if how.compute == "modelled" and (rivals := set(how.schedules) - set(bench.ours)):
-        raise ValueError(f"--schedules {' '.join(rivals)}: only our own kernels can be modelled; add --compute real")
-    missing = {name: why for name, rival in bench.rivals.items() if (why := rival.missing())}
-    if named := missing.keys() & set(how.schedules):
-        raise ValueError(f"--schedules {' '.join(named)}: {'; '.join(missing[name] for name in named)}")
+    why = no_torch_ring() if bench.rivals else None
+    if named := bench.rivals.keys() & set(how.schedules):
+        if how.compute == "modelled":
+            why = "only our own kernels can be modelled; add --compute real"
+        if why:
+            raise ValueError(f"--schedules {' '.join(named)}: {why}")
     if how.schedules or how.compute == "modelled":
         return how.schedules or bench.ours
-    for name, why in missing.items():
-        print(f"{name} is left out: {why}")
-    return (*bench.ours, *(name for name in bench.rivals if name not in missing))
+    if why:
+        print(f"{' and '.join(bench.rivals)} are left out: {why}")
+        return bench.ours
+    return (*bench.ours, *bench.rivals)
 
 
 def _time_limit(how: Settings, case: Case) -> float:

@@ -107,7 +107,7 @@ class TrainBench:
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         if contender in self.rivals:
-            out = self.rivals[contender].contender(self, *leaves)
+            out = self.rivals[contender](self.group, *leaves)
         else:
             config = TreeConfig(topology=self.topology, **PINS[contender](self.machines))
             out = tree_attn_func(*leaves, cp_group=self.group, config=config)
