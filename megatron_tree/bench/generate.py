@@ -33,7 +33,6 @@ from .results import WrongResult
 from .runs import Machines, Settings
 
 SCHEDULES = ("auto", "ring", "allreduce")
-SHARDED = "weights over all"
 ALLOWED = 1e-3  # difference of a logit from the plain model's, as a fraction of the largest logit
 LIMIT_S = 3600.0  # of one case: a ring over a slow network is slow
 EXAMPLES = """\
@@ -41,8 +40,7 @@ examples:
   megatron-tree bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
   megatron-tree bench generate --emulate 4x1 --prompt-tokens 16k 64k --cache made-up   docs/benchmarks.md
   megatron-tree bench generate --ranks 2 --model smollm2 --prompt-tokens 4k
-  megatron-tree bench generate --ranks 4 --model smollm2 --prompt-tokens 256 --weights sharded
-      --queries split repeated
+  megatron-tree bench generate --ranks 4 --model smollm2 --prompt-tokens 256 --weights sharded --queries repeated
 """
 
 
@@ -76,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-chunk", type=parse_count, default=2048, metavar="N", help="tokens run at once")
     add("--weights", choices=WEIGHTS, default="replicated", help="sharded: one more contender, whose "
         "ranks share the weights as well as the cache")  # fmt: skip
-    add("--queries", nargs="+", choices=QUERIES, help="with --weights sharded, a contender for each: in ranks with the "
-        "same KV heads, split: each computes some queries, and all are gathered (the default); repeated: each computes "
-        "all of them; auto: what is predicted to be faster")  # fmt: skip
+    add("--queries", choices=QUERIES, help="with --weights sharded, in ranks with the same KV heads: split: each "
+        "computes some queries, and all are gathered (the default); repeated: each computes all of them; auto: what is "
+        "predicted to be faster")  # fmt: skip
     add("--schedules", nargs="+", choices=DECODE_SCHEDULES, default=SCHEDULES, help="(default: auto ring allreduce)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/generate"))
 
@@ -91,11 +89,10 @@ def run(args: argparse.Namespace) -> None:
     if args.weights == "sharded" and args.cache == "made-up":
         raise ValueError("--weights sharded runs the prompt itself: leave --cache made-up out")
     if args.queries and args.weights != "sharded":
-        raise ValueError(f"--queries {' '.join(args.queries)} is for --weights sharded: add that, or leave it out")
+        raise ValueError(f"--queries {args.queries} is for --weights sharded: add that, or leave it out")
     check_model(args, max(args.prompt_tokens) + args.new_tokens)
     if args.model != "tiny" and args.cache == "made-up":
         baseline.cache_shape(models.load_config(models.model_folder(args.model)).get_text_config(decoder=True))
-    args.queries = list(dict.fromkeys(args.queries or ["split"])) if args.weights == "sharded" else []
     args.schedules = list(dict.fromkeys(args.schedules))
     how = Settings(tuple(args.schedules), bool(args.emulate), args.latency, args.rate)
     cases = [GenerateCase(one, n, args) for one in machines for n in sorted(set(args.prompt_tokens))]
@@ -176,11 +173,8 @@ def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> list[Generat
     else:
         prefill_s = contender.prefill(Runner(model, cache, chunk_size=args.prefill_chunk))
     outcomes += [contender.outcome(schedule, schedule, cache, prefill_s) for schedule in args.schedules]
-    for number, queries in enumerate(args.queries):
-        if number:  # the model was cut in place
-            contender = contender._replace(model=case.load())
-            contender.model.set_attn_implementation("tree")
-        outcomes.append(contender.outcome_of_sharded(queries, config))
+    if args.weights == "sharded":  # cuts the model in place
+        outcomes.append(contender.outcome_of_sharded(args.queries or "split", config))
     meeting.meet(rank)
     return outcomes
 
@@ -213,7 +207,7 @@ class GenerateContender(NamedTuple):
         neighbours = comm.neighbours(group, layout.heads.size, timeout_s=LIMIT_S)
         cache = TreeCache(model.config, cp_group=neighbours, head_shares=layout.heads.shares, tree_config=config)
         prefill_s = self.prefill(Runner(model, cache, token_group=group, chunk_size=self.case.args.prefill_chunk))
-        name = SHARDED + ", queries repeated" * layout.repeats_queries + " (auto)" * (queries == "auto")
+        name = "weights over all" + ", queries repeated" * layout.repeats_queries
         return self.outcome(name, "auto", cache, prefill_s)
 
     def outcome(self, name: str, schedule: str, cache: TreeCache, prefill_s: float | None) -> GenerateOutcome:

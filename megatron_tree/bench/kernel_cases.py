@@ -77,28 +77,32 @@ Call = Callable[[], object]
 """Computes a case."""
 Emit = Callable[[KernelTiming], None]
 
-HEADS = (32, 8)
-GPU_CASES = [
-    *(KernelCase(kind, 1, 16384, *HEADS, d) for d in (128, 64) for kind in ("fwd", "bwd")),
-    *(KernelCase(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
-    KernelCase("fwd", 1, 8192, 16, 16, 256),
-]
-GPU_DECODING = [
-    *(KernelCase("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
-    KernelCase("decode", 32, 8192, *HEADS, 128),
-    *(KernelCase("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
-    KernelCase("decode", 1, 524288, 64, 1, 576, "latent"),
-]
-TINY_CASES = (
-    [KernelCase("fwd", 1, 64, 2, 1, 16), KernelCase("bwd", 1, 64, 2, 1, 16)],
-    [
-        KernelCase("decode", 1, 128, 4, 2, 16),
-        KernelCase("decode", 1, 128, 4, 2, 16, "paged int8"),
-        KernelCase("decode", 1, 128, 4, 1, 576, "latent"),
-    ],
-)
-CPU_CASES = [KernelCase("fwd", 1, 1024, 4, 2, 64), KernelCase("bwd", 1, 1024, 4, 2, 64)]
-CPU_DECODING = [KernelCase("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")]
+CASES = {  # (training, decoding)
+    "cuda": (
+        [
+            *(KernelCase(kind, 1, 16384, 32, 8, d) for d in (128, 64) for kind in ("fwd", "bwd")),
+            *(KernelCase(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
+            KernelCase("fwd", 1, 8192, 16, 16, 256),
+        ],
+        [
+            *(KernelCase("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
+            KernelCase("decode", 32, 8192, 32, 8, 128),
+            *(KernelCase("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
+            KernelCase("decode", 1, 524288, 64, 1, 576, "latent"),
+        ],
+    ),
+    "cpu": (
+        [KernelCase(kind, 1, 1024, 4, 2, 64) for kind in ("fwd", "bwd")],
+        [KernelCase("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")],
+    ),
+    "interpreter": (
+        [KernelCase(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")],
+        [
+            *(KernelCase("decode", 1, 128, 4, 2, 16, cache) for cache in ("", "paged int8")),
+            KernelCase("decode", 1, 128, 4, 1, 576, "latent"),
+        ],
+    ),
+}
 
 
 def inputs(case: KernelCase, device, dtype) -> list[Tensor]:

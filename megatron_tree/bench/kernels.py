@@ -20,19 +20,8 @@ import torch
 from ..files import whole_file
 from ..kernels import fastest
 from . import device_checks
-from .harness import FAILED, NOT_RUN, NotHere, Outcome, Task, run_tasks
-from .kernel_cases import (
-    CPU_CASES,
-    CPU_DECODING,
-    DTYPES,
-    GPU_CASES,
-    GPU_DECODING,
-    TINY_CASES,
-    KernelCase,
-    KernelTiming,
-    fastest_backends,
-    time_case,
-)
+from .harness import DONE, FAILED, NotHere, Outcome, Task, run_tasks
+from .kernel_cases import CASES, DTYPES, KernelCase, KernelTiming, fastest_backends, time_case
 from .low_precision import DECODING, TRAINING, check_decoding, check_training
 from .results import Curve, Panel, Results, WrongResult, grouped
 
@@ -41,7 +30,7 @@ examples:
   megatron-tree bench kernels --out docs/gpu-results/today --budget 540
   megatron-tree bench kernels --only smoke decode --dtype fp16
   megatron-tree bench kernels --device cpu
-  TRITON_INTERPRET=1 megatron-tree bench kernels --device cpu --dtype fp16 --tiny
+  TRITON_INTERPRET=1 megatron-tree bench kernels --device cpu --dtype fp16      a rehearsal
 """
 STAGES = {
     "smoke": "every kernel against dense attention in the same dtype",
@@ -66,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", choices=STAGES, nargs="+", default=list(STAGES), help=f"stages, in this order: {what}"
     )
     parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="the whole run's, kept")
-    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: a rehearsal, whose times mean nothing")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-results/kernels"))
 
 
@@ -111,10 +99,10 @@ def run(args: argparse.Namespace) -> None:
 
 def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Task]:
     """All cases in the order in which they run."""
-    gpu, tiny = device.type == "cuda", args.tiny
-    triton = gpu or _interpreting()
+    gpu, tiny = device.type == "cuda", device.type == "cpu" and _interpreting()
+    triton = gpu or tiny
     backend = "triton" if triton else "auto"
-    training, decoding = _cases(gpu, tiny)
+    training, decoding = CASES["interpreter" if tiny else device.type]
 
     def task(stage: str, label: str, seconds: float, call, *what) -> Task:
         return Task(stage, label, functools.partial(call, *what, device=device, dtype=dtype), seconds)
@@ -136,14 +124,9 @@ def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     tasks.append(task("ranks", "two ranks", 25, device_checks.check_ranks, shared, backend))
     step = KernelCase("decode", 2, 256 if tiny else 8192, 32, 8, 128)
     tasks.append(task("graph", f"runner, {step.label}", 15, device_checks.check_step_graph, step, backend))
-    elements = 1 << 31 if gpu and not tiny else 1 << 16
+    elements = 1 << 31 if gpu else 1 << 16
     tasks.append(task("offsets", f"{elements} elements", 10, device_checks.check_offsets, elements, backend))
     return [x for x in tasks if x.stage in args.only]
-
-
-def _cases(gpu: bool, tiny: bool) -> tuple[list[KernelCase], list[KernelCase]]:
-    """Training and decoding."""
-    return TINY_CASES if tiny else (GPU_CASES, GPU_DECODING) if gpu else (CPU_CASES, CPU_DECODING)
 
 
 def _interpreting() -> bool:
@@ -181,7 +164,7 @@ def _compile(args: argparse.Namespace, device: torch.device, dtype: torch.dtype,
     """Compile what the stages will launch."""
     from . import precompile
 
-    training, decoding = _cases(True, args.tiny)
+    training, decoding = CASES["cuda"]
     launches = {
         "smoke": precompile.launches([*TRAINING.values(), *DECODING.values()], dtype),
         "beside": precompile.launches(training, dtype),
@@ -193,13 +176,10 @@ def _compile(args: argparse.Namespace, device: torch.device, dtype: torch.dtype,
 
 
 def _summary(outcomes: list[Outcome]) -> None:
-    print("\nstage     done  failed  not run  seconds")
-    for stage, of_stage in grouped(outcomes, lambda x: x.stage).items():
-        failed, left = (sum(x.status == status for x in of_stage) for status in (FAILED, NOT_RUN))
-        seconds = sum(x.seconds for x in of_stage)
-        print(f"{stage:<8} {len(of_stage) - failed - left:5} {failed:7} {left:8} {seconds:8.0f}")
+    done = sum(x.status == DONE for x in outcomes)
+    print(f"\n{done} of {len(outcomes)} cases done in {sum(x.seconds for x in outcomes):.0f} s")
     for x in outcomes:
-        if x.status != "done":
+        if x.status != DONE:
             print(f"{x.status}: {x.stage}, {x.label}: {x.said}")
 
 

@@ -30,11 +30,10 @@ Launch = Callable[[], object]
 
 
 class Machine(NamedTuple):
-    """What kernels are compiled for."""
+    """What kernels are compiled for; arch: a row of `configs.ARCHES`."""
 
     target: GPUTarget
     arch: str
-    """A row of `configs.ARCHES`."""
     multiprocessors: int
 
     @classmethod
@@ -109,6 +108,24 @@ def compile_only(machine: Machine) -> None:
     torch.set_num_threads(1)
 
 
+def compile_all(launches: list[Launch], machine: Machine, *, limit_s: float) -> str:
+    """Compile in one process for each core, for at most limit_s seconds. Returns a line that says how far it came.
+
+    What is not compiled in time is compiled by its first launch.
+    """
+    begun, errors = time.monotonic(), []
+    with (
+        multiprocessing.get_context("spawn").Pool(min(CORES, len(launches)), compile_only, (machine,)) as pool,
+        contextlib.suppress(multiprocessing.TimeoutError),
+    ):
+        results = pool.imap_unordered(_try, launches)
+        for _ in launches:
+            errors.append(results.next(max(0.0, limit_s - (time.monotonic() - begun))))
+    failed = [error for error in errors if error]
+    said = f"{len(errors)} of {len(launches)} launches compiled in {time.monotonic() - begun:.0f} s on {CORES} cores"
+    return said + (f"; {len(failed)} can't be compiled, the first because of {failed[0]}" if failed else "")
+
+
 def _try(launch: Launch) -> str | None:
     """None, or why a launch can't be compiled: a candidate may need more shared memory than there is."""
     try:
@@ -116,22 +133,3 @@ def _try(launch: Launch) -> str | None:
     except Exception as error:  # the compiler's own kinds of errors
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def compile_all(launches: list[Launch], machine: Machine, *, limit_s: float) -> str:
-    """Compile in one process for each core, for at most limit_s seconds. Returns a line that says how far it came.
-
-    What is not compiled in time is compiled by its first launch.
-    """
-    begun, done, failed = time.monotonic(), 0, []
-    with (
-        multiprocessing.get_context("spawn").Pool(min(CORES, len(launches)), compile_only, (machine,)) as pool,
-        contextlib.suppress(multiprocessing.TimeoutError),
-    ):
-        results = pool.imap_unordered(_try, launches)
-        for _ in launches:
-            error = results.next(max(0.0, limit_s - (time.monotonic() - begun)))
-            done += 1
-            failed += [error] if error else []
-    said = f"{done} of {len(launches)} launches compiled in {time.monotonic() - begun:.0f} s on {CORES} cores"
-    return said + (f"; {len(failed)} can't be compiled, the first because of {failed[0]}" if failed else "")

@@ -60,8 +60,7 @@ def _started(machines: Machines, how: Settings, lifetime_s: float) -> Iterator[t
     """Calibrate and start machines: (ranks, their topology, the path of its YAML file)."""
     topology = calibrated(machines, how)
     links = (f"{x.name} {x.latency_s * 1e6:.0f} us, {x.port_bandwidth / 1e6:.4g} MB/s" for x in topology.levels)
-    overhead = f"{topology.overhead_s * 1e6:.0f} us for one more message"
-    print(f"\ncalibrated {topology.name}: {'; '.join(links)}; {overhead}; transport {topology.transport}", flush=True)
+    print(f"\ncalibrated {topology.name}: {'; '.join(links)}; transport {topology.transport}", flush=True)
     with how.start(machines, lifetime_s) as ranks, tempfile.TemporaryDirectory() as folder:
         path = str(pathlib.Path(folder) / "topology.yaml")
         save_topology(topology, path)

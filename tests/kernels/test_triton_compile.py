@@ -49,9 +49,10 @@ ALL_LAUNCHES = """
 from megatron_tree.bench import kernel_cases, low_precision, precompile
 triton.JITFunction.run = lambda self, *args, **kwargs: compiled.append(self.__name__)
 cases = [*low_precision.TRAINING.values(), *low_precision.DECODING.values()]
-cases += kernel_cases.GPU_CASES + kernel_cases.GPU_DECODING
+training, decoding = kernel_cases.CASES["cuda"]
+cases += training + decoding
 launches = precompile.launches(cases, torch.bfloat16)
-launches += precompile.race_launches(kernel_cases.GPU_CASES[:2], torch.bfloat16)
+launches += precompile.race_launches(training[:2], torch.bfloat16)
 print(json.dumps([[error for error in map(precompile._try, launches) if error], sorted(set(compiled))]))
 """
 
