@@ -34,7 +34,6 @@ from .runs import Machines, Settings
 
 SCHEDULES = ("auto", "ring", "allreduce")
 ALLOWED = 1e-3  # difference of a logit from the plain model's, as a fraction of the largest logit
-LIMIT_S = 3600.0  # of one case: a ring over a slow network is slow
 EXAMPLES = """\
 examples:
   megatron-tree bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
@@ -98,19 +97,14 @@ def run(args: argparse.Namespace) -> None:
     cases = [GenerateCase(one, n, args) for one in machines for n in sorted(set(args.prompt_tokens))]
 
     def run_case(case: GenerateCase, ranks, topology, path: str) -> list[Measurement]:
-        meeting = Meeting(case.machines.ranks, timeout_s=LIMIT_S)
-        return _rows(case, ranks.run(on_rank, case, path, meeting, timeout_s=LIMIT_S))
+        meeting = Meeting(case.machines.ranks, timeout_s=session.LIMIT_S)
+        return _rows(case, ranks.run(on_rank, case, path, meeting, timeout_s=session.LIMIT_S))
 
-    session.run_cases(
-        args,
-        dict(command="generate", cache=args.cache),
-        f"{model_text(args)}, cache {args.cache}",
-        how,
-        cases,
-        run_case,
-        lambda case: LIMIT_S,
-        "all ranks of all contenders gave the plain model's tokens; logits differ by at most {worst} of the largest",
+    about = dict(command="generate", model=model_text(args), compute="real", cache=args.cache)
+    checked = (
+        "all ranks of all contenders gave the plain model's tokens; logits differ by at most {worst} of the largest"
     )
+    session.run_cases(args, about, how, cases, run_case, checked)
 
 
 class GenerateOutcome(NamedTuple):
@@ -155,7 +149,7 @@ def _rows(case: GenerateCase, by_rank: list[list[GenerateOutcome]]) -> list[Meas
 
 def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> list[GenerateOutcome]:
     """One rank's part of a case: the outcomes of the contenders, on rank 0 the plain first."""
-    group, args = join(timeout_s=LIMIT_S), case.args
+    group, args = join(timeout_s=session.LIMIT_S), case.args
     rank, model = comm.group_rank(group), case.load()
     text = model.config.get_text_config(decoder=True)
     prompt = torch.randint(0, text.vocab_size, (1, case.seq_len), generator=torch.Generator().manual_seed(1))
@@ -165,7 +159,7 @@ def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> list[Generat
         outcomes.append(outcome)
     meeting.meet(rank)
     model.set_attn_implementation("tree")
-    config = TreeConfig(topology=topology, timeout_s=LIMIT_S)
+    config = TreeConfig(topology=topology, timeout_s=session.LIMIT_S)
     cache = TreeCache(model.config, cp_group=group, tree_config=config)
     contender = GenerateContender(case, group, meeting, rank, model, prompt, truth)
     if args.cache == "made-up":
@@ -203,8 +197,8 @@ class GenerateContender(NamedTuple):
         layout = plan_layout(model, self.case.machines.ranks, self.rank, repeat_queries=queries == "repeated")
         options = {"device": model.device, "dtype": model.dtype, "config": config}
         layout = choose_layout(layout, model, group, queries=queries, **options)
-        split_model(model, layout, group, timeout_s=LIMIT_S)
-        neighbours = comm.neighbours(group, layout.heads.size, timeout_s=LIMIT_S)
+        split_model(model, layout, group, timeout_s=session.LIMIT_S)
+        neighbours = comm.neighbours(group, layout.heads.size, timeout_s=session.LIMIT_S)
         cache = TreeCache(model.config, cp_group=neighbours, head_shares=layout.heads.shares, tree_config=config)
         prefill_s = self.prefill(Runner(model, cache, token_group=group, chunk_size=self.case.args.prefill_chunk))
         name = "weights over all" + ", queries repeated" * layout.repeats_queries

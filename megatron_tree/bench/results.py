@@ -128,6 +128,7 @@ def draw(path: pathlib.Path, panels: list[list[Panel]], title: str) -> None:
             ax.set_ylabel(panel.y, fontsize=8)
             ax.set_title(panel.title, fontsize=9, loc="left")
             ax.grid(alpha=0.3)
+            ax.set_axisbelow(True)
             ax.tick_params(labelsize=8)
         figure.suptitle(title, fontsize=8)
         shown = {name: x for ax in axes.flat for x, name in zip(*ax.get_legend_handles_labels())}

@@ -98,10 +98,7 @@ class Settings(NamedTuple):
         """Whether kernels ran in the timed steps, in words."""
         if self.compute == "real":
             return "real"
-        return (
-            f"modelled (timed steps sleep for KV bytes / {ACCELERATOR.memory_bandwidth / 1e9:g} GB/s or flops / "
-            f"{ACCELERATOR.flops / 1e12:g} TFLOP/s and return the checked step's results)"
-        )
+        return f"modelled ({ACCELERATOR.memory_bandwidth / 1e9:g} GB/s of KV, {ACCELERATOR.flops / 1e12:g} TFLOP/s)"
 
     @property
     def speed(self) -> Speed:
