@@ -15,15 +15,12 @@ from typing import NamedTuple
 import torch
 
 from .. import comm
-from ..config import DECODE_SCHEDULES, QUERIES, WEIGHTS, TreeConfig
+from ..config import DECODE_SCHEDULES, TreeConfig
 from ..emulate import network_bytes
 from ..integrations.transformers import baseline, models
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
-from ..integrations.transformers.layout_choice import choose_layout
 from ..integrations.transformers.runner import Runner
-from ..integrations.transformers.split_model import split_model
-from ..integrations.transformers.split_rules import plan_layout
 from ..units import parse_count
 from . import runs, session
 from .measure import Measured, Meeting, PeakMemory, join
@@ -39,7 +36,6 @@ examples:
   megatron-tree bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
   megatron-tree bench generate --emulate 4x1 --prompt-tokens 16k 64k --cache made-up   docs/benchmarks.md
   megatron-tree bench generate --ranks 2 --model smollm2 --prompt-tokens 4k
-  megatron-tree bench generate --ranks 4 --model smollm2 --prompt-tokens 256 --weights sharded --queries repeated
 """
 
 
@@ -71,11 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache", choices=("prefilled", "made-up"), default="prefilled", help="made-up: random keys and values "
         "instead of a prefill, the same for all; there is no time to the first token then")  # fmt: skip
     add("--prefill-chunk", type=parse_count, default=2048, metavar="N", help="tokens run at once")
-    add("--weights", choices=WEIGHTS, default="replicated", help="sharded: one more contender, whose "
-        "ranks share the weights as well as the cache")  # fmt: skip
-    add("--queries", choices=QUERIES, help="with --weights sharded, in ranks with the same KV heads: split: each "
-        "computes some queries, and all are gathered (the default); repeated: each computes all of them; auto: what is "
-        "predicted to be faster")  # fmt: skip
     add("--schedules", nargs="+", choices=DECODE_SCHEDULES, default=SCHEDULES, help="(default: auto ring allreduce)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/generate"))
 
@@ -85,10 +76,6 @@ def run(args: argparse.Namespace) -> None:
     machines = runs.machines_of(args)
     if args.new_tokens < 2:
         raise ValueError(f"--new-tokens {args.new_tokens}: a time per token needs two at least")
-    if args.weights == "sharded" and args.cache == "made-up":
-        raise ValueError("--weights sharded runs the prompt itself: leave --cache made-up out")
-    if args.queries and args.weights != "sharded":
-        raise ValueError(f"--queries {args.queries} is for --weights sharded: add that, or leave it out")
     check_model(args, max(args.prompt_tokens) + args.new_tokens)
     if args.model != "tiny" and args.cache == "made-up":
         baseline.cache_shape(models.load_config(models.model_folder(args.model)).get_text_config(decoder=True))
@@ -166,9 +153,7 @@ def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> list[Generat
         cache.rows, prefill_s = [baseline.made_up_row(cache, model.config, case.seq_len - 1)], None
     else:
         prefill_s = contender.prefill(Runner(model, cache, chunk_size=args.prefill_chunk))
-    outcomes += [contender.outcome(schedule, schedule, cache, prefill_s) for schedule in args.schedules]
-    if args.weights == "sharded":  # cuts the model in place
-        outcomes.append(contender.outcome_of_sharded(args.queries or "split", config))
+    outcomes += [contender.outcome(schedule, cache, prefill_s) for schedule in args.schedules]
     meeting.meet(rank)
     return outcomes
 
@@ -191,20 +176,7 @@ class GenerateContender(NamedTuple):
         runner.prefill(runner.cache.rows[0], self.prompt[0, :-1])
         return self.meeting.most(self.rank, time.monotonic())[0] - start
 
-    def outcome_of_sharded(self, queries: str, config: TreeConfig) -> GenerateOutcome:
-        """`outcome` with the model's weights over all ranks, after the prompt has been run in this way, too."""
-        group, model = self.group, self.model
-        layout = plan_layout(model, self.case.machines.ranks, self.rank, repeat_queries=queries == "repeated")
-        options = {"device": model.device, "dtype": model.dtype, "config": config}
-        layout = choose_layout(layout, model, group, queries=queries, **options)
-        split_model(model, layout, group, timeout_s=session.LIMIT_S)
-        neighbours = comm.neighbours(group, layout.heads.size, timeout_s=session.LIMIT_S)
-        cache = TreeCache(model.config, cp_group=neighbours, head_shares=layout.heads.shares, tree_config=config)
-        prefill_s = self.prefill(Runner(model, cache, token_group=group, chunk_size=self.case.args.prefill_chunk))
-        name = "weights over all" + ", queries repeated" * layout.repeats_queries
-        return self.outcome(name, "auto", cache, prefill_s)
-
-    def outcome(self, name: str, schedule: str, cache: TreeCache, prefill_s: float | None) -> GenerateOutcome:
+    def outcome(self, schedule: str, cache: TreeCache, prefill_s: float | None) -> GenerateOutcome:
         """New tokens over a cache that holds the prompt but for its last token."""
         case, new_tokens, held = self.case, self.case.args.new_tokens, self.case.seq_len - 1
         runner, cache.schedule = Runner(self.model, cache, token_group=self.group), schedule
@@ -227,7 +199,7 @@ class GenerateContender(NamedTuple):
             error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, self.truth))
         measured = Measured({"token": result.step_s}, {"token": sent}, network, peak.bytes, cpu=[cpu])
         tokens = result.tokens[0].tolist()
-        return GenerateOutcome(name, measured, tokens, result.first_token_s, prefill_s, cache.nbytes, error)
+        return GenerateOutcome(schedule, measured, tokens, result.first_token_s, prefill_s, cache.nbytes, error)
 
 
 def _plain(case: GenerateCase, model, prompt: torch.Tensor) -> tuple[GenerateOutcome, list[torch.Tensor]]:

@@ -50,24 +50,6 @@ def test_generate(tmp_path, capfd, cache):
     assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 4
 
 
-def test_weights_over_all_ranks(tmp_path, capfd):
-    options = ("--prompt-tokens", 96, "--prefill-chunk", 64, "--schedules", "auto", "--weights", "sharded")
-    sent = {}
-    for queries in ("split", "repeated"):
-        status, rows = generate(tmp_path, *options, "--kv-heads", 1, "--queries", queries)
-        said = capfd.readouterr()
-        assert status == 0, said.err
-        assert "CPU ms" in said.out
-        name = "weights over all" + ", queries repeated" * (queries == "repeated")
-        assert list(rows) == ["plain", "auto", name]
-        held = [int(row["held_bytes"]) for row in list(rows.values())[1:]]
-        assert max(held) - min(held) <= 16 * LAYERS * 2 * D * 4  # a block
-        assert max(float(row["error"]) for row in rows.values()) < 1e-3 and float(rows[name]["cpu_ms"]) > 0
-        sent[queries] = int(rows[name]["sent_bytes"])
-    assert sent["split"] - sent["repeated"] == LAYERS * 2 * D * 4  # two of four heads' queries
-    assert generate(tmp_path, *options, "--cache", "made-up")[0] != 0
-
-
 def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
     right = decode.DecodeCall.run
 
