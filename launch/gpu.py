@@ -16,7 +16,7 @@ import sysconfig
 
 REPO = pathlib.Path(__file__).resolve().parents[1]
 NEEDED = {"torch": "with CUDA or ROCm", "triton": "the kernels", "numpy": "torch and triton"}
-USEFUL = {"matplotlib": "the plot", "flash_attn_interface": "FlashAttention 3 beside ours"}
+USEFUL = {"yaml": "two ranks", "matplotlib": "the plot", "flash_attn_interface": "FlashAttention 3 beside ours"}
 
 
 def look() -> tuple[list[tuple[str, bool, str]], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import tempfile
 
@@ -26,7 +27,12 @@ GRAPHED_STEPS = 200  # over a dozen pages of a row
 
 
 def check_ranks(case: KernelCase, backend: str, emit: Emit, *, device, dtype) -> None:
-    """Training and decoding on two ranks that share the device, over gloo, against one rank's reference backend."""
+    """Training and decoding on two ranks that share the device, over gloo, against one rank's reference backend.
+
+    Raises: `NotHere` without PyYAML, in which topologies are written.
+    """
+    if importlib.util.find_spec("yaml") is None:
+        raise NotHere("several ranks need PyYAML: pip install pyyaml")
     errors = torch.zeros(RANKS, 5).share_memory_()  # of out, dq, dk, dv and the decoded token
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (f"file://{folder}/store", errors, case, backend, device, dtype), RANKS)

@@ -221,7 +221,7 @@ def test_it_says_first_what_is_missing(tmp_path):
 @pytest.mark.slow
 def test_the_whole_order_without_a_gpu_and_without_other_packages(tmp_path):
     """A rehearsal of `make gpu`: Triton's interpreter, two ranks, and no package but those that are needed."""
-    hidden = ["tqdm", "matplotlib", "transformers", "megatron", "deepspeed", "pytest", "yaml", "psutil"]
+    hidden = ["tqdm", "matplotlib", "transformers", "megatron", "deepspeed", "pytest", "psutil"]
     options = ["--device", "cpu", "--dtype", "fp16", "--budget", "280", "--out", str(tmp_path / "out")]
     done = gpu_script(*options, hidden=hidden, tmp_path=tmp_path, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
