@@ -25,7 +25,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--model", default="smollm2", help="smollm2 (a Python package), a model folder, or tiny (bytes, random weights)"
     )
     add("--data-path", help="folder with text; default: the sources of Python's standard library")
-    add("--suffix", default=".py", help="of the files to read in it")
     add("--seq-length", type=int, default=512, help="tokens per sequence")
     add("--micro-batch-size", type=int, default=1, help="sequences per data-parallel rank and forward pass")
     add("--steps", type=int, default=20, help="number of the last step")
@@ -61,19 +60,19 @@ def load(args: argparse.Namespace):
 
     import transformers
     from megatron_tree.integrations.transformers import models
-    from megatron_tree.training.data import VOCAB_SIZE, PackedText, load_corpus, standard_library
+    from megatron_tree.training.data import VOCAB_SIZE, PackedText, load_text, text_files
 
     if args.model == "tiny":
         torch.manual_seed(args.seed)
         config = transformers.LlamaConfig(**TINY, vocab_size=VOCAB_SIZE, max_position_embeddings=args.seq_length)
-        text = load_corpus(args.data_path, suffix=args.suffix, seq_length=args.seq_length, seed=args.seed).train
+        text = load_text(args.data_path, seq_length=args.seq_length, seed=args.seed)
         return transformers.AutoModelForCausalLM.from_config(config), text
     models.hide_progress_bars()
     folder = models.model_folder(args.model)
     tokenizer = models.load_tokenizer(folder)
-    tokens, source = [], Path(args.data_path) if args.data_path else standard_library()
+    tokens: list[int] = []
     enough = 64 * args.seq_length * args.micro_batch_size  # this is a demonstration: it goes round in a small corpus
-    for path in sorted(source.rglob(f"*{args.suffix}")):
+    for path in text_files(args.data_path):
         tokens += tokenizer(path.read_text(errors="replace")).input_ids + [tokenizer.eos_token_id or 0]
         if len(tokens) > enough:
             break

@@ -24,7 +24,6 @@ class Options:
     data_path: str | None = field(
         default=None, metadata={"help": "folder with text; default: the sources of Python's standard library"}
     )
-    suffix: str = field(default=".py", metadata={"help": "of the files to read in it"})
     seq_length: int = field(default=512, metadata={"help": "tokens of a sequence"})
     sequences: int = field(default=256, metadata={"help": "number of sequences to read; every 16th is for evaluation"})
     sp_size: int | None = field(default=None, metadata={"help": "ranks that share a sequence (default: all)"})
@@ -41,11 +40,10 @@ def sequences_of(options: Options, tokenizer) -> list[dict]:
     """Blocks of seq_length tokens of the text, one file after the other."""
     import torch
 
-    from megatron_tree.training.data import standard_library
+    from megatron_tree.training.data import text_files
 
     enough, tokens = options.sequences * options.seq_length, []
-    source = Path(options.data_path) if options.data_path else standard_library()
-    for path in sorted(source.rglob(f"*{options.suffix}")):
+    for path in text_files(options.data_path):
         tokens += tokenizer(path.read_text(errors="replace")).input_ids + [tokenizer.eos_token_id or 0]
         if len(tokens) >= enough:
             break
@@ -53,7 +51,7 @@ def sequences_of(options: Options, tokenizer) -> list[dict]:
     whole = [block for block in blocks if len(block) == options.seq_length]
     if len(whole) < 16:
         raise ValueError(
-            f"--data_path {source}: {len(tokens):,} tokens in files *{options.suffix} are {len(whole)} sequences of "
+            f"--data_path {options.data_path}: {len(tokens):,} tokens are {len(whole)} sequences of "
             f"--seq_length {options.seq_length}; at least 16 are needed"
         )
     return [{"input_ids": block, "labels": block} for block in whole]

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -20,19 +19,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from ..integrations.megatron.cpu import megatron_on_cpu
 from ..integrations.transformers.models import model_folder
-from ..training.arguments import build_parser, complete
-from ..training.checkpoint import load_weights, model_state, write_state
-from ..training.checkpoint_files import begin, checkpoint_folder, finish, newest
-from ..training.checkpoint_options import MODEL, Saved, read_saved
+from ..training.arguments import build_parser
+from ..training.checkpoint import load_weights, model_state, read_common, start_writing, write_state
+from ..training.checkpoint_files import checkpoint_folder, finish, newest
 from ..training.checkpoint_safety import check_index
 from ..training.data import EOD, TOKENIZER_FILES, open_tokenizer
 from ..training.model import build_model, start_model_parallel
+from ..training.model_options import complete
 from .families import config_of, options_of
+from .megatron_lm import VOCABULARY, megatron_lm_options, options_of_megatron_lm
 from .weights import fill, tensors_of
 
-MODEL_FILE, TOKENIZER = "model.yaml", "tokenizer"
-TRAINING = {"lr": 1e-5, "seq_length": 2048}  # of a model that is trained further; the defaults are a small new model's
-NOTE = "# Options of megatron-tree train for this model; lr, seq_length and bf16 are suggestions.\n"
+TOKENIZER = "tokenizer"
 
 
 def to_megatron(model: str, out: Path) -> list[str]:
@@ -56,21 +54,20 @@ def to_megatron(model: str, out: Path) -> list[str]:
         options["tokenizer_model"] = str(out / TOKENIZER)
         open_tokenizer(str(source)).save_pretrained(out / TOKENIZER)
     else:
-        lines += [f"{source} has no tokenizer: training takes bytes, unless {MODEL_FILE} names one (tokenizer_model)"]
+        lines += [f"{source} has no tokenizer: training takes bytes"]
     args = arguments_of(options)
     with one_rank(args):
         gpt = _empty_model(args)
         fill(gpt, tensors, options)
         del tensors
         final = checkpoint_folder(out, None)
-        write_state({"samples": 0, **model_state(gpt)}, str(begin(final)), args, iteration=0)
+        write_state(model_state(gpt), start_writing(final, args), args, iteration=0)
         finish(final, None)
-    for_training = {**options, **TRAINING, "seq_length": min(TRAINING["seq_length"], options["seq_length"])}
-    (out / MODEL_FILE).write_text(NOTE + yaml.safe_dump(for_training, sort_keys=False))
+    training = f"--seq-length {min(2048, options['seq_length'])} --lr 1e-5{' --bf16' if options['bf16'] else ''}"
     model_options = " ".join(megatron_lm_options(options))
     return [
         *lines,
-        f"train it further: megatron-tree train --config {out / MODEL_FILE} --load {out} --data-path DIR --save DIR",
+        f"train it further: megatron-tree train --load {out} {training} --data-path DIR --save DIR",
         f"in Megatron-LM:   pretrain_gpt.py {model_options} --load {out} --ckpt-format torch_dist",
     ]
 
@@ -87,8 +84,11 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
     Returns: lines to print.
     Raises: ValueError for a checkpoint that can't be converted.
     """
-    saved, lines = _open(checkpoint)
-    options = saved.options
+    folder, common = _open(checkpoint)
+    by_megatron_lm = "options" not in common
+    if by_megatron_lm and "args" not in common:
+        raise ValueError(f"{folder} names no options of its model: neither megatron_tree nor Megatron-LM wrote it")
+    options = options_of_megatron_lm(common["args"], folder) if by_megatron_lm else common["options"]
     reference = None if like is None else AutoConfig.from_pretrained(model_folder(like))
     rows = options["vocab_size"]
     kept = vocab_size or (rows if reference is None else reference.vocab_size)
@@ -104,7 +104,7 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
     args = arguments_of(options)
     with one_rank(args):
         gpt = _empty_model(args)
-        load_weights(gpt, saved)
+        load_weights(gpt, folder, dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {})
         tensors = tensors_of(gpt, {**options, "vocab_size": kept})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -114,7 +114,7 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
     model.tie_weights()
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    tokenizer = _tokenizer_of(saved, like)
+    tokenizer, lines = _tokenizer_of(options, like, takes_bytes=not by_megatron_lm), []
     if tokenizer is None:
         lines.append("no tokenizer is known: name a model folder with --like, or megatron-tree serve can't read text")
     else:
@@ -127,24 +127,10 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
     return [*lines, f"serve it: megatron-tree serve --model {out}"]
 
 
-def megatron_lm_options(options: dict[str, Any]) -> list[str]:
-    """Megatron-LM's command line for a model of these options."""
-    words = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"]
-    words += ["--group-query-attention", "--max-position-embeddings", str(options["seq_length"])]
-    for name in (*MODEL, "bf16", "vocab_size", "make_vocab_size_divisible_by"):
-        value, option = options.get(name, False), "--" + name.replace("_", "-")
-        if value is True:
-            words.append(option)
-        elif value is not False:
-            words += [option, repr(value) if name == "norm_epsilon" else str(int(value))]
-    return words
-
-
 def arguments_of(options: dict[str, Any]) -> argparse.Namespace:
     """Options of megatron-tree train that build this model on one rank."""
     args = build_parser().parse_args([])
-    alone = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)
-    for name, value in {**options, **alone, "use_distributed_optimizer": False}.items():
+    for name, value in {**options, "use_distributed_optimizer": False}.items():
         setattr(args, name, value)
     return complete(args)
 
@@ -167,12 +153,13 @@ def _empty_model(args: argparse.Namespace) -> torch.nn.Module:
     return model.bfloat16() if args.bf16 else model  # Megatron makes its norms in fp32 and casts them later
 
 
-def _open(checkpoint: Path) -> tuple[Saved, list[str]]:
-    folder, lines = (str(checkpoint), []) if (checkpoint / ".metadata").is_file() else newest(checkpoint)
+def _open(checkpoint: Path) -> tuple[str, dict[str, Any]]:
+    """The folder of the newest checkpoint, and what is not sharded in it."""
+    folder = str(checkpoint) if (checkpoint / ".metadata").is_file() else newest(checkpoint)[0]
     if folder is None:
         raise ValueError(f"{checkpoint} has no checkpoint: name a folder that --save wrote, or one checkpoint in it")
     check_index(Path(folder))
-    return read_saved(folder), lines
+    return folder, read_common(folder)
 
 
 def _check_free(out: Path) -> None:
@@ -182,28 +169,25 @@ def _check_free(out: Path) -> None:
 
 
 def _check_like(needed: dict[str, Any], options: dict[str, Any], like: str) -> None:
-    for name in MODEL:
-        if name in needed and needed[name] != options[name]:
-            raise ValueError(
-                f"{name}={options[name]!r} in the checkpoint, but {like} has {needed[name]!r}: name another"
-            )
+    for name, value in needed.items():
+        if name not in VOCABULARY and value != options[name]:
+            raise ValueError(f"{name}={options[name]!r} in the checkpoint, but {like} has {value!r}: name another")
 
 
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def _tokenizer_of(saved: Saved, like: str | None) -> Any:
+def _tokenizer_of(options: dict[str, Any], like: str | None, *, takes_bytes: bool) -> Any:
     if like is not None and _has_tokenizer(model_folder(like)):
         return open_tokenizer(str(model_folder(like)))
-    if saved.options["tokenizer_model"] is not None:
-        return open_tokenizer(saved.options["tokenizer_model"])
-    is_byte_model = not saved.by_megatron_lm and saved.options["vocab_size"] == EOD + 1
-    return byte_tokenizer() if is_byte_model else None
+    if options["tokenizer_model"] is not None:
+        return open_tokenizer(options["tokenizer_model"])
+    return byte_tokenizer() if takes_bytes and options["vocab_size"] == EOD + 1 else None
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokens of megatron-tree train without --tokenizer-model: bytes, and 256 for the end of a document."""
+    """The tokens of megatron-tree train for a new model: bytes, and 256 for the end of a document."""
     vocab = {char: byte for byte, char in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 EXAMPLES = """\
 examples:
   megatron-tree convert to-megatron path/to/SmolLM2-135M runs/smollm2
-  bash launch/deepspeed_local.sh -n 4 train --config runs/smollm2/model.yaml --load runs/smollm2 \\
-      --context-parallel-size 4 --data-path my_texts --data-suffix .txt --save runs/tuned
+  bash launch/deepspeed_local.sh -n 4 train --load runs/smollm2 --seq-length 2048 --lr 1e-5 \\
+      --context-parallel-size 4 --data-path my_texts --save runs/tuned
   megatron-tree convert to-huggingface runs/tuned runs/tuned-hf
   bash launch/deepspeed_local.sh -n 4 serve --model runs/tuned-hf
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from megatron.core.utils import unwrap_model
 from ..comm.wire import share_check
 from ..integrations.megatron.compat import loading_torch_adam, no_manager_process
 from .checkpoint_files import begin, checkpoint_folder, finish, newest
-from .checkpoint_options import Saved, check_model, check_run, options_to_save, read_saved
 from .checkpoint_safety import check_index, weights_only
 from .model import Trainee
+from .model_options import NEW_MODEL, model_options, write_model
 
 METADATA = {  # how Megatron-core cuts the state into tensors
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+OF_RUN = ("bf16", "use_distributed_optimizer", "seq_length", "seed")  # what a resumed run must not change
 
 
 def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: int, samples: int, digest: str) -> Path:
@@ -38,13 +39,20 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
         "samples": samples,
         "data_digest": digest,
         "opt_param_scheduler": trainee.scheduler.state_dict(),
-        **_sharded_state(trainee, METADATA, is_loading=False),
+        **_sharded_state(trainee, is_loading=False),
     }
     final = checkpoint_folder(args.save, iteration)
-    unfinished = _on_first_rank(lambda: str(begin(final)), args)
+    unfinished = _on_first_rank(lambda: start_writing(final, args), args)
     write_state(state, unfinished, args, iteration=iteration)
     _on_first_rank(lambda: finish(final, args.keep_checkpoints), args)
     return final
+
+
+def start_writing(final: Path, args: argparse.Namespace) -> str:
+    """Write the model's options, and make an empty folder for what is to become the checkpoint `final`."""
+    unfinished = begin(final)
+    write_model(args, final.parent)
+    return str(unfinished)
 
 
 def write_state(state: dict[str, Any], folder: str, args: argparse.Namespace, *, iteration: int) -> None:
@@ -52,7 +60,7 @@ def write_state(state: dict[str, Any], folder: str, args: argparse.Namespace, *,
     state = {
         **state,
         "iteration": iteration,
-        "options": options_to_save(args),
+        "options": model_options(args) | {name: getattr(args, name) for name in OF_RUN},
         "checkpoint_version": 3.0,  # without it Megatron-LM assumes one of its oldest
     }
     with no_manager_process():
@@ -60,45 +68,62 @@ def write_state(state: dict[str, Any], folder: str, args: argparse.Namespace, *,
 
 
 def load_checkpoint(trainee: Trainee, args: argparse.Namespace, *, digest: str) -> tuple[int, int, list[str]]:
-    """Restore the newest complete checkpoint in `load`, or with `resume` in `save`. All ranks call it.
+    """With `resume` continue the run in `save`; else, or if there is none, take the weights in `load`. All ranks call
+    it.
 
-    Returns: (iteration, samples consumed, lines to print); zeros if neither option is set, or with `resume` nothing has
-        been saved yet.
-    Raises: ValueError if there is no checkpoint, all are damaged, or it belongs to another model or other data.
+    Returns: (iteration, samples consumed, lines to print); zeros if no run is continued.
+    Raises: ValueError if there are no weights to load, all are damaged, or they belong to another model or other data.
     """
-    folder = args.save if args.resume else args.load
-    if folder is None:
-        return 0, 0, []
-    checkpoint, notes = _on_first_rank(lambda: newest(folder), args)
-    if checkpoint is None and args.resume:
-        return 0, 0, [f"no checkpoint in {folder} yet: starting from scratch"]
+    notes: list[str] = []
+    if args.resume:
+        checkpoint, notes = _on_first_rank(lambda: newest(args.save), args)
+        if checkpoint is not None:
+            return _continue(trainee, args, checkpoint, digest, notes)
+        notes = [f"no checkpoint in {args.save} yet: starting a new run"]
+    if args.load is None:
+        return 0, 0, notes
+    checkpoint, warnings = _on_first_rank(lambda: newest(args.load), args)
     if checkpoint is None:
-        raise ValueError(f"load={folder!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
+        raise ValueError(f"load={args.load!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
     _on_first_rank(lambda: check_index(Path(checkpoint)), args)
-    saved = read_saved(checkpoint)
-    check_model(saved, args)
-    model = unwrap_model(trainee.model)
-    if args.finetune or not saved.has_optimizer:
-        load_weights(model, saved)
-        trainee.optimizer.reload_model_params()
-        return 0, 0, [*notes, f"weights of {checkpoint}; the run starts at iteration 0"]
-    check_run(saved, args, digest)
+    common = read_common(checkpoint)
+    _compare(common["options"], args, NEW_MODEL, checkpoint)
+    load_weights(unwrap_model(trainee.model), checkpoint)
+    trainee.optimizer.reload_model_params()
+    return 0, 0, [*notes, *warnings, f"weights of {checkpoint}; the run starts at iteration 0"]
+
+
+def _continue(
+    trainee: Trainee, args: argparse.Namespace, checkpoint: str, digest: str, notes: list[str]
+) -> tuple[int, int, list[str]]:
+    _on_first_rank(lambda: check_index(Path(checkpoint)), args)
+    common = read_common(checkpoint)
+    _compare(common["options"], args, (*NEW_MODEL, *OF_RUN), checkpoint)
+    if common["data_digest"] != digest:
+        raise ValueError(
+            f"the training data are not those that {checkpoint} was trained on: use the same text (for the standard "
+            "library the same Python release), or start a new run from its weights with --load"
+        )
+    if (done := common["iteration"]) >= args.train_iters:
+        raise ValueError(f"train_iters={args.train_iters}, but {checkpoint} has already done {done}")
     with weights_only(), loading_torch_adam(trainee.optimizer):
-        wanted = _sharded_state(trainee, saved.metadata, is_loading=True)
-        state = dist_checkpointing.load(wanted, checkpoint)
-        model.load_state_dict(state["model"], strict=True)
+        state = dist_checkpointing.load(_sharded_state(trainee, is_loading=True), checkpoint)
+        unwrap_model(trainee.model).load_state_dict(state["model"], strict=True)
         trainee.optimizer.load_state_dict(state["optimizer"])
-    trainee.scheduler.load_state_dict(saved.scheduler)
-    notes.append(f"continuing from {checkpoint}")
-    if saved.by_megatron_lm:
-        notes.append("Megatron-LM wrote it: its data are not continued")
-    return saved.iteration, saved.samples, notes
+    trainee.scheduler.load_state_dict(common["opt_param_scheduler"])
+    return done, common["samples"], [*notes, f"continuing from {checkpoint}"]
 
 
-def load_weights(model: torch.nn.Module, saved: Saved) -> None:
+def read_common(checkpoint: str) -> dict[str, Any]:
+    """What is not sharded. The index must have been checked (`checkpoint_safety.check_index`)."""
+    with weights_only():
+        return dist_checkpointing.load_common_state_dict(checkpoint)
+
+
+def load_weights(model: torch.nn.Module, checkpoint: str, metadata: dict[str, Any] = METADATA) -> None:
     """Load the parameters of a GPTModel from a checkpoint that fits it. All ranks of its process groups call it."""
     with weights_only():
-        state = dist_checkpointing.load(model_state(model, saved.metadata), saved.folder)
+        state = dist_checkpointing.load(model_state(model, metadata), checkpoint)
         model.load_state_dict(state["model"], strict=True)
 
 
@@ -107,14 +132,23 @@ def model_state(model: torch.nn.Module, metadata: dict[str, Any] = METADATA) -> 
     return {"model": model.sharded_state_dict(metadata=_with_group(metadata))}
 
 
-def _sharded_state(trainee: Trainee, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    model, metadata = model_state(unwrap_model(trainee.model), metadata), _with_group(metadata)
-    optimizer = trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+def _sharded_state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
+    model = model_state(unwrap_model(trainee.model))
+    optimizer = trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_with_group(METADATA))
     return {**model, "optimizer": optimizer}
 
 
 def _with_group(metadata: dict[str, Any]) -> dict[str, Any]:
     return {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _compare(saved: dict[str, Any], args: argparse.Namespace, names: Iterable[str], checkpoint: str) -> None:
+    for name in names:
+        if saved.get(name) != (given := getattr(args, name)):
+            raise ValueError(
+                f"{name}={given!r}, but {checkpoint} was written with {saved.get(name)!r}: use the same value, or "
+                "start a new run from its weights with --load"
+            )
 
 
 def _on_first_rank(action: Callable[[], Any], args: argparse.Namespace) -> Any:

@@ -8,7 +8,8 @@ from ..launching import run_script
 def train(argv: list[str]) -> int:
     """Train a GPT with Megatron-core. Returns the exit status."""
     from ..comm.rendezvous import check_launched
-    from .arguments import build_parser, check_arguments, complete
+    from .arguments import build_parser, check_arguments
+    from .model_options import complete
 
     def check(args, world_size):
         check_launched()

@@ -7,14 +7,14 @@ import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 EOD = 256  # end of document; bytes are 0 .. 255
 VOCAB_SIZE = 257
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,9 @@ class PackedText:
         p = counts[counts > 0] / counts.sum()
         return float(-(p * np.log(p)).sum())
 
-
-class Corpus(NamedTuple):
-    """Training and validation samples, and what identifies them."""
-
-    train: PackedText
-    valid: PackedText
-    num_documents: int
-    digest: str
-    """SHA-256, hexadecimal, of the tokens, the split and the order; stored in checkpoints."""
+    def digest(self) -> str:
+        """SHA-256 of the tokens, hexadecimal; checkpoints hold it."""
+        return hashlib.sha256(self.tokens.tobytes()).hexdigest()
 
 
 @functools.lru_cache(1)
@@ -87,46 +81,30 @@ def vocab_size(tokenizer_model: str | None) -> int:
     return VOCAB_SIZE if tokenizer_model is None else len(open_tokenizer(tokenizer_model))
 
 
-def standard_library() -> Path:
-    """Folder of this Python's own standard library: real text that every machine has."""
-    return Path(sysconfig.get_paths()["stdlib"])
+def text_files(path: str | Path | None) -> list[Path]:
+    """All files below a folder, sorted; None: the .py files of Python's standard library, real text that every machine
+    has, without installed packages."""
+    folder, pattern = (sysconfig.get_paths()["stdlib"], "*.py") if path is None else (path, "*")
+    files = sorted(file for file in Path(folder).rglob(pattern) if file.is_file())
+    return [file for file in files if not SKIPPED & set(file.relative_to(folder).parts)]
 
 
-def load_corpus(
-    path: str | Path | None,
-    *,
-    suffix: str = ".py",
-    seq_length: int,
-    seed: int,
-    valid_fraction: float = 0.02,
-    tokenizer_model: str | None = None,
-) -> Corpus:
-    """Read all files below a folder as documents.
+def load_text(path: str | Path | None, *, seq_length: int, seed: int, tokenizer_model: str | None = None) -> PackedText:
+    """Read all files below a folder as documents, in an order that the seed decides.
 
     Args:
-        path: folder; None: Python's standard library.
-        suffix: ending of the file names to take. Installed packages and caches below `path` are left out.
+        path: see `text_files`.
         seq_length: tokens of a sample.
         seed: of the order of documents and samples.
-        valid_fraction: share of the documents held out for validation, at least one of them.
         tokenizer_model: folder of a tokenizer; None: each byte is a token.
     Raises: ValueError if the folder holds too little text.
     """
-    folder = Path(path) if path is not None else standard_library()
-    paths = (file.relative_to(folder) for file in folder.rglob(f"*{suffix}"))
-    names = sorted(name.as_posix() for name in paths if not SKIPPED_FOLDERS & set(name.parts))
-    documents = [text for name in names if (folder / name).is_file() and (text := (folder / name).read_bytes())]
-    if len(documents) < 2:
-        raise ValueError(
-            f"{len(documents)} files *{suffix} with text in {folder}: at least two are needed, to hold one out"
-        )
+    documents = [text for file in text_files(path) if (text := file.read_bytes())]
+    if not documents:
+        raise ValueError(f"no file with text in {path}")
     order = np.random.default_rng(seed).permutation(len(documents))
-    num_valid = max(1, round(valid_fraction * len(documents)))
     pack = _pack if tokenizer_model is None else functools.partial(_tokenize, open_tokenizer(tokenizer_model))
-    parts = [[documents[i] for i in part] for part in (order[num_valid:], order[:num_valid])]
-    train, valid = (PackedText(tokens=pack(part), seq_length=seq_length, seed=seed) for part in parts)
-    digest = hashlib.sha256(train.tokens.tobytes() + b"|" + valid.tokens.tobytes()).hexdigest()
-    return Corpus(train, valid, len(documents), digest)
+    return PackedText(tokens=pack([documents[i] for i in order]), seq_length=seq_length, seed=seed)
 
 
 def _pack(documents: list[bytes]) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 from torch import Tensor
 
@@ -25,8 +25,8 @@ from ..integrations import megatron as tree
 from ..integrations.megatron.compat import batch_on_this_cp_rank
 from ..integrations.megatron.cpu import megatron_on_cpu
 from .checkpoint import load_checkpoint, save_checkpoint
-from .data import Corpus, PackedText, load_corpus, microbatch_indices
-from .model import Trainee, build_trainee, seed_generators, start_model_parallel
+from .data import PackedText, load_text, microbatch_indices
+from .model import Trainee, build_trainee, start_model_parallel
 from .report import Reporter
 
 FINAL_STEPS = 10  # whose mean is the final loss
@@ -84,21 +84,23 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
 
     Raises: ValueError for options that don't fit the checkpoint or the data.
     """
-    corpus = _open_corpus(args)
+    text, digest = _open_text(args)
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     start_model_parallel(args)
     trainee = build_trainee(args, device)
-    iteration, samples, notes = load_checkpoint(trainee, args, digest=corpus.digest)
+    trainee.model.train()
+    iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
     reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
-    unigram = corpus.train.unigram_entropy()
-    for line in (_introduction(reporter, args, corpus, trainee, unigram), *notes):
-        reporter.say(line)
+    unigram = text.unigram_entropy()
+    title, line = _introduction(args, text, trainee, unigram)
+    reporter.event("start", title=title, first_step=iteration + 1, options=vars(args), unigram_loss=unigram)
+    for note in (line, *notes):
+        reporter.say(note)
     stopped, losses = False, deque(maxlen=FINAL_STEPS)
     while iteration < args.train_iters and not stopped:
         started = time.monotonic()
-        seed_generators(args, iteration + 1)
         with comm.monitored(f"step {iteration + 1}"):
-            figures, stopping = train_step(trainee, corpus.train, args, samples, device, bool(received))
+            figures, stopping = train_step(trainee, text, args, samples, device, bool(received))
         iteration += 1
         samples += args.global_batch_size
         losses.append(figures["loss"])
@@ -107,12 +109,9 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
         reporter.step(iteration, **figures, tokens_per_s=tokens_per_s, seconds=seconds)
         last = iteration == args.train_iters
         stopped = stopping and not last
-        if args.eval_iters and _due(args.eval_interval, iteration, last) and not stopped:
-            with comm.monitored(f"the validation after step {iteration}"):
-                reporter.validation(iteration, evaluate(trainee, corpus.valid, args, device))
-        if args.save and _due(args.save_interval, iteration, last or stopped):
+        if args.save and (last or stopped or (args.save_interval and iteration % args.save_interval == 0)):
             with comm.monitored(f"the save after step {iteration}"):
-                folder = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=corpus.digest)
+                folder = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=digest)
             reporter.say(f"checkpoint: {folder}")
     outcome = RunOutcome(iteration, sum(losses) / len(losses), unigram, stopped)
     _conclude(reporter, args, outcome)
@@ -129,10 +128,9 @@ def train_step(
         been asked to stop); equal on all ranks.
     Raises: RuntimeError if a gradient is infinite or NaN.
     """
-    trainee.model.train()
     trainee.model.zero_grad_buffer()
     trainee.optimizer.zero_grad()
-    loss, stopping = _run_schedule(trainee, text, args, samples, device, forward_only=False, stopping=stopping)
+    loss, stopping = _run_schedule(trainee, text, args, samples, device, stopping)
     lr = max(group["lr"] for group in trainee.optimizer.param_groups)
     succeeded, grad_norm, _ = trainee.optimizer.step()
     if not succeeded:
@@ -141,29 +139,21 @@ def train_step(
     return {"loss": loss, "grad_norm": None if grad_norm is None else float(grad_norm), "lr": lr}, stopping
 
 
-@torch.no_grad()
-def evaluate(trainee: Trainee, text: PackedText, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean loss over the first `eval_iters` global batches of the held-out samples. All ranks call it."""
-    trainee.model.eval()
-    starts = range(0, args.eval_iters * args.global_batch_size, args.global_batch_size)
-    losses = [_run_schedule(trainee, text, args, start, device, forward_only=True)[0] for start in starts]
-    return sum(losses) / len(losses)
-
-
-def _run_schedule(trainee, text, args, samples, device, *, forward_only, stopping=False) -> tuple[float, bool]:
+def _run_schedule(
+    trainee: Trainee, text: PackedText, args: argparse.Namespace, samples: int, device: torch.device, stopping: bool
+) -> tuple[float, bool]:
     """All microbatches of one global batch. Returns: (mean loss over all its tokens, whether any rank is stopping)."""
     num_microbatches = args.global_batch_size // (args.micro_batch_size * parallel_state.get_data_parallel_world_size())
-    sums = get_forward_backward_func()(
+    sums = forward_backward_no_pipelining(
         forward_step_func=_forward_step,
         data_iterator=_batches(text, args, samples, device),
-        model=[trainee.model],
+        model=trainee.model,
         num_microbatches=num_microbatches,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        forward_only=forward_only,
     )
     total = torch.zeros(3, dtype=torch.float64, device=device)  # loss, tokens, ranks that were asked to stop
-    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
         for loss_sum, num_tokens in sums:
             total[:2] += torch.stack([loss_sum.double(), num_tokens.double()])
     total[2] = stopping
@@ -201,34 +191,26 @@ def _loss_func(loss_mask: Tensor, losses: Tensor):
     return total, num_tokens.to(torch.int), (total.detach(), num_tokens)
 
 
-def _due(interval: int, iteration: int, last: bool) -> bool:
-    return last or (interval > 0 and iteration % interval == 0)
-
-
-def _open_corpus(args: argparse.Namespace) -> Corpus:
-    options = {"suffix": args.data_suffix, "tokenizer_model": args.tokenizer_model}
-    corpus = load_corpus(args.data_path, seq_length=args.seq_length, seed=args.seed, **options)
-    digests = share_all(corpus.digest, dist.group.WORLD)
+def _open_text(args: argparse.Namespace) -> tuple[PackedText, str]:
+    """The training text and its digest, which is the same on all ranks."""
+    text = load_text(args.data_path, seq_length=args.seq_length, seed=args.seed, tokenizer_model=args.tokenizer_model)
+    digests = share_all(text.digest(), dist.group.WORLD)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(
             f"the training data on ranks {differing} are not those on rank 0: give all the same data_path (without it, "
             "the same Python release)"
         )
-    return corpus
+    return text, digests[0]
 
 
-def _introduction(
-    reporter: Reporter, args: argparse.Namespace, corpus: Corpus, trainee: Trainee, unigram: float
-) -> str:
+def _introduction(args: argparse.Namespace, text: PackedText, trainee: Trainee, unigram: float) -> tuple[str, str]:
+    """A title, and a line that says more."""
     dp, parameters = parallel_state.get_data_parallel_world_size(), sum(p.numel() for p in trainee.model.parameters())
-    attention = " ".join(args.cp_comm_type) if args.context_parallel_size > 1 else "Megatron's own attention"
-    if args.grid:
-        attention += " {}x{}".format(*args.grid)
+    attention = args.cp_comm_type if args.context_parallel_size > 1 else "Megatron's own attention"
     title = f"{dist.get_world_size()} ranks, context parallel {args.context_parallel_size}: {attention}"
-    reporter.event("start", title=title, options=vars(args), unigram_loss=unigram)
-    return (
-        f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0, {corpus.num_documents:,} documents, "
-        f"{corpus.train.tokens.size:,} tokens, unigram loss {unigram:.4f}"
+    return title, (
+        f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0, {text.tokens.size:,} tokens, "
+        f"unigram loss {unigram:.4f}"
     )
 
 
@@ -238,7 +220,7 @@ def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: RunOutcome)
     reporter.close()
     reporter.say(f"log and loss curve: {args.output_dir}")
     if outcome.stopped:
-        way_on = f"continue with --load {args.save}" if args.save else "nothing is saved without --save"
+        way_on = "continue with --resume" if args.save else "nothing is saved without --save"
         reporter.say(f"stopped by a signal after step {outcome.iteration} of {args.train_iters}; {way_on}")
     else:
         reporter.say(f"final loss {loss:.4f} nats per token, unigram model {unigram:.4f}: {unigram - loss:.4f} below")

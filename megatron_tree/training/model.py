@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..config import TreeConfig, default_config
+from ..config import default_config
 from ..integrations import megatron as tree
 from ..integrations.megatron.fusions import fusion_options
 from ..integrations.megatron.norm import use_sequence_parallel_norm
@@ -34,23 +34,15 @@ class Trainee(NamedTuple):
 
 
 def start_model_parallel(args: argparse.Namespace) -> None:
-    """Create Megatron's process groups, and seed its generators for the initial weights."""
+    """Create Megatron's process groups, and seed the generators for the initial weights."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
-        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    seed_generators(args, 0)
-
-
-def seed_generators(args: argparse.Namespace, iteration: int) -> None:
-    """Seed the generators for the initial weights (iteration 0) or the dropout of a step, so that none is saved."""
-    seed = args.seed + 10_000 * iteration + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(args.seed)
+    model_parallel_cuda_manual_seed(args.seed)
 
 
 def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
@@ -65,8 +57,8 @@ def build_trainee(args: argparse.Namespace, device: torch.device) -> Trainee:
         check_for_nan_in_grad=True,
     )
     model = DistributedDataParallel(config, ddp_config, model)
-    named = _named(OptimizerConfig, args)
-    optimizer_config = OptimizerConfig(optimizer="adam", adam_beta2=0.95, params_dtype=config.params_dtype, **named)
+    named = _named(OptimizerConfig, args) | {"min_lr": args.lr / 10, "params_dtype": config.params_dtype}
+    optimizer_config = OptimizerConfig(optimizer="adam", adam_beta2=0.95, **named)
     optimizer = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     return Trainee(model, optimizer, build_scheduler(args, optimizer))
@@ -80,8 +72,6 @@ def build_model(args: argparse.Namespace, **config: Any) -> GPTModel:
         transformer_layer_spec=_block_spec(args, transformer),
         vocab_size=-(-padded_vocab_size(vars(args)) // tp) * tp,
         max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
@@ -103,8 +93,6 @@ def transformer_config(args: argparse.Namespace, **others: Any) -> TransformerCo
     """
     on_gpu, dtype = torch.cuda.is_available(), torch.bfloat16 if args.bf16 else torch.float32
     named = _named(TransformerConfig, args) | {"layernorm_epsilon": args.norm_epsilon, **others}
-    if len(args.cp_comm_type) == 1:
-        named["cp_comm_type"] = args.cp_comm_type[0]
     return TransformerConfig(
         **named,
         normalization="RMSNorm",
@@ -112,9 +100,9 @@ def transformer_config(args: argparse.Namespace, **others: Any) -> TransformerCo
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         attention_softmax_in_fp32=True,
-        batch_p2p_comm=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
         bias_activation_fusion=on_gpu,
@@ -135,14 +123,8 @@ def _block_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
         spec = use_sequence_parallel_norm(spec)
     if args.context_parallel_size == 1:
         return spec
-    return tree.use_tree_attention(spec, tree_config=tree_config(args))
-
-
-def tree_config(args: argparse.Namespace) -> TreeConfig:
-    """The options that are given, over the file in $MEGATRON_TREE_CONFIG. Raises: ValueError if they don't fit."""
-    options = {"grid": args.grid, "topology": args.topology}
-    given = {name: value for name, value in options.items() if value is not None}
-    return replace(default_config(), **given, timeout_s=60.0 * args.distributed_timeout_minutes)
+    config = replace(default_config(), timeout_s=60.0 * args.distributed_timeout_minutes)
+    return tree.use_tree_attention(spec, tree_config=config)
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
@@ -152,10 +134,10 @@ def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamS
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
-        min_lr=args.min_lr,
+        min_lr=args.lr / 10,
         lr_warmup_steps=args.lr_warmup_iters * batch,
         lr_decay_steps=args.lr_decay_iters * batch,
-        lr_decay_style=args.lr_decay_style,
+        lr_decay_style="cosine",
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters * batch,

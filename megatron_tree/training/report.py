@@ -53,10 +53,6 @@ class Reporter:
             line = f"step {step:>{len(str(self._last))}}/{self._last}  loss {values['loss']:.4f}{norm}"
             self.say(f"{line}  lr {values['lr']:.2e}  {values['tokens_per_s']:,.0f} tokens/s")
 
-    def validation(self, step: int, loss: float) -> None:
-        self.event("validation", step=step, loss=loss)
-        self.say(f"step {step}: validation loss {loss:.4f}")
-
     def say(self, text: str) -> None:
         if self._enabled:
             print(text, flush=True)
@@ -80,17 +76,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_losses(records: list[dict[str, Any]], picture: Path) -> None:
-    """Plot training and validation losses over steps, and the unigram model's loss as a line."""
+    """Plot the losses over steps, and the unigram model's loss as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for event, style, label in ((None, "-", "training"), ("validation", "o", "validation")):
-        points = [(r["step"], r["loss"]) for r in records if r.get("event") == event and {"step", "loss"} <= r.keys()]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, linewidth=1.2, label=label)
+    points = [(r["step"], r["loss"]) for r in records if {"step", "loss"} <= r.keys()]
+    if points:
+        axes.plot(*zip(*points, strict=True), linewidth=1.2, label="training")
     start = next((r for r in reversed(records) if r.get("event") == "start"), {})
     if "unigram_loss" in start:
         axes.axhline(start["unigram_loss"], color="grey", linestyle="--", label="unigram entropy")

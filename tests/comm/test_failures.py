@@ -119,7 +119,7 @@ def _saves(rank, world, how, victim, folder):
     FileSystemWriterAsync.prepare_write_data = prepare_write_data
     options = f"--context-parallel-size 2 --data-path {folder / 'text'} --save {folder / 'kept'} --save-interval 2"
     minutes = f"--distributed-timeout-minutes {SAVE_LIMIT / 60}"
-    return train_all(rank, world, [(folder / "run", f"{options} {minutes} --eval-iters 0")])
+    return train_all(rank, world, [(folder / "run", f"{options} {minutes}")])
 
 
 @pytest.mark.slow

@@ -196,27 +196,26 @@ def test_latent_attention_and_sequence_parallelism_of_a_real_checkout():
 @pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no Megatron-LM checkout")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPU ranks")
 def test_checkpoints_of_a_real_checkout_go_both_ways(tmp_path):
-    """Saved by Megatron-LM, continued by train_gpt.py at cp = 2 and by Megatron-LM, made a Transformers model."""
+    """Saved by Megatron-LM, converted, trained by megatron-tree train at cp = 2 and by Megatron-LM, and converted."""
     pytest.importorskip("yaml")
     transformers = pytest.importorskip("transformers")
-    from megatron_tree.convert.checkpoints import to_huggingface
+    from megatron_tree.convert.checkpoints import to_huggingface, to_megatron
     from support.ranks import run_distributed
     from support.training_runs import losses, train_all, write_text
 
-    saving = ("--ckpt-format", "torch_dist", "--save-interval", 4, "--ffn-hidden-size", 160, "--save")
+    saving = ("--ckpt-format", "torch_dist", "--save-interval", 2, "--ffn-hidden-size", 160, "--save")
     trained(1, *saving, tmp_path / "theirs")
-    text = write_text(tmp_path / "text")
-    options = (
-        "--hidden-size 64 --ffn-hidden-size 160 --seq-length 64 --vocab-size 5000 --make-vocab-size-divisible-by 128 "
-    )
-    options += f"--data-path {text} --context-parallel-size 2 --train-iters 6 --load {tmp_path / 'theirs'}"
+    to_huggingface(tmp_path / "theirs", tmp_path / "theirs_hf")
+    to_megatron(str(tmp_path / "theirs_hf"), tmp_path / "start")
+    options = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 64"
+    options += f" --data-path {write_text(tmp_path / 'text')} --context-parallel-size 2 --load {tmp_path / 'start'}"
     runs = [(tmp_path / "run", f"{options} --save {tmp_path / 'ours'}")]
     outcome = run_distributed(train_all, 2, runs, fresh=True, timeout=200)[0][0]
-    assert outcome.iteration == 6, outcome
-    assert sorted(losses(tmp_path / "run")) == [5, 6]
-    opening = ("--load", tmp_path / "ours", "--no-load-rng", "--override-opt_param-scheduler", "--train-iters", 8)
+    assert outcome.iteration == 4, outcome
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    opening = ("--load", tmp_path / "ours", "--no-load-rng", "--override-opt_param-scheduler", "--train-iters", 6)
     again = trained(1, *saving, tmp_path / "again", *opening)
-    assert len(again["lm loss:"]) == 2, "steps 7 and 8"
+    assert len(again["lm loss:"]) == 2, "steps 5 and 6"
     to_huggingface(tmp_path / "again", tmp_path / "hf", vocab_size=5000)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.config.model_type == "llama"

@@ -47,19 +47,18 @@ class Training:
             "train", num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, seq_length=256,
             micro_batch_size=1, global_batch_size=2, context_parallel_size=self._ranks,
             cp_comm_type="tree", seed=self._seed, train_iters=self.total, lr=2e-3, data_path=self._text,
-            data_suffix=".txt", save=folder / "checkpoints", save_interval=SAVE_INTERVAL, keep_checkpoints=2,
+            save=folder / "checkpoints", save_interval=SAVE_INTERVAL, keep_checkpoints=2,
             output_dir=folder / f"log-{number}", distributed_timeout_minutes=self._limit_s / 60,
         ) + ["--resume"]  # fmt: skip
 
     def results(self, folder: Path, number: int) -> list[tuple]:
         """Those of incarnation `number`."""
         log = lines(folder / f"log-{number}" / "train.jsonl")
-        keys = ("valid" if line.get("event") == "validation" else line.get("step") for line in log)
-        return [(key, line["loss"]) for key, line in zip(keys, log) if key is not None and "first_step" not in line]
+        return [(line["step"], line["loss"]) for line in log if "step" in line]
 
     def done(self, results: list[tuple]) -> int:
         """Units of the round that are done after these results."""
-        return max((key for key, _ in results if key != "valid"), default=0)
+        return max((step for step, _ in results), default=0)
 
     def resumed_after(self, folder: Path, number: int) -> int | None:
         """The unit that incarnation `number` says it went on from; None if it did not come that far."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 REPO = Path(__file__).resolve().parents[2]
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 32 --micro-batch-size 2 "
-    "--global-batch-size 4 --train-iters 4 --lr-warmup-iters 2 --eval-iters 1"
+    "--global-batch-size 4 --train-iters 4 --lr-warmup-iters 2"
 )
 
 
@@ -48,11 +48,11 @@ def _train(rank, world, folder, options):
     from megatron_tree.training.arguments import check_arguments, parse_arguments
     from megatron_tree.training.loop import recorded_signals, train
 
-    args = parse_arguments([*TINY.split(), "--output-dir", str(folder), *options.split()])
     output = folder.with_name(folder.name + ".txt") if rank == 0 else os.devnull
     tree.install()
     try:
         with open(output, "w") as file, contextlib.redirect_stdout(file), recorded_signals() as received:
+            args = parse_arguments([*TINY.split(), "--output-dir", str(folder), *options.split()])
             check_arguments(args, world)
             return train(args, torch.device("cpu"), received)
     except ValueError as error:

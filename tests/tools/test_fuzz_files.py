@@ -60,8 +60,8 @@ def _serve(path):
 
 
 TEXTS = {
-    _train: (REPO / "configs" / "train" / "quickstart.yaml").read_text() + "data_suffix: .txt\nbf16: true\n"
-    "grid: 2x2\ntopology: laptop\nlr_decay_style: linear\nclip_grad: 1.0\nseed: 3\n",
+    _train: (REPO / "configs" / "train" / "quickstart.yaml").read_text() + "data_path: .\nbf16: true\n"
+    "lr_decay_iters: 90\nclip_grad: 1.0\nseed: 3\n",
     _generate: (REPO / "configs" / "generate" / "cpu.yaml").read_text() + "temperature: 0.5\ntop_k: 3\n"
     "seed: 17\ntensor_model_parallel_size: 2\ncuda_graphs: false\n",
     _serve: "served_model_name: [a, b]\nport: 0\nhost: localhost\nmax_rows: 3\nrequest_timeout: 7.5\n"

@@ -5,37 +5,39 @@ import json
 import pytest
 
 pytest.importorskip("megatron.core")
-pytest.importorskip("matplotlib")
 
-from megatron_tree.training.checkpoint_files import MANIFEST, TRACKER, newest
+import torch
+from torch.distributed import checkpoint
+
+from megatron_tree.training.checkpoint_files import MANIFEST, TRACKER, begin, checkpoint_folder, finish, newest
 from megatron_tree.training.checkpoint_safety import INDEX, check_index
 from megatron_tree.training.report import read_log
 from support.damage import chances, damaged, examples, reads
-from support.ranks import run_distributed
-from support.training_runs import train_all, write_text
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a run with two checkpoints, and every byte of them."""
-    folder = tmp_path_factory.mktemp("trained")
-    text = write_text(folder / "text")
-    options = f"--data-path {text} --save {folder / 'kept'} --save-interval 2 --context-parallel-size 2"
-    run_distributed(train_all, 2, [(folder / "run", options)], fresh=True)
-    return folder, {path: path.read_bytes() for path in (folder / "kept").rglob("*") if path.is_file()}
+@pytest.fixture
+def whole(tmp_path):
+    """Every byte of two checkpoints in `tmp_path`, by file."""
+    for iteration in (2, 4):
+        final = checkpoint_folder(tmp_path, iteration)
+        folder = begin(final)
+        tensors = {"weights": torch.randn(64), "lr": torch.tensor(0.1)}
+        checkpoint.save(tensors, checkpoint_id=str(folder), no_dist=True)
+        torch.save({"iteration": iteration}, folder / "common.pt")
+        finish(final, None)
+    return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 @examples(24, 200)
-def test_checkpoints(trained, seed, count):
+def test_checkpoints(tmp_path, whole, seed, count):
     """The newest is taken only with the bytes that were written; else it is named and the one before taken."""
-    folder, whole = trained
-    newer, older = (folder / "kept" / f"iter_000000{n}" for n in (4, 2))
+    newer, older = (tmp_path / f"iter_000000{n}" for n in (4, 2))
     for chance in chances(seed, count):
         path = chance.choice([path for path in sorted(whole) if path.parent == newer or path.name == TRACKER])
         path.write_bytes(damaged(whole[path], chance))
         if path.name == INDEX:
             reads(lambda: check_index(newer), newer)
-        found = reads(lambda: newest(folder / "kept"), folder / "kept" / TRACKER)
+        found = reads(lambda: newest(tmp_path), tmp_path / TRACKER)
         if found is not None:
             taken, said = found
             if taken == str(newer):
@@ -46,15 +48,14 @@ def test_checkpoints(trained, seed, count):
                 assert taken == str(older) and str(newer) in said[0]
                 assert path.name == MANIFEST or f"{path.name} " in said[0]
         path.write_bytes(whole[path])
-    assert newest(folder / "kept") == (str(newer), [])
+    assert newest(tmp_path) == (str(newer), [])
 
 
 @examples(8, 60)
-def test_logs(trained, tmp_path, seed, count):
+def test_logs(tmp_path, seed, count):
     """Half lines don't keep a run from ending; whole ones count."""
-    folder, _ = trained
-    whole = (folder / "run" / "train.jsonl").read_bytes()
-    lines = [json.loads(line) for line in whole.splitlines()]
+    lines = [{"event": "start", "title": "a run"}, *({"step": n, "loss": 5.0 / n, "lr": 1e-3} for n in range(1, 5))]
+    whole = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path = tmp_path / "train.jsonl"
     for chance in chances(seed, count):
         cut = chance.randrange(len(whole))

@@ -57,7 +57,7 @@ def processes_with(argument):
     ("options", "code", "said"),
     [
         ("--assert-below-unigram 9", 1, "is not 9.0 below the unigram model's"),
-        ("--load absent", 1, "ValueError: load='absent' has no checkpoint: name a folder"),
+        ("--seq-length 100000", 1, "tokens of text don't fill one sample of seq_length=100000"),
         ("--context-parallel-size 2 --seq-length 62", 2, "seq_length=62 must be a multiple of"),
     ],
 )
