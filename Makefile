@@ -26,7 +26,7 @@ test:            ## lint, then the fast tests
 quick:           ## lint, then the tests of tests/quick.txt: one to two minutes on two cores
 	bash launch/test.sh @tests/quick.txt
 
-portable:        ## the fast tests as on other processors, with 1, 2 and 4 threads, on one core: three times make test; ARGS=--numeric
+portable:        ## the files of tests/numeric.txt as on an older processor: SSE4, 4 threads; ARGS= for other tests
 	bash launch/portable.sh $(ARGS)
 
 slow:            ## the slow tests

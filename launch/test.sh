@@ -47,8 +47,8 @@ fi
 trap 'exit 130' INT # pytest handles it, too: do not go on with the second run
 status=0
 run_pytest || status=$?
-# The numeric files once more, with other roundings: 4 threads without the processor's wide vectors.
+# The numeric files once more, with other roundings.
 if [ "$(uname -m)" = x86_64 ]; then
-    bash launch/portable.sh --numeric --on default/4 || status=$?
+    bash launch/portable.sh || status=$?
 fi
 exit "$status"
