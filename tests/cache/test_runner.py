@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, own_bytes, run_distributed
+from support.processes import own_bytes
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 

@@ -41,6 +41,7 @@ from support.turns import enough_cores
 SEED = 1234
 START_TIMEOUT = 120.0  # seconds for a pool of workers to come up
 patience = 1  # times as long a limit of run_distributed: more for slow tests, see conftest.py
+CROWDED = 100  # threads of a rank whose groups were never freed: each wakes up 100 times a second
 GRACE = 2.0  # seconds in which the other ranks may still report after the first failure
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -89,13 +90,6 @@ def seed_everything(seed=SEED):
 def largest(numbers):
     """The largest of some errors; NaN if one of them is NaN, which `max` may lose: max(0.0, nan) is 0.0."""
     return float(np.max([float(number) for number in numbers]))
-
-
-def own_bytes():
-    """Memory of this process that no file backs. Read from the page tables: the counts in /proc/self/status, of every
-    CPU its own, are off by megabytes where a process has run on many CPUs."""
-    with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:")) * 1024
 
 
 @contextlib.contextmanager
@@ -151,7 +145,7 @@ def run_distributed(fn, world_size, *args, timeout=120.0, env=None, fresh=False)
         except BaseException:
             pool.kill()
             raise
-    if fresh:
+    if fresh or pool.is_crowded():
         pool.kill()
     else:
         _pools[world_size] = pool
@@ -272,6 +266,10 @@ class _Pool:
             with contextlib.suppress(OSError), open(self._trace(rank)) as file:
                 text += f"rank {rank} was at:\n{file.read()}"
         return text
+
+    def is_crowded(self):
+        tasks = [f"/proc/{process.pid}/task" for process in self.processes]
+        return any(os.path.isdir(path) and len(os.listdir(path)) > CROWDED for path in tasks)
 
     def kill(self):
         for process in self.processes:

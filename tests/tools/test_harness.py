@@ -99,6 +99,7 @@ def test_ranks_get_the_calls_environment_poisoned_memory_and_one_seed():
     assert torch.empty(2).isnan().all() and torch.empty(2, dtype=torch.int64).dtype == torch.int64
 
 
+@pytest.mark.slow
 def test_no_worker_survives_a_killed_session(tmp_path):
     (tmp_path / "job.py").write_text("import os\ndef pid(rank, world):\n    return os.getpid()\n")
     script = tmp_path / "session.py"

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from support.ranks import own_bytes
+from support.processes import own_bytes
 
 pytest.importorskip("transformers")
 
