@@ -40,7 +40,7 @@ def _engine(rank, world, tp_size, extensions):
     return result.cache.num_local_tokens, key_heads, os.listdir(extensions)
 
 
-@pytest.mark.parametrize(("world", "tp_size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "tp_size"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_engine_equals_the_plain_model(world, tp_size, tmp_path):
     env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     results = run_distributed(_engine, world, tp_size, str(tmp_path), env=env, fresh=True, timeout=200)

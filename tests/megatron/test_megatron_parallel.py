@@ -36,7 +36,7 @@ EXPERTS = (
 
 @pytest.mark.supports("tensor and sequence parallelism", with_="tp = 2, cp = 2; without Apex and TransformerEngine")
 def test_tensor_and_sequence_parallelism():
-    check_training(4, [Run(tp=2, cp=2, config=config) for config in ((), SEQUENCE_PARALLEL, SEQUENCE_PARALLEL + FULL)])
+    check_training(4, [Run(tp=2, cp=2, config=config) for config in ((), SEQUENCE_PARALLEL + FULL)])
 
 
 @pytest.mark.supports("pipeline parallelism, virtual stages", with_="pp = 2, cp = 2")
@@ -49,13 +49,13 @@ def test_pipeline_and_virtual_stages():
 def test_data_parallelism():
     sharded = {"distributed_optimizer": True}
     by_microbatch = Run(cp=2, micro_batch=2, config=(("calculate_per_token_loss", False),))
-    check_training(4, [Run(cp=2), Run(cp=2, **sharded), Run(cp=4), Run(cp=4, **sharded), by_microbatch])
+    check_training(4, [Run(cp=2), Run(cp=2, **sharded), Run(cp=4, **sharded), by_microbatch])
 
 
 @pytest.mark.supports("experts (MoE), expert parallelism", with_="ep = 2, cp = 2; also with tp = 2; alltoall, aux_loss")
 def test_experts():
-    layouts = [Run(ep=2, cp=2, config=EXPERTS), Run(ep=2, tp=2, cp=2, config=EXPERTS + SEQUENCE_PARALLEL)]
-    check_training(4, [*layouts, Run(ep=2, cp=2, config=EXPERTS, distributed_optimizer=True)])
+    together = Run(ep=2, tp=2, cp=2, config=EXPERTS + SEQUENCE_PARALLEL)
+    check_training(4, [together, Run(ep=2, cp=2, config=EXPERTS, distributed_optimizer=True)])
 
 
 @pytest.mark.slow
