@@ -27,8 +27,6 @@ from support.failing_ranks import (
 from support.ranks import DistributedTestError, run_distributed
 from support.training_runs import train_all, write_text
 
-pytestmark = pytest.mark.alone
-
 SAVE_LIMIT = 5.0  # seconds: Megatron's own collectives at the start of a run need some
 
 IN_CI = {
@@ -54,6 +52,7 @@ def _check(outcomes, how, victim):
         assert outcomes[victim].code == 1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "where", "victim"),
     [case if case in IN_CI else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
@@ -63,6 +62,7 @@ def test_survivors_name_the_rank_in_time(how, where, victim):
     _check(run_to_the_end(lose, 4, how, where, victim, {}, victims=lost), how, victim)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,6 +92,7 @@ def _steps(rank, world, how, victim):
                 dist.all_reduce(torch.ones(3), group=group)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("how", "victim"), [("SIGSTOP", 3), ("SIGKILL", 1), ("exception", 0)])
 def test_a_step_of_training_is_named(how, victim):
     """Others' collectives are interrupted, too, and the error says where in the run it was."""
@@ -119,6 +120,7 @@ def _saves(rank, world, how, victim, folder):
     return train_all(rank, world, [(folder / "run", f"{options} {minutes}")])
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "victim"), [("SIGSTOP", 1), ("SIGKILL", 3), ("exception", 0), ("out of memory", 2)])
 def test_a_save_of_training_is_named(how, victim, tmp_path):
@@ -161,6 +163,7 @@ def _stuck(rank, world, how, transport, seconds):
         return comm.waited_s()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", [pytest.param("direct", marks=pytest.mark.slow), "shm"])
 def test_a_region_limits_each_wait(transport):
     """The calls' own time limit is a long one."""
@@ -170,6 +173,7 @@ def test_a_region_limits_each_wait(transport):
             assert f"rank 1 did not respond within {LIMIT:g} s" in outcome.text and "serving" in outcome.text
 
 
+@pytest.mark.alone
 def test_a_region_lets_shorter_waits_pass():
     for outcome in run_to_the_end(_stuck, 2, "slow", "direct", LIMIT / 4):
         assert outcome.code == 0 and outcome.value == 0, outcome
@@ -193,6 +197,7 @@ def _undisturbed(rank, world):
     return "", [call(where, world, rank) for where in WHERES]
 
 
+@pytest.mark.alone
 def test_survivors_go_on_in_a_new_group():
     outcomes = run_to_the_end(_rebuilt, 4, victims=(3,))[:3]
     expected = run_to_the_end(_undisturbed, 3)

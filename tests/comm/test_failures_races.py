@@ -14,8 +14,6 @@ from megatron_tree.comm.health.watchdog import Watchdog
 from support.failing_ranks import IN_TIME, LIMIT, PATIENT, call, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
-pytestmark = pytest.mark.alone
-
 ALWAYS = TreeConfig(check="always", timeout_s=20)
 
 
@@ -57,6 +55,7 @@ def _late(rank, world):
     return _what(lambda: attend(TreeConfig(timeout_s=1.0), causal=rank != 1))
 
 
+@pytest.mark.alone
 def test_a_rank_that_differs_and_comes_too_late():
     for said, seconds in run_distributed(_late, 2):
         assert "CommError: rank 1 did not respond within 1 s: " in said and seconds < IN_TIME
@@ -175,6 +174,7 @@ def _in_rows_and_columns(rank, world):
         attend(config, row)
 
 
+@pytest.mark.alone
 def test_the_one_that_all_wait_for_is_named_not_the_next_one():
     outcomes = run_to_the_end(_in_rows_and_columns, 4, victims=(3,))
     for outcome in outcomes[:3]:
@@ -199,6 +199,7 @@ def _in_two_groups(rank, world):
             attend(config)
 
 
+@pytest.mark.alone
 def test_ranks_in_two_groups_find_out_together():
     for outcome in run_to_the_end(_in_two_groups, 4, victims=(3,))[:3]:
         assert outcome.error == "CommError" and outcome.text.startswith("rank 3 did not respond"), outcome
@@ -225,6 +226,7 @@ def _in_a_part_of_the_job(rank, world):
         return said, error.ranks, str(error)
 
 
+@pytest.mark.alone
 def test_ranks_are_named_by_their_number_in_the_job():
     for outcome in run_to_the_end(_in_a_part_of_the_job, 4, victims=(2,))[1::2]:
         said, ranks, text = outcome.value
@@ -241,6 +243,7 @@ def _without_a_sub_group(rank, world, victim, how):
     attend(TreeConfig(timeout_s=LIMIT, transport="builtin", grid=(2, 2)))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("victim", "how"), [(3, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_a_rank_lost_where_groups_are_made(victim, how):
     """Rank 0 keeps the store, which torch waits for without a limit."""
@@ -259,6 +262,7 @@ def _first_use(rank, world):
     call("forward", world, rank)
 
 
+@pytest.mark.alone
 def test_the_keeper_of_the_store_is_stopped_before_the_first_call():
     for outcome in run_to_the_end(_first_use, 3, victims=(0,))[1:]:
         assert outcome.error == "CommError" and "rank 0" in outcome.text and outcome.seconds < LIMIT + IN_TIME, outcome
