@@ -15,10 +15,11 @@ from support.ranks import largest
 
 
 def configs(world):
-    for grid in grids(world):
-        yield f"grid {grid[0]}x{grid[1]}", TreeConfig(grid=grid)
-    yield "ring", TreeConfig(schedule="ring")
     yield "auto", TreeConfig()
+    if world > 1:
+        yield "ring", TreeConfig(schedule="ring")
+        for grid in grids(world):
+            yield f"grid {grid[0]}x{grid[1]}", TreeConfig(grid=grid)
 
 
 def make_inputs(seq_len, heads, *, batch=2, d=8, d_v=8, dtype=torch.float64, seed=0):
