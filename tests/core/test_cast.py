@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, comm, packed_layout, tree_attn_func
 from megatron_tree.config import MaskBounds
 from megatron_tree.layout import Segment, by_document, shard_segments, visible_rows
-from support.attention import make_inputs, make_sinks, oracle, run_one, worst_error
-from support.ranks import largest, run_distributed
+from support.ranks import run_distributed
 
 
 @pytest.mark.parametrize("window", [(0, 0), (3, 0), (2, 5), (None, 0), (4, None), (None, None)])
@@ -33,36 +32,6 @@ def test_visible_rows_are_those_that_some_query_sees(layout, window):
 def test_overlapping_queries_ask_for_a_row_once():
     queries = (Segment(0, 4, 4), Segment(4, 6, 4))
     assert visible_rows({0: list(queries)}, {0: [Segment(0, 0, 16)]}, MaskBounds(1, 0)) == (Segment(3, 3, 7),)
-
-
-def _masks(rank, world, transport):
-    found = {}
-    masks = [
-        {},
-        dict(window_size=(3, 0)),
-        dict(window_size=(5, 2), causal=False),
-        dict(causal=False),
-        dict(window_size=(0, 0), sinks=True),
-    ]
-    layouts = ["zigzag", tuple(range(1, world + 1)), (0,) * (world - 1) + (9,)]
-    options = [dict(), dict(ulysses_size=world), dict(head_chunks=2, ulysses_size=1), dict(ulysses_size=1)]
-    if world == 4:
-        options.append(dict(ulysses_size=2))
-    for i, (mask, layout) in enumerate(itertools.product(masks, layouts)):
-        for option in options[i % 2 :: 2]:
-            n = 6 * world if layout == "zigzag" else sum(layout)
-            inputs = make_inputs(n, (8, 4), d=6, d_v=4)
-            config = TreeConfig(schedule="cast", transport=transport, **option)
-            dlse = torch.linspace(-1, 1, n, dtype=torch.float64).expand(2, 8, n) if i % 3 == 0 else None
-            truth = oracle(*inputs, dlse, **(mask | ({"sinks": make_sinks(8)} if "sinks" in mask else {})))
-            found[str((mask, layout, option))] = worst_error(*run_one(inputs, layout, config, mask, dlse), truth)
-    return found
-
-
-@pytest.mark.parametrize(("world", "transport"), [(1, "direct"), (2, "builtin"), (4, "direct")])
-def test_masks_and_layouts_match_the_oracle(world, transport):
-    for found in run_distributed(_masks, world, transport):
-        assert largest(found.values()) < 1e-12, found
 
 
 def _bytes(rank, world, window, rows):

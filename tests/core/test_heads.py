@@ -11,7 +11,7 @@ from megatron_tree import TreeConfig, comm, tree_attn_func
 from megatron_tree.attention import call as attend
 from megatron_tree.plan import HeadSplit, default_topology, place
 from megatron_tree.plan.plans import grids, head_splits
-from support.attention import make_inputs, make_sinks, make_slopes, oracle, run_one, worst_error
+from support.attention import make_inputs, oracle, run_one, worst_error
 from support.hosts import Hosts
 from support.ranks import largest, run_distributed
 
@@ -105,31 +105,6 @@ def _ring_and_grid(rank, world):
 
 def test_one_pass_may_be_a_ring_and_the_other_a_grid():
     assert largest(run_distributed(_ring_and_grid, 4)) < 1e-12
-
-
-def _any_heads(rank, world):
-    """Heads that ranks can't share evenly, uneven shares, sinks, windows, ALiBi, groups, ring and grids."""
-    found = {}
-    masks = [{}, dict(sinks=True), dict(window_size=(5, 0)), dict(alibi=True)]
-    layouts = ["zigzag", (3, 0, 6, 3)[:world] if world == 4 else tuple(range(1, world + 1))]
-    cases = itertools.product(HEADS, [u for u in range(2, world + 1) if world % u == 0])
-    for i, (heads, u) in enumerate(cases):
-        layout, mask = layouts[i % 2], dict(masks[i % 4])
-        if mask.pop("alibi", False):
-            mask["alibi_slopes"] = make_slopes(heads[0])
-        n = 4 * world if layout == "zigzag" else sum(layout)
-        inputs = make_inputs(n, heads)
-        truth = oracle(*inputs, **({**mask, "sinks": make_sinks(heads[0])} if "sinks" in mask else mask))
-        schedules = [dict(schedule="ring"), dict(grid=grids(world // u)[i % len(grids(world // u))]), {}]
-        config = TreeConfig(ulysses_size=u, **schedules[i % 3])
-        found[heads, u, str(layout), i] = worst_error(*run_one(inputs, layout, config, mask), truth)
-    return found
-
-
-@pytest.mark.parametrize("world", [3, 4])
-def test_heads_that_do_not_divide_and_uneven_shares(world):
-    for found in run_distributed(_any_heads, world):
-        assert largest(found.values()) < 1e-12, found
 
 
 B, ROWS, D, D_V = 2, 6, 8, 4

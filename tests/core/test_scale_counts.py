@@ -1,18 +1,15 @@
-"""Sixteen million positions in whole numbers, shares, blocks, tables and books; and a merge of 512 states."""
+"""Sixteen million positions in whole numbers, shares, blocks, tables and books."""
 
 import itertools
 
 import pytest
 import torch
 
-from megatron_tree import merge
 from megatron_tree.cache import RowBook
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import blocks
 from megatron_tree.kernels.triton import host
-from megatron_tree.kernels.triton import merge as triton_merge
 from megatron_tree.layout import Packed, Segment, gathered_segments, packed_layout, shard_positions
-from support.rounding import error
 
 MILLION = 1 << 20
 LONG = 16 * MILLION + 16  # 2^24 + 16: the last ones are beyond what fp32 can count
@@ -99,13 +96,3 @@ def test_books_of_long_rows():
     covered = sorted((s.pos, s.length) for s in true)
     assert covered[-1][0] + covered[-1][1] == tokens
     assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(covered))
-
-
-def test_the_kernel_merges_many_states():
-    """Triton's merge of 512 states, a tenth of them empty, in one launch, in the interpreter."""
-    g = torch.Generator().manual_seed(0)
-    outs, lses = torch.randn(512, 3, 4, generator=g), torch.randn(512, 3, 1, generator=g) * 4
-    empty = torch.rand(512, 3, 1, generator=g) < 0.1
-    states = torch.cat((outs.masked_fill(empty, 0.0), lses.masked_fill(empty, float("-inf"))), -1)
-    exact = merge.merge_packed(states.double())
-    assert error(triton_merge.merge_packed(states), exact) <= 1e-6

@@ -52,35 +52,10 @@ def test_masks_and_heads_match_the_oracle(world):
     cases = [
         (f"{mask}, {heads}", n, HEADS[heads], "zigzag", MASKS[mask], (8, 8))
         for mask in MASKS
-        for heads in (HEADS if mask in ("causal", "sinks") else ["GQA"])
+        for heads in (HEADS if mask == "causal" else ["GQA"])
     ]
     cases += [(f"head_dims {dims}", n, (4, 2), "zigzag", MASKS["window"], dims) for dims in DIMS]
     check(world, cases)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_length_and_empty_shards(world):
-    lengths = [1, 2, 3, 5, 7, 13, 2 * world + 1]
-    cases = [(f"contiguous {n}", n, (4, 2), "contiguous", {}, (8, 8)) for n in lengths]
-    for empty in range(world):
-        layout = tuple(0 if r == empty else 3 + r % 2 for r in range(world))
-        if sum(layout):
-            cases.append((f"lengths {layout}", sum(layout), (4, 2), layout, MASKS["sinks"], (8, 8)))
-    layout = tuple(5 if r == world - 1 else 0 for r in range(world))
-    cases.append((f"lengths {layout}", 5, (2, 2), layout, MASKS["window"], (8, 8)))
-    check(world, cases)
-
-
-def _gradient_through_lse(rank, world):
-    inputs = make_inputs(8 * world, (4, 2))
-    dlse = torch.randn(2, 4, 8 * world, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    truth = oracle(*inputs, dlse=dlse)
-    return [worst_error(*run_one(inputs, "zigzag", config, {}, dlse), truth) for _, config in configs(world)]
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_gradient_flows_through_lse(world):
-    assert largest(map(largest, run_distributed(_gradient_through_lse, world))) < 1e-12
 
 
 def _low_precision(rank, world, dtype):
