@@ -157,7 +157,7 @@ def _measure_pairs(links: Links, pairs: list[Pair]) -> tuple[float, float, float
     for pair in pairs:
         small = _alone(links, pair)
         overhead_s = max(0.0, (_alone(links, pair, count=_BURST) - small) / (_BURST - 1))
-        bandwidth = num_bytes / (_alone(links, pair, num_bytes) - small)
+        bandwidth = num_bytes / _without_latency(_alone(links, pair, num_bytes), small)
         measured.append((max(small / 2 - overhead_s, small / 4), bandwidth, overhead_s))
     return tuple(map(statistics.median, zip(*measured)))
 
@@ -184,6 +184,11 @@ def _measure_sharing(links: Links, levels: list[Level], hosts: list[list[int]], 
     return max(0.0, step - max(overhead_s, p * shared_s)), shared_s
 
 
+def _without_latency(seconds: float, latency_s: float) -> float:
+    """At least half: on a busy machine a small message may take longer than a large one."""
+    return max(seconds - latency_s, seconds / 2)
+
+
 def _alone(links: Links, pair: Pair, *args, **kwargs) -> float:
     return links.exchange([pair], *args, **kwargs)[pair].median
 
@@ -196,8 +201,9 @@ def _measure_ports(links: Links, across: list[tuple[list[int], list[int]]], band
         pairs = list(zip(*pair_of_hosts))
         small = links.exchange(pairs).values()
         large = links.exchange(pairs, num_bytes).values()
-        seconds = max(times.all for times in large) - REPEATS * min(times.median for times in small)
-        rates.append(REPEATS * len(pairs) * num_bytes / seconds)
+        seconds = max(times.all for times in large)
+        latency_s = REPEATS * min(times.median for times in small)
+        rates.append(REPEATS * len(pairs) * num_bytes / _without_latency(seconds, latency_s))
     return statistics.median(rates)
 
 

@@ -71,6 +71,22 @@ def test_one_host():
     assert 1e6 < found.topology.memory_bandwidth < 1e13 and 1e6 < found.topology.flops < 1e15
 
 
+class _BusyLinks:
+    """Small messages waited for the processor, and took longer than large ones."""
+
+    device = CPU
+
+    def exchange(self, pairs, num_bytes=links._SMALL, count=1):
+        seconds = 0.5 if num_bytes == links._SMALL else 0.04
+        return {tuple(pair): links.Times(seconds, seconds * links.REPEATS) for pair in pairs}
+
+
+def test_a_busy_machine_has_positive_bandwidths():
+    latency_s, bandwidth, overhead_s = cluster._measure_pairs(_BusyLinks(), [(0, 1)])
+    assert latency_s > 0 and overhead_s == 0 and bandwidth == 2 * cluster._FIRST_BYTES / 0.04
+    assert cluster._measure_ports(_BusyLinks(), [([0, 1], [2, 3])], bandwidth) > bandwidth
+
+
 def _one_rank_sends_something_else(rank, world):
     pattern = links._pattern
     if rank == 0:
