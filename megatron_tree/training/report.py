@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,13 @@ class Reporter:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Close the log and draw the loss curve."""
-        if self._enabled:
-            self._file.close()
+        """Close the log and draw the loss curve, if matplotlib is there."""
+        if not self._enabled:
+            return
+        self._file.close()
+        if importlib.util.find_spec("matplotlib") is None:
+            self.say(f"no {PLOT_NAME}: matplotlib is not installed")
+        else:
             draw_losses(read_log(self._folder / LOG_NAME), self._folder / PLOT_NAME)
 
 

@@ -119,3 +119,10 @@ def test_a_resumed_run_replaces_the_steps_it_did_again(tmp_path, capsys):
     capsys.readouterr()
     report(tmp_path / "other_rank", 1, 2, 1.0, enabled=False)
     assert capsys.readouterr().out == "" and not (tmp_path / "other_rank").exists()
+
+
+def test_a_run_without_matplotlib_ends_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report(tmp_path, 1, 2, 1.0)
+    assert "matplotlib is not installed" in capsys.readouterr().out and not (tmp_path / PLOT_NAME).exists()
+    assert read_log(tmp_path / LOG_NAME)
