@@ -218,10 +218,11 @@ class RowRunner:
         return logits
 
     @torch.no_grad()
-    def step(self, rows: list[int], tokens: Tensor) -> Tensor:
+    def step(self, rows: list[int], tokens: Tensor, *, row_length: int | None = None) -> Tensor:
         """Append tokens to some rows, each at its own end. Collective; a failure removes those of its pass again.
 
-        Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation.
+        Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation, and for the
+            logits of all tokens of a prompt, with row_length as in `prefill`.
         Returns: fp32 logits [len(rows), n, vocab_size].
         Raises: ValueError as `prefill`, and for another number of rows.
         """
@@ -230,9 +231,8 @@ class RowRunner:
             tokens, n = tokens.to(self.device), tokens.shape[1]
             whole = {}
             if self._begins_rows:
-                whole = {
-                    row: self._begin(row, new, self.length(row) + n) for row, new in zip(rows, tokens, strict=True)
-                }
+                lengths = {row: max(self.length(row) + n, row_length or 0) for row in rows}
+                whole = {row: self._begin(row, new, lengths[row]) for row, new in zip(rows, tokens, strict=True)}
         for row, new in whole.items():
             if len(new) > n:
                 self._prefill(row, new[:-n])

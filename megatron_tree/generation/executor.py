@@ -67,6 +67,10 @@ class Executor:
         """Logits fp32 [rows, vocab] of the last tokens."""
         return self.runner.prefill_rows([self._rows[handle] for handle in handles], list(map(self._tensor, prompts)))
 
+    def score(self, handle: int, tokens: list[int], row_length: int) -> Tensor:
+        """Logits fp32 [tokens, vocab]."""
+        return self.runner.step([self._rows[handle]], self._tensor([tokens]), row_length=row_length)[0]
+
     def keep(self, row: int | None = None) -> int:
         """The handle of a row that no plan adds or removes, a new one by default. On all ranks, in the same order."""
         self._num_kept += 1

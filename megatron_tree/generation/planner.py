@@ -9,16 +9,17 @@ from torch import Tensor
 from ..comm import group_size
 from ..errors import TreeError
 from .executor import Executor
-from .plans import Crop, End, Operation, Prefill, PrefillRows, Step
+from .plans import Crop, End, Operation, Prefill, PrefillRows, Score, Step
 from .requests import ActiveAnswer, ServedRequest
 from .room import Room
-from .sampler import Choice, choose_tokens
+from .sampler import Choice, choose_tokens, with_logprobs
 from .speculation import Speculation
 
 SHORT = 64  # prompts of up to this many tokens are run together,
 TOGETHER = 1024  # up to this many tokens, or to a chunk: it is more, or answers wait meanwhile
 LONGER = 256  # longer ones also, up to a chunk, on one rank: several would share the tokens of each
 PADDED = 2  # times so many tokens at most with the padding that the cache takes for a turn
+SCORED_CHUNK = 128  # tokens of a prompt whose logits are all kept at the same time
 
 
 class StepPlanner:
@@ -94,9 +95,11 @@ class StepPlanner:
         for answer in to_fill:
             if answer in short:
                 continue
-            chunk = answer.missing_tokens()[:size]  # which does not depend on other requests, so that logits don't
+            # chunks don't depend on other requests, so that logits don't
+            scored = answer.request.scores and not answer.request.begun
+            chunk = answer.missing_tokens()[: min(size, SCORED_CHUNK) if scored else size]
             if len(chunk) <= left:
-                operations.append(Prefill(answer.handle, chunk, answer.num_known))
+                operations.append((Score if scored else Prefill)(answer.handle, chunk, answer.num_known))
                 self._filling.append((answer, chunk))
                 left -= len(chunk)
         return operations
@@ -106,7 +109,7 @@ class StepPlanner:
         chosen, longest, total = [], 0, 0
         for answer in to_fill:
             missing, request = answer.num_known - answer.length, answer.request
-            if request.row is not None or missing > self._longest:
+            if request.row is not None or request.scores or missing > self._longest:
                 continue
             width, most = max(longest, missing), limit if missing <= SHORT else self._runner.chunk_size
             fits = total + missing <= most and width * (len(chosen) + 1) <= PADDED * most
@@ -143,6 +146,9 @@ class StepPlanner:
                 request.row.tokens += chunk
             if request.begun:
                 continue
+            if request.scores:
+                self._score(request, answer.length, len(chunk), last)
+                last = last[-1]
             if answer.length == request.num_prompt:
                 self._begin_answers(answer, last)
 
@@ -172,6 +178,12 @@ class StepPlanner:
         if answer.handle is not None and answer.num_right < len(answer.drafted):
             self.room.operations.append(Crop(answer.handle, answer.length))
         answer.drafted = []
+
+    def _score(self, request: ServedRequest, end: int, num_tokens: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the tokens that follow a chunk's, which ends here, by its logits [n, vocab]."""
+        following = request.prompt[end - num_tokens + 1 :][:num_tokens].tolist()
+        if following:
+            request.scored += with_logprobs(logits[: len(following)], following, request.params.prompt_logprobs)
 
     def _begin_answers(self, first: ActiveAnswer, logits: Tensor) -> None:
         """The prompt is in the first answer's row: first tokens, and a row for every answer that continues."""

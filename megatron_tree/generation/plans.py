@@ -67,10 +67,18 @@ class PrefillRows(NamedTuple):
     prompts: list[list[int]]
 
 
-Operation = Add | Fork | Crop | Remove | End | Step | Prefill | PrefillRows
+class Score(NamedTuple):
+    """As `Prefill`, with the logits of all tokens."""
+
+    handle: int
+    tokens: list[int]
+    row_length: int
+
+
+Operation = Add | Fork | Crop | Remove | End | Step | Prefill | PrefillRows | Score
 METHODS: dict[type, str] = {
     Add: "add", Fork: "fork", Crop: "crop", Remove: "remove", End: "end",
-    Step: "step", Prefill: "prefill", PrefillRows: "prefill_rows",
+    Step: "step", Prefill: "prefill", PrefillRows: "prefill_rows", Score: "score",
 }  # fmt: skip
 KINDS = {name: kind for kind, name in METHODS.items()}
 

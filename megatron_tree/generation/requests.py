@@ -68,6 +68,8 @@ class Event(NamedTuple):
     """What this adds to the answer's text; an incomplete character adds nothing yet."""
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: tuple[Choice, ...] | None = None
+    """With an answer's first event, if asked for: of the prompt's tokens but the first."""
     finish_reason: str | None = None
     """"stop", "length", "cancelled", or "error"; None: it continues."""
     stop_reason: int | str | None = None
@@ -143,6 +145,8 @@ class ActiveAnswer:
     def lose_row(self) -> None:
         """Its token that no plan holds is still to come first."""
         self.handle, self.length = None, 0
+        if not self.request.begun:
+            self.request.scored = []
 
     def append_token(self) -> None:
         """Its last token goes to its row."""
@@ -157,11 +161,13 @@ class ActiveAnswer:
 
     def send(self, choice: Choice | None, text: str, finish_reason: str | None = None, **fields) -> None:
         """Send an event, and record the end of the answer."""
-        request = self.request
+        request, params = self.request, self.request.params
         if finish_reason is not None:
             self.finish()
             fields["usage"] = Usage(request.num_prompt, self.stopper.num_tokens, request.num_cached)
         if choice is not None:
+            if params.prompt_logprobs is not None and self.stopper.num_tokens == 1:
+                fields["prompt_logprobs"] = tuple(request.scored)
             fields |= {"logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
         request.sink(
             Event(
@@ -188,6 +194,8 @@ class ServedRequest:
         self.num_cached = 0
         """Tokens of the prompt that the cache held."""
         self.prefix_keys: list[bytes] | None = None  # of the prompt's pages, once they were asked for
+        self.scored: list[Choice] = []  # tokens of the prompt but the first
+        self.scores = self.params.prompt_logprobs is not None
         self.answers = []
         for i in range(request.n):
             matcher = grammars.matcher(self.params.json_schema)

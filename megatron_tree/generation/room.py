@@ -222,6 +222,8 @@ class Room:
             source = next(((a.handle, request.num_prompt) for a in others if a.handle not in new), None)
             if source is not None and self._executor.can_crop(*source):
                 return source
+        elif request.scores:
+            return None
         if not self._keep_bytes:
             return None
         if request.prefix_keys is None:

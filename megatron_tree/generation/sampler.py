@@ -83,19 +83,24 @@ class Sampler:
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
         if self.params.logprobs is None:
             return Choice(token)
-        return _with_logprobs(logits, token, self.params.logprobs)
+        return with_logprobs(logits[None], [token], self.params.logprobs)[0]
 
     def warp(self, logits: Tensor) -> Tensor:
         """Logits fp32 [b, vocab] after temperature and cuts, where these are all; see `only_warps`."""
         return self._processors(self._tokens[None], logits)
 
 
-def _with_logprobs(logits: Tensor, token: int, num_top: int) -> Choice:
-    """A token with its log-probability, and those of the num_top most likely ones, by logits [vocab]."""
-    logprobs = torch.log_softmax(logits.double() if logits.device.type == "cpu" else logits.float(), -1)
-    logprobs = logprobs.clamp(min=MIN_LOGPROB)
-    top = torch.topk(logprobs, min(num_top, len(logprobs)))
-    return Choice(token, logprobs[token].item(), tuple(zip(top.indices.tolist(), top.values.tolist())))
+def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Choice]:
+    """Tokens with their log-probabilities, and those of the num_top most likely ones, by logits [n, vocab]."""
+    scores = logits.double() if logits.device.type == "cpu" else logits.float()
+    logprobs = torch.log_softmax(scores, -1).clamp(min=MIN_LOGPROB)
+    top = torch.topk(logprobs, min(num_top, logprobs.shape[-1]))
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0]
+    columns = tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist()
+    return [
+        Choice(token, logprob, tuple(zip(indices, values)))
+        for token, logprob, indices, values in zip(*columns, strict=True)
+    ]
 
 
 def choose_tokens(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | TreeError]:

@@ -114,6 +114,8 @@ class SamplingParams(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probabilities, before penalties and temperature, of the chosen token and of this many
     most likely tokens."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The same of every token of the prompt but the first; the prompt is run on every rank then, in small chunks."""
     json_schema: str | None = None
     """A JSON schema, as JSON: only tokens that keep to it are chosen, and the answer ends with it; see `Grammars`."""
 

@@ -149,6 +149,11 @@ def _result(entry: BatchRequest, events: list[Event]) -> dict[str, Any]:
         answer["stop_reason"] = told[-1].stop_reason
         if entry.request.sampling.logprobs is not None:
             answer["logprobs"] = [{"token": e.token, "logprob": e.logprob, "top": e.top_logprobs} for e in told]
+        if entry.request.sampling.prompt_logprobs is not None:
+            choices = told[0].prompt_logprobs
+            answer["prompt_logprobs"] = [
+                {"token": c.token, "logprob": c.logprob, "top": c.top_logprobs} for c in choices
+            ]
         answers.append(answer)
     usages = [event.usage for event in events if event.usage is not None]
     return {

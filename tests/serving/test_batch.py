@@ -20,7 +20,7 @@ from support.plain_runner import PlainRunner, character_tokenizer
 
 LINES = [
     {"prompt": "the quick brown fox"},
-    {"id": "b", "prompt": "jumps", "temperature": 1.0, "max_tokens": 3, "logprobs": 1},
+    {"id": "b", "prompt": "jumps", "temperature": 1.0, "max_tokens": 3, "logprobs": 1, "prompt_logprobs": 0},
     {"messages": [{"role": "user", "content": "over?"}], "seed": 5, "temperature": 0.8},
     {"id": 17, "prompt": "the lazy dog", "n": 2, "temperature": 1.5},
     {"prompt": "and runs on", "stop": ["q", "z"], "top_p": 0.9, "temperature": 1.0},
@@ -73,6 +73,7 @@ def test_results_are_the_same_in_any_company_and_on_two_ranks(files, tmp_path):
     assert results[0]["prompt_tokens"] == 19 and results[0]["completion_tokens"] <= 6
     logprobs = results[1]["answers"][0]["logprobs"]
     assert len(logprobs) == results[1]["completion_tokens"] <= 3 and logprobs[0]["top"][0][1] >= logprobs[0]["logprob"]
+    assert len(results[1]["answers"][0]["prompt_logprobs"]) == results[1]["prompt_tokens"] - 1
     alone = files[0], str(tmp_path / "alone.jsonl")
     _run(alone, max_rows=2)
     assert _alike(_results(alone), results)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 import openai
 import pydantic
+import torch
 
 from megatron_tree.serving.http.tools import ToolText
 from support.http_server import NAME, byte_model, byte_tokenizer, serving
@@ -212,6 +213,45 @@ def test_bias(complete):
     assert other.logprobs.top_logprobs[0] == free.logprobs.top_logprobs[0], "log-probabilities are the model's own"
     _bad(complete, "logit_bias=.*0 to 256", logit_bias={"300": 1})
     assert _bad(complete, "less than or equal to 100", logit_bias={"3": 101}).param == "logit_bias"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_with_logprobs_of_the_prompt_as_lm_eval_reads_them(server, complete, max_tokens):
+    texts = ["the quick brown fox " * 7, "b"]  # 140 tokens: more than a chunk
+    tokens = [TOKENIZER(text).input_ids for text in texts]
+    options = {"max_tokens": max_tokens, "logprobs": 2, "echo": True, "n": 2}
+    answer = complete(prompt=tokens, **options)
+    assert answer.usage.completion_tokens == 4 * max_tokens
+    model = server.runner.model
+    for choice in answer.choices:
+        text, ids = texts[choice.index // 2], torch.tensor(tokens[choice.index // 2])
+        told = choice.logprobs
+        assert choice.text.startswith(text) and told.tokens[: len(ids)] == list(text)
+        assert len(told.tokens) == len(ids) + max_tokens
+        assert told.text_offset[: len(ids)] == list(range(len(ids)))
+        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+        with torch.no_grad():
+            want = model(ids[None]).logits[0].double().log_softmax(-1)
+        own = want[:-1].gather(1, ids[1:, None])[:, 0]
+        assert torch.allclose(torch.tensor(told.token_logprobs[1 : len(ids)], dtype=torch.float64), own, atol=1e-3)
+        greedy = [logprob == max(top.values()) for logprob, top in zip(told.token_logprobs[1:], told.top_logprobs[1:])]
+        assert greedy[: len(ids) - 1] == (want[:-1].argmax(-1) == ids[1:]).tolist()
+        assert all(greedy[len(ids) - 1 :])
+    whole = complete(prompt=texts, **options)
+    assert [choice.text for choice in whole.choices] == [choice.text for choice in answer.choices]
+    assert whole.choices[0].logprobs == answer.choices[0].logprobs
+    streamed = {index: ["", []] for index in range(4)}
+    for chunk in complete(prompt=texts, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index][0] += choice.text
+            streamed[choice.index][1] += choice.logprobs.token_logprobs
+    assert streamed == {c.index: [c.text, c.logprobs.token_logprobs] for c in answer.choices}
+
+
+def test_echo_without_logprobs(complete):
+    answer = complete(echo=True).choices[0]
+    assert answer.text == "go" + complete().choices[0].text and answer.logprobs is None
+    _bad(complete, "0 is for echo only", max_tokens=0)
 
 
 def test_options_as_others_take_them(complete):

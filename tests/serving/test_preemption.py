@@ -45,14 +45,17 @@ def test_answers_that_pause_get_the_same_tokens():
         request(5, 40, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=1, **hot),
         request(4, 30, json_schema='{"type": "string", "pattern": "^([a-z]{3},){20}$"}', **hot),
         request(12, 30, stop="no such text"),
+        request(30, 20, prompt_logprobs=1),
     ]
     tokenizer = byte_tokenizer()
     free = serve(make_scheduler(model, tokenizer, max_rows=8)[0], requests)
     assert "," in text_of(free[3])
     scheduler, runner = make_scheduler(model, tokenizer, max_rows=8, capacity=120, page_size=4)
     tight = serve(scheduler, requests)
-    assert scheduler.preemptions > 1 and 0 <= runner.least_free < 10 and not runner.rows
+    assert scheduler.preemptions > 2 and 0 <= runner.least_free < 10 and not runner.rows
     assert_alike(tight, free)
+    for one, other in zip(free, tight, strict=True):
+        assert sum(e.prompt_logprobs is not None for e in one) == sum(e.prompt_logprobs is not None for e in other)
     firsts = [call[1] for call in runner.calls if call[0] == "step"]
     assert max(map(len, firsts)) > 3, "what fits goes on together"
     drafts = speculation(Told(whole(requests, free), wrong=3))

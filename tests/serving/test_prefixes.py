@@ -97,6 +97,17 @@ def test_questions_that_come_together_wait_for_the_first():
     assert runner.num_run <= 93 + 15 * (3 + BLOCK)
 
 
+def test_prompts_whose_log_probabilities_are_asked_for_are_run_whole():
+    scored = _questions(2, prompt_logprobs=0)
+    events = serve(_scheduler(_model())[0], [*_questions(1), *scored], late={2: 9})
+    for question, answer in zip(scored, events[1:], strict=True):
+        assert tokens_of(answer) == _want(question)
+        ids = torch.tensor([question.prompt])
+        want = tiny_model("llama")(ids).logits[0, :-1].double().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        assert [choice.token for choice in answer[0].prompt_logprobs] == question.prompt[1:]
+        assert [choice.logprob for choice in answer[0].prompt_logprobs] == pytest.approx(want.tolist(), abs=1e-4)
+
+
 def test_answers_are_found_again_in_a_conversation():
     scheduler, runner = _scheduler(_model())
     (first,) = _questions(1, new=9)

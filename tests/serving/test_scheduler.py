@@ -86,9 +86,9 @@ def test_several_answers_to_one_prompt_share_its_prefill(model):
 
 
 def test_running_streams_wait_for_one_chunk_at_most(model):
-    """Whatever comes meanwhile: long prompts, many short ones."""
+    """Whatever comes meanwhile: long prompts, many short ones, prompts whose log-probabilities are asked for."""
     scheduler, runner = make_scheduler(model, max_rows=16)
-    coming = [request(60, 2), *(request(5 + i, 3) for i in range(6)), request(90, 2)]
+    coming = [request(60, 2), *(request(5 + i, 3) for i in range(6)), request(40, 2, prompt_logprobs=1), request(90, 2)]
     serve(scheduler, [request(3, 60), *coming], late={1 + i: 3 + i // 3 for i in range(len(coming))})
     stream, waited, most = 1, 0, 0
     for name, *arguments in runner.calls:

@@ -37,7 +37,7 @@ def server(model):
 
 BAD = [
     ("completion", {"nonsense": 1}, "nonsense", "unknown field"),
-    ("completion", {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ("completion", {"max_tokens": 0}, "max_tokens", "0 is for echo only"),
     ("completion", {"max_tokens": 400}, "max_tokens", "limit of 256 tokens together"),
     ("completion", {"prompt": "x" * 256, "max_tokens": 1}, None, "a prompt of 256 tokens"),
     ("completion", {"prompt": ["a", "\udfff"]}, "prompt", "character 0 is an unpaired UTF-16 surrogate"),

@@ -38,7 +38,7 @@ class PlainRunner:
     def prefill_rows(self, rows, prompts):
         return torch.stack([self.prefill(row, prompt) for row, prompt in zip(rows, prompts, strict=True)])
 
-    def step(self, rows, tokens):
+    def step(self, rows, tokens, row_length=None):
         assert tokens.dtype == torch.int64 and tokens.shape[0] == len(rows) == len(set(rows))
         self.calls.append(("step", list(rows), tokens.tolist()))
         return torch.stack([self._run(row, own) for row, own in zip(rows, tokens)])

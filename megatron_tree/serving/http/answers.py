@@ -6,15 +6,16 @@ import asyncio
 import json
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...generation.requests import Event
+from ...generation.sampler import Choice
 from .errors import ApiError, timed_out
 from .frontend import Ticket
 from .tools import ToolText
@@ -35,6 +36,10 @@ class TokenTexts:
             self._known[token] = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return self._known[token]
 
+    def whole(self, tokens: list[int]) -> str:
+        """What all of these decode to together."""
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text(token)
         utf8 = None if "\ufffd" in text else list(text.encode())
@@ -49,18 +54,24 @@ class TokenTexts:
         ]
         return {"content": content, "refusal": None}
 
-    def completion(self, events: list[Event], offset: int) -> dict[str, Any]:
-        """The same for /v1/completions; offset: characters of earlier tokens."""
-        events = [event for event in events if event.logprob is not None]
-        texts, offsets, tops = [self.text(event.token) for event in events], [], []
-        for text, event in zip(texts, events, strict=True):
+    def completion(self, tokens: list[Choice], offset: int) -> dict[str, Any]:
+        """The same for /v1/completions; offset: characters of earlier tokens. A prompt's first token has none."""
+        texts, offsets, tops = [self.text(choice.token) for choice in tokens], [], []
+        for text, choice in zip(texts, tokens, strict=True):
             offsets.append(offset)
             offset += len(text)
-            tops.append({})
-            for token, logprob in event.top_logprobs:  # most likely first: it wins if two tokens have the same text
+            tops.append(None if choice.logprob is None else {})
+            for token, logprob in choice.top_logprobs:  # most likely first: it wins if two tokens have the same text
                 tops[-1].setdefault(self.text(token), logprob)
-        logprobs = [event.logprob for event in events]
+        logprobs = [choice.logprob for choice in tokens]
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+class Echo(NamedTuple):
+    """What is repeated in front of the answers to a prompt."""
+
+    text: str
+    tokens: list[int]
 
 
 class Form:
@@ -100,21 +111,45 @@ class Form:
 
 
 class CompletionForm(Form):
-    """/v1/completions."""
+    """/v1/completions.
+
+    echo: every prompt, to be put in front of its n answers. nothing_new: the answers' own tokens are left out.
+    """
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, **options):
+    def __init__(self, *, echo: list[Echo] | None = None, n: int = 1, nothing_new: bool = False, **options):
         super().__init__(**options)
-        self._offsets: Counter[int] = Counter()
+        self._echo, self._n, self._nothing_new = echo, n, nothing_new
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, choices: list[list[Event]], usage: dict[str, int]) -> dict[str, Any]:
+        return super().whole(choices, self._used(usage))
+
+    def ending(self, usage: dict[str, int]) -> dict[str, Any]:
+        return super().ending(self._used(usage))
+
+    def _used(self, usage: dict[str, int]) -> dict[str, int]:
+        if not self._nothing_new:
+            return usage
+        return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
 
     def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
+        text, tokens = "", []
+        if self._echo is not None and index not in self._offsets:
+            text, prompt = self._echo[index // self._n]
+            tokens += [Choice(prompt[0]), *(events[0].prompt_logprobs or ())]
+        if not self._nothing_new:
+            text += _text(events)
+            tokens += [Choice(e.token, e.logprob, e.top_logprobs) for e in events if e.logprob is not None]
+        offset = self._offsets.setdefault(index, 0)
         logprobs = None
         if self.wants_logprobs:
-            logprobs = self.tokens.completion(events, self._offsets[index])
+            logprobs = self.tokens.completion(tokens, offset)
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
-        return {"index": index, "text": _text(events), "logprobs": logprobs, "finish_reason": events[-1].finish_reason}
+        end = {"logprobs": logprobs, "finish_reason": events[-1].finish_reason}
+        return {"index": index, "text": text, **end}
 
 
 class ChatForm(Form):

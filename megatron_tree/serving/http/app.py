@@ -84,7 +84,9 @@ def create_app(service: Service) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(service, body.model)
         prompts = await service.prompts.of_completion(body)
-        return await _answer(service, request, body, prompts, CompletionForm)
+        echo = service.prompts.echo(body, prompts) if body.echo else None
+        options = {"echo": echo, "n": body.n, "nothing_new": not body.max_tokens}
+        return await _answer(service, request, body, prompts, CompletionForm, **options)
 
     return app
 

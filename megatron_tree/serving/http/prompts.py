@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...files import check_text
 from ..transcript import chat_text
-from .answers import TokenTexts
+from .answers import Echo, TokenTexts
 from .errors import ApiError, bad_value
 from .protocol import ChatRequest, CompletionRequest
 
@@ -62,6 +62,11 @@ class Prompts:
                 raise bad_value("prompt", f"token {max(prompt)} does not exist: the model has {self.vocab_size} tokens")
             prompts.append(prompt)
         return prompts
+
+    def echo(self, body: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+        """The prompts as they precede the answers: texts as they came, tokens as the text that they stand for."""
+        given = zip(body.prompts(), prompts, strict=True)
+        return [Echo(p if isinstance(p, str) else self.token_texts.whole(tokens), tokens) for p, tokens in given]
 
     def max_tokens(self, prompt: list[int], asked: int | None) -> int:
         """Tokens that the answer may have: what is asked for, or else all that fit.

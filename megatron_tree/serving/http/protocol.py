@@ -30,7 +30,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _TEXT_ONLY),
     "best_of": ((1,), "candidates are not ranked here: ask for n choices with logprobs and rank them yourself"),
     "chat_template": ((), "the model's own template is used: format the prompt yourself and use /v1/completions"),
-    "echo": ((False,), "prompts are not repeated: put yours in front of the answer"),
     "function_call": (("none",), _TOOLS),
     "functions": (([],), _TOOLS),
     "modalities": ((["text"],), _TEXT_ONLY),
@@ -92,7 +91,8 @@ class GenerationRequest(Sampling):
     def sampling(self, max_tokens: int) -> SamplingParams:
         """How to answer a prompt, with this many tokens at most."""
         fields = self.model_dump(include=set(Sampling.model_fields))
-        fields |= {"logprobs": self.top_logprobs_wanted, "json_schema": self.json_schema}
+        fields |= {"logprobs": self.top_logprobs_wanted, "prompt_logprobs": self.prompt_logprobs_wanted}
+        fields["json_schema"] = self.json_schema
         return SamplingParams(**fields, max_tokens=max_tokens)
 
     @property
@@ -110,6 +110,11 @@ class GenerationRequest(Sampling):
         """How many alternatives to report for every token: None: no logprobs at all, 0: the chosen token's only."""
         raise NotImplementedError
 
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same for tokens of the prompt."""
+        return None
+
 
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
@@ -120,13 +125,28 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] = COMPLETION_TOKENS
+    max_tokens: Annotated[int, Field(ge=0)] = COMPLETION_TOKENS
+    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_special_tokens: bool = True  # not OpenAI's: what the tokenizer puts around a text
+
+    @model_validator(mode="after")
+    def _something_is_asked_for(self):
+        if not self.max_tokens and not self.echo:
+            raise bad_value("max_tokens", "0 is for echo only: ask for 1 token or more")
+        return self
+
+    @property
+    def limit(self) -> int:
+        return max(self.max_tokens, 1)
 
     @property
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one, as text or as tokens."""
