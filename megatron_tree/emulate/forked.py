@@ -49,7 +49,9 @@ class Rank:
     def describe(self) -> str:
         """How it ended, and its last output."""
         text = self.last_output.decode(errors="replace").strip()
-        how = "was killed by " + signal.Signals(-self.status).name if self.status < 0 else f"ended with {self.status}"
+        how = "has not ended" if self.status is None else f"ended with {self.status}"
+        if self.status is not None and self.status < 0:
+            how = f"was killed by {signal.Signals(-self.status).name}"
         return f"rank {self.number} {how}; its last output:\n{text or '(none)'}"
 
 

@@ -218,7 +218,7 @@ def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: RunOutcome)
     loss, unigram = outcome.final_loss, outcome.unigram
     reporter.event("end", final_loss=loss, unigram_loss=unigram)
     reporter.close()
-    reporter.say(f"log and loss curve: {args.output_dir}")
+    reporter.say(f"results: {args.output_dir}")
     if outcome.stopped:
         way_on = "continue with --resume" if args.save else "nothing is saved without --save"
         reporter.say(f"stopped by a signal after step {outcome.iteration} of {args.train_iters}; {way_on}")
