@@ -114,7 +114,7 @@ def test_plugin_names_what_a_release_lacks(monkeypatch):
         with pytest.raises(tree.UnsupportedMegatronError, match=r"multi_latent_attention:MultiLatentAttention"):
             tree.install()
     monkeypatch.setattr("megatron.core.package_info.MINOR", 5)
-    with pytest.raises(tree.UnsupportedMegatronError, match=r"too old: 0\.13 or newer"):
+    with pytest.raises(tree.UnsupportedMegatronError, match=r"too old: 0\.16 or newer"):
         tree.install()
     assert not tree.is_installed()
 
