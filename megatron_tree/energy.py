@@ -7,7 +7,9 @@ For one query q with keys k_a, values v_a and a source vector zeta
 - statistics: lse = F(0)                                                       (2)
 - output:     out = dF/dzeta at zeta = 0                                       (3)    `attention`
 - merge:      F of a whole = log-sum-exp of F over its parts                   (4)    `merge_by_energy`
-- backward:   the derivatives of dout . out = d/de F(e dout) by q, k and v     (5-7)  `attention_grads`
+- backward:   the derivatives of dout . out = d/de F(e dout) by q, k and v     (5-8)  `attention_grads`
+- tangents:   the derivatives of F and dF/dzeta along tangents of q, k and v   (9-11) `attention_tangents`
+- second:     the tangents of the backward, third derivatives of F            (12-15) `attention_grads_tangents`
 
 The numbers are those of docs/design.md, section 1; the code that computes a formula in closed form names its number.
 A sink is one more term with score `sinks[h]` and value 0. Under dropout the value that a query finds at key a is
@@ -63,15 +65,27 @@ def attention_grads(
 
     Equations (5) to (8). dlse [b, h, s_q] adds the gradient that flows through the returned lse = F(0).
     """
-    leaves = [t.detach().requires_grad_() for t in ((q, k, v) if sinks is None else (q, k, v, sinks))]
-    q, k, v = leaves[:3]
-    sinks = leaves[3] if sinks is not None else None
-    out, lse = _first_derivative(q, k, v, spec, keep, sinks, keep_weights, distance, create_graph=True)
-    loss = (out * dout).sum()
-    if dlse is not None:
-        loss = loss + torch.where(lse == NEG_INF, 0.0, lse * dlse).sum()
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))
+    leaves, out, lse = _leaves_and_results(q, k, v, sinks, spec, keep, keep_weights, distance)
+    return torch.autograd.grad(_loss(out, lse, dout, dlse), leaves, materialize_grads=True)
+
+
+def attention_tangents(
+    q, k, v, tangents, *, spec: AttnSpec, keep=None, sinks=None, keep_weights=None, distance=None
+) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse along those of q, k, v and, with sinks, sinks: equations (9) to (11)."""
+    leaves, out, lse = _leaves_and_results(q, k, v, sinks, spec, keep, keep_weights, distance)
+    dout, dlse = torch.zeros_like(out).requires_grad_(), torch.zeros_like(lse).requires_grad_()
+    along = _directional(_loss(out, lse, dout, dlse), leaves, tangents)
+    return torch.autograd.grad(along, (dout, dlse), materialize_grads=True)
+
+
+def attention_grads_tangents(
+    q, k, v, dout, tangents, *, spec: AttnSpec, keep=None, sinks=None, dlse=None, keep_weights=None, distance=None
+) -> tuple[Tensor, ...]:
+    """The tangents of `attention_grads` along those of q, k, v and sinks: equations (12) to (15)."""
+    leaves, out, lse = _leaves_and_results(q, k, v, sinks, spec, keep, keep_weights, distance)
+    along = _directional(_loss(out, lse, dout, dlse), leaves, tangents)
+    return torch.autograd.grad(along, leaves, materialize_grads=True)
 
 
 def merge_by_energy(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,6 +99,24 @@ def merge_by_energy(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         f = logsumexp(parts.movedim(0, -1))
         (out,) = torch.autograd.grad(f.sum(), zeta)
     return out, f.detach()
+
+
+def _leaves_and_results(q, k, v, sinks, spec, keep, keep_weights, distance):
+    """q, k, v and, where there are some, sinks as leaves, and out and lse of them."""
+    leaves = [x.detach().requires_grad_() for x in ((q, k, v) if sinks is None else (q, k, v, sinks))]
+    leaf = None if sinks is None else leaves[3]
+    return leaves, *_first_derivative(*leaves[:3], spec, keep, leaf, keep_weights, distance, create_graph=True)
+
+
+def _loss(out, lse, dout, dlse):
+    loss = (out * dout).sum()
+    return loss if dlse is None else loss + torch.where(lse == NEG_INF, 0.0, lse * dlse).sum()
+
+
+def _directional(loss, leaves, tangents):
+    """The derivative of a loss along the tangents of its leaves."""
+    grads = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+    return sum((g * t).sum() for g, t in zip(grads, tangents)) + 0 * loss  # it needs a graph where nothing is seen
 
 
 def _first_derivative(q, k, v, spec, keep, sinks, keep_weights, distance, create_graph):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NEG_INF = float("-inf")
@@ -80,9 +81,22 @@ def merge_into(acc: State, part: State) -> None:
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
-    """Add the sink leaf (score sinks [h], value 0), once in the whole tree."""
-    kept, _, merged = _weights_of_two(lse, sinks.to(lse.dtype)[:, None])
-    return out.to(lse.dtype) * _over_rows(kept), merged
+    """Add the sink leaf (score sinks [h], value 0), once in the whole tree.
+
+    Of a dual state (`Backend.of_duals`): sinks [h, 2] with their tangents, which the leaf adds to the last column, mu.
+    """
+    score, *tangent = sinks.to(lse.dtype).reshape(len(sinks), 1, -1).unbind(-1)
+    kept, joined, merged = _weights_of_two(lse, score)
+    out = out.to(lse.dtype) * _over_rows(kept)
+    if tangent:
+        out[..., -1] += (joined * tangent[0]).transpose(-1, -2)
+    return out, merged
+
+
+def sinks_of(sinks: Tensor, first: int, count: int) -> Tensor:
+    """Those of heads [first, first + count); heads beyond the last are padding."""
+    missing = max(0, first + count - len(sinks))
+    return F.pad(sinks, (0, 0) * (sinks.dim() - 1) + (0, missing))[first : first + count]
 
 
 def merge_packed(packed: Tensor) -> Tensor:
@@ -194,6 +208,18 @@ def bit_words(dtype: torch.dtype, wire: torch.dtype) -> int:
 def float_bits(x: Tensor, wire: torch.dtype) -> Tensor:
     """x [..., n] reinterpreted, not rounded, as [..., n * bit_words] elements of dtype `wire`."""
     return x.to(wire) if x.dtype.itemsize <= wire.itemsize else x.contiguous().view(wire)
+
+
+def pack_statistics(*statistics: Tensor, wire: torch.dtype) -> Tensor:
+    """[b, s, h, words] of dtype `wire`: statistics [b, h, s] or [b, h, s, n] of rows, bit for bit."""
+    rows = [x.transpose(1, 2) if x.dim() == 4 else x.transpose(1, 2)[..., None] for x in statistics]
+    return float_bits(torch.cat(rows, -1), wire)
+
+
+def unpack_statistics(packed: Tensor, like: Tensor, count: int = 1) -> list[Tensor]:
+    """The `count` statistics that `pack_statistics` packed, each of the dtype and the last axes of `like`."""
+    parts = bits_float(packed, like.dtype).transpose(1, 2).chunk(count, -1)
+    return [part if like.dim() == 4 else part[..., 0] for part in parts]
 
 
 def bits_float(x: Tensor, dtype: torch.dtype) -> Tensor:

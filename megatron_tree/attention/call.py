@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .. import comm
 from ..config import AttnSpec, MaskBounds, TreeConfig
@@ -34,18 +34,18 @@ class AttnArgs:
     config: TreeConfig
 
     def planned(
-        self, q: Tensor, k: Tensor, v: Tensor, net: GroupTopology, backend: Backend, with_lse: bool
+        self, shape: Shape, batch: int, dtype: torch.dtype, net: GroupTopology, backend: Backend, with_lse: bool
     ) -> AttnCall:
-        """Plan the call. with_lse: whether the caller gets lse, which would have to be exchanged like heads."""
+        """Plan the call of tensors of this shape. with_lse: the caller gets lse, which would have to be exchanged like
+        heads."""
         config, world = self.config, self.queries.world
-        shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         plan = plan_training(
             world,
             shape,
-            batch=q.shape[0],
+            batch=batch,
             seq_len=self.queries.seq_len,
             seq_len_kv=self.keys.seq_len,
-            bytes_per_word=q.element_size(),
+            bytes_per_word=dtype.itemsize,
             causal=self.spec.causal,
             visible_fraction=_visible_fraction(self),
             mask=self._mask(),
@@ -58,18 +58,11 @@ class AttnArgs:
             head_chunks=config.head_chunks,
             memory_budget=config.memory_budget,
         )
-        if world > 1 and comm.group_rank(self.group) == 0:
+        if world > 1 and comm.group_rank(self.group) == 0 and not backend.dual:
             h, h_kv, d, _ = shape
             say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
-        return AttnCall(
-            **vars(self),
-            plan=plan,
-            shape=shape,
-            order=net.placement.order,
-            transport=net.topology.transport,
-            backend=backend,
-            wire_dtype=wire_dtype(q.dtype, config),
-        )
+        args = {field.name: getattr(self, field.name) for field in dataclasses.fields(AttnArgs)}
+        return AttnCall(**args, plan=plan, shape=shape, batch=batch, dtype=dtype, net=net, backend=backend)
 
     def _mask(self) -> Mask | None:
         """What the planner needs to know of the mask, where it may hide much of the keys. A window over documents that
@@ -88,13 +81,23 @@ class AttnCall(AttnArgs):
     plan: TrainingPlan
     shape: Shape
     """Of the call's tensors on this rank."""
-    order: tuple[int, ...]
-    """The ranks of `group`, node by node: position -> group rank."""
-    transport: str
+    batch: int
+    dtype: torch.dtype
+    net: GroupTopology
     backend: Backend
     """The kernels of this call."""
-    wire_dtype: torch.dtype
-    """The dtype in which partial outputs and gradients are sent."""
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype in which partial outputs and gradients are sent."""
+        return wire_dtype(self.dtype, self.config)
+
+    @functools.cached_property
+    def of_duals(self) -> AttnCall:
+        """The same call of dual tensors (duals.py)."""
+        heads, heads_kv, d, d_v = self.shape
+        shape = Shape(heads, heads_kv, 2 * d, 2 * d_v)
+        return self.planned(shape, self.batch, self.dtype, self.net, self.backend.of_duals(), with_lse=True)
 
     @property
     def rank(self) -> int:
@@ -119,10 +122,11 @@ class AttnCall(AttnArgs):
 
     def neighbours(self, plan: PassPlan) -> Neighbours:
         """Whom this rank works with in a pass."""
-        return neighbours(self.order, self.rank, plan.arrangement)
+        return neighbours(self.net.placement.order, self.rank, plan.arrangement)
 
     def _team(self, name: str, plan: PassPlan, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
-        return comm.Team(self.group, ranks, self.transport, self.config.timeout_s, (name, *plan.arrangement))
+        transport = self.net.topology.transport
+        return comm.Team(self.group, ranks, transport, self.config.timeout_s, (name, *plan.arrangement))
 
 
 class Neighbours(NamedTuple):

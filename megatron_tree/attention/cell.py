@@ -29,16 +29,16 @@ from ..merge import (
     State,
     StateReducer,
     SumReducer,
-    bits_float,
     copy_state,
-    float_bits,
     heads_of_state,
     merge_into,
     pack_state,
+    pack_statistics,
     put_rows,
     round_state,
     state_dtype,
     unpack_state,
+    unpack_statistics,
 )
 from .heads import HeadChunk
 from .rows import HeadRows, Segments, TeamRows, VisibleRows
@@ -59,7 +59,8 @@ class Cell:
 
     def local_dtype(self, dtype: torch.dtype, has_sinks: bool) -> torch.dtype:
         """The dtype of a local state of inputs of `dtype`: theirs, unless something is merged into it."""
-        return state_dtype(dtype) if self.queries.travel or self.keys.travel or has_sinks else dtype
+        merges = self.queries.travel or self.keys.travel or has_sinks
+        return state_dtype(dtype) if merges or self.backend.dual else dtype
 
     def attend(
         self,
@@ -166,8 +167,7 @@ class CellBackward(comm.Stages):
         q, k, v, lse = self.kept
         keys, of_queries = self.cell.keys.start_gather(k, v), (q, self.dout)
         if self.cell.queries.travel:
-            statistics = torch.stack((lse, self.delta), -1).transpose(1, 2)
-            of_queries += (float_bits(statistics, q.dtype),)  # [b, s, h, words]
+            of_queries += (pack_statistics(lse, self.delta, wire=q.dtype),)
         self.arriving = self.cell.queries.start_gather(*of_queries), keys
 
     def receive(self) -> None:
@@ -207,7 +207,7 @@ class CellBackward(comm.Stages):
     def _of_other_queries(self, all_dkv: list[Tensor]) -> Tensor:
         """dq of all queries that have arrived; what the others' add to the keys is added to all_dkv in place."""
         cell, ((q, dout, bits), kv) = self.cell, self.arrived
-        lse, delta = bits_float(bits, self.delta.dtype).permute(3, 0, 2, 1)  # [b, h, rows] each
+        lse, delta = unpack_statistics(bits, self.delta, 2)
         segments = dict(q_segments=cell.queries.others, k_segments=cell.keys.arriving)
         all_dq, *parts = cell.backend.attn_bwd(dout, q, *kv, lse, delta, **segments, spec=self.chunk.spec)
         cell.queries.put_local(all_dq, self.grads[0])
@@ -232,7 +232,7 @@ class Kept(NamedTuple):
     k: Tensor
     v: Tensor
     lse: Tensor
-    """[b, h, s], with sinks."""
+    """[b, h, s], with sinks; of dual tensors (lse, mu), [b, h, s, 2]."""
 
     def part(self, chunk: HeadChunk) -> Kept:
         """The same of a chunk's heads."""
@@ -256,9 +256,18 @@ class LocalGrads:
 
 
 def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """[h]: the gradient of sinks [h], from this rank's lse, with sinks, and delta."""
-    seen = torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))
-    return -(seen * delta).sum((0, 2)).to(sinks.dtype)  # d2F/dsinks dzeta: (8)
+    """[h]: the gradient of sinks [h], from this rank's lse, with sinks, and delta; dual ones [h, 2] from dual ones."""
+    if sinks.dim() == 1:
+        return -(_weights_of_sinks(sinks, lse) * delta).sum((0, 2)).to(sinks.dtype)  # d2F/dsinks dzeta: (8)
+    (score, tangent), (lse, mu), (delta, kappa) = (x.unbind(-1) for x in (sinks, lse, delta))
+    seen, change = _weights_of_sinks(score, lse), tangent.to(lse.dtype)[:, None] - mu
+    grads = [(seen * delta).sum((0, 2)), (seen * (change * delta + kappa)).sum((0, 2))]  # (8) and (15)
+    return -torch.stack(grads, -1).to(sinks.dtype)
+
+
+def _weights_of_sinks(sinks: Tensor, lse: Tensor) -> Tensor:
+    """[b, h, s]"""
+    return torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))
 
 
 def wire_dtype(dtype: torch.dtype, config: TreeConfig) -> torch.dtype:

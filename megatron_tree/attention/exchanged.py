@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
-from ..merge import bits_float, float_bits, merge_sinks, state_dtype
+from ..merge import bits_float, merge_sinks, pack_statistics, sinks_of, state_dtype, unpack_statistics
 from ..plan import HeadSplit, PassPlan
 from .call import AttnCall
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
@@ -26,7 +25,7 @@ def forward(
     lse = bits_float(lse[0], state_dtype(q.dtype))[..., 0].transpose(1, 2).contiguous() if lse else None
     parts = zip(zip(*(chunk.kept for chunk in chunks)), (2, 2, 2, 1))
     kept = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, axis) for tensors, axis in parts)
-    return out.to(q.dtype), lse, Kept(*kept)
+    return out, lse, Kept(*kept)
 
 
 def backward(
@@ -39,15 +38,22 @@ def backward(
     dq, dk, dv = (list(parts) for parts in zip(*(chunk.results for chunk in chunks)))
     dsinks = None
     if sinks is not None:  # of this rank's heads only
-        local = run.exchange.local
-        padded = F.pad(sinks, (0, max(0, local.stop - len(sinks))))
-        dsinks = torch.zeros_like(padded)
-        dsinks[local] = sink_grads(padded[local], kept.lse, torch.cat([chunk.delta for chunk in chunks], 1))
-        dsinks = dsinks[: len(sinks)]
+        local, delta = run.exchange.local, torch.cat([chunk.delta for chunk in chunks], 1)
+        local_sinks = sinks_of(sinks, local.start, local.stop - local.start)
+        dsinks, grads = torch.zeros_like(sinks), sink_grads(local_sinks, kept.lse, delta)
+        dsinks[local] = grads[: len(dsinks[local])]
     dtype = state_dtype(dout.dtype)
     q_rows, k_rows = (x.rows_of((call.rank,)).stop for x in (call.queries, call.keys))
     dk, dv = (run.exchange.kv_summed(parts, k_rows, dtype) for parts in (dk, dv))
     return run.exchange.joined(dq, q_rows), dk, dv, dsinks
+
+
+def returned(kept: Kept, call: AttnCall) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of this rank's tokens, from those of the heads that it has after the exchange."""
+    run = _Pass(call, call.plan.forward)
+    q, k, v = run.exchange.start_to_heads((kept.q,), (kept.k, kept.v)).heads(kept.k.shape[2])
+    q_rows, k_rows = (x.rows_of((call.rank,)).stop for x in (call.queries, call.keys))
+    return run.exchange.joined([q], q_rows), *(run.exchange.kv_joined(x, k_rows) for x in (k, v))
 
 
 class _Pass:
@@ -106,14 +112,13 @@ class _ForwardChunk(_Chunk):
         self.inner.give_back()
         out, lse = self.inner.state
         if self.sinks is not None:
-            first, count = self.run.exchange.local.start + self.chunk.queries.start, out.shape[2]
-            sinks = F.pad(self.sinks, (0, max(0, first + count - len(self.sinks))))[first : first + count]
+            sinks = sinks_of(self.sinks, self.run.exchange.local.start + self.chunk.queries.start, out.shape[2])
             out, lse = merge_sinks(out, lse, sinks)  # one more term of F: (4)
-        wire = self.run.call.wire_dtype
-        results = (out.to(wire),)
+        call = self.run.call
+        results = (out.to(call.wire_dtype),)
         if self.with_lse:
-            results += (float_bits(lse.transpose(1, 2)[..., None], wire),)
-        self.kept, self.inner = Kept(*self.qkv, lse), None
+            results += (pack_statistics(lse, wire=call.wire_dtype),)
+        self.kept, self.inner = Kept(*self.qkv, call.backend.statistics(out, lse)), None
         self.leaving = self.run.exchange.start_to_heads(results)
 
 
@@ -123,12 +128,12 @@ class _BackwardChunk(_Chunk):
         self.dout, self.delta, self.kept = dout, delta, kept.part(chunk)
 
     def exchange(self) -> None:
-        bits = float_bits(self.delta.transpose(1, 2)[..., None], self.dout.dtype)
+        bits = pack_statistics(self.delta, wire=self.dout.dtype)
         self.arriving = self.run.exchange.start_to_tokens(self.chunk, (self.dout, bits))
 
     def gather(self) -> None:
         (self.dout, bits), self.arriving = self.arriving.tokens(), None
-        self.delta = bits_float(bits, self.delta.dtype)[..., 0].transpose(1, 2)
+        (self.delta,) = unpack_statistics(bits, self.delta)
         cell, args = self.run.cell, (self.dout, self.kept, self.delta)
         if cell is None:
             self.inner = RingBackward(self.run.call, self.chunk.spec, *args)

@@ -27,9 +27,10 @@ from ..layout import (
     packed_layout,
     shard_lengths,
 )
-from .autograd import TreeAttention
+from ..plan import Shape
+from .autograd import attention
 from .call import AttnArgs
-from .derivatives import check_tangents
+from .derivatives import has_tangents
 from .finite import check_finite_shares
 from .precision import autocast
 from .slices import make_slices
@@ -59,10 +60,10 @@ def tree_attn_func(
     return_lse: bool = False,
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention over a sequence sharded across ranks; differentiable. Collective over cp_group.
+    """Exact attention over a sequence sharded across ranks. Collective over cp_group.
 
-    Second derivatives exist on one rank, with config.backend="reference"; elsewhere asking for them raises ValueError,
-    as forward mode does everywhere.
+    It can be differentiated twice, backward, forward (torch.func.jvp, torch.autograd.forward_ad) and one within the
+    other, if all ranks do so (docs/derivatives.md).
 
     Args:
         q: [b, s/p, h, d], this rank's shard of the queries; any strides, fp32, bf16, fp16 or fp64.
@@ -222,7 +223,6 @@ def _attend(
     """(out[, lse][, largest logits]) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
     spec, group, config = args.spec, args.group, args.config
     check_sinks(sinks, q)
-    check_tangents(q=q, k=k, v=v, sinks=sinks)
     check_ulysses(config.ulysses_size, args.queries.world, q.shape[2])
     if return_max_logit and spec.alibi_slopes is not None:
         raise ValueError("return_max_logit=True does not take alibi_slopes: leave one of the two out")
@@ -248,13 +248,16 @@ def _attend(
         sinks=sinks is not None,
         return_lse=return_lse,
         return_max_logit=return_max_logit,
+        tangents=has_tangents(q, k, v, sinks),
         config=config,
         topology=net.fingerprint,
     )
     if return_max_logit:
         backend, largest = backend.with_largest_logits(q)
     net = net.placed(group, q.device, config)
-    out, lse = TreeAttention.apply(q, k, v, sinks, args.planned(q, k, v, net, backend, return_lse), return_lse)
+    shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    planned = args.planned(shape, q.shape[0], q.dtype, net, backend, return_lse)
+    out, lse = attention(q, k, v, sinks, planned, return_lse)
     results = (out, lse) if return_lse else (out,)
     if return_max_logit:  # every pair of a query and a key was in one rank's block
         results += (comm.all_reduce(largest, group, op="max", timeout_s=config.timeout_s),)

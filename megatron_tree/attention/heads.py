@@ -78,6 +78,11 @@ class HeadExchange:
         """[b, rows, h, d] of all chunks' query heads, as they came back."""
         return torch.cat(parts, 3).flatten(2, 4)[:, :rows, : self._split.num_heads]
 
+    def kv_joined(self, part: Tensor, rows: int) -> Tensor:
+        """[b, rows, h_kv, d] of KV heads, of which several ranks may have had a copy."""
+        h_kv, copies = self._split.num_heads_kv, self._split.copies
+        return part.flatten(2, 4)[:, :rows, : h_kv * copies : copies]
+
     def kv_summed(self, parts: list[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
         """[b, rows, h_kv, d]: the gradients of a KV head, which several ranks may have had, added up in `dtype`."""
         h_kv, copies = self._split.num_heads_kv, self._split.copies

@@ -20,7 +20,11 @@ from .ring import RingBackward, RingForward
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Kept]:
-    """(out, lse) of this rank's share, and what the backward needs. Without with_lse, lse may be None."""
+    """(out, lse) of this rank's share, out not rounded to its dtype, and what the backward needs. Without with_lse, lse
+    may be None.
+
+    Dual tensors (duals.py; sinks [h, 2]) take the same way, if call.backend is for them.
+    """
     plan = call.plan.forward
     if plan.ulysses_size > 1:
         return exchanged.forward(q, k, v, sinks, call, with_lse)
@@ -35,14 +39,15 @@ def forward(
         state = local.state
     if sinks is not None:  # merged once, after the whole tree
         state = merge_sinks(*state, sinks)  # one more term of F: (4)
-    out, lse = state[0].to(q.dtype), state[1].contiguous()
-    return out, lse, Kept(q, k, v, lse)
+    out, lse = state[0], state[1].contiguous()
+    return out, lse, Kept(q, k, v, call.backend.statistics(out, lse))
 
 
 def backward(
     dout: Tensor, delta: Tensor, kept: Kept, sinks: Tensor | None, call: AttnCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv, fp32, and dsinks. dout [b, s, h, d_v] and delta [b, h, s] are of this rank's share."""
+    """dq, dk, dv, fp32, and dsinks. dout [b, s, h, d_v] and delta [b, h, s] are of this rank's share; of dual tensors
+    delta and kappa, [b, h, s, 2]."""
     plan = call.plan.backward
     if plan.ulysses_size > 1:
         return exchanged.backward(dout, delta, kept, sinks, call)

@@ -49,7 +49,7 @@ class RingForward(comm.Stages):
         call, (q, k, v), ring = self.call, self.qkv, _Ring(self.call, self.call.plan.forward)
         kv, widths = ring.packed(k, v), (k.shape[-1], v.shape[-1])
         other = torch.empty_like(kv)
-        self.state = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
+        self.state = empty_state((*q.shape[:3], call.backend.out_dim(v)), dtype=state_dtype(q.dtype), device=q.device)
         for step in range(ring.size):
             transfer = ring.shift(kv, other) if step < ring.size - 1 else None
             keys, values = kv.transpose(0, 1).split(widths, -1)

@@ -34,6 +34,8 @@ class Backend:
     name: str
     reason: str
     module: ModuleType | Library
+    dual: bool = False
+    """Whether it takes dual tensors: see `of_duals`."""
 
     def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None):
         """Partial attention of q's segments against k's: equations (2) and (3) of docs/design.md.
@@ -43,8 +45,11 @@ class Backend:
         lse [b, h, s_q] fp32, natural log); a row that sees nothing has out 0 and lse -inf. out_dtype: what the caller
         rounds out to; a kernel whose out would be fp32 then writes it so.
         """
-        attend = self.module.attn_fwd if spec.ranges is None else functools.partial(ranges.attn_fwd, self.module)
-        return attend(q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec, out_dtype=out_dtype)
+        attend = self.module.attn_jvp if self.dual else self.module.attn_fwd
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+        if spec.ranges is None:
+            return attend(q, k, v, **call, out_dtype=out_dtype)
+        return ranges.attn_fwd(attend, q, k, v, **call, out_dim=self.out_dim(v))
 
     def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
         """This block's share of the gradients, equations (5) to (7), from the *global* statistics: sums over blocks are
@@ -53,9 +58,42 @@ class Backend:
         Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse.
         Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
         """
-        derive = self.module.attn_bwd if spec.ranges is None else functools.partial(ranges.attn_bwd, self.module)
+        derive = self.module.attn_bwd_jvp if self.dual else self.module.attn_bwd
+        if spec.ranges is not None:
+            derive = functools.partial(ranges.attn_bwd, derive)
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         return derive(dout, q, k, v, lse, delta, **call)
+
+    def of_duals(self) -> Backend:
+        """The same for dual tensors (duals.py) q, k, v and dout: values and tangents, [..., 2 d] or [..., 2 d_v].
+
+        attn_fwd is the module's `attn_jvp`, equations (9) and (10): out [b, s_q, h, 2 d_v + 1] has the columns out, r
+        and mu, all of them averages over the keys with the same weights, so that states merge as without tangents.
+        attn_bwd is `attn_bwd_jvp`, equations (5) to (7) and (12) to (14), from the *global* statistics (lse, mu) and
+        (delta, kappa), [b, h, s_q, 2] each: dq, dk and dv are dual tensors, and still sums over blocks.
+
+        Raises: ``ValueError`` for a library, which has no such kernels.
+        """
+        if isinstance(self.module, LargestLogits):
+            inner = replace(self, module=self.module.module).of_duals()
+            return replace(inner, module=LargestLogits(inner.module, self.module.largest))
+        if isinstance(self.module, Library):
+            raise ValueError(
+                f"backend={self.name!r} has first derivatives only: use backend='reference' where tangents or second "
+                "derivatives are asked for"
+            )
+        if hasattr(self.module, "attn_jvp"):
+            return replace(self, dual=True)
+        say_once(f"attention backend {self.name}: tangents and second derivatives are computed by torch's operations")
+        return replace(self, module=_module("reference"), dual=True)
+
+    def out_dim(self, v: Tensor) -> int:
+        """Columns of `attn_fwd`'s out."""
+        return v.shape[-1] + self.dual
+
+    def statistics(self, out: Tensor, lse: Tensor) -> Tensor:
+        """What a backward needs of the state (out, lse): lse [b, h, s]; of dual tensors (lse, mu), [b, h, s, 2]."""
+        return torch.stack((lse, out[..., -1].transpose(1, 2).to(lse.dtype)), -1) if self.dual else lse
 
     def attn_decode(self, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
         """Partial attention of few queries over a shard of the KV cache: the packed state, ready to be sent.
@@ -76,7 +114,7 @@ class Backend:
 
     def with_largest_logits(self, q: Tensor) -> tuple[Backend, Tensor]:
         """The same, and the largest logit [h] of the calls of its `attn_fwd`, for a call whose queries are q."""
-        module = LargestLogits(self.module, q)
+        module = LargestLogits.of_queries(self.module, q)
         return replace(self, module=module), module.largest
 
 

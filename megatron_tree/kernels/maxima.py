@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import AttnSpec
+from ..duals import halves
 from ..merge import NEG_INF, state_dtype
 from .blocks import FULL, Block, split
 from .masks import window_mask
@@ -24,19 +25,32 @@ QUERIES, KEYS = 256, 1024  # rows of a tile
 class LargestLogits:
     """A backend's module whose `attn_fwd` also keeps the largest logit of each head of the call in `largest`, [h]."""
 
-    def __init__(self, module: ModuleType, q: Tensor):
-        self._module = module
-        self.largest = torch.full((q.shape[2],), NEG_INF, dtype=state_dtype(q.dtype), device=q.device)
+    def __init__(self, module: ModuleType, largest: Tensor):
+        self.module, self.largest = module, largest
+
+    @classmethod
+    def of_queries(cls, module: ModuleType, q: Tensor) -> LargestLogits:
+        """For a call whose queries are q."""
+        return cls(module, torch.full((q.shape[2],), NEG_INF, dtype=state_dtype(q.dtype), device=q.device))
 
     def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None):
         """See `Backend.attn_fwd`. Head 0 of q is head spec.first_head of the call; beyond its last is padding."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
-        of_heads = self.largest[spec.first_head : spec.first_head + q.shape[2]]
+        self._keep_largest(q, k, call)
+        return self.module.attn_fwd(q, k, v, **call, out_dtype=out_dtype)
+
+    def attn_jvp(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None):
+        """The same of dual tensors."""
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+        self._keep_largest(halves(q)[0], halves(k)[0], call)
+        return self.module.attn_jvp(q, k, v, **call, out_dtype=out_dtype)
+
+    def _keep_largest(self, q: Tensor, k: Tensor, call: dict) -> None:
+        of_heads = self.largest[call["spec"].first_head :][: q.shape[2]]
         torch.maximum(of_heads, largest_logits(q, k, **call)[: len(of_heads)], out=of_heads)
-        return self._module.attn_fwd(q, k, v, **call, out_dtype=out_dtype)
 
     def __getattr__(self, name: str):
-        return getattr(self._module, name)
+        return getattr(self.module, name)
 
 
 @torch.no_grad()

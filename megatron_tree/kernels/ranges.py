@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import ModuleType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,24 +66,24 @@ def _cut(
 
 
 def attn_fwd(
-    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
+    attend: Callable, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.attn_fwd`; out is merged, in fp32."""
-    state = empty_state((*q.shape[:3], v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
+    """`Backend.attn_fwd` with the kernel `attend`, whose out has out_dim columns; out is merged, in fp32."""
+    state = empty_state((*q.shape[:3], out_dim), dtype=state_dtype(q.dtype), device=q.device)
     for group in slice_groups(spec):
         if segments := group.segments(tuple(q_segments), tuple(k_segments)):
-            merge_into(state, backend.attn_fwd(q, k, v, **segments, spec=group.spec))
+            merge_into(state, attend(q, k, v, **segments, spec=group.spec))
     return state
 
 
 def attn_bwd(
-    backend: ModuleType, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec
+    derive: Callable, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Backend.attn_bwd`."""
+    """`Backend.attn_bwd` with the kernel `derive`."""
     grads = tuple(torch.zeros(x.shape, dtype=state_dtype(q.dtype), device=q.device) for x in (q, k, v))
     for group in slice_groups(spec):
         if segments := group.segments(tuple(q_segments), tuple(k_segments)):
-            parts = backend.attn_bwd(dout, q, k, v, lse, delta, **segments, spec=group.spec)
+            parts = derive(dout, q, k, v, lse, delta, **segments, spec=group.spec)
             for total, part in zip(grads, parts):
                 total += part
     return grads

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..config import AttnSpec
 from ..dropout import keep_weights
+from ..duals import dual_product, halves, swapped
 from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, empty_state, state_dtype
 from .kv_cache import KVCache, decode_masked
@@ -110,6 +111,77 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
         dq[:, rows] = torch.einsum("bngqk,bknd->bqngd", ds, k).flatten(2, 3)  # d2F/dq dzeta: (7)
         dk += torch.einsum("bngqk,bqngd->bknd", ds, q_i)  # d2F/dk dzeta: (7)
     return dq, dk, dv
+
+
+def attn_jvp(
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
+) -> tuple[Tensor, Tensor]:
+    """See `Backend.attn_jvp`; out_dtype changes nothing."""
+    dtype, pairs, d_v = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec), v.shape[-1] // 2
+    out, lse = empty_state((*q.shape[:3], 2 * d_v + 1), dtype=dtype, device=q.device)
+    if k.shape[1] == 0 or q.shape[0] == 0:
+        return out, lse
+    q, (k, v) = _blank(pairs.q_seq, q)[0], _blank(pairs.k_seq, k, v)
+    k, v = k.to(dtype), v.to(dtype)
+    for rows in _strips(q.shape[1], spec):
+        s, st = _dual_logits(q[:, rows].to(dtype), k, spec)
+        s = _hidden(s, pairs.mask(rows), pairs.bias(rows))
+        m = s.amax(-1, keepdim=True)
+        p = torch.exp(s - torch.where(m == NEG_INF, 0.0, m))
+        den = p.sum(-1, keepdim=True)
+        safe = torch.where(den == 0, 1.0, den)
+        lse[..., rows] = torch.where(den == 0, NEG_INF, m + torch.log(safe)).squeeze(-1).flatten(1, 2)
+        p = p / safe
+        pst = p * st
+        mu = pst.sum(-1, keepdim=True)  # (9)
+        if spec.dropout:
+            weights = pairs.dropout_weights(rows, s)
+            p, pst = p * weights, pst * weights
+        of_values = dual_product("bngqk,bknd->bngqd", p, pst, v)  # (3) and (10)
+        out[:, rows] = torch.cat((of_values, mu), -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out, lse
+
+
+def attn_bwd_jvp(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Backend.attn_bwd_jvp`."""
+    dtype, pairs = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec)
+    group = (k.shape[2], q.shape[2] // k.shape[2])
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+    if k.shape[1] == 0:
+        return dq, dk, dv
+    (q, dout), (k, v) = _blank(pairs.q_seq, q, dout), _blank(pairs.k_seq, k, v)
+    k, v = k.to(dtype), v.to(dtype)
+    for rows in _strips(q.shape[1], spec):
+        q_i, dout_i = q[:, rows].to(dtype), dout[:, rows].to(dtype)
+        statistics = (x[..., rows, :].unflatten(1, group).unsqueeze(-2).to(dtype) for x in (lse, delta))
+        (lse_i, mu), (delta_i, kappa) = (x.unbind(-1) for x in statistics)  # [b, n, g, q, 1] each
+        capped, st = _dual_logits(q_i, k, spec)
+        s = _hidden(capped, pairs.mask(rows), pairs.bias(rows))
+        p = torch.exp(s - torch.where(lse_i == NEG_INF, -NEG_INF, lse_i))
+        dout_i, q_i = (x.unflatten(2, group) for x in (dout_i, q_i))
+        g = torch.einsum("bqngd,bknd->bngqk", halves(dout_i)[0], halves(v)[0])
+        gt = torch.einsum("bqngd,bknd->bngqk", swapped(dout_i), v)
+        pt = p * (st - mu)  # the tangent of p
+        dropped, droppedt = p, pt
+        if spec.dropout:
+            weights = pairs.dropout_weights(rows, s)
+            dropped, droppedt, g, gt = (x * weights for x in (p, pt, g, gt))
+        dv += dual_product("bngqk,bqngd->bknd", dropped, droppedt, dout_i)  # (5) and (12)
+        ds, dst = p * (g - delta_i), pt * (g - delta_i) + p * (gt - kappa)  # (6) and (13)
+        if spec.softcap:
+            slope = 1 - (capped / spec.softcap) ** 2
+            ds, dst = ds * slope, dst * slope - 2 * ds * st * capped / spec.softcap**2
+        ds, dst = ds * spec.softmax_scale, dst * spec.softmax_scale
+        dq[:, rows] = dual_product("bngqk,bknd->bqngd", ds, dst, k).flatten(2, 3)  # (7) and (14)
+        dk += dual_product("bngqk,bqngd->bknd", ds, dst, q_i)  # (7) and (14)
+    return dq, dk, dv
+
+
+def _dual_logits(q: Tensor, k: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """`logits` and their tangents, of dual tensors."""
+    s = logits(halves(q)[0], halves(k)[0], spec)
+    st = torch.einsum("bqngd,bknd->bngqk", swapped(q).unflatten(2, (k.shape[2], -1)), k) * spec.softmax_scale
+    return s, st * (1 - (s / spec.softcap) ** 2) if spec.softcap else st
 
 
 def logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:

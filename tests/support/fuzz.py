@@ -62,6 +62,7 @@ def sessions(world, calls):
         1: [(0,)],
         2: [(0, 0), (0, 1)],
         3: [(0, 0, 0), (0, 1, 2), (0, 1, 0)],
+        6: [(0, 0, 0, 0, 0, 0), (0, 0, 0, 1, 1, 1)],
         4: [(0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 1, 0), (0, 0, 0, 1)],
     }
     return st.tuples(st.sampled_from(hosts[world]), st.lists(calls, min_size=1, max_size=SESSION))

@@ -220,7 +220,7 @@ def run(rank, world, call):
         options["sinks"] = leaves[3]
     try:
         options["config"] = TreeConfig(**dict(call.config))
-        results = _called(call, *leaves[:3], options)
+        results = called(call, *leaves[:3], options)
         gradients = [dout[:, rows], dlse[..., rows]][: 1 + (call.lse == "in the loss")]
         grads = torch.autograd.grad(results[: len(gradients)], leaves, gradients)
     except ValueError as error:
@@ -229,7 +229,7 @@ def run(rank, world, call):
     return found | dict(zip(GRADIENTS, grads))
 
 
-def _called(call, q, k, v, options):
+def called(call, q, k, v, options):
     """(out,) or (out, lse)."""
     if isinstance(call.layout, Dispatched):
         found = tree_attn_varlen_func(q[0], k[0], v[0], layout=call.layout, **options)
@@ -248,9 +248,9 @@ def _called(call, q, k, v, options):
     return tuple(x[None] for x in (found if options["return_lse"] else (found,)))
 
 
-def truth(call):
-    """({result: float64 tensor of the whole sequence}, what may be seen [s_q, s_k], distances [s_q, s_k])."""
-    q, k, v, dout, dlse, sinks = call.inputs()
+def oracle_options(call):
+    """What the energy's functions take beside tensors, for the whole sequence."""
+    q, *_, sinks = call.inputs()
     mask = dict(call.mask)
     p, seed, drawn = mask.pop("dropout_p", 0.0), mask.pop("dropout_seed", None), mask.pop("ranges", None)
     mask.setdefault("softmax_scale", q.shape[-1] ** -0.5)
@@ -263,11 +263,16 @@ def truth(call):
     if p:
         positions = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=q_seq)
         weights = keep_weights(spec.dropout, batch=q.shape[0], num_heads=q.shape[2], **positions)
-    exact = [x.double() for x in (q, k, v, dout)]
-    options = dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights, distance=distances(q_pos, k_pos))
+    return dict(spec=spec, keep=keep, sinks=sinks, keep_weights=weights, distance=distances(q_pos, k_pos))
+
+
+def truth(call):
+    """({result: float64 tensor of the whole sequence}, what may be seen [s_q, s_k], distances [s_q, s_k])."""
+    *tensors, dlse, _ = call.inputs()
+    exact, options = [x.double() for x in tensors], oracle_options(call)
     out, lse = energy.attention(*exact[:3], **options)
     grads = energy.attention_grads(*exact, **options, dlse=dlse.double() if call.lse == "in the loss" else None)
-    return dict(zip(("out", "lse", *GRADIENTS), (out, lse, *grads))), keep, options["distance"]
+    return dict(zip(("out", "lse", *GRADIENTS), (out, lse, *grads))), options["keep"], options["distance"]
 
 
 def check(call, results):

@@ -16,7 +16,7 @@ LONG_FUNCTIONS = {"attn_decode_kernel"}  # a kernel of Triton is one function
 
 # From the bottom up. A module imports from its own layer and those below. docs/design.md has the same list.
 LAYERS = (
-    {"errors", "config", "dropout", "energy", "merge", "layout", "log", "files", "units", "compiled"},
+    {"errors", "config", "dropout", "duals", "energy", "merge", "layout", "log", "files", "units", "compiled"},
     {"kernels"},
     {"comm", "plan"},
     {"attention"},

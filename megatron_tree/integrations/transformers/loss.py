@@ -16,23 +16,36 @@ from .token_tiles import IGNORED, DeferredLogits
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """Sum of total / sum of count over all ranks; the gradient is that of this rank's total, times the number of ranks.
+    """Sum of total / sum of count over all ranks, and the factor of its gradient, which is that of this rank's total,
+    times the number of ranks.
 
     count_of_all: what to divide by, if it is not the sum.
     """
 
     @staticmethod
-    def forward(ctx, total: Tensor, count: Tensor, count_of_all, group, timeout_s: float) -> Tensor:
+    def forward(total: Tensor, count: Tensor, count_of_all, group, timeout_s: float) -> tuple[Tensor, Tensor]:
         sums = torch.stack((total.double(), count.double()))
         total_of_all, counted = all_reduce(sums, group, timeout_s=timeout_s)
         count_of_all = counted if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
         count_of_all = count_of_all.clamp(min=1)
-        ctx.scale = group_size(group) / count_of_all
-        return (total_of_all / count_of_all).to(total.dtype)
+        return (total_of_all / count_of_all).to(total.dtype), (group_size(group) / count_of_all).to(total.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad * ctx.scale.to(grad.dtype), None, None, None, None
+    def setup_context(ctx, inputs, output):
+        *_, ctx.group, ctx.timeout_s = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        (scale,) = ctx.saved_tensors
+        return grad * scale, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, *_):
+        (scale,) = ctx.saved_tensors
+        return all_reduce(tangent.clone(), ctx.group, timeout_s=ctx.timeout_s) * scale / group_size(ctx.group), None
 
 
 @outside_graphs
@@ -64,7 +77,7 @@ def loss_over_all_ranks(
         total = F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="sum")
     limit = (sequence_shard.config or default_config()).timeout_s
     count = (labels != IGNORED).sum()
-    return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)
+    return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)[0]
 
 
 def check_loss(model: PreTrainedModel, expected: Callable, router_logits: bool | None = None) -> None:

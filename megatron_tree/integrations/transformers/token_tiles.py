@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...attention.derivatives import once
 from .split_rules import MLPS, PROJECTIONS
 
 IGNORED = -100  # Transformers' label of a token that has no loss
@@ -71,8 +70,30 @@ class _InTiles(torch.autograd.Function):
         grads += [s.to(p.dtype) for s, p in zip(sums, ctx.parameters)]
         if torch.is_grad_enabled():
             error = "tiles have no second derivatives: leave out loss_tile and mlp_tile, or create_graph=True"
-            grads = once(grads, (*rows, *ctx.parameters, grad), error)
+            grads = _once(grads, (*rows, *ctx.parameters, grad), error)
         return None, None, None, *grads
+
+
+def _once(grads: list[Tensor | None], sources: tuple[Tensor | None, ...], error: str) -> list[Tensor | None]:
+    """The gradients that a backward with create_graph=True returns; ``ValueError(error)`` if they are differentiated.
+
+    sources: what they are functions of, with its graph: autograd looks for what it needs along that.
+    torch's once_differentiable only sees the gradients that a backward gets.
+    """
+    given = [x for x in grads if x is not None]
+    guarded = iter(_Once.apply(error, len(given), *given, *sources))
+    return [None if x is None else next(guarded) for x in grads]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, error: str, count: int, *tensors: Tensor | None):
+        ctx.error = error
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise ValueError(ctx.error)
 
 
 class DeferredLogits:
