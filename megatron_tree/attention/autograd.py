@@ -51,14 +51,12 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of this rank's shard, differentiable. Without with_lse, lse may be None."""
-    inputs = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (q, k, v, sinks)]
-    tangents = [x[1] for x in inputs]
-    again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x, _ in inputs)
-    if again or all(x is None for x in tangents):
+    again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if again or not has_tangents(q, k, v, sinks):
         replaced = (q, k, v) if again and call.plan.forward.ulysses_size > 1 and only_backward() else ()
         return TreeAttention.apply(q, k, v, sinks, call, with_lse, *map(Placeholder.apply, replaced))[:2]
-    # Nothing differentiates the tangents' primals again at this level, so one pass gives out and its tangent.
-    inputs = [x for x, _ in inputs]
+    # Nothing differentiates these inputs at this level again, so one pass gives out and its tangent.
+    inputs, tangents = zip(*((x, None) if x is None else forward_ad.unpack_dual(x) for x in (q, k, v, sinks)))
     out, lse, outt, lset, *_ = Tangent.apply(*inputs, *filled(tangents, inputs), Derivatives(call, with_lse, None))
     return forward_ad.make_dual(out, outt), forward_ad.make_dual(lse, lset)
 
@@ -81,7 +79,6 @@ class TreeAttention(torch.autograd.Function):
         q, k, v, sinks, call, with_lse, *placeholders = inputs
         ctx.derivatives = Derivatives(call, with_lse, comm.call_stamp(call.group), bool(placeholders))
         save(ctx, (*(placeholders or (q, k, v)), sinks), output, results=2)
-        ctx.save_for_forward(q, k, v, sinks, *output)
 
     @staticmethod
     @comm.outside_graphs

@@ -61,7 +61,7 @@ class AttnArgs:
         if world > 1 and comm.group_rank(self.group) == 0 and not backend.dual:
             h, h_kv, d, _ = shape
             say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
-        args = {field.name: getattr(self, field.name) for field in dataclasses.fields(AttnArgs)}
+        args = {name: getattr(self, name) for name in _ARGS}
         return AttnCall(**args, plan=plan, shape=shape, batch=batch, dtype=dtype, net=net, backend=backend)
 
     def _mask(self) -> Mask | None:
@@ -72,6 +72,9 @@ class AttnArgs:
         if windowed or dispatched or self.spec.ranges is not None or self.config.schedule == "cast":
             return Mask(self.spec.mask_bounds, self.queries, self.keys)
         return None
+
+
+_ARGS = tuple(field.name for field in dataclasses.fields(AttnArgs))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ def in_torch(group, backend: Backend) -> bool:
 
 def has_tangents(*tensors: Tensor | None) -> bool:
     """Whether any of them is differentiated in forward mode."""
+    if forward_ad._current_level < 0:
+        return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
@@ -168,9 +170,11 @@ def needed(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def save(ctx, inputs: Sequence, output: Sequence, results: int) -> None:
-    ctx.mark_non_differentiable(*output[results:])
+    if len(output) > results:
+        ctx.mark_non_differentiable(*output[results:])
     ctx.save_for_backward(*inputs, *output)
-    ctx.save_for_forward(*inputs, *output)
+    if not only_backward():
+        ctx.save_for_forward(*inputs, *output)
     ctx.set_materialize_grads(False)  # every rank takes part in a backward's collectives, even without a gradient
 
 
