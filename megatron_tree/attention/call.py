@@ -36,8 +36,8 @@ class AttnArgs:
     def planned(
         self, shape: Shape, batch: int, dtype: torch.dtype, net: GroupTopology, backend: Backend, with_lse: bool
     ) -> AttnCall:
-        """Plan the call of tensors of this shape. with_lse: the caller gets lse, which would have to be exchanged like
-        heads."""
+        """Plan the call of tensors of this shape, and of the same with tangents if backend.dual. with_lse: as in
+        `plan_training`."""
         config, world = self.config, self.queries.world
         plan = plan_training(
             world,
@@ -48,11 +48,13 @@ class AttnArgs:
             bytes_per_word=dtype.itemsize,
             causal=self.spec.causal,
             visible_fraction=_visible_fraction(self),
+            with_lse=with_lse,
+            dual=backend.dual,
             mask=self._mask(),
             topology=net.topology,
             placement=net.placement,
             schedule=config.schedule,
-            ulysses_size=1 if config.ulysses_size is None and with_lse else config.ulysses_size,
+            ulysses_size=config.ulysses_size,
             grid=config.grid,
             grid_backward=config.grid_backward,
             head_chunks=config.head_chunks,
@@ -83,7 +85,7 @@ class AttnCall(AttnArgs):
 
     plan: TrainingPlan
     shape: Shape
-    """Of the call's tensors on this rank."""
+    """Of the call's tensors on this rank, without tangents."""
     batch: int
     dtype: torch.dtype
     net: GroupTopology
@@ -98,9 +100,7 @@ class AttnCall(AttnArgs):
     @functools.cached_property
     def of_duals(self) -> AttnCall:
         """The same call of dual tensors (duals.py)."""
-        heads, heads_kv, d, d_v = self.shape
-        shape = Shape(heads, heads_kv, 2 * d, 2 * d_v)
-        return self.planned(shape, self.batch, self.dtype, self.net, self.backend.of_duals(), with_lse=True)
+        return self.planned(self.shape, self.batch, self.dtype, self.net, self.backend.of_duals(), with_lse=True)
 
     @property
     def rank(self) -> int:

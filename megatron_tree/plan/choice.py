@@ -23,7 +23,10 @@ Candidate = TypeVar("Candidate", PassPlan, ReductionPlan)
 
 
 def choose_pair(
-    options: Sequence[Sequence[Sequence[PassPlan]]], placed: PlacedTopology, budget: int | None
+    options: Sequence[Sequence[Sequence[PassPlan]]],
+    placed: PlacedTopology,
+    budget: int | None,
+    names: tuple[str, str] = ("forward", "backward"),
 ) -> tuple[PassPlan, PassPlan]:
     """The best forward and backward. Each of the options lists the candidates of both passes that go together.
 
@@ -33,7 +36,7 @@ def choose_pair(
     fitting = [passes for passes in fitting if all(passes)]
     if not fitting:  # each pass may fit on its own, with another exchange of heads
         least = min(options, key=lambda passes: max(min(c.cost.peak_bytes for c in of_pass) for of_pass in passes))
-        for name, candidates in zip(("forward", "backward"), least):
+        for name, candidates in zip(names, least):
             choose(candidates, placed, budget, name)
     bests = [sum(_least(candidates) for candidates in passes) for passes in fitting]
     limit = TIE * min(bests)
@@ -54,7 +57,7 @@ def choose(allowed: Sequence[Candidate], placed: PlacedTopology, budget: int | N
     if not fitting:
         need = min(c.cost.peak_bytes for c in allowed)
         raise ValueError(
-            f"memory_budget={budget} bytes is too small for the {name}'s communication buffers: the least that "
+            f"memory_budget={budget} bytes is too small for the communication buffers of the {name}: the least that "
             f"{'any schedule' if len(allowed) > 1 else 'this schedule'} needs is {need} bytes ({format_bytes(need)})"
         )
     return _best([c for c in fitting if c.cost.time_s <= TIE * _least(fitting)], placed)

@@ -23,6 +23,7 @@ examples:
   megatron-tree plan --topology dgx_h100 --nodes 16 --seq-len 1M --heads 32 --kv-heads 8 --head-dim 128
   megatron-tree plan --topology ethernet --nodes 4 --ranks-per-node 4 --pass decode --seq-len 128k
   megatron-tree plan --topology dgx_h100 --nodes 8 --pass backward --memory-budget 2GB --json
+  megatron-tree plan --topology dgx_h100 --nodes 8 --pass jvp --seq-len 64k --kv-heads 8
   megatron-tree plan --topology mine.yaml --nodes 32 --seq-len 1M --all
   megatron-tree plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
   megatron-tree plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
@@ -32,7 +33,8 @@ examples:
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
 """
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-PASSES = ("forward", "backward", "decode")
+TRAINING, DUAL = ("forward", "backward"), ("jvp", "second")
+PASSES = (*TRAINING, "decode")
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, help="the config.json of a model: print what a decode step of the whole model reads, "
         "sends and takes for every way to share its weights, and nothing else")  # fmt: skip
     add = parser.add_argument_group("the plan").add_argument
-    add("--pass", dest="passes", choices=(*PASSES, "all"), default="all", help="what to plan (default all)")
+    add("--pass", dest="passes", choices=("all", *PASSES, *DUAL), default="all", help="what to plan: forward, backward "
+        "and decode (all, the default) or one of them; a forward with tangents (jvp); a second-order pass (second)",
+        )  # fmt: skip
     add("--memory-budget", type=parse_bytes, help="of a rank's communication buffers, for instance 2GB")
     add("--all", action="store_true", help="print every candidate (default: the chosen one, the fastest, the rivals)")
     add("--json", action="store_true", help="print all candidates as one JSON object instead of tables")
@@ -106,11 +110,12 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
     shape = Shape(args.heads, args.kv_heads, args.head_dim, args.head_dim).over(args.tp)
     tables, chosen, reasons = {}, [], {}
-    if {"forward", "backward"} & set(passes):
-        plan = _training(args, topology, hosts, shape)
-        tables |= {name: table for name, table in zip(PASSES, plan.candidates) if name in passes}
-        chosen += [plan.forward, plan.backward]
-        reasons["training"] = plan.reason
+    for of_plan, what in ((TRAINING, "training"), (DUAL, "derivatives")):
+        if set(of_plan) & set(passes):
+            plan = _training(args, topology, hosts, shape, dual=of_plan == DUAL)
+            tables |= {name: table for name, table in zip(of_plan, plan.candidates) if name in passes}
+            chosen += [plan.forward, plan.backward]
+            reasons[what] = plan.reason
     if "decode" in passes:
         plan = _decode(args, topology, hosts, shape)
         tables["decode"] = plan.candidates
@@ -153,7 +158,7 @@ def _model(args, topology: Topology, hosts: list[int]) -> None:
     _print_rows(rows)
 
 
-def _training(args, topology: Topology, hosts: list[int], shape: Shape):
+def _training(args, topology: Topology, hosts: list[int], shape: Shape, dual: bool):
     fraction, mask, layout = 1.0, None, "zigzag"
     if args.documents is not None:
         layout = spread_documents(args.documents, len(hosts))
@@ -172,6 +177,8 @@ def _training(args, topology: Topology, hosts: list[int], shape: Shape):
         seq_len=args.seq_len,
         bytes_per_word=BYTES[args.dtype],
         visible_fraction=fraction,
+        with_lse=dual,
+        dual=dual,
         mask=mask,
         topology=topology,
         placement=place(topology, hosts),

@@ -48,6 +48,8 @@ def plan_training(
     bytes_per_word: int,
     causal: bool = True,
     visible_fraction: float = 1.0,
+    with_lse: bool = False,
+    dual: bool = False,
     mask: Mask | None = None,
     topology: Topology,
     placement: Placement,
@@ -65,15 +67,17 @@ def plan_training(
         batch, seq_len, seq_len_kv: of the call, with all tokens of the sequence; seq_len_kv (default seq_len): of cross
             attention's keys.
         visible_fraction: of the (query, key) pairs within one document and the window, before the causal mask.
+        with_lse: the caller gets lse, which would have to be exchanged like heads.
+        dual: of dual tensors (duals.py): the forward has tangents and the backward is a second-order pass.
         mask: who sees which keys; with it the cast is a candidate, too. The schedule "cast" needs it.
         bytes_per_word: of the inputs' dtype; messages use the same dtype.
         topology, placement: the machine, and the group's ranks in it.
-        ulysses_size: None: any that divides the ranks, but 1 with a pinned grid or the ring.
+        ulysses_size: None: any that divides the ranks, but 1 with a pinned grid, the ring, or `with_lse`.
 
     Raises: ValueError for a grid or head chunks that don't fit the call, and if no schedule fits the budget.
     """
     placed = _placed(world, topology, placement)
-    if ulysses_size is None and (schedule == "ring" or grid or grid_backward):
+    if ulysses_size is None and (schedule == "ring" or grid or grid_backward or with_lse):
         ulysses_size = 1
     sizes = CallSizes.of(
         world,
@@ -84,6 +88,8 @@ def plan_training(
         bytes_per_word=bytes_per_word,
         causal=causal,
         visible_fraction=visible_fraction,
+        with_lse=with_lse,
+        dual=dual,
     )
     weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask)
     splits = weigh.head_placements(ulysses_size)
@@ -95,14 +101,16 @@ def plan_training(
         options = [*grids_of, *mixed]
     pinned = grid or grid_backward or schedule in ("ring", "cast") or (ulysses_size or 1) > 1
     tables = tuple(_by_time([c for passes in (*grids_of, *rings_of) for c in passes[n]]) for n in (0, 1))
-    return _training_plan(choose_pair(options, placed, memory_budget), tables, placed, bool(pinned))
+    names = ("forward with tangents", "second-order pass") if dual else ("forward", "backward")
+    chosen = choose_pair(options, placed, memory_budget, names)
+    return _training_plan(chosen, names, tables, placed, bool(pinned))
 
 
-def _training_plan(chosen: tuple[PassPlan, PassPlan], tables, placed: PlacedTopology, pinned: bool) -> TrainingPlan:
-    """tables: all candidates for the forward and for the backward, fastest first."""
+def _training_plan(chosen: tuple[PassPlan, PassPlan], names, tables, placed: PlacedTopology, pinned: bool):
+    """The plan, with its reason. tables: all candidates for the forward and for the backward, fastest first."""
     reasons = [
         f"{name} on {best}{' (as asked for)' * pinned}: {_summary(best.cost, placed)}{_baselines(best, table)}"
-        for name, best, table in zip(("forward", "backward"), chosen, tables)
+        for name, best, table in zip(names, chosen, tables)
     ]
     reason = f"{'; '.join(reasons)} (predicted for {placed.topology.name})"
     return TrainingPlan(forward=chosen[0], backward=chosen[1], reason=reason, candidates=tables)

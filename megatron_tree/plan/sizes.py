@@ -9,19 +9,25 @@ from .plans import Shape
 from .topology import Topology
 
 STATISTIC = 4  # bytes of lse or delta of one query and head
+DUAL_PRODUCTS = 3  # of x y: itself, and the two terms of its tangent
 
 
 class CallSizes(NamedTuple):
-    """Bytes of one rank's shard in an attention call, and its compute."""
+    """Bytes of one rank's shard in an attention call, with tangents if it is of dual tensors, and its compute."""
 
     q: float
     o: float
     statistic: float
+    """Of lse or delta, without tangents."""
     kv: float
     flops: float
     """Floating-point operations of one rank's forward."""
     widening: float
     """Bytes of the kernels' fp32 results per byte of what travels."""
+    mu: float = 0.0
+    """Of the tangent of lse, a column of dual states; 0 without tangents."""
+    with_lse: bool = False
+    """Whether an exchange of heads returns lse with out."""
 
     @classmethod
     def of(
@@ -35,18 +41,23 @@ class CallSizes(NamedTuple):
         causal: bool,
         seq_len_kv: int | None = None,
         visible_fraction: float = 1.0,
+        with_lse: bool = False,
+        dual: bool = False,
     ) -> CallSizes:
         h, h_kv, d, d_v = shape
         seq_len_kv = seq_len if seq_len_kv is None else seq_len_kv
         tokens, tokens_kv = (batch * -(-s // world) for s in (seq_len, seq_len_kv))
         pairs = visible_fraction * tokens * seq_len_kv * h / (2 if causal else 1)
+        numbers = 2 if dual else 1
         return cls(
-            q=tokens * h * d * bytes_per_word,
-            o=tokens * h * d_v * bytes_per_word,
-            statistic=tokens * h * STATISTIC,
-            kv=tokens_kv * h_kv * (d + d_v) * bytes_per_word,
-            flops=2 * pairs * (d + d_v),
+            q=tokens * h * d * bytes_per_word * numbers,
+            o=tokens * h * d_v * bytes_per_word * numbers,
+            statistic=tokens * h * max(STATISTIC, bytes_per_word),
+            kv=tokens_kv * h_kv * (d + d_v) * bytes_per_word * numbers,
+            flops=2 * pairs * (d + d_v) * (DUAL_PRODUCTS if dual else 1),
             widening=max(1.0, 4 / bytes_per_word),
+            mu=tokens * h * bytes_per_word if dual else 0.0,
+            with_lse=with_lse,
         )
 
     def split(self, split: HeadSplit) -> CallSizes:
@@ -55,22 +66,37 @@ class CallSizes(NamedTuple):
             q=self.q * split.padding,
             o=self.o * split.padding,
             statistic=self.statistic * split.padding,
+            mu=self.mu * split.padding,
             kv=self.kv * split.kv_padding,
             flops=self.flops * split.padding,
         )
 
+    @property
+    def out(self) -> float:
+        """Of a state without lse: of the kernels' results."""
+        return self.o + self.mu
+
+    @property
+    def _backward_statistics(self) -> float:
+        """Of lse and delta, or of lse, mu, delta and kappa."""
+        return self.statistic * (4 if self.mu else 2)
+
     def exchanged(self, backward: bool) -> tuple[float, float]:
         """Bytes of a shard that are exchanged before and after attention; each of u ranks sends (u - 1) / u of them."""
-        return (self.o + self.statistic, self.q + self.kv) if backward else (self.q + self.kv, self.o)
+        if backward:
+            return self.o + self._backward_statistics / 2, self.q + self.kv  # delta alone: lse is there
+        return self.q + self.kv, self.out + self.statistic * self.with_lse
 
-    def in_query_team(self, backward: bool) -> tuple[int, int]:
+    def in_query_team(self, backward: bool) -> tuple[float, float]:
         """(gathered, reduced) bytes of a shard that a query team exchanges."""
-        return (self.q + self.o + 2 * self.statistic, self.q) if backward else (self.q, self.o + self.statistic)
+        if backward:
+            return self.q + self.o + self._backward_statistics, self.q
+        return self.q, self.out + self.statistic
 
-    def in_key_team(self, backward: bool) -> tuple[int, int]:
+    def in_key_team(self, backward: bool) -> tuple[float, float]:
         """(gathered, reduced) bytes of a shard that a key team exchanges."""
         return self.kv, self.kv if backward else 0
 
     def seconds(self, topology: Topology, backward: bool) -> float:
-        """Seconds of a rank's attention: two matrix products forward, five backward."""
+        """Seconds of a rank's attention: two matrix products forward, five backward, or of dual tensors six and 15."""
         return self.flops * (2.5 if backward else 1) / topology.flops

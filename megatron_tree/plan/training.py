@@ -105,7 +105,7 @@ def _grid_buffers(sizes: CallSizes, grid: tuple[int, int], chunks: int, backward
     if a == b == 1:
         return 0.0
     (down, up), (along, back) = sizes.in_query_team(backward), sizes.in_key_team(backward)
-    queries, keys = (sizes.q, sizes.kv) if backward else (sizes.o, 0)  # bytes of the results per share of each
+    queries, keys = (sizes.q, sizes.kv) if backward else (sizes.out, 0)  # bytes of the results per share of each
     moves_q, moves_kv = a > 1, b > 1
     gathered = a * down * moves_q + b * along * moves_kv
     partial = a * up * moves_q + b * back * moves_kv
@@ -252,7 +252,7 @@ def ring_plan(
     sizes = sizes.split(split) if u > 1 else sizes
     compute, hops = sizes.seconds(placed.topology, backward), _hops(placed, arrangement)
     shifted = [sizes.kv, sizes.kv] if backward else [sizes.kv]
-    results = sizes.q + sizes.kv if backward else sizes.o  # the running sum and this step's part
+    results = sizes.q + sizes.kv if backward else sizes.out  # the running sum and this step's part
     sharers = arrangement.heads[1]
     step, each = placed.shift(shifted, hops, sharers)
     local_s = compute / n

@@ -4,7 +4,6 @@ test_fuzz_derivatives.py has masks, layouts and schedules.
 """
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,9 @@ from torch.autograd import forward_ad
 from megatron_tree import TreeConfig, comm, energy, shard_positions, tree_attn_func, tree_decode, tree_prefill
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Segment
+from megatron_tree.plan import Shape, grids
 from support.attention import configs, make_inputs, make_sinks
+from support.plans import training
 from support.ranks import run_distributed
 
 WITHOUT_THIRD = "attention has no third derivatives"
@@ -192,42 +193,60 @@ def _counted(call):
     return result, sum(x.bytes for x in sent)
 
 
-def _sent(rank, world, heads, d):
+SIZES = Shape(4, 2, 16, 16)
+
+
+def _schedules(world):
+    """Options of `TreeConfig` and of the planner."""
+    yield dict(schedule="ring")
+    yield from (dict(grid=grid, head_chunks=1) for grid in grids(world))
+    yield from (dict(ulysses_size=u, grid=grid) for u in (2, 4) if world % u == 0 for grid in grids(world // u))
+
+
+def _sent(rank, world, dtype):
     """By schedule: bytes that this rank sends in a forward, in one with tangents, a backward and a second-order one."""
-    whole, directions = inputs_and_tangents(8 * world, heads, batch=1, d=d, d_v=d, dtype=torch.float32)
+    whole, directions = inputs_and_tangents(8 * world, SIZES[:2], batch=1, d=16, d_v=16, dtype=dtype)
     rows = shard_positions(8 * world, rank, world, "zigzag")
     inputs, tangents = (tuple(x[:, rows] for x in tensors[:3]) for tensors in (whole, directions))
-    return {label: _sent_with(config, "grid" in label, inputs, tangents) for label, config in configs(world)}
+    return [_sent_with(options, inputs, tangents) for options in _schedules(world)]
 
 
-def _sent_with(config, is_grid, inputs, tangents):
-    config = replace(config, backend="reference", transport="direct", head_chunks=1 if is_grid else None)
+def _sent_with(options, inputs, tangents):
+    config = TreeConfig(backend="reference", transport="direct", **options)
     attend = functools.partial(tree_attn_func, cp_group=dist.group.WORLD, config=config)
     _, forward = _counted(lambda: attend(*inputs))
     _, tangent = _counted(lambda: torch.func.jvp(attend, inputs, tangents))
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = attend(*leaves)
     grads, backward = _counted(lambda: torch.autograd.grad(out.sum(), leaves, create_graph=True))
-    _, second = _counted(lambda: torch.autograd.grad(grads, leaves, tangents))
-    return forward, tangent, backward, second
+    _, both = _counted(lambda: torch.autograd.grad(grads, leaves, tangents))
+    return forward, backward, tangent, both - tangent
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("world", [2, 4])
-def test_bytes_equal_the_formula(world):
-    """With tangents every number that travels has one beside it, and a state mu as well: docs/design.md, section 1."""
-    (h, h_kv), d, rows, word = (4, 2), 16, 8, 4
-    for by_label in run_distributed(_sent, world, (4, 2), d):
-        for label, (forward, tangent, backward, second) in by_label.items():
-            if not label.startswith("grid"):
-                assert tangent <= 2.1 * forward
-                continue
-            a, b = map(int, label[5:].split("x"))
-            q, kv = rows * h * d * word, 2 * rows * h_kv * d * word
-            o, one = rows * h * d * word, rows * h * word  # an output, and a statistic of every query
-            assert forward == (a - 1) * (q + o + one) + (b - 1) * kv
-            assert tangent == (a - 1) * (2 * q + 2 * o + 2 * one) + (b - 1) * 2 * kv <= 2.1 * forward
-            assert backward == (a - 1) * (q + o + 2 * one + q) + (b - 1) * 2 * kv
-            assert second == tangent + (a - 1) * (2 * q + 2 * o + 4 * one + 2 * q) + (b - 1) * 4 * kv
+def test_bytes_equal_the_formula(world, dtype):
+    """With tangents every number that travels has one beside it, and a state mu as well: docs/design.md, section 1.
+    The planner counts the same bytes."""
+    (h, h_kv, d, _), rows, word = SIZES, 8, dtype.itemsize
+    q, kv = rows * h * d * word, 2 * rows * h_kv * d * word  # q is as large as an output
+    one, mu = rows * h * max(word, 4), rows * h * word  # a statistic of every query travels bit for bit
+    for by_schedule in run_distributed(_sent, world, dtype):
+        for options, sent in zip(_schedules(world), by_schedule, strict=True):
+            size = dict(batch=1, seq_len=rows * world, bytes_per_word=word)
+            plans = [training(world, SIZES, **size, **options, with_lse=dual, dual=dual) for dual in (False, True)]
+            forward, backward, tangent, second = sent
+            u = options.get("ulysses_size", 1)
+            second -= (u - 1) / u * (q + kv * max(1, u / h_kv))  # a backward of a backward first sends q, k and v back
+            planned = [of_pass.cost.bytes for plan in plans for of_pass in (plan.forward, plan.backward)]
+            assert [forward, backward, tangent, second] == planned
+            assert tangent <= 2.1 * forward
+            if options.keys() == {"grid", "head_chunks"}:
+                a, b = options["grid"]
+                assert forward == (a - 1) * (2 * q + one) + (b - 1) * kv
+                assert tangent == (a - 1) * (4 * q + one + mu) + (b - 1) * 2 * kv
+                assert backward == (a - 1) * (3 * q + 2 * one) + (b - 1) * 2 * kv
+                assert second == 2 * backward
 
 
 def _low_precision(rank, world, dtype):

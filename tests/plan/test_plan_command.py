@@ -40,6 +40,22 @@ def test_json_holds_all_candidates(capsys):
     assert {rival for c in found["forward"] for rival in c["rivals"]} >= {"ring", "KV gather", "Ulysses"}
 
 
+@pytest.mark.parametrize(("name", "plain"), [("jvp", "forward"), ("second", "backward")])
+def test_passes_with_tangents(capsys, name, plain):
+    """Every number that travels has a tangent beside it, and every product two more; a state has mu as well."""
+    found, without = (planned(capsys, *SMALL, "--pass", passes)[passes] for passes in (name, plain))
+    schedule = lambda c: tuple(c[key] for key in ("schedule", "heads", "grid", "inner"))  # noqa: E731
+    same = {schedule(c): c for c in without}
+    assert found and {c["heads"] for c in found} == {"1x1"}  # heads are exchanged where ulysses_size says so
+    for c in found:
+        assert c["compute_s"] == pytest.approx(3 * same[schedule(c)]["compute_s"])
+        for level in ("bytes_over_loopback", "bytes_over_ethernet"):
+            assert c[level] == pytest.approx(2 * same[schedule(c)][level], rel=2e-3)  # mu has fewer bytes than lse
+    assert main([*SMALL, "--pass", name]) == 0
+    out = capsys.readouterr().out
+    assert f"   {name} " in out and "forward with tangents on" in out and "second-order pass on" in out
+
+
 def test_documents_that_fit_on_one_rank_send_nothing(capsys):
     """The cast of eight documents of one length over four ranks; others send as much as of one sequence."""
     found = planned(capsys, *SMALL, "--documents", "8x1k", "--pass", "forward")["forward"]
