@@ -7,7 +7,7 @@ of docs/design.md, section 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -123,22 +123,21 @@ def attn_jvp(
         return out, lse
     q, (k, v) = _blank(pairs.q_seq, q)[0], _blank(pairs.k_seq, k, v)
     k, v = k.to(dtype), v.to(dtype)
-    for rows in _strips(q.shape[1], spec):
-        s, st = _dual_logits(q[:, rows].to(dtype), k, spec)
-        s = _hidden(s, pairs.mask(rows), pairs.bias(rows))
+    for rows, keys, keep in pairs.strips():
+        s, st = _dual_logits(q[:, rows].to(dtype) * spec.softmax_scale, k[:, keys], spec)
+        s = _hidden_(s, keep, pairs.bias(rows, keys))
         m = s.amax(-1, keepdim=True)
-        p = torch.exp(s - torch.where(m == NEG_INF, 0.0, m))
+        p = s.sub_(torch.where(m == NEG_INF, 0.0, m)).exp_()
         den = p.sum(-1, keepdim=True)
         safe = torch.where(den == 0, 1.0, den)
         lse[..., rows] = torch.where(den == 0, NEG_INF, m + torch.log(safe)).squeeze(-1).flatten(1, 2)
-        p = p / safe
-        pst = p * st
+        pst = st.mul_(p)
         mu = pst.sum(-1, keepdim=True)  # (9)
         if spec.dropout:
-            weights = pairs.dropout_weights(rows, s)
-            p, pst = p * weights, pst * weights
-        of_values = dual_product("bngqk,bknd->bngqd", p, pst, v)  # (3) and (10)
-        out[:, rows] = torch.cat((of_values, mu), -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            weights = pairs.dropout_weights(rows, p, keys)
+            p, pst = p.mul_(weights), pst.mul_(weights)
+        of_values = dual_product("bngqk,bknd->bngqd", p, pst, v[:, keys])  # (3) and (10)
+        out[:, rows] = (torch.cat((of_values, mu), -1) / safe).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out, lse
 
 
@@ -151,43 +150,62 @@ def attn_bwd_jvp(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: Att
         return dq, dk, dv
     (q, dout), (k, v) = _blank(pairs.q_seq, q, dout), _blank(pairs.k_seq, k, v)
     k, v = k.to(dtype), v.to(dtype)
-    for rows in _strips(q.shape[1], spec):
-        q_i, dout_i = q[:, rows].to(dtype), dout[:, rows].to(dtype)
+    for rows, keys, keep in pairs.strips():
+        q_i, dout_i = q[:, rows].to(dtype) * spec.softmax_scale, dout[:, rows].to(dtype)
+        k_i, v_i = k[:, keys], v[:, keys]
         statistics = (x[..., rows, :].unflatten(1, group).unsqueeze(-2).to(dtype) for x in (lse, delta))
         (lse_i, mu), (delta_i, kappa) = (x.unbind(-1) for x in statistics)  # [b, n, g, q, 1] each
-        capped, st = _dual_logits(q_i, k, spec)
-        s = _hidden(capped, pairs.mask(rows), pairs.bias(rows))
-        p = torch.exp(s - torch.where(lse_i == NEG_INF, -NEG_INF, lse_i))
+        capped, st = _dual_logits(q_i, k_i, spec)
+        s = _hidden_(capped.clone() if spec.softcap else capped, keep, pairs.bias(rows, keys))
+        p = s.sub_(torch.where(lse_i == NEG_INF, -NEG_INF, lse_i)).exp_()
         dout_i, q_i = (x.unflatten(2, group) for x in (dout_i, q_i))
-        g = torch.einsum("bqngd,bknd->bngqk", halves(dout_i)[0], halves(v)[0])
-        gt = torch.einsum("bqngd,bknd->bngqk", swapped(dout_i), v)
-        pt = p * (st - mu)  # the tangent of p
+        g = torch.einsum("bqngd,bknd->bngqk", halves(dout_i)[0], halves(v_i)[0])
+        gt = torch.einsum("bqngd,bknd->bngqk", swapped(dout_i), v_i)
+        pt = (st - mu).mul_(p)  # the tangent of p
         dropped, droppedt = p, pt
         if spec.dropout:
-            weights = pairs.dropout_weights(rows, s)
+            weights = pairs.dropout_weights(rows, p, keys)
             dropped, droppedt, g, gt = (x * weights for x in (p, pt, g, gt))
-        dv += dual_product("bngqk,bqngd->bknd", dropped, droppedt, dout_i)  # (5) and (12)
-        ds, dst = p * (g - delta_i), pt * (g - delta_i) + p * (gt - kappa)  # (6) and (13)
+        dv[:, keys] += dual_product("bngqk,bqngd->bknd", dropped, droppedt, dout_i)  # (5) and (12)
+        g, gt = g.sub_(delta_i), gt.sub_(kappa)
+        dst = pt.mul_(g).addcmul_(p, gt)  # (13)
+        ds = g.mul_(p)  # (6)
         if spec.softcap:
             slope = 1 - (capped / spec.softcap) ** 2
             ds, dst = ds * slope, dst * slope - 2 * ds * st * capped / spec.softcap**2
-        ds, dst = ds * spec.softmax_scale, dst * spec.softmax_scale
-        dq[:, rows] = dual_product("bngqk,bknd->bqngd", ds, dst, k).flatten(2, 3)  # (7) and (14)
-        dk += dual_product("bngqk,bqngd->bknd", ds, dst, q_i)  # (7) and (14)
+        dq_i = dual_product("bngqk,bknd->bqngd", ds, dst, k_i)  # (7) and (14)
+        dq[:, rows] = dq_i.mul_(spec.softmax_scale).flatten(2, 3)
+        dk[:, keys] += dual_product("bngqk,bqngd->bknd", ds, dst, q_i)  # (7) and (14)
     return dq, dk, dv
 
 
 def _dual_logits(q: Tensor, k: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """`logits` and their tangents, of dual tensors."""
-    s = logits(halves(q)[0], halves(k)[0], spec)
-    st = torch.einsum("bqngd,bknd->bngqk", swapped(q).unflatten(2, (k.shape[2], -1)), k) * spec.softmax_scale
-    return s, st * (1 - (s / spec.softcap) ** 2) if spec.softcap else st
+    """`logits` and their tangents, of dual tensors; q is scaled."""
+    q = q.unflatten(2, (k.shape[2], -1))
+    s = torch.einsum("bqngd,bknd->bngqk", halves(q)[0], halves(k)[0])
+    st = torch.einsum("bqngd,bknd->bngqk", swapped(q), k)
+    if spec.softcap:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+        st = st * (1 - (s / spec.softcap) ** 2)
+    return s, st
 
 
 def logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
     """[b, n, g, s_q, s_k] of q [b, s_q, n * g, d] and k [b, s_k, n, d], with softcap applied."""
     s = torch.einsum("bqngd,bknd->bngqk", q.unflatten(2, (k.shape[2], -1)), k) * spec.softmax_scale
     return spec.softcap * torch.tanh(s / spec.softcap) if spec.softcap else s
+
+
+def _hidden_(s: Tensor, keep: Tensor, bias: Tensor | None) -> Tensor:
+    """`_hidden` in place, under a mask [s_q, s_k]."""
+    if bias is not None:
+        s += bias.unflatten(1, s.shape[1:3])
+    hidden = ~keep
+    some = hidden.any(0).nonzero()[:, 0]
+    if len(some):
+        keys = slice(int(some[0]), int(some[-1]) + 1)  # under a causal mask the last few
+        s[..., keys].masked_fill_(hidden[:, keys], NEG_INF)
+    return s
 
 
 def _hidden(s: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -211,26 +229,44 @@ class _Pairs:
             sequences_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
         )
 
-    def mask(self, rows: slice) -> Tensor:
-        """bool [rows, s_k]."""
+    def mask(self, rows: slice, keys: slice | Tensor = slice(None)) -> Tensor:
+        """bool [rows, keys]."""
         q_seq = self.q_seq[rows, None]
-        return window_mask(self.q_pos[rows], self.k_pos, self.spec) & (q_seq == self.k_seq) & (q_seq >= 0)
+        same = q_seq.masked_fill(q_seq < 0, -2) == self.k_seq[keys]  # padding, -1, is in no sequence
+        return window_mask(self.q_pos[rows], self.k_pos[keys], self.spec) & same
 
-    def bias(self, rows: slice) -> Tensor | None:
-        """What ALiBi adds to logits, [1 or b, h, rows, s_k]; None where it is off."""
+    def strips(self) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
+        """(query rows, keys, the mask of these pairs), without the keys that none of these rows can see."""
+        spec = self.spec
+        for rows in _strips(len(self.q_pos), spec):
+            (q_first, q_last), (first, last) = (x[rows].aminmax() for x in (self.q_pos, self.q_seq))
+            seen = (self.k_seq >= first.clamp(min=0)) & (self.k_seq <= last)
+            if spec.left is not None:
+                seen &= self.k_pos >= q_first - spec.left
+            if spec.right is not None:
+                seen &= self.k_pos <= q_last + spec.right
+            keys = seen.nonzero()[:, 0]
+            if len(keys) == 0:
+                continue
+            ends = int(keys[0]), int(keys[-1]) + 1
+            keys = slice(*ends) if ends[1] - ends[0] == len(keys) else keys  # a view where there are no gaps
+            yield rows, keys, self.mask(rows, keys)
+
+    def bias(self, rows: slice, keys: slice | Tensor = slice(None)) -> Tensor | None:
+        """What ALiBi adds to logits, [1 or b, h, rows, keys]; None where it is off."""
         if self.spec.alibi_slopes is None:
             return None
-        return alibi_bias(self.spec, self.q_pos[rows], self.k_pos, self.dtype)
+        return alibi_bias(self.spec, self.q_pos[rows], self.k_pos[keys], self.dtype)
 
-    def dropout_weights(self, rows: slice, like: Tensor) -> Tensor:
-        """Dropout's factors of the values, as `like` [b, n, g, rows, s_k]."""
+    def dropout_weights(self, rows: slice, like: Tensor, keys: slice | Tensor = slice(None)) -> Tensor:
+        """Dropout's factors of the values, as `like` [b, n, g, rows, keys]."""
         b, n, g = like.shape[:3]
         return keep_weights(
             self.spec.dropout,
             batch=b,
             num_heads=n * g,
             q_positions=self.q_pos[rows],
-            k_positions=self.k_pos,
+            k_positions=self.k_pos[keys],
             q_sequences=self.q_seq[rows],
             dtype=like.dtype,
         ).unflatten(1, (n, g))
