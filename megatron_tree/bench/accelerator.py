@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..kernels import Backend
 from ..kernels.blocks import DIAGONAL, split
+from ..plan.sizes import DUAL_PRODUCTS
 
 SAMPLES = 32  # rows of a tensor that identify it
 
@@ -59,13 +60,13 @@ class Accelerator:
         """Sleep instead of computing; return copies of the recorded results."""
         return _replaced(self._replay)
 
-    def _record(self, name: str, run, args, options):
+    def _record(self, name: str, run, args, options, dual: bool):
         result = run(*args, **options)
         self._results[_key(name, args, options)] = _copy(result)
         return result
 
-    def _replay(self, name: str, run, args, options):
-        end = time.monotonic() + self.seconds(name, args, options)
+    def _replay(self, name: str, run, args, options, dual: bool):
+        end = time.monotonic() + self.seconds(name, args, options, dual)
         key = _key(name, args, options)
         if key not in self._results:
             raise UnseenInput(f"{name} got queries or keys that the checked step did not have: {key[1]}")
@@ -73,13 +74,15 @@ class Accelerator:
         sleep_until(end)
         return result
 
-    def seconds(self, name: str, args, options) -> float:
-        """Duration of one call: from the shard's bytes for decoding, from the visible pairs' flops for training."""
+    def seconds(self, name: str, args, options, dual: bool) -> float:
+        """Duration of one call: from the shard's bytes for decoding, from the visible pairs' flops for training. dual:
+        of dual tensors, with twice the columns."""
         if name == "attn_decode":
             return (args[1].k.nbytes + args[1].values.nbytes) / self.speed.memory_bandwidth
         q, _, v = args[1:4] if name == "attn_bwd" else args[:3]
         pairs = visible_pairs(options["q_segments"], options["k_segments"], options["spec"])
-        return attention_flops(pairs * q.shape[0] * q.shape[2], q.shape[3], v.shape[3], name) / self.speed.flops
+        flops = attention_flops(pairs * q.shape[0] * q.shape[2], q.shape[3], v.shape[3], name)
+        return flops * (DUAL_PRODUCTS / 2 if dual else 1) / self.speed.flops
 
 
 def visible_pairs(q_segments, k_segments, spec) -> int:
@@ -95,11 +98,11 @@ def attention_flops(pairs: int, head_dim: int, head_dim_v: int, name: str = "att
 
 @contextlib.contextmanager
 def _replaced(handler) -> Iterator[None]:
-    """Replace the functions of every backend by handler(name, original, args, options)."""
+    """Replace the functions of every backend by handler(name, original, args, options, whether tensors are dual)."""
     originals = {name: getattr(Backend, name) for name in ("attn_decode", "attn_fwd", "attn_bwd")}
 
     def replaced(name: str, run):
-        return lambda self, *args, **options: handler(name, functools.partial(run, self), args, options)
+        return lambda self, *args, **options: handler(name, functools.partial(run, self), args, options, self.dual)
 
     for name, run in originals.items():
         setattr(Backend, name, replaced(name, run))

@@ -47,6 +47,7 @@ class DecodeBench:
     shared = staticmethod(lambda case: None)
     ours = OURS
     rivals: ClassVar[dict] = {}
+    missing = staticmethod(lambda: None)
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, shared):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings

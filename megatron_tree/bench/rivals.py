@@ -1,8 +1,10 @@
-"""Attention over several ranks that others wrote: contenders of `bench train`.
+"""Attention over several ranks as others do it: contenders of `bench train`.
 
 They compute with their own kernels, so they need --compute real, and the planner has no prediction for them.
 torch's public `context_parallel` dispatches to CUDA's attention operators only. So the template behind it is called
 with torch's flash operator for CPUs: the same loop, exchanges and merges, forward and backward.
+It has no tangents. For these the rival is what anyone would write: every rank gathers keys, values and their tangents
+and differentiates dense attention of its queries.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ import importlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ..layout import shard_positions
+from ..merge import state_dtype
 
 _PACKAGE = "torch.distributed.tensor.experimental."
 _MODULES = ("_context_parallel._attention", "_attention")  # newer, older
@@ -90,3 +96,26 @@ TRAIN = {
     name: functools.partial(torchs, how) for name, how in (("torch_ring", "ALL_TO_ALL"), ("torch_gather", "ALL_GATHER"))
 }
 """torch's context parallelism, with both ways to move keys and values."""
+
+
+def all_gather(group, inputs: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """out and its tangent, of a rank's zigzag shares of q, k and v [b, s, h, d] and of their tangents."""
+    (q, *kv), (qt, *kvt) = inputs, tangents
+    rank, world, s = dist.get_rank(group), dist.get_world_size(group), q.shape[1]
+    packed = torch.cat((*kv, *kvt), -1).transpose(0, 1).contiguous()  # [s, b, h, 4 d]
+    whole = packed.new_empty((world * s, *packed.shape[1:]))
+    dist.all_gather_into_tensor(whole, packed, group=group)
+    k, v, kt, vt = whole.transpose(0, 1).chunk(4, -1)
+    positions = [shard_positions(s * world, r, world) for r in range(world)]
+    seen = positions[rank][:, None] >= torch.cat(positions)
+    return torch.func.jvp(functools.partial(_dense, seen=seen), (q, k, v), (qt, kt, vt))
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    dtype = state_dtype(q.dtype)
+    queries = q.to(dtype).unflatten(2, (k.shape[2], -1)) * q.shape[-1] ** -0.5
+    s = torch.einsum("bqngd,bknd->bngqk", queries, k.to(dtype)).masked_fill(~seen, float("-inf"))
+    return torch.einsum("bngqk,bknd->bqngd", s.softmax(-1), v.to(dtype)).flatten(2, 3).to(q.dtype)
+
+
+JVP = {"all_gather": all_gather}

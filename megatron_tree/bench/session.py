@@ -19,7 +19,6 @@ from .accelerator import Speed
 from .measure import Measured, Meeting, Timing, join, take_turns
 from .measurements import Measurement, measurements, plots, table_of, with_ratios
 from .results import Results, WrongResult, metadata, progress_bar
-from .rivals import no_torch_ring
 from .runs import Case, Machines, Settings, cases, settings
 
 ALLOWED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -106,7 +105,10 @@ def run(args, command: str, bench) -> None:
 
 def _schedules(how: Settings, bench) -> tuple[str, ...]:
     """Those asked for, or all that can run here; says which rivals can't."""
-    why = no_torch_ring() if bench.rivals else None
+    if others := set(how.schedules) - {*bench.ours, *bench.rivals}:
+        names = " ".join((*bench.ours, *bench.rivals))
+        raise ValueError(f"--schedules {' '.join(sorted(others))}: no contender in this pass: choose from {names}")
+    why = bench.missing()
     if named := bench.rivals.keys() & set(how.schedules):
         if how.compute == "modelled":
             why = "only our own kernels can be modelled; add --compute real"

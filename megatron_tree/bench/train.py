@@ -1,26 +1,31 @@
 """Attention forward and backward over a sharded sequence: ring, KV gather, pure tree, the best grid without an exchange
-of heads, Ulysses, the planner's choice, and torch's own context parallelism."""
+of heads, Ulysses, the planner's choice, and torch's own context parallelism. With --pass jvp a forward with tangents,
+beside an all-gather and torch.func.jvp of dense attention on every rank."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from .. import comm, kernels
+from .. import comm, energy, kernels
 from ..attention.functional import tree_attn_func
 from ..config import AttnSpec, TreeConfig
+from ..duals import dual
 from ..kernels import reference
 from ..layout import Segment, shard_positions, shard_segments
-from ..plan import Shape, Topology, place, plan_training
-from . import rivals, runs, session
+from ..plan import Shape, Topology, TrainingPlan, place, plan_training
+from ..plan.sizes import DUAL_PRODUCTS
+from . import runs, session
 from .accelerator import attention_flops, visible_pairs
 from .decode import uneven
 from .kernel_cases import DTYPES
 from .measure import Laps, relative_error, shared_tensor, time_together
+from .rivals import JVP, TRAIN, no_torch_ring
 from .runs import Case, Machines, Settings
 
 PINS: dict[str, Callable[[Machines], dict]] = {
@@ -32,45 +37,67 @@ PINS: dict[str, Callable[[Machines], dict]] = {
     "auto": lambda m: {},
 }
 """Our schedules, by name: options of `TreeConfig` and of the planner on these machines."""
-GRADIENTS = 3.0  # their errors may be larger by this factor: dout.v - delta cancels where few keys are visible
+DERIVATIVES = 3.0  # their errors may be larger by this factor: dout.v - delta and r - mu out cancel
+ORACLE_STRIP = 256  # queries at a time, in float64
 EXAMPLES = """\
 examples:
   megatron-tree bench train --ranks 4 --seq-len 2k
   megatron-tree bench train --emulate 4x4 --kv-heads 16,4,2 --dilate 10
   megatron-tree bench train --emulate 2x4 4x4 --seq-len 2k 4k --dilate 10       over ranks and lengths
+  megatron-tree bench train --pass jvp --ranks 4 --seq-len 2k --heads 8 --kv-heads 8,2 --head-dim 64 --dtype fp32
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runs.add_arguments(parser, "train", (*PINS, *rivals.TRAIN))
+    runs.add_arguments(parser, "train", (*PINS, *TRAIN, *JVP))
+    parser.add_argument("--pass", dest="passes", choices=("training", "jvp"), default="training", help="training: "
+        "forward and backward (default); jvp: a forward with tangents")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
-    session.run(args, "train", TrainBench)
+    if args.passes == "jvp":
+        session.run(args, "train --pass jvp", JvpBench)
+    else:
+        session.run(args, "train", TrainBench)
 
 
 class Whole:
-    """Inputs [b, s, h, d] and float64 results of the whole sequence, in memory shared by forked ranks."""
+    """Inputs and float64 results of the whole sequence, [b, s, h, d] each, in memory shared by forked ranks."""
+
+    inputs_of, results_of = "qkkq", "qqkk"
+    """Whose heads they have: q, k, v, dout; out, dq, dk, dv."""
 
     def __init__(self, case: Case):
-        dtype, rows = DTYPES[case.dtype], (case.batch, case.seq_len)
-        q, kv = ((*rows, h, case.head_dim) for h in (case.num_heads, case.num_heads_kv))
-        self.q, self.k, self.v, self.dout = (shared_tensor(shape, dtype) for shape in (q, kv, kv, q))
-        self.truth = tuple(shared_tensor(shape, torch.float64) for shape in (q, q, kv, kv))  # out, dq, dk, dv
+        rows = case.batch, case.seq_len
+        shapes = {x: (*rows, h, case.head_dim) for x, h in zip("qk", (case.num_heads, case.num_heads_kv))}
+        self.inputs = [shared_tensor(shapes[x], DTYPES[case.dtype]) for x in self.inputs_of]
+        self.truth = [shared_tensor(shapes[x], torch.float64) for x in self.results_of]
+
+    def draw(self, rows: Tensor, rank: int, world: int) -> None:
+        """Draw this rank's rows of the inputs."""
+        q, k, v, *rest = self.inputs
+        k[:, rows], v[:, rows] = uneven((k.shape[0], len(rows), *k.shape[2:]), k.dtype, rank, world)
+        for i, x in enumerate((q, *rest)):
+            generator = torch.Generator().manual_seed(1000 * (i + 1) + rank)
+            x[:, rows] = torch.empty_like(x[:, rows]).normal_(generator=generator)
 
     def solve(self, head: int, spec: AttnSpec) -> None:
-        """Compute one KV head and its query heads: the formulas in float64."""
-        ratio = self.q.shape[2] // self.k.shape[2]
-        of_keys, of_queries = slice(head, head + 1), slice(head * ratio, (head + 1) * ratio)
-        heads = of_queries, of_queries, of_keys, of_keys
-        q, dout, k, v = (x[:, :, h].double() for x, h in zip((self.q, self.dout, self.k, self.v), heads))
-        whole = (Segment(0, 0, self.q.shape[1]),)
+        """Compute one KV head and its query heads."""
+        ratio = self.inputs[0].shape[2] // self.inputs[1].shape[2]
+        heads = {"k": slice(head, head + 1), "q": slice(head * ratio, (head + 1) * ratio)}
+        inputs = [x[:, :, heads[of]].double() for x, of in zip(self.inputs, self.inputs_of)]
+        for x, of, result in zip(self.truth, self.results_of, self.solution(spec, *inputs)):
+            x[:, :, heads[of]] = result
+
+    @staticmethod
+    def solution(spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Sequence[Tensor]:
+        """By the formulas."""
+        whole = (Segment(0, 0, q.shape[1]),)
         block = dict(q_segments=whole, k_segments=whole, spec=spec)
         out, lse = reference.attn_fwd(q, k, v, **block)
         delta = (dout * out).sum(-1).transpose(1, 2)
-        for x, h, result in zip(self.truth, heads, (out, *reference.attn_bwd(dout, q, k, v, lse, delta, **block))):
-            x[:, :, h] = result
+        return out, *reference.attn_bwd(dout, q, k, v, lse, delta, **block)
 
 
 class TrainBench:
@@ -78,48 +105,45 @@ class TrainBench:
 
     shared = Whole
     ours = tuple(PINS)
-    rivals = rivals.TRAIN
+    rivals = TRAIN
+    missing = staticmethod(no_torch_ring)
 
     def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, whole: Whole):
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
         self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
         self.topology, self.machines, world = topology, case.machines, case.machines.ranks
         rows = shard_positions(case.seq_len, self.rank, world)
-        dtype = DTYPES[case.dtype]
-        kv = (case.batch, len(rows), *whole.k.shape[2:])
-        whole.k[:, rows], whole.v[:, rows] = uneven(kv, dtype, self.rank, world)
-        whole.q[:, rows], whole.dout[:, rows] = (
-            torch.empty(case.batch, len(rows), *whole.q.shape[2:], dtype=dtype).normal_(
-                generator=torch.Generator().manual_seed(1000 * (i + 1) + self.rank)
-            )
-            for i in range(2)
-        )
+        whole.draw(rows, self.rank, world)
         meeting.meet(self.rank)
         for head in range(self.rank, case.num_heads_kv, world):
             whole.solve(head, self.spec)
         meeting.meet(self.rank)
-        self.q, self.k, self.v, self.dout = (x[:, rows].clone() for x in (whole.q, whole.k, whole.v, whole.dout))
+        self.q, self.k, self.v, *self.rest = (x[:, rows].clone() for x in whole.inputs)
         self.truth = [x[:, rows] for x in whole.truth]
         local = shard_segments(case.seq_len, self.rank, world)
         self.segments = dict(q_segments=local, k_segments=local)
-        self.allowed = session.ALLOWED[dtype]
+        self.allowed = session.ALLOWED[self.q.dtype]
+
+    def attend(self, contender: str, *qkv: Tensor) -> Tensor:
+        """out of one of `ours`."""
+        config = TreeConfig(topology=self.topology, **PINS[contender](self.machines))
+        return tree_attn_func(*qkv, cp_group=self.group, config=config)
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         if contender in self.rivals:
             out = self.rivals[contender](self.group, *leaves)
         else:
-            config = TreeConfig(topology=self.topology, **PINS[contender](self.machines))
-            out = tree_attn_func(*leaves, cp_group=self.group, config=config)
+            out = self.attend(contender, *leaves)
         laps("forward")
-        grads = torch.autograd.grad(out, leaves, self.dout)
+        grads = torch.autograd.grad(out, leaves, *self.rest)
         laps("backward")
         return out.detach(), *grads
 
     def error(self, results: tuple[Tensor, ...], contender: str) -> float:
         """The worst error on any rank as a fraction of the allowed one."""
-        out, *grads = (relative_error(x, truth) / self.allowed for x, truth in zip(results, self.truth))
-        local = max(out, *(error / GRADIENTS for error in grads))
+        out, *derived = (relative_error(x, truth) / self.allowed for x, truth in zip(results, self.truth))
+        local = max(out, *(error / DERIVATIVES for error in derived))
         worst = self.meeting.most(self.rank, local)[0]
         return worst if worst == worst else math.inf
 
@@ -127,18 +151,21 @@ class TrainBench:
         """A rank's compute alone: p pairs of shares of equal cost. With real kernels one pair is measured."""
         p = comm.group_size(self.group)
         if self.settings.compute == "modelled":
-            b, _, h, d = self.q.shape
-            pairs = b * h * visible_pairs(**self.segments, spec=self.spec)
-            both = sum(attention_flops(pairs, d, d, name) for name in ("attn_fwd", "attn_bwd"))
-            return p * both / self.settings.speed.flops
+            return p * self.pair_flops() / self.settings.speed.flops
+        return p * time_together(self.pair, self.meeting, self.rank)
+
+    def pair_flops(self, names: Iterable[str] = ("attn_fwd", "attn_bwd")) -> float:
+        """Of a pair of shares."""
+        b, _, h, d = self.q.shape
+        pairs = b * h * visible_pairs(**self.segments, spec=self.spec)
+        return sum(attention_flops(pairs, d, d, name) for name in names)
+
+    def pair(self) -> None:
+        """Compute a pair of shares."""
         options = dict(**self.segments, spec=self.spec)
-
-        def pair():
-            out, lse = kernels.attn_fwd(self.q, self.k, self.v, **options)
-            delta = kernels.attn_delta(self.dout, out)
-            kernels.attn_bwd(self.dout, self.q, self.k, self.v, lse, delta, **options)
-
-        return p * time_together(pair, self.meeting, self.rank)
+        out, lse = kernels.attn_fwd(self.q, self.k, self.v, **options)
+        delta = kernels.attn_delta(*self.rest, out)
+        kernels.attn_bwd(*self.rest, self.q, self.k, self.v, lse, delta, **options)
 
     @staticmethod
     def applies(case: Case, contender: str) -> bool:
@@ -153,10 +180,7 @@ class TrainBench:
     @staticmethod
     def predict(case: Case, topology: Topology, contender: str) -> dict:
         """The plan of one of `ours`, by pass."""
-        shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
-        call = dict(batch=case.batch, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
-        where = dict(topology=topology, placement=place(topology, case.machines.hosts))
-        plan = plan_training(case.machines.ranks, shape, **call, **where, **PINS[contender](case.machines))
+        plan = _plan(case, topology, contender)
         return {"forward": plan.forward, "backward": plan.backward}
 
     @staticmethod
@@ -171,3 +195,71 @@ class TrainBench:
             backward_s += (p - 1) * max(backward_s, 2 * shift_s - settings.latency_s) + shift_s
             bounds["ring at line rate"] = forward_s + backward_s
         return bounds
+
+
+class WholeWithTangents(Whole):
+    inputs_of, results_of = "qkkqkk", "qq"
+    """Whose heads they have: q, k, v and their tangents; out and its tangent."""
+
+    @staticmethod
+    def solution(spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor, *tangents: Tensor) -> Sequence[Tensor]:
+        """By autograd of the energy, strip by strip."""
+        positions, strips = torch.arange(q.shape[1]), []
+        for rows in positions.split(ORACLE_STRIP):
+            seen = slice(0, int(rows[-1]) + 1)
+            keep = energy.visible(rows, positions[seen], spec)
+            qkv, along = ((x[:, rows], y[:, seen], z[:, seen]) for x, y, z in ((q, k, v), tangents))
+            out, _ = energy.attention(*qkv, spec=spec, keep=keep)
+            strips.append((out, energy.attention_tangents(*qkv, along, spec=spec, keep=keep)[0]))
+        return [torch.cat(parts, 1) for parts in zip(*strips)]
+
+
+class JvpBench(TrainBench):
+    """Forwards with tangents for `session`."""
+
+    shared = WholeWithTangents
+    rivals = JVP
+    missing = staticmethod(lambda: None)
+
+    def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
+        inputs, tangents = (self.q, self.k, self.v), tuple(self.rest)
+        if contender in self.rivals:
+            results = self.rivals[contender](self.group, inputs, tangents)
+        else:
+            results = torch.func.jvp(functools.partial(self.attend, contender), inputs, tangents)
+        laps("jvp")
+        return results
+
+    def pair_flops(self) -> float:
+        return DUAL_PRODUCTS * super().pair_flops(("attn_fwd",))
+
+    def pair(self) -> None:
+        duals = list(map(dual, (self.q, self.k, self.v), self.rest))
+        backend = kernels.choose(self.q, self.k, self.v, self.spec).of_duals()
+        backend.attn_fwd(*duals, **self.segments, spec=self.spec)
+
+    @staticmethod
+    def held_bytes(case: Case) -> int:
+        """Bytes that a rank holds before the step: q, k, v and their tangents of its share."""
+        return case.kv_bytes * (2 + case.num_heads // case.num_heads_kv)
+
+    @staticmethod
+    def predict(case: Case, topology: Topology, contender: str) -> dict:
+        return {"jvp": _plan(case, topology, contender, with_lse=True, dual=True).forward}
+
+    @staticmethod
+    def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
+        bounds = {"local attention alone": local_s}
+        if case.machines.nodes > 1:
+            p = case.machines.ranks
+            shift_s = settings.latency_s + 2 * case.kv_bytes * 8 / settings.rate_bits
+            bounds["ring at line rate"] = local_s / p + (p - 1) * max(local_s / p, shift_s)
+        return bounds
+
+
+def _plan(case: Case, topology: Topology, contender: str, **derivatives: bool) -> TrainingPlan:
+    shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
+    call = dict(batch=case.batch, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
+    where = dict(topology=topology, placement=place(topology, case.machines.hosts))
+    pins = PINS[contender](case.machines)
+    return plan_training(case.machines.ranks, shape, **call, **where, **derivatives, **pins)

@@ -18,6 +18,7 @@ from megatron_tree.bench.measurements import Measurement, plots
 from megatron_tree.bench.results import draw
 from megatron_tree.comm.shared import SharedMemory
 from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import reference
 from megatron_tree.layout import Segment
 from support.assumed_links import assume_links
 from support.emulation import emulated
@@ -162,6 +163,34 @@ def test_torch_context_parallelism_beside_ours(tmp_path, capfd, monkeypatch):
     said = capfd.readouterr()
     assert status == 1 and "torch_ring is wrong" in said.err
     assert " ms" not in said.out.split("torch")[1] and not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.usefixtures("assumed_links")
+def test_tangents_beside_an_all_gather(tmp_path, capfd, monkeypatch):
+    """And no speed of a wrong tangent, and no rival of another pass."""
+    p, tokens = 2, 128
+    options = ("--pass", "jvp", "--ranks", str(p), "--seq-len", str(tokens))
+    status, rows = benchmark("train", *options, "--compute", "real", out=tmp_path / "real")
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    q, kv, one = (tokens // p * n * 4 for n in (HEADS * D, 2 * HEADS_KV * D, HEADS))
+    for schedule, sent in (("ring", 2 * kv), ("kv_gather", 2 * kv), ("pure_tree", 4 * q + 2 * one)):
+        row = rows[HEADS_KV, schedule, "jvp"]
+        assert int(row["sent_bytes"]) == int(row["predicted_sent_bytes"]) == (p - 1) * sent, schedule
+    assert {name for _, name, _ in rows} == {*train.PINS, "all_gather", "local attention alone"}
+    for name in (*train.PINS, "all_gather"):
+        row = rows[HEADS_KV, name, "jvp"]
+        assert float(row["error"]) <= 1 and float(row["ms"]) > 0 and int(row["steps"]) == 3
+        assert int(row["held_bytes"]) == 2 * (q + kv)
+    assert json.loads((tmp_path / "real" / "results.json").read_text())["command"] == "train --pass jvp"
+    assert benchmark("train", *options, "--compute", "modelled", out=tmp_path / "modelled")[0] == 0
+    assert benchmark("train", *options, "--schedules", "torch_ring", out=tmp_path / "none")[0] == 1
+    assert "--schedules torch_ring: no contender in this pass: choose from" in capfd.readouterr().err
+    right = reference.swapped
+    monkeypatch.setattr(reference, "swapped", lambda x: right(x) * 1.01)
+    assert benchmark("train", *options, "--schedules", "auto", out=tmp_path / "wrong")[0] == 1
+    said = capfd.readouterr()
+    assert "auto is wrong" in said.err and " ms" not in said.out.split("torch")[1] and not (tmp_path / "wrong").exists()
 
 
 @emulated
