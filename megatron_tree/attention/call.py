@@ -100,7 +100,8 @@ class AttnCall(AttnArgs):
     @functools.cached_property
     def of_duals(self) -> AttnCall:
         """The same call of dual tensors (duals.py)."""
-        return self.planned(self.shape, self.batch, self.dtype, self.net, self.backend.of_duals(), with_lse=True)
+        backend = self.backend.of_duals(self.dtype, max(self.shape.head_dim, self.shape.head_dim_v))
+        return self.planned(self.shape, self.batch, self.dtype, self.net, backend, with_lse=True)
 
     @property
     def rank(self) -> int:

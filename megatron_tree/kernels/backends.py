@@ -64,8 +64,10 @@ class Backend:
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         return derive(dout, q, k, v, lse, delta, **call)
 
-    def of_duals(self) -> Backend:
+    def of_duals(self, dtype: torch.dtype, width: int) -> Backend:
         """The same for dual tensors (duals.py) q, k, v and dout: values and tangents, [..., 2 d] or [..., 2 d_v].
+
+        width: the wider of d and d_v. A module whose `takes_duals` says no gives way to torch's operations.
 
         attn_fwd is the module's `attn_jvp`, equations (9) and (10): out [b, s_q, h, 2 d_v + 1] has the columns out, r
         and mu, all of them averages over the keys with the same weights, so that states merge as without tangents.
@@ -75,14 +77,15 @@ class Backend:
         Raises: ``ValueError`` for a library, which has no such kernels.
         """
         if isinstance(self.module, LargestLogits):
-            inner = replace(self, module=self.module.module).of_duals()
+            inner = replace(self, module=self.module.module).of_duals(dtype, width)
             return replace(inner, module=LargestLogits(inner.module, self.module.largest))
         if isinstance(self.module, Library):
             raise ValueError(
                 f"backend={self.name!r} has first derivatives only: use backend='reference' where tangents or second "
                 "derivatives are asked for"
             )
-        if hasattr(self.module, "attn_jvp"):
+        takes_duals = getattr(self.module, "takes_duals", None)
+        if takes_duals and takes_duals(dtype, width):
             return replace(self, dual=True)
         say_once(f"attention backend {self.name}: tangents and second derivatives are computed by torch's operations")
         return replace(self, module=_module("reference"), dual=True)

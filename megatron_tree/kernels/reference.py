@@ -113,6 +113,11 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
     return dq, dk, dv
 
 
+def takes_duals(dtype: torch.dtype, width: int) -> bool:
+    """See `Backend.of_duals`."""
+    return True
+
+
 def attn_jvp(
     q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
 ) -> tuple[Tensor, Tensor]:
