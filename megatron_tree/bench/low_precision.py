@@ -7,6 +7,7 @@ tests/kernels/test_triton_low_precision.py runs them on compiled kernels without
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .. import energy, kernels
 from ..cache.pages import quantize
 from ..config import AttnSpec, Dropout
 from ..dropout import keep_weights
+from ..duals import dual, halves
 from ..kernels import KVCache
 from ..layout import Segment, positions_of, sequences_of
 from .kernel_cases import RULE, in_pages
@@ -39,6 +41,8 @@ class Training(NamedTuple):
     heads: tuple[int, int]
     head_dims: tuple[int, int]
     options: dict
+    tangents: bool = False
+    """Whether inputs are dual tensors: a forward with tangents, and second order."""
 
     @property
     def spec(self) -> AttnSpec:
@@ -80,6 +84,11 @@ TRAINING = {
     "dropout 128": Training(CUT, (2, 1), (128, 128), dict(dropout=Dropout(0.5, 7))),
     "alibi": Training(CUT, (2, 1), (64, 64), dict(alibi_slopes=((0.3, -0.02),))),
     "odd": Training(CUT, (3, 1), (40, 24), {}),
+    "tangents": Training(CUT, (2, 1), (64, 64), dict(window_size=(50, 0)), True),
+    "tangents 128": Training(ONE, (2, 1), (128, 128), {}, True),
+    "tangents mla": Training(ONE, (2, 2), (192, 128), {}, True),
+    "tangents softcap": Training(PACKED, (2, 1), (40, 24), dict(softcap=3.0, alibi_slopes=((0.3, -0.02),)), True),
+    "tangents dropout": Training(ONE, (2, 1), (64, 64), dict(dropout=Dropout(0.2, 1 << 40 | 3, 1)), True),
 }
 DECODING = {
     "plain": Decoding(1, (8, 2), (64, 64)),
@@ -101,20 +110,32 @@ CACHED = 512  # slots of a row in decoding
 
 
 def training_inputs(case: Training, dtype: torch.dtype, device) -> list[Tensor]:
-    """q, k, v, dout [1, s, heads, d]."""
+    """q, k, v, dout [1, s, heads, d], of dual tensors 2 d."""
     *_, s_q, s_k = case.segments
-    return _random(1, s_q, s_k, case, dtype, device)
+    return _random(1, s_q, s_k, case, dtype, device, halves=1 + case.tangents)
 
 
 def run_training(case: Training, given: list[Tensor], backend: str) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv) of our kernels, with the delta of rows of no segment 0."""
+    """(out, lse, dq, dk, dv) of our kernels, with the delta of rows of no segment 0; of dual tensors lse alone is
+    not dual."""
     q, k, v, dout = given
     q_segments, k_segments, s_q, _ = case.segments
-    call = dict(q_segments=q_segments, k_segments=k_segments, spec=case.spec, backend=backend)
-    out, lse = kernels.attn_fwd(q, k, v, **call)
+    call = dict(q_segments=q_segments, k_segments=k_segments, spec=case.spec)
+    padding = positions_of(q_segments, s_q, device=q.device) < 0
+    if case.tangents:
+        chosen = kernels.choose(*(halves(x)[0] for x in (q, k, v)), case.spec, backend)
+        chosen = chosen.of_duals(q.dtype, max(case.head_dims))
+        state, lse = chosen.attn_fwd(q, k, v, **call)
+        out, r, mu = state.split((v.shape[-1] // 2, v.shape[-1] // 2, 1), -1)
+        outt, (of_out, of_outt) = r - mu * out, halves(dout)
+        kappa = kernels.attn_delta(of_outt, out) + kernels.attn_delta(of_out, outt)
+        delta = torch.stack((kernels.attn_delta(of_out, out), kappa), -1)
+        delta[:, :, padding] = 0.0
+        return dual(out, outt), lse, *chosen.attn_bwd(dout, q, k, v, chosen.statistics(state, lse), delta, **call)
+    out, lse = kernels.attn_fwd(q, k, v, **call, backend=backend)
     delta = kernels.attn_delta(dout, out)
-    delta[..., positions_of(q_segments, s_q, device=q.device) < 0] = 0.0
-    return out, lse, *kernels.attn_bwd(dout, q, k, v, lse, delta, **call)
+    delta[..., padding] = 0.0
+    return out, lse, *kernels.attn_bwd(dout, q, k, v, lse, delta, **call, backend=backend)
 
 
 def check_training(case: Training, dtype: torch.dtype, device, backend: str) -> float:
@@ -129,17 +150,37 @@ def check_training(case: Training, dtype: torch.dtype, device, backend: str) -> 
     if spec.dropout:
         positions = dict(q_positions=q_pos, k_positions=k_pos, q_sequences=q_seq)
         weights = keep_weights(spec.dropout, batch=1, num_heads=case.heads[0], **positions)
-    exact = [x.double() for x in given]
     distance = (q_pos[:, None] - k_pos).abs()
     oracle = dict(spec=spec, keep=keep, keep_weights=weights, distance=distance)
-    out, lse = energy.attention(*exact[:3], **oracle)
-    truth = out, *energy.attention_grads(*exact, **oracle)
-    low = _dense(*given, spec, keep, distance, 1.0 if weights is None else weights)
+    dense = functools.partial(_dense, spec, keep, distance, 1.0 if weights is None else weights)
+    if case.tangents:
+        values, tangents = zip(*map(halves, given))
+        low = torch.func.jvp(dense, values, tangents)
+        exact, exact_tangents = ([x.double() for x in of] for of in (values, tangents))
+        truth = _with_grads(exact, oracle), _tangents_with_grads(exact, exact_tangents, oracle)
+    else:
+        low = (dense(*given),)
+        truth = (_with_grads([x.double() for x in given], oracle),)
     for x, pos in ((q, q_pos), (dout, q_pos), (k, k_pos), (v, k_pos)):
         x[:, pos < 0] = float("nan")  # padding between segments may hold anything
-    result, result_lse, *grads = run_training(case, given, backend)
-    _check_lse(result_lse, lse, backend)
-    return _worst((result, *grads), truth, low, (q_pos >= 0, k_pos >= 0))
+    out, lse, *grads = run_training(case, given, backend)
+    _check_lse(lse, truth[0][-1], backend)
+    results = zip(*map(halves, (out, *grads))) if case.tangents else ((out, *grads),)
+    return max(_worst(*x, (q_pos >= 0, k_pos >= 0)) for x in zip(results, truth, low, strict=True))
+
+
+def _with_grads(given: list[Tensor], oracle: dict) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv, lse) of the oracle."""
+    out, lse = energy.attention(*given[:3], **oracle)
+    return out, *energy.attention_grads(*given, **oracle), lse
+
+
+def _tangents_with_grads(given: list[Tensor], tangents: list[Tensor], oracle: dict) -> tuple[Tensor, ...]:
+    """The tangents of (out, dq, dk, dv) along those of q, k, v and dout."""
+    outt, _ = energy.attention_tangents(*given[:3], tangents[:3], **oracle)
+    of_inputs = energy.attention_grads_tangents(*given, tangents[:3], **oracle)
+    of_dout = energy.attention_grads(*given[:3], tangents[3], **oracle)
+    return outt, *(x + y for x, y in zip(of_inputs, of_dout))
 
 
 def decoding_inputs(case: Decoding, dtype: torch.dtype, device) -> tuple[Tensor, ...]:
@@ -177,17 +218,17 @@ def check_decoding(case: Decoding, dtype: torch.dtype, device, backend: str) -> 
         exact = [x.double() * scale.double()[..., None] for x, scale in (quantize(x, case.stored) for x in (k, v))]
     out, lse = energy.attention(q.double(), *exact, spec=spec, keep=keep, distance=distance)
     dout = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=device)
-    low = _dense(q, *(x.to(dtype) for x in exact), dout, spec, keep[:, None], distance[:, None])[0]
+    low = _dense(spec, keep[:, None], distance[:, None], 1.0, q, *(x.to(dtype) for x in exact), dout)[0]
     state = run_decoding(case, given, backend)
     _check_lse(state[..., -1], lse.transpose(1, 2), backend)
     return _worst([state[..., :-1]], [out], [low])
 
 
-def _random(batch: int, s_q: int, s_k: int, case, dtype, device) -> list[Tensor]:
-    """q, k, v, dout [batch, s, heads, d]; the same numbers on every device, and none on "meta"."""
+def _random(batch: int, s_q: int, s_k: int, case, dtype, device, halves: int = 1) -> list[Tensor]:
+    """q, k, v, dout [batch, s, heads, halves * d]; the same numbers on every device, and none on "meta"."""
     g, (h, h_kv), (d, d_v) = torch.Generator().manual_seed(0), case.heads, case.head_dims
     shapes = ((s_q, h, d), (s_k, h_kv, d), (s_k, h_kv, d_v), (s_q, h, d_v))
-    return [torch.randn(batch, *shape, generator=g).to(device, dtype) for shape in shapes]
+    return [torch.randn(batch, s, h, halves * d, generator=g).to(device, dtype) for s, h, d in shapes]
 
 
 def _last_positions(lengths: Tensor, s_q: int) -> Tensor:
@@ -195,20 +236,21 @@ def _last_positions(lengths: Tensor, s_q: int) -> Tensor:
     return (lengths - s_q).clamp(min=0)[:, None] + torch.arange(s_q, device=lengths.device)
 
 
-def _dense(
-    q, k, v, dout, spec: AttnSpec, keep: Tensor, distance: Tensor, weights: Tensor | float = 1.0
-) -> tuple[Tensor, ...]:
+def _dense(spec: AttnSpec, keep: Tensor, distance: Tensor, weights: Tensor | float, q, k, v, dout):
     """(out, dq, dk, dv) by torch's operations in the inputs' dtype, on the whole matrix of weights."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2) for x in leaves)
-    s = (q @ k.mT) * spec.softmax_scale
-    if spec.softcap:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
-    if spec.alibi_slopes is not None:
-        s = s - (torch.tensor(spec.alibi_slopes, device=s.device)[:, :, None, None] * distance).to(s.dtype)
-    p = torch.softmax(s.masked_fill(~keep, torch.finfo(s.dtype).min), -1) * keep
-    out = ((p * weights).to(p.dtype) @ v).transpose(1, 2)
-    return out, *torch.autograd.grad(out, leaves, dout)
+
+    def attend(q, k, v):
+        q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
+        s = (q @ k.mT) * spec.softmax_scale
+        if spec.softcap:
+            s = spec.softcap * torch.tanh(s / spec.softcap)
+        if spec.alibi_slopes is not None:
+            s = s - (torch.tensor(spec.alibi_slopes, device=s.device)[:, :, None, None] * distance).to(s.dtype)
+        p = torch.softmax(s.masked_fill(~keep, torch.finfo(s.dtype).min), -1) * keep
+        return ((p * weights).to(p.dtype) @ v).transpose(1, 2)
+
+    out, gradient = torch.func.vjp(attend, q, k, v)
+    return out, *gradient(dout)
 
 
 def _check_lse(result: Tensor, truth: Tensor, backend: str) -> None:

@@ -71,7 +71,7 @@ def test_windows_hold_every_visible_pair_once(left):
 def test_tables_of_the_kernels():
     """int32 [first row, rows, first position, ...] of 2^24 + 16 queries."""
     segments = (Segment(0, 0, 16 * MILLION), Segment(16 * MILLION, 1 << 29, 16))
-    tiles, table = host._tables(segments, segments, 128, torch.device("cpu"))
+    tiles, table = host.tables(segments, segments, 128, torch.device("cpu"))
     assert table.tolist() == [[s.row, s.length, s.pos, s.seq] for s in segments]
     assert tiles[:, 1].long().sum() == LONG
     assert tiles[0].tolist() == [16 * MILLION, 16, 1 << 29, 0, 2]

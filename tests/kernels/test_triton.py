@@ -150,7 +150,7 @@ def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
     monkeypatch.setattr(host, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "side stream")
-    assert host._tables((), (), 16, gpu) is tables
+    assert host.tables((), (), 16, gpu) is tables
     assert (readers, host._captured) == (([], [tables]) if capturing else (["side stream"] * 2, []))
     monkeypatch.setattr(host, "_slopes_on", lambda *_: slopes)
     monkeypatch.setattr(host, "_in_use", lambda tensors: readers.append(tensors) or tensors)

@@ -15,6 +15,8 @@ from megatron_tree.kernels.triton import configs
 REPO = Path(__file__).resolve().parents[2]
 SHARED = {"sm80": 166912, "sm86": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # bytes of a block, at most
 TENSOR_MEMORY = 512  # columns of sm_100, at most
+TRAINING = {"attn_fwd_kernel", "attn_bwd_dq_kernel", "attn_bwd_dkdv_kernel"}
+TRAINING |= {"attn_jvp_kernel", "attn_bwd_jvp_dq_kernel", "attn_bwd_jvp_dkdv_kernel"}
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]  # of q and k, of v
 COUNT_COMPILATIONS = """
 import json, sys, torch, triton
@@ -23,7 +25,7 @@ from megatron_tree.bench.kernel_cases import KernelCase, inputs, ours
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache, backends
-from megatron_tree.kernels.triton import decode, host
+from megatron_tree.kernels.triton import decode, host, jvp_host
 from megatron_tree.layout import Segment
 
 arch = sys.argv[1]
@@ -72,11 +74,16 @@ for d, d_v in head_dims:
     for dtype in (getattr(torch, name) for name in dtypes):
         sizes = ((8, d), (2, d), (2, d_v), (8, d_v))
         q, k, v, dout = (torch.zeros(1, 512, h, width, dtype=dtype) for h, width in sizes)
-        lse = torch.zeros(1, 8, 512)
+        lse, lse2 = torch.zeros(1, 8, 512), torch.zeros(1, 8, 512, 2)
         for p in dropouts:
             spec = AttnSpec(softmax_scale=0.1, dropout=Dropout(p, 5) if p else None)
             host.attn_fwd(q, k, v, **whole, spec=spec)
             host.attn_bwd(dout, q, k, v, lse, lse, **whole, spec=spec)
+            if not jvp_host.takes_duals(dtype, max(d, d_v)):
+                continue
+            duals = [torch.cat((x, x), -1) for x in (q, k, v, dout)]
+            jvp_host.attn_jvp(*duals[:3], **whole, spec=spec)
+            jvp_host.attn_bwd_jvp(duals[3], *duals[:3], lse2, lse2, **whole, spec=spec)
         for s_q, heads in rows:
             q = torch.zeros(1, s_q, heads, d, dtype=dtype)
             k, v = (torch.zeros(1, 1000, 1, width, dtype=dtype) for width in (d, d_v))
@@ -132,8 +139,7 @@ def test_every_launch_of_the_benchmark_can_be_made_without_memory(tmp_path):
     """At its real sizes, all candidates of the race among them."""
     errors, kernels = compilations(ALL_LAUNCHES, tmp_path)
     assert not errors
-    training = ["attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_decode_kernel", "attn_fwd_kernel"]
-    assert kernels == [*training, "delta_kernel", "merge_states_kernel"]
+    assert kernels == [*sorted({*TRAINING, "attn_decode_kernel"}), "delta_kernel", "merge_states_kernel"]
 
 
 @pytest.mark.slow
@@ -145,7 +151,7 @@ def test_other_seeds_and_more_pages_do_not_recompile(tmp_path):
 
 
 def check_memory(used, arch):
-    kernels = {"attn_fwd_kernel", "attn_bwd_dq_kernel", "attn_bwd_dkdv_kernel", "attn_decode_kernel"}
+    kernels = {*TRAINING, "attn_decode_kernel"}
     assert kernels < {name for name, *_ in used}
     for launch in used:
         name, shared, tensor_memory, _ = launch
@@ -153,10 +159,10 @@ def check_memory(used, arch):
 
 
 def test_the_main_kernels_fit(tmp_path):
-    """And products of sm_90 are those of its warp groups."""
+    """And products of sm_90 are those of its warp groups, but for 32 keys at a time."""
     used = compilations(MEMORY, tmp_path, "sm90", ([(128, 128)], ["bfloat16"], [0.0], [(1, 8)]))
     check_memory(used, "sm90")
-    assert all(matrix for name, *_, matrix in used if name.startswith(("attn_fwd", "attn_bwd"))), used
+    assert all(matrix for name, *_, matrix in used if name in TRAINING - {"attn_bwd_jvp_dkdv_kernel"}), used
 
 
 def test_every_nvidia_gpu_has_a_row():

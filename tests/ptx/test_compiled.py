@@ -13,6 +13,7 @@ SELECTED = {
     "sm_80": [f"{KERNELS}training[window-fp16]", f"{KERNELS}decoding[plain-bf16]", f"{KERNELS}decoding[int8-bf16]"],
     "sm_90": [
         f"{KERNELS}training[128-bf16]",
+        f"{KERNELS}training[tangents-bf16]",
         f"{KERNELS}decoding[fp8-bf16]",
         f"{KERNELS}decoding[mla-bf16]",
         "tests/ptx/test_faults.py::test_a_fault_of_every_kind_is_noticed",

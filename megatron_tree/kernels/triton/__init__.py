@@ -2,6 +2,18 @@
 
 from .decode import attn_decode, check_pages
 from .host import attn_bwd, attn_delta, attn_fwd, unsupported
+from .jvp_host import attn_bwd_jvp, attn_jvp, takes_duals
 from .merge import merge_packed
 
-__all__ = ["attn_bwd", "attn_decode", "attn_delta", "attn_fwd", "check_pages", "merge_packed", "unsupported"]
+__all__ = [
+    "attn_bwd",
+    "attn_bwd_jvp",
+    "attn_decode",
+    "attn_delta",
+    "attn_fwd",
+    "attn_jvp",
+    "check_pages",
+    "merge_packed",
+    "takes_duals",
+    "unsupported",
+]

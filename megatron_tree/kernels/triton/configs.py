@@ -59,26 +59,41 @@ _SM90 = {
     "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 3), 256: Tiles(128, 64, 8, 2)},
     "dq": {64: Tiles(128, 32, 8, 2), 128: Tiles(128, 64, 8, 3), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 3), 192: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 8, 2)},
+    "jvp": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
+    "dq_jvp": {128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
+    "dkdv_jvp": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 2)},
 }
 _SM100 = {
     "fwd": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 128, 8, 2), 256: Tiles(128, 64, 8, 2)},
     "dq": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 2), 192: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
+    "jvp": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
+    "dq_jvp": {64: Tiles(128, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 8, 2)},
+    "dkdv_jvp": _SM90["dkdv_jvp"],
 }
 _SM80 = {
     "fwd": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 32, 4, 2), 256: Tiles(64, 32, 4, 2)},
     "dq": {64: Tiles(128, 32, 4, 2), 128: Tiles(64, 64, 4, 2), 192: Tiles(64, 32, 4, 2), 256: Tiles(64, 64, 8, 2)},
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 192: Tiles(16, 64, 4, 2), 256: Tiles(64, 64, 8, 2)},
+    "jvp": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 2)},
+    "dq_jvp": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 2)},
+    "dkdv_jvp": _SM90["dkdv_jvp"],
 }
 _SM86 = {
     "fwd": _SM80["fwd"],
     "dq": _SM80["dq"] | {256: Tiles(32, 32, 8, 2)},
     "dkdv": _SM80["dkdv"] | {256: Tiles(32, 32, 8, 1)},
+    "jvp": _SM80["jvp"],
+    "dq_jvp": _SM80["dq_jvp"] | {128: Tiles(32, 32, 4, 2)},
+    "dkdv_jvp": _SM80["dkdv_jvp"],
 }
 _GFX942 = {
     "fwd": {64: Tiles(128, 64, 4, 1), 128: Tiles(128, 32, 4, 1), 256: Tiles(64, 32, 4, 1)},
     "dq": {64: Tiles(64, 64, 4, 1), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
     "dkdv": {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1), 256: Tiles(16, 32, 4, 1)},
+    "jvp": {64: Tiles(64, 32, 4, 1), 128: Tiles(64, 16, 4, 1), 256: Tiles(32, 16, 4, 1)},
+    "dq_jvp": {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
+    "dkdv_jvp": {64: Tiles(32, 64, 4, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
 }
 ARCHES = {"sm80": _SM80, "sm86": _SM86, "sm90": _SM90, "sm100": _SM100, "gfx942": _GFX942}
 _INTERPRETER = Tiles(16, 16, 4, 1)
@@ -87,7 +102,7 @@ _RESERVED = 1024  # bytes of each block, for the driver
 
 
 def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False) -> Tiles:
-    """Tiles of "fwd", "dq" or "dkdv" for a head_dim of `width`.
+    """Tiles of "fwd", "dq" or "dkdv" for a head_dim of `width`; of dual tensors "jvp", "dq_jvp" or "dkdv_jvp".
 
     arch: one of `ARCHES` or "interpreter".
 
@@ -97,7 +112,8 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool =
     if arch == "interpreter":
         return _INTERPRETER
     if itemsize > 2:
-        return Tiles(32, 32, 8, 1) if width <= 192 and arch != "gfx942" else Tiles(16, 16, 4, 1)
+        columns = 2 * width if kernel.endswith("jvp") else width
+        return Tiles(32, 32, 8, 1) if columns <= 192 and arch != "gfx942" else Tiles(16, 16, 4, 1)
     table = ARCHES[arch][kernel]
     chosen = next(table[w] for w in sorted(table) if width <= w)
     if dropout:

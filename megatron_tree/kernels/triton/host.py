@@ -73,18 +73,16 @@ def attn_fwd(
 @on_its_device
 def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, spec: AttnSpec) -> None:
     """`attn_fwd` into out [b, s_q, h, d_v], of any dtype, and lse [b, h, s_q], fp32: the rows of q_segments."""
-    b, _, h, d = q.shape
+    (b, _, h, d), e = q.shape, v.shape[-1]
     if 0 in (b, len(q_segments), len(k_segments)):
         return
     q, scale = _positive_scale(q, spec.softmax_scale)
-    q, k, v = (_aligned(x) for x in (q, k, v))
-    tiles = _tiles("fwd", q, v, spec)
-    q_tiles, k_table = _tables(q_segments, k_segments, tiles.m, q.device)
+    given, tiles = operands(Q=q, K=k, V=v), tiles_for("fwd", q, d, e, spec)
+    q_tiles, k_table = tables(q_segments, k_segments, tiles.m, q.device)
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
-        Q=q, K=k, V=v, **boxes.arguments(k, v, tiles, arch(q.device)), OUT=out, LSE=lse, **alibi_slopes(spec, q),
-        q_tiles=q_tiles, k_segments=k_table,
-        q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3], out_strides=out.stride()[:3],
-        lse_strides=lse.stride()[:2], **_fixed(spec, scale, h // k.shape[2], d, v.shape[-1], tiles),
+        **given, **boxes.arguments(given["K"], given["V"], tiles, arch(q.device)), OUT=out, LSE=lse,
+        **alibi_slopes(spec, q), q_tiles=q_tiles, k_segments=k_table, out_strides=out.stride()[:3],
+        lse_strides=lse.stride()[:2], **fixed(spec, scale, h // k.shape[2], d, e, tiles),
     )  # fmt: skip
 
 
@@ -99,39 +97,41 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
 def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, spec: AttnSpec) -> None:
     """Add this block's gradients to grads = (dq, dk, dv), fp32. Calls for several cells accumulate."""
     dq, dk, dv = grads
-    b, _, h, d = q.shape
-    h_kv, e = k.shape[2], v.shape[-1]
-    if 0 in (b, len(q_segments), len(k_segments)):
+    if 0 in (len(q), len(q_segments), len(k_segments)):
         return
-    group, scale = h // h_kv, spec.softmax_scale
-    dout, q, k, v = (_aligned(x) for x in (dout.to(q.dtype), q, k, v))
-    lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value).contiguous()
-    delta = delta.contiguous()
-    shared = dict(
-        Q=q, K=k, V=v, DOUT=dout, LSE2=lse2, DELTA=delta, **alibi_slopes(spec, q),
-        q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3], dout_strides=dout.stride()[:3],
-        lse_strides=lse2.stride()[:2],
-    )  # fmt: skip
-
-    tiles = _tiles("dkdv", q, v, spec)
+    lse2, delta, dims = in_base_2(lse).contiguous(), delta.contiguous(), (q.shape[-1], v.shape[-1])
+    given = operands(Q=q, K=k, V=v, DOUT=dout.to(q.dtype)) | alibi_slopes(spec, q)
+    given |= dict(LSE2=lse2, DELTA=delta, lse_strides=lse2.stride()[:2])
+    segments = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+    tiles = tiles_for("dkdv", q, *dims, spec)
     dq_boxes = boxes.of_dq(dq, tiles, arch(q.device), spec.deterministic)
     if dq_boxes is None:
-        of_dq = _tiles("dq", q, v, spec)
-        q_tiles, k_table = _tables(q_segments, k_segments, of_dq.m, q.device)
-        bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
-            **shared, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
-            **_fixed(spec, scale, group, d, e, of_dq),
-        )  # fmt: skip
+        launch_dq(bwd.attn_bwd_dq_kernel, given, dq, tiles_for("dq", q, *dims, spec), dims, **segments)
+    launch_dkdv(bwd.attn_bwd_dkdv_kernel, given | dict(DQ_BOXES=dq_boxes), dk, dv, tiles, dims, **segments)
 
-    k_tiles, q_table = _tables(k_segments, q_segments, tiles.n, q.device, heaviest_last=True)
+
+def launch_dq(kernel, given: dict, dq: Tensor, tiles: configs.Tiles, dims, *, q_segments, k_segments, spec) -> None:
+    """Add to dq. given: the kernel's tensors and their strides; dims: head_dim of q and k, and of v."""
+    (b, _, h, _), group = dq.shape, dq.shape[2] // given["K"].shape[2]
+    q_tiles, k_table = tables(q_segments, k_segments, tiles.m, dq.device)
+    kernel[(q_tiles.shape[0], h, b)](
+        **given, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
+        **fixed(spec, spec.softmax_scale, group, *dims, tiles),
+    )  # fmt: skip
+
+
+def launch_dkdv(kernel, given: dict, dk, dv, tiles: configs.Tiles, dims, *, q_segments, k_segments, spec) -> None:
+    """The same for dk and dv."""
+    (b, _, h_kv, _), group = dk.shape, given["Q"].shape[2] // dk.shape[2]
+    k_tiles, q_table = tables(k_segments, q_segments, tiles.n, dk.device, heaviest_last=True)
     rows = 1 if spec.deterministic else b  # of the batch: bits must not depend on it
-    parts = _head_parts(k_tiles.shape[0] * h_kv * rows, group, q.device)
+    parts = _head_parts(k_tiles.shape[0] * h_kv * rows, group, dk.device)
     dk_parts, dv_parts = (dk[None], dv[None]) if parts == 1 else (x.new_zeros(parts, *x.shape) for x in (dk, dv))
-    bwd.attn_bwd_dkdv_kernel[(k_tiles.shape[0], h_kv * parts, b)](
-        **shared, DQ_BOXES=dq_boxes, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
+    kernel[(k_tiles.shape[0], h_kv * parts, b)](
+        **given, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
         dk_part_stride=dk_parts.stride(0), dk_strides=dk_parts.stride()[1:4],
         dv_part_stride=dv_parts.stride(0), dv_strides=dv_parts.stride()[1:4],
-        **_fixed(spec, scale, group, d, e, tiles),
+        **fixed(spec, spec.softmax_scale, group, *dims, tiles),
     )  # fmt: skip
     if parts > 1:
         dk += dk_parts.sum(0)
@@ -164,7 +164,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fixed(spec: AttnSpec, scale: float, group: int, d: int, e: int, tiles: configs.Tiles) -> dict:
+def fixed(spec: AttnSpec, scale: float, group: int, d: int, e: int, tiles: configs.Tiles) -> dict:
     """A training kernel's scalar arguments, and the constants that it is compiled for; head_dims d of q and k, e of v.
 
     Made once for all launches with the same options, and not to be changed.
@@ -204,9 +204,19 @@ def head_width(d: int, e: int) -> int:
     return max(d, e, 16)
 
 
-def _tiles(kernel: str, q: Tensor, v: Tensor, spec: AttnSpec) -> configs.Tiles:
-    width = head_width(q.shape[-1], v.shape[-1])
-    return configs.tiles(kernel, width, arch(q.device), q.element_size(), spec.dropout is not None)
+def tiles_for(kernel: str, q: Tensor, d: int, e: int, spec: AttnSpec) -> configs.Tiles:
+    return configs.tiles(kernel, head_width(d, e), arch(q.device), q.element_size(), spec.dropout is not None)
+
+
+def operands(**tensors: Tensor) -> dict:
+    """Tensors [b, s, h, d] under a kernel's names for them, copied where Triton reads them badly, and their strides."""
+    tensors = {name: _aligned(x) for name, x in tensors.items()}
+    return tensors | {f"{name.lower()}_strides": x.stride()[:3] for name, x in tensors.items()}
+
+
+def in_base_2(lse: Tensor) -> Tensor:
+    """lse for backward kernels: +inf where nothing is seen, so that weights are 0."""
+    return torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value)
 
 
 def head_dims(d: int, e: int) -> dict:
@@ -273,7 +283,7 @@ def arch(device: torch.device) -> str:
 _captured: list = []
 
 
-def _tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
+def tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
     """`_make_tables`, cached for later calls. They can't be made while a CUDA graph is captured: run it before."""
     return _in_use(_make_tables(tuple(grid), tuple(loop), rows, device, heaviest_last))
 
