@@ -1,5 +1,6 @@
 """The Triton kernels against the float64 oracle: compiled on a GPU, elsewhere in the interpreter (small shapes)."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -210,7 +211,7 @@ def test_delta_with_and_without_dlse():
 
 
 def _ranks_use_triton(rank, world):
-    """Forward, backward and decode: the largest difference between Triton's kernels and reference."""
+    """Forward, backward, tangents and decode: the largest difference between Triton's kernels and reference."""
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 16 * world, h, 16, generator=g).to(DEVICE) for h in (4, 2, 2, 4))
     rows = shard_positions(16 * world, rank, world, device=DEVICE)
@@ -221,7 +222,10 @@ def _ranks_use_triton(rank, world):
         out = tree_attn_func(*mine, cp_group=dist.group.WORLD, config=config)
         grads = torch.autograd.grad(out, mine, dout[:, rows])
         decoded = tree_decode(q[:, :1], k[:, rows], v[:, rows], cp_group=dist.group.WORLD, config=config)
-        results.append([out.detach(), *grads, decoded])
+        plain = tuple(x.detach() for x in mine)
+        attend = functools.partial(tree_attn_func, cp_group=dist.group.WORLD, config=config)
+        outt = torch.func.jvp(attend, plain, plain)[1]
+        results.append([out.detach(), *grads, decoded, outt])
     return largest(error(a, b) for a, b in zip(*results, strict=True))
 
 
