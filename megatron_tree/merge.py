@@ -85,11 +85,11 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
 
     Of a dual state (`Backend.of_duals`): sinks [h, 2] with their tangents, which the leaf adds to the last column, mu.
     """
-    score, *tangent = sinks.to(lse.dtype).reshape(len(sinks), 1, -1).unbind(-1)
-    kept, joined, merged = _weights_of_two(lse, score)
+    sinks, dual = sinks.to(lse.dtype), sinks.dim() == 2
+    kept, joined, merged = _weights_of_two(lse, sinks[:, :1] if dual else sinks[:, None])
     out = out.to(lse.dtype) * _over_rows(kept)
-    if tangent:
-        out[..., -1] += (joined * tangent[0]).transpose(-1, -2)
+    if dual:
+        out[..., -1] += (joined * sinks[:, 1:]).transpose(-1, -2)
     return out, merged
 
 
