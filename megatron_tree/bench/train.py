@@ -235,7 +235,8 @@ class JvpBench(TrainBench):
 
     def pair(self) -> None:
         duals = list(map(dual, (self.q, self.k, self.v), self.rest))
-        backend = kernels.choose(self.q, self.k, self.v, self.spec).of_duals()
+        width = max(self.q.shape[-1], self.v.shape[-1])
+        backend = kernels.choose(self.q, self.k, self.v, self.spec).of_duals(self.q.dtype, width)
         backend.attn_fwd(*duals, **self.segments, spec=self.spec)
 
     @staticmethod
