@@ -34,7 +34,6 @@ from .derivatives import (
     cut,
     duals_of,
     exchanged,
-    filled,
     filled_in,
     flowing,
     has_tangents,
@@ -44,6 +43,7 @@ from .derivatives import (
     save,
     signed,
     upstream_of,
+    with_zeros,
 )
 
 
@@ -57,7 +57,7 @@ def attention(
         return TreeAttention.apply(q, k, v, sinks, call, with_lse, *map(Placeholder.apply, replaced))[:2]
     # Nothing differentiates these inputs at this level again, so one pass gives out and its tangent.
     inputs, tangents = zip(*((x, None) if x is None else forward_ad.unpack_dual(x) for x in (q, k, v, sinks)))
-    out, lse, outt, lset, *_ = Tangent.apply(*inputs, *filled(tangents, inputs), Derivatives(call, with_lse, None))
+    out, lse, outt, lset, *_ = Tangent.apply(*inputs, *with_zeros(tangents, inputs), Derivatives(call, with_lse, None))
     return forward_ad.make_dual(out, outt), forward_ad.make_dual(lse, lset)
 
 
@@ -91,7 +91,7 @@ class TreeAttention(torch.autograd.Function):
     def jvp(ctx, *tangents):
         inputs, (_, lse), kept = cut(ctx.saved_tensors, 4, 2)
         within = dataclasses.replace(ctx.derivatives, stamp=None)
-        _, _, outt, lset, *_ = Tangent.apply(*inputs, *filled(tangents, inputs), within)
+        _, _, outt, lset, *_ = Tangent.apply(*inputs, *with_zeros(tangents, inputs), within)
         return outt, None if lse is None else lset, *(None for _ in kept)
 
 
@@ -171,7 +171,7 @@ class Gradient(torch.autograd.Function):
         tangents, (doutt, dlset) = tangents[:4], tangents[4:6]
         if all(x is None for x in tangents):
             return gradient(inputs, (doutt, dlset), (out, lse), kept, ctx.derivatives)
-        tangents, kept = filled(tangents, inputs), ()
+        tangents, kept = with_zeros(tangents, inputs), ()
         if lset is None or ctx.derivatives.call.of_duals.plan.forward.ulysses_size > 1:
             out, lse, outt, lset, *kept = Tangent.apply(*inputs, *tangents, ctx.derivatives)
         upstream, saved = (dout, dlse, doutt, dlset), (out, lse, outt, lset, *kept)
@@ -242,7 +242,7 @@ def second_order(inputs: Sequence, tangents: Sequence, upstream: Sequence, saved
 
 def _along(tangents: Sequence, inputs: Sequence, dout: Tensor | None, dlse: Tensor | None, derivatives: Derivatives):
     """The gradients of <tangents, (dq, dk, dv, dsinks)> by q, k, v, sinks, dout and dlse."""
-    tangents = filled(tangents, inputs)
+    tangents = with_zeros(tangents, inputs)
     out, lse, outt, lset, *kept = Tangent.apply(*inputs, *tangents, derivatives)
     saved = (out, lse, outt, lset, *kept)
     return *second_order(inputs, tangents, (dout, dlse, None, None), saved, derivatives)[4:], outt, lset

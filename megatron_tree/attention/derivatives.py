@@ -41,12 +41,12 @@ def only_backward() -> bool:
 
 
 def check_tangents(**tensors: Tensor | None) -> None:
-    """Raise ``ValueError`` for tensors with a tangent: forward-mode differentiation, torch.func.jvp."""
+    """Raise ``ValueError`` for tensors with a tangent, in functions over a cache: they have no forward mode."""
     for name, x in tensors.items():
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+        if has_tangents(x):
             raise ValueError(
-                f"{name} has a tangent, but attention has no forward-mode derivatives: pass {name}.detach(), or use "
-                "the backward of tree_attn_func"
+                f"{name} has a tangent, but decoding and prefill have no forward-mode derivatives: pass "
+                f"{name}.detach(), or use tree_attn_func, which has them"
             )
 
 
@@ -184,7 +184,7 @@ def cut(tensors: Sequence, *lengths: int) -> list[Sequence]:
     return [*(tensors[i:j] for i, j in itertools.pairwise(ends)), tensors[ends[-1] :]]
 
 
-def filled(tangents: Sequence, inputs: Sequence) -> list[Tensor | None]:
+def with_zeros(tangents: Sequence, inputs: Sequence) -> list[Tensor | None]:
     """The tangents of inputs, zeros where there is none."""
     return [torch.zeros_like(x) if t is None and x is not None else t for t, x in zip(tangents, inputs)]
 

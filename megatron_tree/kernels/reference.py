@@ -121,7 +121,7 @@ def takes_duals(dtype: torch.dtype, width: int) -> bool:
 def attn_jvp(
     q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.attn_jvp`; out_dtype changes nothing."""
+    """`attn_fwd` of dual tensors, see `Backend.of_duals`; out_dtype changes nothing."""
     dtype, pairs, d_v = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec), v.shape[-1] // 2
     out, lse = empty_state((*q.shape[:3], 2 * d_v + 1), dtype=dtype, device=q.device)
     if k.shape[1] == 0 or q.shape[0] == 0:
@@ -147,7 +147,7 @@ def attn_jvp(
 
 
 def attn_bwd_jvp(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Backend.attn_bwd_jvp`."""
+    """`attn_bwd` of dual tensors, see `Backend.of_duals`."""
     dtype, pairs = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec)
     group = (k.shape[2], q.shape[2] // k.shape[2])
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
