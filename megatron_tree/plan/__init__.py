@@ -5,6 +5,7 @@ from .cast import Mask
 from .planner import plan_decode, plan_training
 from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, check_grid, check_heads, grids
 from .prefill_grid import chunk_sizes, plan_prefill_grid
+from .scan import plan_scan
 from .sizes import CallSizes
 from .topology import (
     Level,
@@ -40,6 +41,7 @@ __all__ = [
     "place",
     "plan_decode",
     "plan_prefill_grid",
+    "plan_scan",
     "plan_training",
     "save_topology",
 ]

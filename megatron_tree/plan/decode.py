@@ -29,8 +29,8 @@ class StepSizes(NamedTuple):
         return self.rows * self.row_bytes
 
 
-class _Sum:
-    """Accumulates the cost of a reduction after the local attention."""
+class Rounds:
+    """Accumulates the cost of rounds of messages that follow one another."""
 
     def __init__(self, placed: PlacedTopology):
         self.placed, self.time, self.sent, self.steps = placed, 0.0, [0.0] * len(placed.topology.levels), 0
@@ -45,7 +45,7 @@ class _Sum:
         self.time += states * state_bytes / self.placed.topology.memory_bandwidth
 
 
-def _all_to_all(total: _Sum, share: float) -> None:
+def add_exchange(total: Rounds, share: float) -> None:
     """Every rank sends a share to every other at once; through shared memory it reads as many."""
     placed = total.placed
     if placed.shared:
@@ -55,15 +55,15 @@ def _all_to_all(total: _Sum, share: float) -> None:
     total.add(*placed.exchange(placed.everyone, share, None if placed.direct else 1))
 
 
-def _gather(total: _Sum, share: float) -> None:
+def add_gather(total: Rounds, share: float) -> None:
     """Every rank gets every other's share."""
     if total.placed.direct:
-        _all_to_all(total, share)
+        add_exchange(total, share)
     else:
         _around(total, share, total.placed.world - 1, hops=lambda level, n: n)
 
 
-def _around(total: _Sum, share: float, rounds: int, *, hops: Callable[[int, int], int]) -> None:
+def _around(total: Rounds, share: float, rounds: int, *, hops: Callable[[int, int], int]) -> None:
     """A built-in collective that passes `rounds` shares along a ring through all ranks.
 
     `hops(level, hops of the ring at that level)` is its number of latencies. gloo waits for the slowest hop in every
@@ -83,7 +83,7 @@ def _around(total: _Sum, share: float, rounds: int, *, hops: Callable[[int, int]
     total.add(latency + placed.time(stage, 1), sent)
 
 
-def _all_reduce(total: _Sum, size: float) -> None:
+def _all_reduce(total: Rounds, size: float) -> None:
     placed, p = total.placed, total.placed.world
 
     def hops(level: int, n: int) -> int:  # up and down a chain inside the innermost units and a tree of units
@@ -92,18 +92,18 @@ def _all_reduce(total: _Sum, size: float) -> None:
     _around(total, size / p, 2 * (p - 1), hops=hops)
 
 
-def _allreduce(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
+def _allreduce(placed: PlacedTopology, step: StepSizes) -> tuple[Rounds, int]:
     """The paper's Algorithm 3: MAX of lse, then SUM of packed numerators and denominators."""
-    total = _Sum(placed)
+    total = Rounds(placed)
     for size in (step.rows * 4, step.state):
         _all_reduce(total, size)
     total.merge(2, step.state)
     return total, 2 * step.state
 
 
-def _allgather(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
-    total = _Sum(placed)
-    _gather(total, step.state)
+def _allgather(placed: PlacedTopology, step: StepSizes) -> tuple[Rounds, int]:
+    total = Rounds(placed)
+    add_gather(total, step.state)
     total.merge(placed.world, step.state)
     return total, placed.world * step.state
 
@@ -134,7 +134,7 @@ def _doubling_steps(placed: PlacedTopology, stride: int) -> tuple[dict[int, tupl
     return tuple(steps)
 
 
-def _doubling(total: _Sum, stride: int, state: int) -> int:
+def _doubling(total: Rounds, stride: int, state: int) -> int:
     """Exchange states by recursive doubling; returns the largest number of states that a rank holds."""
     placed = total.placed
     for step in _doubling_steps(placed, stride):
@@ -147,28 +147,28 @@ def _doubling(total: _Sum, stride: int, state: int) -> int:
     return (placed.world // stride - 1).bit_length() + 1
 
 
-def _butterfly(placed: PlacedTopology, step: StepSizes) -> tuple[_Sum, int]:
-    total = _Sum(placed)
+def _butterfly(placed: PlacedTopology, step: StepSizes) -> tuple[Rounds, int]:
+    total = Rounds(placed)
     kept = _doubling(total, 1, step.state)
     return total, kept * step.state
 
 
-def _scatter(placed: PlacedTopology, step: StepSizes, local_heads: bool) -> tuple[_Sum, int]:
+def _scatter(placed: PlacedTopology, step: StepSizes, local_heads: bool) -> tuple[Rounds, int]:
     """Rows split over the ranks; each merges its own and sends the result to all, or keeps it if it has its heads."""
-    total = _Sum(placed)
+    total = Rounds(placed)
     share = -(-step.rows // placed.world) * step.row_bytes
-    _all_to_all(total, share)
+    add_exchange(total, share)
     total.merge(placed.world, share)
     if local_heads:
         return total, placed.world * share
-    _gather(total, share)
+    add_gather(total, share)
     return total, 2 * placed.world * share
 
 
-def _two_level(placed: PlacedTopology, step: StepSizes, across: str) -> tuple[_Sum, int]:
+def _two_level(placed: PlacedTopology, step: StepSizes, across: str) -> tuple[Rounds, int]:
     if placed.block == 1:  # nothing to nest: every rank is a leader
         return _allgather(placed, step)
-    total, state, n, r = _Sum(placed), step.state, placed.nodes, placed.block
+    total, state, n, r = Rounds(placed), step.state, placed.nodes, placed.block
     inside = placed.count(0, range(r))
     if not placed.direct:  # an all-gather inside the node, then one among ranks of the same place in their nodes
         for counts, size in ((inside, r), (Counter({placed.top: n - 1}), n)):
@@ -207,9 +207,9 @@ def gathered(placed: PlacedTopology, share: float, *, exchanged: bool = False) -
 
     exchanged: by an all-to-all in which a rank sends its share to every other at once.
     """
-    total = _Sum(placed)
+    total = Rounds(placed)
     if placed.world > 1:
-        (_all_to_all if exchanged else _gather)(total, share)
+        (add_exchange if exchanged else add_gather)(total, share)
     return total.time, sum(total.sent)
 
 
@@ -237,10 +237,10 @@ def projects_first(placed: PlacedTopology, results: DecodePlan, projected: Decod
 
 def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:
     """(seconds, bytes that a rank sends) of a small sum over all ranks, as `comm.sum_over_ranks` makes it."""
-    total = _Sum(placed)
+    total = Rounds(placed)
     if placed.world > 1:
         if placed.direct:
-            _all_to_all(total, size)
+            add_exchange(total, size)
             total.merge(placed.world, size)
         else:
             _all_reduce(total, size)
@@ -264,7 +264,7 @@ def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = Fals
     for schedule, across, take in schedules:
         if across == "butterfly" and not (placed.direct and placed.block > 1 and placed.nodes > 2):
             continue
-        total, peak = take(placed, step) if placed.world > 1 else (_Sum(placed), 0)
+        total, peak = take(placed, step) if placed.world > 1 else (Rounds(placed), 0)
         began = compute if placed.shared and schedule in ("allgather", "scatter") else start
         costs.append((schedule, across, began + total.time, compute, total.sent, total.steps, peak))
     time, sent, steps, peak = _ring(placed, step)
