@@ -7,6 +7,9 @@ from .attention.sequences import dispatch_documents, shard_sequence, unshard_seq
 from .config import AttnSlice, TreeConfig
 from .errors import CommError, TreeError
 from .layout import document_positions, packed_layout, shard_positions
+from .recurrence.halo import tree_halo
+from .recurrence.layer import Decay, tree_recurrence
+from .recurrence.scan import tree_scan
 
 __version__ = "0.1.0"
 
@@ -21,6 +24,7 @@ def init_inference(model, **options):
 __all__ = [
     "AttnSlice",
     "CommError",
+    "Decay",
     "TreeConfig",
     "TreeError",
     "dispatch_documents",
@@ -32,6 +36,9 @@ __all__ = [
     "tree_attn_func",
     "tree_attn_varlen_func",
     "tree_decode",
+    "tree_halo",
     "tree_prefill",
+    "tree_recurrence",
+    "tree_scan",
     "unshard_sequence",
 ]

@@ -1,7 +1,7 @@
-"""Merging partial results: the associative operation that lets attention be reduced over a tree.
+"""States: what shards leave of a reduction or a scan, and the associative operation that merges them.
 
-A state is (out [b, s, h, d], lse [b, h, s]): attention over some of the keys, and the natural log of their summed
-exponentials, fp32 (float64 for float64 inputs). The identity is out 0, lse -inf: a shard with nothing to see.
+Attention's state is (out [b, s, h, d], lse [b, h, s]): attention over some of the keys, and the natural log of their
+summed exponentials, fp32 (float64 for float64 inputs). The identity is out 0, lse -inf: a shard with nothing to see.
 On the wire a state is packed: one buffer whose last axis holds out and then lse.
 
 Everything here is equation (4) of docs/design.md, `energy.merge_by_energy` in closed form: with top = max_i lse_i and
@@ -10,12 +10,17 @@ w_i = exp(lse_i - top),
     out = sum_i w_i out_i / sum_i w_i,      lse = top + log sum_i w_i                       (4)
 
 It is divided by the sum of w_i, not by exp(lse): near 1e4 an lse in fp32 is known to 1e-3 only, and so would the
-weights be. Triton has the same in kernels/triton/merge.py.
+weights be. Triton has the same in kernels/triton/merge.py. Gradients are sums (`SumReducer`).
+
+A recurrent layer's segment leaves an affine map S -> M S + U of its state (`AffineMaps`); maps compose in the order of
+positions, (M2, U2) after (M1, U1) is (M2 M1, M2 U1 + U2), so it takes a scan (docs/recurrent.md).
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +146,40 @@ class SumReducer:
     def narrow(self, total: Tensor) -> Tensor:
         """A sum as it travels."""
         return total.to(self.wire)
+
+
+@dataclass(frozen=True)
+class AffineMaps:
+    """Maps S -> M S + U of recurrent states [d, d_v], packed: M, then U. A state is packed as U alone: its M is 0."""
+
+    head_dim: int
+    head_dim_v: int
+    transition_shape: tuple[int, ...]
+    """Of M: (d, d), or (d,) where it is diagonal, or ()."""
+
+    @property
+    def transition_numbers(self) -> int:
+        return math.prod(self.transition_shape)
+
+    @property
+    def state_numbers(self) -> int:
+        return self.head_dim * self.head_dim_v
+
+    def pack(self, transition: Tensor, update: Tensor) -> Tensor:
+        """[n, b * h, numbers of both] of transition [n, b, h, ...] and update [n, b, h, d, d_v]."""
+        n, b, h = update.shape[:3]
+        transition = transition.reshape(n, b * h, self.transition_numbers)
+        return torch.cat((transition, update.reshape(n, b * h, self.state_numbers)), -1)
+
+    def merge(self, state: Tensor, packed: Tensor) -> Tensor:
+        """The state [rows, d * d_v] after a segment: state [rows, d * d_v] before it, and its map."""
+        transition, update = packed.split((self.transition_numbers, self.state_numbers), -1)
+        before = state.unflatten(-1, (self.head_dim, self.head_dim_v))
+        if len(self.transition_shape) == 2:
+            after = transition.unflatten(-1, self.transition_shape) @ before
+        else:
+            after = transition[..., None] * before
+        return after.flatten(-2) + update
 
 
 def finite(top: Tensor) -> Tensor:

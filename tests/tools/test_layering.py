@@ -20,6 +20,7 @@ LAYERS = (
     {"kernels"},
     {"comm", "plan"},
     {"attention"},
+    {"recurrence"},
     {"cache", "launching"},
     {"generation"},
     {"integrations"},

@@ -1,0 +1,8 @@
+"""Recurrent layers over a sequence that is sharded across ranks: docs/recurrent.md.
+
+- chains.py    every document's segments in the order of positions, over all ranks
+- exchange.py  rows sent to ranks and back, differentiable: the only communication here
+- scan.py      `tree_scan`: the state that every segment begins with, from the affine maps of the segments before it
+- halo.py      `tree_halo`: the rows before every segment, for short convolutions
+- layer.py     `tree_recurrence`: any kernel with an initial and a final state over the whole sequence
+"""

@@ -1,0 +1,137 @@
+"""`tree_halo`: the rows before every segment."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..attention.derivatives import has_tangents
+from ..config import TreeConfig, check_positive, default_config
+from ..layout import Layout
+from .chains import Chains, Link
+from .exchange import Route, exchange, tied
+
+
+@comm.outside_graphs
+def tree_halo(
+    x: Tensor,
+    count: int,
+    *,
+    cp_group,
+    layout: Layout = "zigzag",
+    before: Tensor | None = None,
+    return_final: bool = False,
+    config: TreeConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The rows before each of this rank's segments, as a short convolution over the sequence needs them. Collective,
+    differentiable.
+
+    Args:
+        x: [b, s_local, ...], this rank's shard.
+        count: how many rows; a convolution's kernel size - 1. They may lie in several segments.
+        cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
+        layout: as in `tree_attn_func`, or of packed documents.
+        before: [b, count, ...], the rows before the sequence, equal on all ranks; default: zeros. Not with documents,
+            which begin with zeros.
+        return_final: whether to return the last rows of the sequence. Not with documents.
+        config: `check`, `timeout_s`, `transport` and `topology` are used.
+
+    Returns: (rows [b, n, count, ...] before each of the n segments, in the order of its rows; the last `count` rows
+        [b, count, ...] of the sequence with those before it, on every rank, or None). Gradients of `before` are those
+        of this rank's segments: their sum over the ranks is the whole.
+    Raises: ``ValueError`` on every rank for shapes that don't fit, or calls that differ between ranks.
+    """
+    config, cp_group = config or default_config(), comm.process_group(cp_group)
+    with comm.collective_call("tree_halo", cp_group, config) as call:
+        comm.check_local(x=x, before=before)
+        count = check_positive("count", count)
+        if x.dim() < 2:
+            raise ValueError(f"x must be [b, s_local, ...], got {list(x.shape)}")
+        chains = Chains.of(x, "x", cp_group, layout)
+        chains.check_sequence(before=before, return_final=return_final)
+        outer = (x.shape[0], count, *x.shape[2:])
+        if before is not None and tuple(before.shape) != outer:
+            raise ValueError(f"before must be {list(outer)} like x {list(x.shape)}, got {list(before.shape)}")
+        call.agree(
+            shape=outer,
+            dtype=x.dtype,
+            layout=layout,
+            tokens=x.shape[1] if isinstance(layout, str) else None,
+            before=before is not None,
+            return_final=return_final,
+            tangents=has_tangents(x, before),
+            config=config,
+        )
+        plan = halo_plan(chains, comm.group_rank(cp_group), count, return_final)
+        halos = _halo(x, before, plan, Route("tree_halo", cp_group, config, plan.sent, plan.received))
+    if not return_final:
+        return halos.transpose(0, 1), None
+    return halos[:-1].transpose(0, 1), halos[-1]
+
+
+class HaloPlan(NamedTuple):
+    """Which rows a rank sends, and how its halos are made of those that arrive."""
+
+    count: int
+    rows: tuple[int, ...]
+    """This rank's rows that are sent, for each rank one after another."""
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    taken: tuple[tuple[int, ...], ...]
+    """For every segment, and the sequence's end if it is asked for, the numbers of its rows among: a row of zeros, the
+    rows that arrive, the rows before the sequence."""
+
+
+@functools.lru_cache(maxsize=256)
+def halo_plan(chains: Chains, rank: int, count: int, with_final: bool) -> HaloPlan:
+    """The plan of one rank."""
+    wanted: list[dict[int, list]] = [{} for _ in chains.segments]
+    for links in chains.documents:
+        for (holder, index), segment in links:
+            wanted[holder][index] = _before(links, segment.pos, count)
+        if with_final:
+            end = links[-1].segment.pos + links[-1].segment.length
+            for of_rank in wanted:
+                of_rank[-1] = _before(links, end, count)
+    needed = [sorted({x for halo in of_rank.values() for x in halo if isinstance(x, tuple)}) for of_rank in wanted]
+    sent = [[row for holder, row in of_rank if holder == rank] for of_rank in needed]
+    numbers = {x: 1 + i for i, x in enumerate(needed[rank])}
+    numbers |= {i - count: 1 + len(needed[rank]) + i for i in range(count)}
+    halos = [wanted[rank].get(i) for i in range(len(chains.segments[rank]))]
+    halos += [wanted[rank].get(-1)] if with_final else []
+    return HaloPlan(
+        count=count,
+        rows=tuple(row for rows in sent for row in rows),
+        sent=tuple(map(len, sent)),
+        received=tuple(sum(holder == r for holder, _ in needed[rank]) for r in range(len(wanted))),
+        taken=tuple((0,) * count if halo is None else tuple(numbers[x] for x in halo) for halo in halos),
+    )
+
+
+def _before(links: Sequence[Link], end: int, count: int) -> list[tuple[int, int] | int]:
+    """Where a document's rows at positions end - count .. end - 1 are: (rank, row), or a position below 0."""
+    firsts, found = [link.segment.pos for link in links], []
+    for position in range(end - count, end):
+        if position < 0:
+            found.append(position)
+        else:
+            (rank, _), segment = links[bisect_right(firsts, position) - 1]
+            found.append((rank, segment.row + position - segment.pos))
+    return found
+
+
+def _halo(x: Tensor, before: Tensor | None, plan: HaloPlan, route: Route) -> Tensor:
+    """[m, b, count, ...]: the halos of the plan."""
+    by_row = x.transpose(0, 1)
+    arrived = exchange(by_row[list(plan.rows)], route)
+    zeros = arrived.new_zeros(1, *arrived.shape[1:])
+    before = zeros.expand(plan.count, *zeros.shape[1:]) if before is None else before.transpose(0, 1)
+    pool = torch.cat((zeros, arrived, before))
+    taken = torch.tensor(plan.taken, dtype=torch.int64, device=x.device).view(-1, plan.count)
+    return tied(pool[taken].transpose(1, 2), arrived)

@@ -1,0 +1,179 @@
+"""`tree_recurrence`: a recurrent layer's kernel over the whole sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import comm
+from ..attention.derivatives import has_tangents
+from ..config import TreeConfig, check_positive, default_config
+from ..layout import Layout, Segment
+from ..merge import AffineMaps, state_dtype
+from .chains import Chains
+from .exchange import tied
+from .scan import Scan
+
+Kernel = Callable[[tuple[Tensor, ...], Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class Decay(NamedTuple):
+    """A recurrence whose states decay: S_t = exp(log_decay_t) S_{t-1} + U_t, with outputs readout_t S_t."""
+
+    log_decay: Tensor
+    """[b, s_local, h], or [b, s_local, h, d] where each row of the state has its own."""
+    readout: Tensor
+    """[b, s_local, h, d]."""
+
+
+@comm.outside_graphs
+def tree_recurrence(
+    kernel: Kernel,
+    inputs: Sequence[Tensor],
+    v: Tensor,
+    *,
+    head_dim: int,
+    cp_group,
+    layout: Layout = "zigzag",
+    decay: Decay | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    schedule: str = "auto",
+    config: TreeConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A recurrent layer over a sequence that is sharded across ranks, exactly. Collective, differentiable.
+
+    A segment's outputs and final state are affine in its initial state S: o_t + R_t S and M S + U. The kernel itself
+    gives all four in one call, with values [v | 0] and the initial state [0 | 1]; `tree_scan` then gives every segment
+    its S.
+
+    Args:
+        kernel: kernel(inputs, v, initial_state) -> (out [b, t, h, d_v], final_state [b, h, d, d_v]) of t tokens, linear
+            in (v, initial_state); None means a state of zeros. d_v is that of its v: it is called with
+            d_v + head_dim, too. Batches of several segments are as large as needed.
+        inputs: its other tensors, each [b, s_local, ...] and cut along axis 1 with v.
+        v: [b, s_local, h, d_v], this rank's values; rows of padding may hold anything finite.
+        head_dim: d, the rows of a head's state.
+        cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
+        layout: as in `tree_attn_func`, or of packed documents: states begin with zeros in every document.
+        decay: where states only decay, how: the kernel is then called once for d_v alone.
+        initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with documents.
+        return_final_state: whether to return what the sequence leaves behind. Not with documents.
+        schedule: of `tree_scan`.
+        config: `check`, `timeout_s`, `transport` and `topology` are used.
+
+    Returns: (out [b, s_local, h, d_v] in the dtype of the kernel's, 0 in rows of padding; final state [b, h, d, d_v] on
+        every rank, or None). States are float32, float64 for float64. Gradients of initial_state are those of this
+        rank's share: their sum over the ranks is the whole.
+    Raises: ``ValueError`` on every rank for shapes that don't fit, or calls that differ between ranks.
+    Source: docs/recurrent.md; any kernel of the form of `chunk_gated_delta_rule` (flash-linear-attention).
+    """
+    config, cp_group = config or default_config(), comm.process_group(cp_group)
+    with comm.collective_call("tree_recurrence", cp_group, config) as call:
+        comm.check_local(v=v, initial_state=initial_state, **{f"inputs[{i}]": x for i, x in enumerate(inputs)})
+        _check(inputs, v, decay)
+        d = check_positive("head_dim", head_dim)
+        chains = Chains.of(v, "v", cp_group, layout)
+        b, _, h, d_v = v.shape
+        update = torch.empty(0, b, h, d, d_v, dtype=state_dtype(v.dtype), device=v.device)
+        shape = (d, d) if decay is None else tuple(decay.log_decay.shape[3:])
+        maps = AffineMaps(d, d_v, shape)
+        scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, cp_group, config)
+        call.agree(
+            layout=layout,
+            tokens=v.shape[1] if isinstance(layout, str) else None,
+            dtype=v.dtype,
+            tangents=has_tangents(v, initial_state, *inputs),
+            **scan.agreed,
+        )
+        return _Layer(kernel, tuple(inputs), v, decay, d).run(scan, initial_state)
+
+
+def _check(inputs: Sequence[Tensor], v: Tensor, decay: Decay | None) -> None:
+    if v.dim() != 4:
+        raise ValueError(f"v must be [b, s_local, h, d_v], got {list(v.shape)}")
+    tensors = {f"inputs[{i}]": (x, 2) for i, x in enumerate(inputs)}
+    if decay is not None:
+        tensors |= {"decay.log_decay": (decay.log_decay, 3), "decay.readout": (decay.readout, 3)}
+    for name, (x, dims) in tensors.items():
+        if x.shape[:dims] != v.shape[:dims]:
+            raise ValueError(f"{name} {list(x.shape)} must begin as v {list(v.shape)}, with {list(v.shape[:dims])}")
+
+
+class _Layer:
+    """This rank's part of a layer."""
+
+    def __init__(self, kernel: Kernel, inputs: tuple[Tensor, ...], v: Tensor, decay: Decay | None, head_dim: int):
+        self.kernel, self.inputs, self.v, self.decay, self.head_dim = kernel, inputs, v, decay, head_dim
+        self.dtype = state_dtype(v.dtype)
+
+    def run(self, scan: Scan, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        rank = comm.group_rank(scan.group)
+        segments, linked = scan.chains.segments[rank], scan.chains.linked[rank]
+        alone = [i for i in range(len(segments)) if i not in set(linked)]
+        outs = {i: out for i, (out,) in self._each(segments, alone, self._outputs)}
+        parts = dict(self._each(segments, linked, self._maps if self.decay is None else self._decaying))
+        with torch.autocast(self.v.device.type, enabled=False):
+            states, final = scan.run(*self._stacked([parts[i] for i in linked], scan.maps), initial_state)
+            for i, state in zip(linked, states):
+                out, response, _, _ = parts[i]
+                outs[i] = (response.transpose(1, 2) @ state).transpose(1, 2) + out
+            return tied(self._joined(segments, outs), states), final
+
+    def _each(self, segments: Sequence[Segment], numbers: Sequence[int], run) -> Iterator[tuple[int, tuple]]:
+        """(number, tensors [b, ...] that `run` gives) of some segments; those of one length run as one batch."""
+        by_length: dict[int, list[int]] = {}
+        for i in numbers:
+            by_length.setdefault(segments[i].length, []).append(i)
+        for length, together in by_length.items():
+            rows = [slice(segments[i].row, segments[i].row + length) for i in together]
+            results = run(functools.partial(_of_rows, rows=rows))
+            yield from zip(together, zip(*(x.chunk(len(together)) for x in results)))
+
+    def _outputs(self, of_rows) -> tuple[Tensor]:
+        """The outputs of segments that are documents."""
+        out, _ = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), None)
+        return (out,)
+
+    def _maps(self, of_rows) -> tuple[Tensor, ...]:
+        """The outputs [b, t, h, d_v] for a state of zeros, their response [b, t, h, d] to the state, and M and U."""
+        v, d = of_rows(self.v), self.head_dim
+        state = torch.eye(d, v.shape[3] + d, dtype=self.dtype, device=v.device).roll(v.shape[3], 1)
+        state = state.expand(v.shape[0], v.shape[2], *state.shape)
+        out, final = self.kernel(tuple(map(of_rows, self.inputs)), F.pad(v, (0, d)), state)
+        out, response = out.to(self.dtype).split((v.shape[3], d), -1)
+        update, transition = final.to(self.dtype).split((v.shape[3], d), -1)
+        return out, response, transition, update
+
+    def _decaying(self, of_rows) -> tuple[Tensor, ...]:
+        """The same where states decay: R_t = readout_t exp(sum of log_decay until t), M = exp(sum of all)."""
+        out, final = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), None)
+        decay = of_rows(self.decay.log_decay).to(self.dtype).cumsum(1).exp()
+        response = of_rows(self.decay.readout).to(self.dtype) * (decay if decay.dim() == 4 else decay[..., None])
+        return out.to(self.dtype), response, decay[:, -1], final.to(self.dtype)
+
+    def _stacked(self, parts: list[tuple[Tensor, ...]], maps: AffineMaps) -> tuple[Tensor, Tensor]:
+        """M and U of all segments in the scan. A rank without one takes part in its backward, too."""
+        if parts:
+            return tuple(torch.stack(x) for x in list(zip(*parts))[2:])
+        b, _, h, d_v = self.v.shape
+        update = self.v.new_zeros(0, b, h, self.head_dim, d_v, dtype=self.dtype)
+        return update.new_zeros(0, b, h, *maps.transition_shape), tied(update, self.v, *self.inputs)
+
+    def _joined(self, segments: Sequence[Segment], outs: dict[int, Tensor]) -> Tensor:
+        """The outputs of all rows, 0 in padding."""
+        rows, at = [], 0
+        for i, segment in enumerate(segments):
+            rows += [self.v.new_zeros(len(self.v), segment.row - at, *self.v.shape[2:]), outs[i].to(self.v.dtype)]
+            at = segment.row + segment.length
+        return torch.cat([*rows, self.v.new_zeros(len(self.v), self.v.shape[1] - at, *self.v.shape[2:])], 1)
+
+
+def _of_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    """x [b, s_local, ...] -> [n * b, t, ...]: n segments as batches."""
+    return x[:, rows[0]] if len(rows) == 1 else torch.cat([x[:, part] for part in rows])

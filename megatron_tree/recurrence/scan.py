@@ -1,0 +1,237 @@
+"""`tree_scan`: the exclusive scan of affine maps in the order of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..attention.derivatives import has_tangents
+from ..attention.topology import GroupTopology
+from ..config import TreeConfig, check_choice, default_config
+from ..layout import Layout, check_layout
+from ..merge import AffineMaps
+from ..plan import plan_scan
+from .chains import Chains, Place, chains_of
+from .exchange import Route, exchange, tied
+
+SCHEDULES = ("auto", "gather", "exchange")
+
+
+@comm.outside_graphs
+def tree_scan(
+    transition: Tensor,
+    update: Tensor,
+    *,
+    cp_group,
+    layout: Layout = "zigzag",
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    schedule: str = "auto",
+    config: TreeConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The state with which each of this rank's segments begins, where a segment takes S to M S + U. Collective,
+    differentiable.
+
+    `tree_recurrence` calls it; on its own it serves kernels that compute M and U themselves.
+
+    Args:
+        transition: M of this rank's n segments in the order of its rows, [n, b, h, d, d], or where it is diagonal
+            [n, b, h, d], or one number [n, b, h]. float32 or float64.
+        update: U [n, b, h, d, d_v] in the same dtype.
+        cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
+        layout: as in `tree_attn_func`, or of packed documents, whose states begin with zeros. A rank has one segment
+            ("zigzag": two, but the last rank, whose two are neighbours, one; documents: one for each run of rows of a
+            document).
+        initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with documents.
+        return_final_state: whether to return what the sequence leaves behind. Not with documents.
+        schedule: "gather" (every rank gets all maps: one round), "exchange" (every rank scans its share of the b * h
+            heads: two rounds, fewer bytes; docs/recurrent.md has the formulas) or "auto" (by predicted time).
+        config: `check`, `timeout_s`, `transport` and `topology` are used.
+
+    Returns: (initial states [n, b, h, d, d_v], final state [b, h, d, d_v] on every rank, or None). Gradients of
+        initial_state are those of this rank's share: their sum over the ranks is the whole.
+    Raises: ``ValueError`` on every rank for shapes or dtypes that don't fit, or calls that differ between ranks.
+    Source: scan of the affine maps of linear recurrences (Blelloch 1990; Martin and Cundy, arXiv 1709.04057).
+    """
+    config, cp_group = config or default_config(), comm.process_group(cp_group)
+    with comm.collective_call("tree_scan", cp_group, config) as call:
+        comm.check_local(transition=transition, update=update, initial_state=initial_state)
+        _check_maps(transition, update)
+        world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+        chains = _chains(check_layout(layout, world), world)
+        if len(chains.segments[rank]) != update.shape[0]:
+            raise ValueError(
+                f"update has {update.shape[0]} segments on rank {rank}, but layout={layout!r} gives it "
+                f"{len(chains.segments[rank])}"
+            )
+        maps = AffineMaps(*update.shape[3:], tuple(transition.shape[3:]))
+        scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, cp_group, config)
+        tangents = has_tangents(transition, update, initial_state)
+        call.agree(layout=layout, tangents=tangents, **scan.agreed)
+        linked = list(chains.linked[rank])
+        with torch.autocast(update.device.type, enabled=False):
+            states, final = scan.run(transition[linked], update[linked], initial_state)
+            return torch.zeros_like(update).index_put((torch.tensor(linked, device=update.device),), states), final
+
+
+def _chains(layout: Layout, world: int) -> Chains:
+    """Of a sequence of any length: only the order of its segments is asked for."""
+    if isinstance(layout, str):
+        return chains_of(2 * world, world, layout)
+    return chains_of(sum(layout) if isinstance(layout, tuple) else layout.rows(world) * world, world, layout)
+
+
+def _check_maps(transition: Tensor, update: Tensor) -> None:
+    if update.dim() != 5 or update.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"update must be float32 or float64 [n, b, h, d, d_v], got {update.dtype} {list(update.shape)}"
+        )
+    n, b, h, d, _ = update.shape
+    if tuple(transition.shape) not in ((n, b, h), (n, b, h, d), (n, b, h, d, d)) or transition.dtype != update.dtype:
+        raise ValueError(
+            f"transition must be {update.dtype} [n, b, h], [n, b, h, d] or [n, b, h, d, d] of update "
+            f"{list(update.shape)}, got {transition.dtype} {list(transition.shape)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """A checked scan."""
+
+    chains: Chains
+    maps: AffineMaps
+    batch: tuple[int, int]
+    """(b, h): their product is the number of heads that are scanned, each by itself."""
+    begins: bool
+    """Whether there is an initial state."""
+    ends: bool
+    """Whether the final state is asked for."""
+    schedule: str
+    net: GroupTopology
+    group: object
+    config: TreeConfig
+
+    @classmethod
+    def checked(
+        cls,
+        chains: Chains,
+        maps: AffineMaps,
+        update: Tensor,
+        initial_state: Tensor | None,
+        ends: bool,
+        schedule: str,
+        group,
+        config: TreeConfig,
+    ) -> Scan:
+        """update: U, or a tensor with its shape [..., b, h, d, d_v], dtype and device."""
+        check_choice("schedule", schedule, SCHEDULES)
+        chains.check_sequence(initial_state=initial_state, return_final_state=ends)
+        shape = tuple(update.shape[-4:])
+        if initial_state is not None and tuple(initial_state.shape) != shape:
+            raise ValueError(f"initial_state must be [b, h, d, d_v] = {list(shape)}, got {list(initial_state.shape)}")
+        begins, batch, net = initial_state is not None, shape[:2], GroupTopology.of(group, update.device, config)
+        fields = dict(batch=batch, begins=begins, ends=ends, schedule=schedule, net=net, group=group, config=config)
+        return cls(chains=chains, maps=maps, **fields)
+
+    @property
+    def agreed(self) -> dict:
+        """What the ranks must agree on, besides the layout."""
+        return dict(
+            maps=self.maps,
+            batch=self.batch,
+            initial_state=self.begins,
+            return_final_state=self.ends,
+            schedule=self.schedule,
+            config=self.config,
+            topology=self.net.fingerprint,
+        )
+
+    def run(self, transition: Tensor, update: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As `tree_scan`, of the segments in `chains.linked` alone, in a collective call."""
+        rank, rows = comm.group_rank(self.group), self.batch[0] * self.batch[1]
+        begin = update.new_zeros(rows, self.maps.state_numbers)
+        if initial_state is not None:
+            begin = initial_state.to(update.dtype).reshape(begin.shape)
+        gathers = self._planned(update) == "gather"
+        bounds = self._bounds(rows, gathers)
+        arrived, maps = self._send_maps(self.maps.pack(transition, update).transpose(0, 1), bounds)
+        begin_here = begin[slice(*bounds[rank])]
+        states, final = self._prefixes(maps, begin_here)
+        if not gathers:
+            arrived, states, final = self._send_states(states, final, begin_here, bounds)
+        local = [states.get((rank, i), begin) for i in self.chains.linked[rank]]
+        shape = (*self.batch, self.maps.head_dim, self.maps.head_dim_v)
+        initial = tied(torch.stack(local) if local else begin.new_zeros(0, *begin.shape), arrived)
+        return initial.view(-1, *shape), None if final is None else final.view(shape)
+
+    def _planned(self, update: Tensor) -> str:
+        if self.schedule != "auto":
+            return self.schedule
+        net = self.net.placed(self.group, update.device, self.config)
+        return plan_scan(
+            comm.group_size(self.group),
+            segments=max(map(len, self.chains.linked)),
+            rows=self.batch[0] * self.batch[1],
+            map_numbers=self.maps.transition_numbers,
+            state_numbers=self.maps.state_numbers,
+            with_final=self.ends,
+            bytes_per_word=update.element_size(),
+            topology=net.topology,
+            placement=net.placement,
+        )
+
+    def _bounds(self, rows: int, gathers: bool) -> list[tuple[int, int]]:
+        """The rows of b * h, first to before the last, that every rank scans."""
+        world = comm.group_size(self.group)
+        if gathers:
+            return [(0, rows)] * world
+        return [(rows * r // world, rows * (r + 1) // world) for r in range(world)]
+
+    def _send_maps(self, packed: Tensor, bounds) -> tuple[Tensor, dict[Place, Tensor]]:
+        """packed [rows, segments, numbers] of this rank -> what arrived: all maps of the rows that this rank scans."""
+        rank = comm.group_rank(self.group)
+        sent = self.chains.linked if self.ends else self.chains.before_others
+        packed = packed[:, [self.chains.linked[rank].index(i) for i in sent[rank]]]
+        first, last = bounds[rank]
+        arrived, parts = self._send([packed[a:b] for a, b in bounds], [(last - first, len(x)) for x in sent])
+        return arrived, {(r, i): x[:, k] for r, x in enumerate(parts) for k, i in enumerate(sent[r])}
+
+    def _prefixes(self, maps: dict[Place, Tensor], begin: Tensor) -> tuple[dict[Place, Tensor], Tensor | None]:
+        """The state [rows, d * d_v] before every segment that does not begin a document, and the final state."""
+        states, state = {}, None
+        for links in self.chains.documents:
+            state = begin
+            for n, link in enumerate(links):
+                if n:
+                    states[link.place] = state
+                if link.place in maps:
+                    state = self.maps.merge(state, maps[link.place])
+        return states, state if self.ends else None
+
+    def _send_states(self, states: dict[Place, Tensor], final: Tensor | None, begin: Tensor, bounds):
+        """What this rank has scanned, to the ranks whose segments begin with it -> what arrived, and as `_prefixes` for
+        all rows."""
+        rank = comm.group_rank(self.group)
+        wanted = [[(r, i) for i in numbers] for r, numbers in enumerate(self.chains.after_others)]
+        ends = [] if final is None else [final]
+        nothing = begin.new_zeros(len(begin), 0, begin.shape[1])
+        parts = [torch.stack([states[place] for place in x] + ends, 1) if x or ends else nothing for x in wanted]
+        arrived, parts = self._send(parts, [(last - first, len(wanted[rank]) + len(ends)) for first, last in bounds])
+        whole = torch.cat(list(parts)).unbind(1)
+        return arrived, dict(zip(wanted[rank], whole)), whole[-1] if ends else None
+
+    def _send(self, parts: list[Tensor], sizes: list[tuple[int, int]]) -> tuple[Tensor, Sequence[Tensor]]:
+        """parts [rows, n, numbers] for every rank -> what arrived, and its parts, whose (rows, n) are known."""
+        route = Route(
+            "tree_scan",
+            self.group,
+            self.config,
+            sent=tuple(len(x) * x.shape[1] for x in parts),
+            received=tuple(rows * n for rows, n in sizes),
+        )
+        arrived = exchange(torch.cat([x.flatten(0, 1) for x in parts]), route)
+        return arrived, [x.unflatten(0, size) for x, size in zip(arrived.split(route.received), sizes)]
