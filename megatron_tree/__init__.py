@@ -7,7 +7,7 @@ from .attention.sequences import dispatch_documents, shard_sequence, unshard_seq
 from .config import AttnSlice, TreeConfig
 from .errors import CommError, TreeError
 from .layout import document_positions, packed_layout, shard_positions
-from .recurrence.halo import tree_halo
+from .recurrence.halo import tree_convolution, tree_halo
 from .recurrence.layer import Decay, tree_recurrence
 from .recurrence.scan import tree_scan
 
@@ -35,6 +35,7 @@ __all__ = [
     "shard_sequence",
     "tree_attn_func",
     "tree_attn_varlen_func",
+    "tree_convolution",
     "tree_decode",
     "tree_halo",
     "tree_prefill",

@@ -1,10 +1,10 @@
-"""`tree_halo`: the rows before every segment."""
+"""`tree_halo`, the rows before every segment, and `tree_convolution`, which needs them."""
 
 from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ..config import TreeConfig, check_positive, default_config
 from ..layout import Layout
 from .chains import Chains, Link
 from .exchange import Route, exchange, tied
+from .pieces import OfRows, each, joined
 
 
 @comm.outside_graphs
@@ -73,6 +74,43 @@ def tree_halo(
     if not return_final:
         return halos.transpose(0, 1), None
     return halos[:-1].transpose(0, 1), halos[-1]
+
+
+@comm.outside_graphs
+def tree_convolution(
+    kernel: Callable[[Tensor], Tensor],
+    x: Tensor,
+    count: int,
+    *,
+    cp_group,
+    layout: Layout = "zigzag",
+    before: Tensor | None = None,
+    return_final: bool = False,
+    config: TreeConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A function of every row and the `count` rows before it, over a sequence that is sharded across ranks. Collective,
+    differentiable.
+
+    Args:
+        kernel: kernel(rows [n, count + t, ...]) -> [n, t, ...]; batches of several segments are as large as needed.
+        Others as in `tree_halo`.
+
+    Returns: (kernel's result for this rank's rows [b, s_local, ...], 0 in rows of padding; the sequence's last rows, as
+        `tree_halo`).
+    Raises: as `tree_halo`.
+    """
+    halos, final = tree_halo(
+        x, count, cp_group=cp_group, layout=layout, before=before, return_final=return_final, config=config
+    )
+    cp_group = comm.process_group(cp_group)
+    segments = Chains.of(x, "x", cp_group, layout).segments[comm.group_rank(cp_group)]
+
+    def run(of_rows: OfRows, numbers: list[int]) -> tuple[Tensor]:
+        return (kernel(torch.cat((torch.cat([halos[:, i] for i in numbers]), of_rows(x)), 1)),)
+
+    outs = {i: out for i, (out,) in each(segments, range(len(segments)), run)}
+    like = outs[0] if outs else kernel(x.new_zeros(1, count + 1, *x.shape[2:]))
+    return tied(joined(segments, outs, like.new_empty(*x.shape[:2], *like.shape[2:])), halos, x), final
 
 
 class HaloPlan(NamedTuple):

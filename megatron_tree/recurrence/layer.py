@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor
 from .. import comm
 from ..attention.derivatives import has_tangents
 from ..config import TreeConfig, check_positive, default_config
-from ..layout import Layout, Segment
+from ..layout import Layout
 from ..merge import AffineMaps, state_dtype
 from .chains import Chains
 from .exchange import tied
+from .pieces import OfRows, each, joined
 from .scan import Scan
 
 Kernel = Callable[[tuple[Tensor, ...], Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -116,31 +116,21 @@ class _Layer:
         rank = comm.group_rank(scan.group)
         segments, linked = scan.chains.segments[rank], scan.chains.linked[rank]
         alone = [i for i in range(len(segments)) if i not in set(linked)]
-        outs = {i: out for i, (out,) in self._each(segments, alone, self._outputs)}
-        parts = dict(self._each(segments, linked, self._maps if self.decay is None else self._decaying))
+        outs = {i: out for i, (out,) in each(segments, alone, self._outputs)}
+        parts = dict(each(segments, linked, self._maps if self.decay is None else self._decaying))
         with torch.autocast(self.v.device.type, enabled=False):
             states, final = scan.run(*self._stacked([parts[i] for i in linked], scan.maps), initial_state)
             for i, state in zip(linked, states):
                 out, response, _, _ = parts[i]
                 outs[i] = (response.transpose(1, 2) @ state).transpose(1, 2) + out
-            return tied(self._joined(segments, outs), states), final
+            return tied(joined(segments, outs, self.v), states, *(() if segments else (self.v,))), final
 
-    def _each(self, segments: Sequence[Segment], numbers: Sequence[int], run) -> Iterator[tuple[int, tuple]]:
-        """(number, tensors [b, ...] that `run` gives) of some segments; those of one length run as one batch."""
-        by_length: dict[int, list[int]] = {}
-        for i in numbers:
-            by_length.setdefault(segments[i].length, []).append(i)
-        for length, together in by_length.items():
-            rows = [slice(segments[i].row, segments[i].row + length) for i in together]
-            results = run(functools.partial(_of_rows, rows=rows))
-            yield from zip(together, zip(*(x.chunk(len(together)) for x in results)))
-
-    def _outputs(self, of_rows) -> tuple[Tensor]:
+    def _outputs(self, of_rows: OfRows, _) -> tuple[Tensor]:
         """The outputs of segments that are documents."""
         out, _ = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), None)
         return (out,)
 
-    def _maps(self, of_rows) -> tuple[Tensor, ...]:
+    def _maps(self, of_rows: OfRows, _) -> tuple[Tensor, ...]:
         """The outputs [b, t, h, d_v] for a state of zeros, their response [b, t, h, d] to the state, and M and U."""
         v, d = of_rows(self.v), self.head_dim
         state = torch.eye(d, v.shape[3] + d, dtype=self.dtype, device=v.device).roll(v.shape[3], 1)
@@ -150,7 +140,7 @@ class _Layer:
         update, transition = final.to(self.dtype).split((v.shape[3], d), -1)
         return out, response, transition, update
 
-    def _decaying(self, of_rows) -> tuple[Tensor, ...]:
+    def _decaying(self, of_rows: OfRows, _) -> tuple[Tensor, ...]:
         """The same where states decay: R_t = readout_t exp(sum of log_decay until t), M = exp(sum of all)."""
         out, final = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), None)
         decay = of_rows(self.decay.log_decay).to(self.dtype).cumsum(1).exp()
@@ -164,16 +154,3 @@ class _Layer:
         b, _, h, d_v = self.v.shape
         update = self.v.new_zeros(0, b, h, self.head_dim, d_v, dtype=self.dtype)
         return update.new_zeros(0, b, h, *maps.transition_shape), tied(update, self.v, *self.inputs)
-
-    def _joined(self, segments: Sequence[Segment], outs: dict[int, Tensor]) -> Tensor:
-        """The outputs of all rows, 0 in padding."""
-        rows, at = [], 0
-        for i, segment in enumerate(segments):
-            rows += [self.v.new_zeros(len(self.v), segment.row - at, *self.v.shape[2:]), outs[i].to(self.v.dtype)]
-            at = segment.row + segment.length
-        return torch.cat([*rows, self.v.new_zeros(len(self.v), self.v.shape[1] - at, *self.v.shape[2:])], 1)
-
-
-def _of_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
-    """x [b, s_local, ...] -> [n * b, t, ...]: n segments as batches."""
-    return x[:, rows[0]] if len(rows) == 1 else torch.cat([x[:, part] for part in rows])

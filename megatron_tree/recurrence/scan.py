@@ -15,7 +15,7 @@ from ..config import TreeConfig, check_choice, default_config
 from ..layout import Layout, check_layout
 from ..merge import AffineMaps
 from ..plan import plan_scan
-from .chains import Chains, Place, chains_of
+from .chains import Chains, Numbers, Place, chains_of
 from .exchange import Route, exchange, tied
 
 SCHEDULES = ("auto", "gather", "exchange")
@@ -156,6 +156,9 @@ class Scan:
         begin = update.new_zeros(rows, self.maps.state_numbers)
         if initial_state is not None:
             begin = initial_state.to(update.dtype).reshape(begin.shape)
+        shape = (*self.batch, self.maps.head_dim, self.maps.head_dim_v)
+        if not any(self._sent):
+            return begin.expand(len(update), *begin.shape).view(-1, *shape), None
         gathers = self._planned(update) == "gather"
         bounds = self._bounds(rows, gathers)
         arrived, maps = self._send_maps(self.maps.pack(transition, update).transpose(0, 1), bounds)
@@ -164,9 +167,13 @@ class Scan:
         if not gathers:
             arrived, states, final = self._send_states(states, final, begin_here, bounds)
         local = [states.get((rank, i), begin) for i in self.chains.linked[rank]]
-        shape = (*self.batch, self.maps.head_dim, self.maps.head_dim_v)
         initial = tied(torch.stack(local) if local else begin.new_zeros(0, *begin.shape), arrived)
         return initial.view(-1, *shape), None if final is None else final.view(shape)
+
+    @property
+    def _sent(self) -> Numbers:
+        """The segments whose maps are needed."""
+        return self.chains.linked if self.ends else self.chains.before_others
 
     def _planned(self, update: Tensor) -> str:
         if self.schedule != "auto":
@@ -194,11 +201,10 @@ class Scan:
     def _send_maps(self, packed: Tensor, bounds) -> tuple[Tensor, dict[Place, Tensor]]:
         """packed [rows, segments, numbers] of this rank -> what arrived: all maps of the rows that this rank scans."""
         rank = comm.group_rank(self.group)
-        sent = self.chains.linked if self.ends else self.chains.before_others
-        packed = packed[:, [self.chains.linked[rank].index(i) for i in sent[rank]]]
+        packed = packed[:, [self.chains.linked[rank].index(i) for i in self._sent[rank]]]
         first, last = bounds[rank]
-        arrived, parts = self._send([packed[a:b] for a, b in bounds], [(last - first, len(x)) for x in sent])
-        return arrived, {(r, i): x[:, k] for r, x in enumerate(parts) for k, i in enumerate(sent[r])}
+        arrived, parts = self._send([packed[a:b] for a, b in bounds], [(last - first, len(x)) for x in self._sent])
+        return arrived, {(r, i): x[:, k] for r, x in enumerate(parts) for k, i in enumerate(self._sent[r])}
 
     def _prefixes(self, maps: dict[Place, Tensor], begin: Tensor) -> tuple[dict[Place, Tensor], Tensor | None]:
         """The state [rows, d * d_v] before every segment that does not begin a document, and the final state."""

@@ -1,85 +1,242 @@
 """Recurrent layers over shards against the recurrence run token by token, in float64: values and all gradients."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron_tree import (
     Decay,
     dispatch_documents,
     packed_layout,
     shard_sequence,
-    tree_halo,
+    tree_convolution,
     tree_recurrence,
     tree_scan,
-    unshard_sequence,
 )
 from megatron_tree.comm import record
-from megatron_tree.layout import shard_segments
 from support.ranks import run_distributed
 from support.recurrences import decaying, delta_inputs, delta_rule
 
-B, H, D, D_V = 2, 3, 4, 5
+B, H, D, D_V, T = 2, 3, 4, 5, 24
 UNEVEN = {1: (24,), 2: (24, 0), 3: (5, 0, 19), 4: (0, 7, 0, 17)}
 DOCUMENTS = (3, 17, 1, 2, 25)
-SCHEDULES = ("gather", "exchange", "auto")
+EXACT = 1e-12  # float64, sums of some tens of terms
 
 
-def _documents(layout, world):
-    """The lengths of the documents, and the layout of their rows."""
-    if layout == "dispatched":
-        return DOCUMENTS, dispatch_documents((0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()), dist.group.WORLD)
+def relative(got, want):
+    return float((got - want).abs().max().detach() / want.abs().max().detach()) if got.numel() else 0.0
+
+
+def documents_of(name, world):
+    """(layout, lengths of the documents in the whole sequence, with padding)."""
+    if name == "dispatched":
+        layout = dispatch_documents([0, *itertools.accumulate(DOCUMENTS)], dist.group.WORLD)
+        return layout, DOCUMENTS
     padded = [-(-n // (2 * world)) * 2 * world for n in DOCUMENTS]
-    bounds = [[0, *torch.tensor(x).cumsum(0).tolist()] for x in (DOCUMENTS, padded)]
-    return padded, packed_layout(*bounds)
+    return packed_layout(*([0, *itertools.accumulate(x)] for x in (padded, padded))), padded
 
 
-def _relative(got, want):
-    return float((got - want).abs().max() / want.abs().max()) if got.numel() else 0.0
+class Case:
+    """Inputs of a whole sequence, and what the recurrence makes of them."""
+
+    def __init__(self, kernel, lengths, *, state=False):
+        inputs, v = delta_inputs(B, sum(lengths), H, D, D_V, seed=len(lengths))
+        if kernel == "decay of rows":
+            inputs[2] = inputs[2][..., None] * torch.linspace(0.5, 2, D, dtype=v.dtype)
+        self.kernel = delta_rule if kernel == "delta rule" else decaying
+        self.inputs = inputs if kernel == "delta rule" else inputs[:3]
+        draw = torch.Generator().manual_seed(1)
+        self.v, self.up = v, torch.randn(v.shape, generator=draw, dtype=v.dtype)
+        self.state = torch.randn(B, H, D, D_V, generator=draw, dtype=v.dtype) if state else None
+        leaves = [x.clone().requires_grad_() for x in self.leaves]
+        outs, begin = [], 0
+        for n in lengths:
+            rows = slice(begin, begin + n)
+            initial = leaves[-1] if state else None
+            out, final = self.kernel(
+                [x[:, rows] for x in leaves[: len(self.inputs)]], leaves[len(self.inputs)][:, rows], initial
+            )
+            outs.append(out)
+            begin += n
+        self.out = torch.cat(outs, 1)
+        self.final = final.detach() if state else None
+        self.grads = torch.autograd.grad(self.loss(self.out, final if state else None, self.up), leaves)
+
+    @property
+    def leaves(self):
+        return [*self.inputs, self.v, *([] if self.state is None else [self.state])]
+
+    def loss(self, out, final, up, ranks=1):
+        return (out * up).sum() + (0 if final is None else (final**2).sum() / ranks)
+
+    def error(self, layout, schedule="auto", recompute=False):
+        """The largest of the errors of out, the final state and all gradients on this rank."""
+        group, n = dist.group.WORLD, len(self.inputs)
+
+        def share(x):
+            return shard_sequence(x.detach(), group, 1, layout)
+
+        leaves = [share(x).requires_grad_() for x in (*self.inputs, self.v)]
+        leaves += [] if self.state is None else [self.state.clone().requires_grad_()]
+        options = dict(head_dim=D, cp_group=group, layout=layout, schedule=schedule)
+
+        def run(*leaves):
+            decay = None if self.kernel is delta_rule else Decay(leaves[2], leaves[0])
+            state = dict(initial_state=leaves[-1], return_final_state=True) if len(leaves) > n + 1 else {}
+            return tree_recurrence(self.kernel, leaves[:n], leaves[n], decay=decay, **state, **options)
+
+        out, final = checkpoint(run, *leaves, use_reentrant=False) if recompute else run(*leaves)
+        loss = self.loss(out, final, share(self.up), dist.get_world_size())
+        grads = list(torch.autograd.grad(loss, leaves, materialize_grads=True))
+        pairs = [(out, share(self.out)), *((g, share(w)) for g, w in zip(grads[: n + 1], self.grads))]
+        if self.state is not None:
+            dist.all_reduce(grads[-1])
+            pairs += [(final, self.final), (grads[-1], self.grads[-1])]
+        return max(relative(got.detach(), want) for got, want in pairs)
 
 
-def _run(layout, inputs, v, up, options, with_decay):
-    """out, the final state, and the gradients of all leaves, of this rank's shard."""
-    initial = options.get("initial_state")
-    leaves = [x.detach().requires_grad_() for x in (*inputs, v)] + ([] if initial is None else [initial.requires_grad_()])
-    inputs, v = leaves[: len(inputs)], leaves[len(inputs)]
-    kernel = decaying if with_decay else delta_rule
-    decay = Decay(inputs[2], inputs[0]) if with_decay else None
-    out, final = tree_recurrence(
-        kernel, inputs, v, head_dim=D, cp_group=dist.group.WORLD, layout=layout, decay=decay, **options
-    )
-    loss = (out * up).sum() + (0 if final is None else (final**2).sum() / dist.get_world_size())
-    grads = torch.autograd.grad(loss, leaves)
-    if initial is not None:
-        dist.all_reduce(grads[-1])
-    return out.detach(), final, grads
+KERNELS = ("delta rule", "decay", "decay of rows")
 
 
-def _inputs(tokens, with_decay, seed=0):
-    inputs, v = delta_inputs(B, tokens, H, D, D_V, seed=seed)
-    if with_decay == "rows":
-        inputs[2] = inputs[2][..., None] * torch.linspace(0.5, 2, D, dtype=v.dtype)
-    return (inputs[:3] if with_decay else inputs), v, torch.randn(v.shape, dtype=v.dtype)
-
-
-def _sequences(rank, world, with_decay):
-    """The largest errors of one sequence, by layout and options."""
-    kernel, errors = decaying if with_decay else delta_rule, {}
-    inputs, v, up = _inputs(24, with_decay)
-    for layout in ("zigzag", "contiguous", UNEVEN[world]):
-        for schedule in SCHEDULES:
-            for state in (None, torch.randn(B, H, D, D_V, dtype=v.dtype)):
-                if state is not None:
-                    dist.broadcast(state, 0)
-                leaves = [x.requires_grad_() for x in (*inputs, v, *([] if state is None else [state]))]
-                want, final = kernel(inputs, v, state)
-                wanted = torch.autograd.grad((want * up).sum() + (0 if state is None else (final**2).sum()), leaves)
-                options = dict(schedule=schedule, initial_state=None if state is None else state.detach().clone())
-                shares = [shard_sequence(x.detach(), dist.group.WORLD, 1, layout) for x in (*inputs, v, up)]
-                got = _run(layout, shares[:-2], *shares[-2:], options | {"return_final_state": state is not None}, with_decay)
-                pairs = list(zip((got[0], *got[2]), (want, *wanted)))
-                local = [(a, b if a is got[2][-1] and state is not None else shard_sequence(b, dist.group.WORLD, 1, layout)) for a, b in pairs]
-                local += [] if state is None else [(got[1], final)]
-                errors[f"{layout}, {schedule}, {state is not None}"] = max(_relative(a.detach(), b.detach()) for a, b in local)
+def _sequences(rank, world):
+    errors = {}
+    for kernel, state in itertools.product(KERNELS, (False, True)):
+        case = Case(kernel, (T,), state=state)
+        for layout, schedule in itertools.product(("zigzag", "contiguous", UNEVEN[world]), ("gather", "exchange")):
+            errors[kernel, state, layout, schedule] = case.error(layout, schedule)
+    errors["recomputed"] = Case("delta rule", (T,), state=True).error("zigzag", recompute=True)
     return errors
+
+
+def _documents(rank, world):
+    errors = {}
+    for kernel, name in itertools.product(KERNELS[:2], ("dispatched", "packed")):
+        layout, lengths = documents_of(name, world)
+        case = Case(kernel, lengths)
+        for schedule in ("gather", "exchange", "auto"):
+            errors[kernel, name, schedule] = case.error(layout, schedule)
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("run", [_sequences, _documents])
+def test_outputs_states_and_gradients(run, world):
+    for errors in run_distributed(run, world):
+        assert {name: error for name, error in errors.items() if error > EXACT} == {}
+
+
+def _convolved(rank, world):
+    """The largest errors of a causal convolution of 8 taps and its gradient, by layout."""
+    group, weight, errors = dist.group.WORLD, torch.linspace(-1, 1, 8, dtype=torch.float64), {}
+
+    def convolve(x):  # [b, 7 + t, c]
+        return F.conv1d(x.mT.flatten(0, 1)[:, None], weight[None, None]).view(len(x), 3, -1).mT
+
+    draw = torch.Generator().manual_seed(0)
+    for name in ("zigzag", "contiguous", UNEVEN[world], "dispatched", "packed"):
+        packed = name in ("dispatched", "packed")
+        layout, lengths = documents_of(name, world) if packed else (name, (T,))
+        x, up = (torch.randn(B, sum(lengths), 3, generator=draw, dtype=torch.float64) for _ in range(2))
+        before = torch.randn(B, 7, 3, generator=draw, dtype=torch.float64)
+        first = torch.zeros_like(before) if packed else before.requires_grad_()
+        want = torch.cat(
+            [convolve(torch.cat((first, part), 1)) for part in x.requires_grad_().split(tuple(lengths), 1)], 1
+        )
+        leaves = [x] if packed else [x, before]
+        wanted = torch.autograd.grad((want * up).sum(), leaves)
+        local = shard_sequence(x.detach(), group, 1, layout).requires_grad_()
+        given = {} if packed else dict(before=before.detach().requires_grad_(), return_final=True)
+        out, final = tree_convolution(convolve, local, 7, cp_group=group, layout=layout, **given)
+        leaves = [local, *([] if packed else [given["before"]])]
+        grads = torch.autograd.grad((out * shard_sequence(up, group, 1, layout)).sum(), leaves, materialize_grads=True)
+        pairs = [(out, want), (grads[0], wanted[0])]
+        errors[name] = max(relative(a, shard_sequence(b, group, 1, layout)) for a, b in pairs)
+        if not packed:
+            dist.all_reduce(grads[1])
+            errors[name] = max(errors[name], relative(grads[1], wanted[1]), relative(final, x[:, -7:]))
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_halos_of_a_convolution(world):
+    for errors in run_distributed(_convolved, world):
+        assert {name: error for name, error in errors.items() if error > EXACT} == {}
+
+
+def _tangents(rank, world):
+    case = Case("delta rule", (T,))
+    tangent = torch.randn(case.v.shape, generator=torch.Generator().manual_seed(2), dtype=case.v.dtype)
+    _, want = torch.func.jvp(lambda v: delta_rule(case.inputs, v, None)[0], (case.v,), (tangent,))
+    inputs, v, vt, want = (
+        [shard_sequence(x, dist.group.WORLD, 1) for x in xs] for xs in (case.inputs, [case.v], [tangent], [want])
+    )
+    options = dict(head_dim=D, cp_group=dist.group.WORLD)
+    _, got = torch.func.jvp(lambda v: tree_recurrence(delta_rule, inputs, v, **options)[0], tuple(v), tuple(vt))
+    return relative(got, want[0])
+
+
+def test_forward_mode():
+    assert max(run_distributed(_tangents, 2)) < EXACT
+
+
+def _sent(rank, world, schedule, final):
+    update = torch.randn(1 if rank == world - 1 else 2, B, H, D, D_V)
+    transition = torch.randn(*update.shape[:-1], D)
+    with record() as log:
+        tree_scan(transition, update, cp_group=dist.group.WORLD, schedule=schedule, return_final_state=final)
+    return sum(entry.bytes for entry in log if entry.op == "all_to_all")
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("schedule", ["gather", "exchange"])
+def test_bytes(schedule, final):
+    world, rows = 4, B * H
+    shares = [rows * (r + 1) // world - rows * r // world for r in range(world)]
+    segments = [2, 2, 2, 1]
+    for rank, sent in enumerate(run_distributed(_sent, world, schedule, final)):
+        maps = segments[rank] - (rank == 0 and not final)  # rank 0 has the last segment
+        if schedule == "gather":
+            words = (world - 1) * rows * maps * (D * D + D * D_V)
+        else:
+            others = [r for r in range(world) if r != rank]
+            words = sum(shares[r] for r in others) * maps * (D * D + D * D_V)
+            words += shares[rank] * sum(segments[r] - (r == 0) + final for r in others) * D * D_V
+        assert sent == 4 * words
+
+
+def _refused(rank, world, change):
+    inputs, v = delta_inputs(B, T // world, H, D, D_V, seed=0)
+    options = dict(head_dim=D, cp_group=dist.group.WORLD)
+    options |= change if rank == 1 else {}
+    if change == "kernel":
+        options = dict(head_dim=D, cp_group=dist.group.WORLD)
+
+        def kernel(inputs, v, state):
+            if rank == 1:
+                raise ValueError("no such kernel")
+            return delta_rule(inputs, v, state)
+    else:
+        kernel = delta_rule
+    with pytest.raises(ValueError) as error:
+        tree_recurrence(kernel, inputs, v, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(head_dim=0), "head_dim=0"),
+        (dict(head_dim=3), "maps"),
+        (dict(layout=(1, 1)), "layout=(1, 1) gives it 1"),
+        (dict(schedule="tree"), "schedule='tree'"),
+        (dict(initial_state=torch.zeros(1)), "initial_state must be [b, h, d, d_v] = [2, 3, 4, 5], got [1]"),
+        (dict(return_final_state=True), "return_final_state"),
+    ],
+)
+def test_errors_reach_all_ranks(change, words):
+    for message in run_distributed(_refused, 2, change):
+        assert words in message
